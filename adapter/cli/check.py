@@ -92,7 +92,7 @@ def _subject(args: argparse.Namespace) -> Subject:
 def _subject_of_configuration(args: argparse.Namespace) -> Subject:
     from ..conformance.subject import Subject
     from .configured_fit import parse_configuration
-    from .fit_failures import UnusableConfigurationError
+    from .lightning_cli import UnusableConfigurationError
 
     try:
         fit = parse_configuration(args.job)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
-import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +11,8 @@ from typing import Any
 from typing_extensions import override
 
 from ...callbacks.stop.signals import StopSignals
-from ..module import alias
 from .config_files import config_file_fault
-from .fit_failures import FailureReport, UnusableConfigurationError
-from .lightning_cli import GenlightCLI
+from .lightning_cli import GenlightCLI, UnusableConfigurationError, fit_session
 
 __all__ = ["ConfiguredFit", "parse_configuration"]
 
@@ -84,14 +80,11 @@ def parse_configuration(path: str) -> ConfiguredFit:
     fault = config_file_fault(words)
     if fault is not None:
         raise UnusableConfigurationError(fault)
-    alias.install()
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended to run")
-            return ConfiguredFit(words, StopSignals(), FailureReport())
+            return ConfiguredFit(words, fit_session(StopSignals()))
     except SystemExit as error:  # argparse's way to refuse
         told = said.getvalue().rpartition("error: ")[2].strip()
         raise UnusableConfigurationError(told) from error

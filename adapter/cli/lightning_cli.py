@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,44 +16,88 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.callbacks.timer import Interval
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
 from ...callbacks.checkpoint.checkpoint import Checkpoint
+from ...callbacks.checkpoint.format.layout import FINAL_NAME
 from ...callbacks.checkpoint.ownership import checkpoint_files
+from ...callbacks.checkpoint.selection import find_checkpoint, find_final, newest_valid
 from ...callbacks.hook.events import callbacks_of
-from ...callbacks.monitor_errors import monitor_error
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import StopSources
 from ...callbacks.stop.stop_requests import StopRequests
+from ...callbacks.write_samples import WriteSamples
+from ...reporters.events.event_logger import EventLogger
 from ..cluster.placement import placed_by_launcher
 from ..cluster.slurm_environment import placement_fault
-from ..contract.exceptions import EventLogError, GenlightError, RankFailed, TrainingCanceled
+from ..contract.exceptions import BrokenCheckpointError, EventLogError, GenlightError, MonitorError
 from ..job.parser_errors import UnusableValueError, is_about_what_was_given, root_cause
 from ..module import alias
 from ..module.module import ContractModule
-from ..plumbing.failures import EXIT_COMPLETED, EXIT_STARTUP, describe_failure, stop_behind_lost_worker
+from ..plumbing.failures import EXIT_STARTUP
 from ..plumbing.log_redaction import redacted_logs
-from ..plumbing.redaction import secrets_in
+from ..plumbing.redaction import secrets_in, without_secrets
 from ..run.artifact_dirs import directory_fault
 from ..run.artifacts_lock import lock_directory
-from ..run.other_weights import about_other_weights
-from ..run.ranks.child_processes import RankProcesses
-from ..run.ranks.paused_ranks import watching_paused_ranks
-from ..run.ranks.rendezvous_watch import watching_rendezvous
+from ..run.fit import continue_tracking, fit, join
+from ..run.ranks.this_rank import is_rank_zero
+from ..run.results import newest_picture, show_results
 from ..run.resume import move_checkpoints_aside
-from .fit_checkpoints import WORDS_OF_LIGHTNING, named_checkpoint, newest_checkpoint, refuse_older_end
-from .fit_config import SaveAttemptConfig, checkpoints_of
-from .fit_failures import FailureReport, UnusableConfigurationError, outlast_rank_zero, text_of_error
-from .fit_results import show_fit_results
-from .fit_tracking import continue_tracking
+from ..run.session import FollowerSession, Session
 from .parser import CommandParser
 
-__all__ = ["GenlightCLI", "run_lightning_cli"]
+__all__ = ["GenlightCLI", "UnusableConfigurationError", "checkpoints_of", "run_lightning_cli"]
 
 log = logging.getLogger(__name__)
 
+_WORDS_OF_LIGHTNING = ("best", "hpc", "last")
+"""What ``--ckpt_path`` takes besides a path."""
 _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+
+
+class UnusableConfigurationError(Exception):
+    """A configuration asks for what it cannot have."""
+
+
+def checkpoints_of(trainer: pl.Trainer) -> Path | None:
+    """Where the `Checkpoint` callback keeps them; None without one, or where this run writes none."""
+    callback = next((c for c in callbacks_of(trainer) if isinstance(c, Checkpoint)), None)
+    if callback is None or getattr(trainer, "fast_dev_run", False):
+        return None
+    return callback.dirpath or Path(trainer.default_root_dir) / "checkpoints"
+
+
+class SaveAttemptConfig(SaveConfigCallback):
+    """Writes ``config-<attempt>.yaml`` where the checkpoints are, without them to the logger's folder.
+
+    Only a fit is an attempt; ``validate``, ``test`` and ``predict`` write none. Secrets are left out.
+    """
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit" or self.already_saved:
+            return
+        self.already_saved = True
+        folder = checkpoints_of(trainer) or trainer.log_dir  # which is broadcast, so every rank asks for it
+        if not trainer.is_global_zero or folder is None or "://" in str(folder):
+            return
+        text = yaml.safe_dump(without_secrets(yaml.safe_load(self.parser.dump(self.config))), sort_keys=False)
+        os.makedirs(folder, exist_ok=True)
+        for path in _config_paths(Path(folder)):
+            try:
+                with open(path, "x", encoding="utf-8") as file:
+                    file.write(text)
+            except FileExistsError:
+                continue
+            return
+
+
+def _config_paths(folder: Path) -> Iterator[Path]:
+    attempt = 0
+    while True:
+        attempt += 1
+        yield folder / f"config-{attempt}.yaml"
 
 
 class _Parser(CommandParser, LightningArgumentParser):
@@ -66,9 +111,9 @@ class GenlightCLI(LightningCLI):
     ``--resume auto`` goes on from the newest whole checkpoint of the `Checkpoint` callback, if there is one.
     """
 
-    def __init__(self, arguments: Sequence[str], signals: StopSignals, report: FailureReport) -> None:
-        self._signals = signals
-        self._report = report
+    def __init__(self, arguments: Sequence[str], session: Session) -> None:
+        self._session = session
+        self._arguments = arguments
         self._resumed_step: int | None = None
         super().__init__(
             pl.LightningModule,
@@ -111,10 +156,10 @@ class GenlightCLI(LightningCLI):
     @override
     def instantiate_classes(self) -> None:
         settings = self.config[str(self.subcommand)]
-        self._report.secrets = secrets_in(self.config.as_dict())
+        self._session.secrets = secrets_in(self.config.as_dict())
+        self._session.verbose = self.subcommand == "fit" and settings.verbose
         root = settings.trainer.default_root_dir or os.curdir
-        shows_all = self.subcommand == "fit" and settings.verbose
-        self._report.folder = None if shows_all or "://" in root else Path(root)
+        self._session.folder = None if "://" in root else Path(root)
         try:
             super().instantiate_classes()
         except (ValueError, TypeError, MisconfigurationException) as error:
@@ -134,35 +179,29 @@ class GenlightCLI(LightningCLI):
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:
-        checkpoints = checkpoints_of(self.trainer)
-        self._report.saves = checkpoints is not None
-        if self._report.folder is not None:
-            self._report.folder = checkpoints or self._report.folder
-        with redacted_logs(self._report.secrets):
+        session, checkpoints = self._session, checkpoints_of(self.trainer)
+        session.count_steps = lambda: int(getattr(self.model, "failed_step", self.trainer.global_step))
+        if subcommand == "fit":
+            session.place(checkpoints or session.folder, checkpoints)
+            if checkpoints is None:
+                session.way_on = lambda: "genlight.callbacks.Checkpoint would have saved a checkpoint to go on from"
+            else:
+                given = _without(self._arguments, "--resume", "--ckpt_path")
+                session.way_on = lambda: "start again with --resume auto to go on"
+                session.next_command = shlex.join(["genlight", *given, "--resume", "auto"])
+        with redacted_logs(session.secrets):
             try:
-                self._run_and_tell(subcommand)
-            finally:
-                if getattr(self.model, "failed_step", self.trainer.global_step) > 0:
-                    self._report.stage = "train-step"
-
-    def _run_and_tell(self, subcommand: str) -> None:
-        try:
-            with contextlib.ExitStack() as self._held:
                 super()._run_subcommand(subcommand)
-        except (ValueError, MisconfigurationException, *_WRONG_PATH) as error:
-            if about_monitor := monitor_error(error):
-                raise about_monitor from error
-            if not is_about_what_was_given(error):
+            except MonitorError:
                 raise
-            raise UnusableConfigurationError(text_of_error(error)) from error
-        except RuntimeError as error:
-            if about_monitor := monitor_error(error):
-                raise about_monitor from error
-            raise
-        except EventLogError as error:
-            if self.trainer.global_step:
-                raise
-            raise UnusableConfigurationError(f"{error}; choose another `path` for the event log") from error
+            except (ValueError, MisconfigurationException, *_WRONG_PATH) as error:
+                if not is_about_what_was_given(error):
+                    raise
+                raise UnusableConfigurationError(_text_of_error(error)) from error
+            except EventLogError as error:
+                if self.trainer.global_step:
+                    raise
+                raise UnusableConfigurationError(f"{error}; choose another `path` for the event log") from error
 
     @override
     def _parse_ckpt_path(self) -> None:
@@ -171,7 +210,7 @@ class GenlightCLI(LightningCLI):
 
     def before_fit(self) -> None:
         """Choose the checkpoint to resume from, where that was left to us, and overwrite none silently."""
-        StopSources(signals=self._signals).raise_if_signalled()
+        self._session.stop.raise_if_signalled()
         settings = self.config["fit"]
         for limit in ("max_steps", "max_epochs", "limit_train_batches"):
             if getattr(self.trainer, limit) == 0 and self.trainer.is_global_zero:
@@ -179,11 +218,11 @@ class GenlightCLI(LightningCLI):
         self._refuse_unwritable_places()
         directory = checkpoints_of(self.trainer)
         if directory is not None and self.trainer.is_global_zero:  # before it is looked at
-            self._held.callback(lock_directory(directory, "genlight fit").release)
+            self._session.on_exit(lock_directory(directory, "genlight fit").release)
         if self._takes_named("going on after"):
             return
         if settings["resume"] == "auto":
-            refuse_older_end(directory)
+            _refuse_older_end(directory)
             if not self._take_newest("going on after") and directory is not None and checkpoint_files(directory):
                 raise UnusableConfigurationError(
                     f"no checkpoint in {str(directory)!r} is whole. Restore one, start at step 0 with "
@@ -245,57 +284,45 @@ class GenlightCLI(LightningCLI):
         else:
             self._require_newest(doing)
 
-    def fit(self, **arguments: Any) -> None:
-        """Train; a failure that a stop signal caused is that stop.
+    def fit(self, model: pl.LightningModule, **arguments: Any) -> None:
+        """Train; called by LightningCLI.
 
         Raises:
             TrainingCanceled: The run was stopped.
         """
-        signals = self._signals
-        stop = StopSources(signals=signals)
-        for callback in callbacks_of(self.trainer):
-            if isinstance(callback, StopRequests):  # ours, and maybe one of the configuration's
-                callback.share(stop)
-        if self.trainer.is_global_zero:
-            signals.what_next = (
-                "the run saves a checkpoint after the current step, and stops"
-                if self._report.saves
-                else "the run stops after the current step"
-            )
-        children = RankProcesses(self.trainer)
-        signals.before_exit = children.kill_at_once
-        with (
-            watching_rendezvous(self.trainer, stop.raise_if_stopped, self._end_now),
-            watching_paused_ranks(children.ids, stop.is_stopping, self._end_failed),
-        ):
-            try:
-                continue_tracking(self.trainer, self.model, self._resumed_step, resume=self.config["fit"]["resume"])
-                self.trainer.fit(**arguments)
-            except RuntimeError as error:
-                cause = stop_behind_lost_worker(error, signals.reason) or about_other_weights(error)
-                if cause is None:
-                    raise
-                raise cause from error
-            except TrainingCanceled:
-                outlast_rank_zero(self.trainer)
-                raise
-            finally:
-                signals.before_exit = lambda: None
-                signals.what_next = ""
+        session, trainer = self._session, self.trainer
+        join(session, trainer, model)
+        if session.checkpoints_dir is not None:
+            step = 0 if self._resumed_step is None and self.config["fit"]["resume"] == "auto" else self._resumed_step
+            if step is not None and not isinstance(model, ContractModule):
+                step -= 1  # Lightning's own loop reports the step after the resumed one under its number
+            log_path = next((logger.path for logger in trainer.loggers if isinstance(logger, EventLogger)), None)
+            continue_tracking(session, trainer, session.checkpoints_dir, step, log_path)
+        fit(session, trainer, model, **arguments)
 
     def after_fit(self) -> None:
         """Say how the training ended, and where its results are."""
-        show_fit_results(self.trainer, self.model, self._resumed_step)
-
-    def _end_now(self, stop: TrainingCanceled) -> None:
-        code = self._report.tell_stop(stop)
-        RankProcesses(self.trainer).kill()
-        os._exit(code)
-
-    def _end_failed(self, error: RankFailed) -> None:
-        log.error("%s", error)
-        RankProcesses(self.trainer).kill()
-        os._exit(describe_failure(error, has_checkpoint=False).exit_code)
+        trainer, directory = self.trainer, self._session.checkpoints_dir
+        if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
+            return
+        samples = next((c.directory for c in callbacks_of(trainer) if isinstance(c, WriteSamples)), None)
+        places: dict[str, Path | None] = {
+            "final checkpoint": None if directory is None else directory / f"{FINAL_NAME}.json",
+            "checkpoints": directory,
+            "samples": samples,
+        }
+        for logger in trainer.loggers:
+            if isinstance(logger, EventLogger):
+                places["events"] = logger.path
+            elif logger.log_dir is not None:
+                places[logger.name or type(logger).__name__] = Path(logger.log_dir)
+        places["a picture to open"] = None if samples is None else newest_picture(samples)
+        steps = getattr(self.model, "completed_steps", trainer.global_step)
+        stopped = getattr(self.model, "stopped", None)
+        ended = f"fit completed at step {steps}" + (f" ({stopped})" if stopped else "")
+        if steps == self._resumed_step:
+            ended = f"the fit had completed at step {steps} before; there was nothing to train"
+        show_results(ended, places)
 
     def _takes_named(self, doing: str) -> bool:
         """Whether ``--ckpt_path`` names a checkpoint; ``last`` is the newest whole one, a folder the newest in it."""
@@ -307,10 +334,10 @@ class GenlightCLI(LightningCLI):
         if given == "last" and checkpoints_of(self.trainer) is not None:
             self._require_newest(doing)
             return True
-        found = named_checkpoint(given)
+        found = _named_checkpoint(given)
         if found is not None:
             self._start_from(found)
-        if found is not None or given in WORDS_OF_LIGHTNING or "://" in given or os.path.exists(given):
+        if found is not None or given in _WORDS_OF_LIGHTNING or "://" in given or os.path.exists(given):
             self._say("%s the checkpoint %s", doing, given if found is None or os.path.isfile(given) else found)
         return True
 
@@ -327,7 +354,10 @@ class GenlightCLI(LightningCLI):
             raise UnusableConfigurationError(
                 "--resume auto needs the callback genlight.callbacks.Checkpoint in the configuration"
             )
-        record, warnings = newest_checkpoint(directory)
+        try:
+            record, warnings = newest_valid(directory)
+        except OSError as error:
+            raise _unreadable(error) from error
         for warning in warnings:
             log.warning(warning)
         if record is None:
@@ -352,21 +382,70 @@ def run_lightning_cli(arguments: Sequence[str], signals: StopSignals) -> int:
         arguments: Those of the command line.
         signals: Heeded by a fit; they are handled already.
     """
-    alias.install()
-    if os.getcwd() not in sys.path:  # a console script does not see the folder it is called in
-        sys.path.insert(0, os.getcwd())
-    report = FailureReport()
-    with redacted_logs(()):
+    with fit_session(signals) as session, redacted_logs(()):
         try:
-            GenlightCLI(arguments, signals, report)
-        except TrainingCanceled as error:
-            return report.tell_stop(error)
+            GenlightCLI(arguments, session)
+            return session.complete()
         except (UnusableConfigurationError, MisconfigurationException) as error:
             log.error("%s", error)  # noqa: TRY400 - its message says all
             return EXIT_STARTUP
         except Exception as error:  # noqa: BLE001 - whatever ends it is told
-            return report.tell(error)
-    return EXIT_COMPLETED
+            return session.fail(error)
+
+
+def fit_session(signals: StopSignals) -> Session:
+    """The session of a fit, whose callbacks keep its log and its uploads; user code can be imported from now on."""
+    alias.install()
+    if os.getcwd() not in sys.path:  # a console script does not see the folder it is called in
+        sys.path.insert(0, os.getcwd())
+    session = (Session if is_rank_zero() else FollowerSession)(StopSources(signals=signals))
+    session.reports_at_once = False
+    return session
+
+
+def _without(arguments: Sequence[str], *options: str) -> list[str]:
+    """`arguments` without `options` and their values."""
+    kept: list[str] = []
+    skips = False
+    for argument in arguments:
+        if not skips and argument.partition("=")[0] not in options:
+            kept.append(argument)
+        skips = not skips and argument in options
+    return kept
+
+
+def _named_checkpoint(given: str) -> Path | None:
+    """The record that `given` means; None where Lightning may know what to do with it, or says that it does not."""
+    if given in _WORDS_OF_LIGHTNING:
+        return None
+    try:
+        return find_checkpoint(given)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unreadable(error) from error
+
+
+def _refuse_older_end(directory: Path | None) -> None:
+    """Refuse the end of a run of an older runtime, which tells no step: what comes after it cannot be counted."""
+    with contextlib.suppress(BrokenCheckpointError, OSError):  # which the look for the newest tells
+        final = None if directory is None else find_final(directory)
+        if final is not None and final.is_old:
+            raise UnusableConfigurationError(
+                f"{str(final.path)!r} is the end of a run of an older runtime: there is nothing to train. Name the "
+                "checkpoint to go on from by `--ckpt_path`, or choose another `dirpath`."
+            )
+
+
+def _unreadable(error: OSError) -> UnusableConfigurationError:
+    return UnusableConfigurationError(f"{_text_of_error(error)}; let this user read it, or move it away")
+
+
+def _text_of_error(error: Exception) -> str:
+    """What an error says, of one about a path without the system's number for it."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error).strip()
 
 
 def _as_text(dumper: yaml.SafeDumper, interval: Interval) -> yaml.ScalarNode:

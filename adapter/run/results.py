@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["newest_picture", "show_results", "shown_path"]
+__all__ = ["newest_picture", "show_results", "shown_path", "working_directory"]
 
 _PICTURES = frozenset({".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg"})
 
@@ -39,4 +39,13 @@ def _step(picture: Path) -> int:
 
 def shown_path(path: Path) -> str:
     """A path as the user would type it from the working directory."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    here = working_directory()
+    return str(path.relative_to(here)) if here is not None and path.is_relative_to(here) else str(path)
+
+
+def working_directory() -> Path | None:
+    """The working directory; None where it was deleted."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return None

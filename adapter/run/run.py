@@ -6,38 +6,35 @@ From the moment the event log is open every way out leaves exactly one terminal 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
-import time
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...callbacks.stop.signals import StopSignals
-from ...callbacks.stop.sources import process_age_s
+from ...callbacks.stop.sources import StopSources, cancel_file_is_set
 from ...callbacks.tracking import RUNS_FILE
 from ...reporters.events.event_log import EventLog
 from ...reporters.events.goodput import account_of
 from ..contract.exceptions import EventLogError, StartupContractError
 from ..contract.types import JobLifecycleClient
 from ..job.config import RunConfig, resolve_run_config
-from ..plumbing.failures import EXIT_FAILED, Failure
+from ..plumbing.failures import EXIT_FAILED
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.operating_system import require_linux
-from ..plumbing.redaction import traceback_of
 from .artifact_dirs import prepare_artifact_dirs, sweep_probes
 from .artifacts_lock import lock_artifacts
 from .control_plane import LifecycleSession
-from .follower import Follower
-from .outcome import Completion, Outcome
-from .progress import Progress
-from .ranks.failure_notes import RankFailures
-from .ranks.rank_zero_exit import forget_exit_code
 from .ranks.this_rank import is_rank_zero
+from .ranks.watch import agent_check
 from .results import newest_picture, show_results
 from .resume import move_old_artifacts_aside
+from .session import Completion, FollowerSession, Session
 from .startup_failure import report_startup_failure
-from .training import Training, stop_sources
+from .training import train
 from .uploads import open_uploader
 
 __all__ = ["run_job", "run_training_runtime_from_env"]
@@ -45,6 +42,8 @@ __all__ = ["run_job", "run_training_runtime_from_env"]
 require_linux(__name__)
 
 log = logging.getLogger(__name__)
+
+SPEC_VARIABLE = "TRAINER_JOB_SPEC_PATH"
 
 
 @dataclass(frozen=True)
@@ -92,93 +91,119 @@ def run_job(options: RunOptions) -> int:
 
 def attempt_job(options: RunOptions) -> Attempt:
     """Run a job, report how it ended, and tell the caller too."""
-    with StopSignals().installed() as signals:
-        if is_rank_zero():
-            signals.what_next = "the run stops before it trains"
+    with contextlib.ExitStack() as held:
+        signals = held.enter_context(StopSignals().installed())
+        signals.what_next = "the run stops before it trains" if is_rank_zero() else ""
         try:
             config = resolve_run_config(
                 spec_path=options.spec_path, overrides=options.overrides, environ=options.environ
             )
-            with redacted_logs(config.secrets, options.environ):
-                return _run(config, options, signals)
+            held.enter_context(redacted_logs(config.secrets, options.environ))
+            for warning in config.warnings:
+                log.warning(warning)
+            session = held.enter_context(_open_session(config, options, signals))
         except Exception as error:  # noqa: BLE001 - whatever keeps a run from starting is reported
             code = report_startup_failure(
                 error, spec_path=options.spec_path, overrides=options.overrides, environ=options.environ
             )
             return Attempt(code, error)
-
-
-def _run(config: RunConfig, options: RunOptions, signals: StopSignals) -> Attempt:
-    for warning in config.warnings:
-        log.warning(warning)
-    if not is_rank_zero():
-        follower = Follower(config, signals, options.environ, verbose=options.verbose)
-        return Attempt(*follower.run(allow_changed=options.allow_changed, shadow=options.shadow))
-    prepare_artifact_dirs(config)
-    with lock_artifacts(config):
-        sweep_probes(config)
-        if options.fresh:
-            _start_afresh(config)
-        return _owning(_open_event_log(config), config, options, signals)
-
-
-def _owning(event_log: EventLog, config: RunConfig, options: RunOptions, signals: StopSignals) -> Attempt:
-    """An attempt that owns its log: a failure from here on is not a failed start, and is not reported as one."""
-    try:
-        attempt = _attempt(config, options, signals, event_log)
-    except BaseException as error:  # noqa: BLE001 - no other code may report this attempt
-        log.error("the end of the run could not be reported: %s", traceback_of(error))  # noqa: TRY400
-        attempt = Attempt(EXIT_FAILED, error)
-        if event_log.phase != "ended":
-            text = "the end of the run could not be reported"
-            event_log.record_failure(Failure("train-step", text, resumable=False, exit_code=EXIT_FAILED), step=0)
-    try:
-        event_log.close()
-    except EventLogError as error:
-        log.error("the event log may not be durable: %s", error)  # noqa: TRY400
-        return Attempt(attempt.exit_code or EXIT_FAILED, attempt.error or error)
-    return attempt
-
-
-def _open_event_log(config: RunConfig) -> EventLog:
-    try:
-        return EventLog(config.events_path, run_id=config.run_id)
-    except EventLogError as error:
-        raise StartupContractError("startup.artifacts_in_use", str(error)) from error
-
-
-def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event_log: EventLog) -> Attempt:
-    """Everything after the event log is open; leaves exactly one terminal event."""
-    ranks = RankFailures(config.artifacts_dir, expects_ranks=False)
-    forget_exit_code(config.artifacts_dir)
-    ranks.forget_earlier(time.time() - process_age_s())
-    stop, progress = stop_sources(config, signals), Progress(event_log)
-    stop.add_check(ranks.stop_reason)
-    outcome = Outcome(config, event_log, stop, progress, ranks, options.environ, verbose=options.verbose)
-    training = Training(config, stop, progress, outcome, outcome.fail_and_exit)
-    with contextlib.ExitStack() as stack:
+        try:  # whatever ends the run from here on, its log ends with a terminal event
+            _open_connections(config, options, session)
+            completion = train(config, session, allow_changed=options.allow_changed, shadow=options.shadow)
+            if session.uploader is not None:
+                signals.what_next = "the run ends without waiting for the rest of its uploads"
+            code = session.complete(completion)
+            if session.event_log is not None:
+                _show_results(config, completion)
+        except BaseException as error:  # noqa: BLE001
+            code = session.fail(error)
         try:
-            if options.lifecycle is not None:
-                session = LifecycleSession(
-                    options.lifecycle,
-                    config.run_id,
-                    interval_s=options.heartbeat_s,
-                    answer_s=config.upload_deadline_s,
-                    raise_if_stopped=stop.raise_if_stopped,
-                )
-                outcome.lifecycle = stack.enter_context(session)
-                stop.add_check(outcome.lifecycle.reason)
-            outcome.uploader = open_uploader(config)
-            if outcome.uploader is not None:
-                stack.callback(outcome.uploader.close)
-                outcome.uploader.start()
-            completion = training.run(allow_changed=options.allow_changed, shadow=options.shadow)
-            signals.what_next = "the run ends without waiting for the rest of its uploads" if outcome.uploader else ""
-            code = outcome.complete(completion)
-        except BaseException as error:  # noqa: BLE001 - whatever ends the run, its log ends with a terminal event
-            return Attempt(outcome.fail(error), outcome.cause or error)
-    _show_results(config, completion)
-    return Attempt(code)
+            session.close_log()
+        except EventLogError as error:
+            log.error("the event log may not be durable: %s", error)  # noqa: TRY400
+            return Attempt(code or EXIT_FAILED, session.cause or error)
+        return Attempt(code, session.cause)
+
+
+def _open_session(config: RunConfig, options: RunOptions, signals: StopSignals) -> Session:
+    """The session of this rank; of rank zero with the run's folder, which it holds, and the event log, open.
+
+    Raises:
+        StartupContractError: The folder cannot be used, or another run holds it.
+    """
+    stop = StopSources(
+        config.cancel_file, max_runtime_s=config.max_runtime_s, canceled=config.canceled, signals=signals
+    )
+    stop.add_check(agent_check())
+    session = (Session if is_rank_zero() else FollowerSession)(
+        stop,
+        secrets=config.secrets,
+        environ=options.environ,
+        verbose=options.verbose,
+        deadline_s=config.upload_deadline_s,
+    )
+    session.way_on = functools.partial(_way_on, config)
+    session.next_command = _next_command(config, options)
+    if session.is_rank_zero:
+        prepare_artifact_dirs(config)
+        session.hold(lock_artifacts(config))
+        with contextlib.ExitStack() as unless_it_opens:
+            unless_it_opens.push(session)
+            sweep_probes(config)
+            if options.fresh:
+                _start_afresh(config)
+            try:
+                session.event_log = EventLog(config.events_path, run_id=config.run_id)
+            except EventLogError as error:
+                raise StartupContractError("startup.artifacts_in_use", str(error)) from error
+            unless_it_opens.pop_all()
+    session.place(config.artifacts_dir, config.checkpoints_dir)
+    if session.is_rank_zero and session.notes is not None:
+        stop.add_check(session.notes.stop_reason)
+    return session
+
+
+def _open_connections(config: RunConfig, options: RunOptions, session: Session) -> None:
+    """Claim the run from its control plane, and begin to upload; only rank zero does either."""
+    if not session.is_rank_zero:
+        return
+    if options.lifecycle is not None:
+        lifecycle = LifecycleSession(
+            options.lifecycle,
+            config.run_id,
+            interval_s=options.heartbeat_s,
+            answer_s=config.upload_deadline_s,
+            raise_if_stopped=session.stop.raise_if_stopped,
+        )
+        session.hold(lifecycle)
+        session.lifecycle = lifecycle
+        session.stop.add_check(lifecycle.reason)
+    session.uploader = open_uploader(config)
+    if session.uploader is not None:
+        session.hold(contextlib.closing(session.uploader))
+        session.uploader.start()
+
+
+def _way_on(config: RunConfig) -> str:
+    """What a user does to go on; first, how what asks the run to stop is kept from stopping its next start."""
+    steps = []
+    if config.cancel_file is not None and cancel_file_is_set(config.cancel_file):
+        steps.append(f"remove the cancel file {str(config.cancel_file)!r}")
+    if config.canceled:
+        source = config.source_of("canceled")
+        steps.append("leave out `--set canceled`" if source == "--set" else f"unset `{source}`")
+    first = f"{' and '.join(steps)}, then " if steps else ""
+    return f"{first}start the run again with resume_from_latest to go on"
+
+
+def _next_command(config: RunConfig, options: RunOptions) -> str:
+    """The command that goes on with a run; empty where no file names it."""
+    spec = options.spec_path or (os.environ if options.environ is None else options.environ).get(SPEC_VARIABLE)
+    if spec is None or os.fspath(spec) == "-":
+        return ""
+    overrides = [*options.overrides, *([] if config.resume_from_latest else ["resume_from_latest=true"])]
+    settings = [word for override in overrides for word in ("--set", override)]
+    return shlex.join(["genlight", "run", os.fspath(spec), *settings])
 
 
 def _start_afresh(config: RunConfig) -> None:

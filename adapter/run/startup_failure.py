@@ -16,7 +16,7 @@ from ..contract.exceptions import EventLogError, GenlightError, StartupContractE
 from ..job.config import ARTIFACT_FOLDERS, UNKNOWN_RUN_ID, read_run_config
 from ..plumbing.failures import EXIT_STARTUP, Failure, describe_failure
 from .artifact_dirs import untrusted_dirs
-from .outcome import log_failure
+from .failure_report import log_failure
 from .ranks.this_rank import is_rank_zero
 
 __all__ = ["UNKNOWN_RUN_ID", "FailureSinks", "report_startup_failure", "resolve_failure_sinks"]

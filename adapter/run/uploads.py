@@ -1,10 +1,9 @@
-"""The uploads of a run: opened before training, settled after it, told how it ended."""
+"""The uploads of a run: where they go, and what a killed attempt did not queue."""
 
 from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 from ...callbacks.checkpoint.format.record import CheckpointRecord
@@ -14,7 +13,7 @@ from ...reporters.uploads.journal import read_journal
 from ..contract.exceptions import StartupContractError, UploadError
 from ..job.config import RunConfig
 
-__all__ = ["open_uploader", "queue_record", "settle"]
+__all__ = ["open_uploader", "queue_record"]
 
 log = logging.getLogger(__name__)
 
@@ -71,25 +70,6 @@ def _tell_of_what_waits(spool_dir: Path) -> None:
         run_dir = shlex.quote(str(spool_dir.parent))
         text = "uploads of earlier starts are waiting (%d), but no destination is set: set the URLs, or see %s"
         log.warning(text, waiting, f"`genlight uploads {run_dir}`")
-
-
-def settle(uploader: Uploader | None, *, deadline_s: float, raise_if_stopped: Callable[[], None]) -> None:
-    """Wait for the required uploads, as long as no stop is asked for.
-
-    Raises:
-        UploadError: One was refused, or did not arrive by the deadline.
-        TrainingCanceled: What `raise_if_stopped` raised, which is called about once a second.
-    """
-    if uploader is None:
-        return
-
-    def show(line: str) -> None:
-        raise_if_stopped()
-        log.info("%s", line)
-
-    error = uploader.settle(deadline_s=deadline_s, progress=show).error()
-    if error is not None:
-        raise error
 
 
 def queue_record(uploader: Uploader, record: CheckpointRecord) -> None:

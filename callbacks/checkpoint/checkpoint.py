@@ -282,8 +282,9 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     @override
     def join_run(self, run: RunContext) -> None:
-        self.run = run.record
-        self.replace_existing = True  # the run has decided already what it goes on from
+        if run.record is not None:
+            self.run = run.record
+            self.replace_existing = True  # the run has decided already what it goes on from
 
     def place_under(self, trainer: pl.Trainer) -> Path:
         """Decide where checkpoints of `trainer` go, and say it."""

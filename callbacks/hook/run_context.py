@@ -1,10 +1,8 @@
-"""What the runtime of a job shares with the callbacks and loggers of its fit."""
+"""What an attempt shares with the callbacks and loggers of its fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -16,18 +14,19 @@ if TYPE_CHECKING:
 __all__ = ["RunContext", "join_run"]
 
 
-@dataclass(frozen=True)
-class RunContext:
-    """A run of a job, as its callbacks see it. A callback that no job has made works without."""
+class RunContext(Protocol):
+    """The session of ``genlight run`` or ``genlight fit``, as callbacks see it. Any other fit has none."""
 
     stop: StopSources
     """What can ask the run to stop."""
-    record: RecordMeta
-    """What every checkpoint of the run says of it."""
-    end_now: Callable[[Exception], None]
-    """Reports a failure from a thread that watches the training, and ends the process."""
+    record: RecordMeta | None
+    """What every checkpoint of the run says of it; None where that is not known beforehand."""
     event_log: EventLog | None
-    """The log of this attempt, open, on rank zero."""
+    """The log of this attempt, open, on rank zero; None where an `EventLogger` keeps its own."""
+
+    def end_now(self, error: BaseException) -> NoReturn:
+        """Report a failure from a thread that watches the training, and end the process."""
+        ...
 
 
 def join_run(trainer: pl.Trainer, run: RunContext) -> None:

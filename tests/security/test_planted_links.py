@@ -23,7 +23,7 @@ from genlight.adapter.plumbing.safe_open import (
 )
 from genlight.adapter.run.artifact_dirs import prepare_artifact_dirs, untrusted_dirs
 from genlight.adapter.run.artifacts_lock import lock_artifacts, lock_holder
-from genlight.adapter.run.ranks.failure_notes import RankFailures
+from genlight.adapter.run.ranks.notes import RankNotes
 from genlight.adapter.run.startup_failure import resolve_failure_sinks
 from genlight.callbacks.stop.sources import cancel_file_is_set
 from genlight.reporters.events.event_log import EventLog
@@ -349,30 +349,30 @@ def test_a_file_system_without_locks_is_told_in_our_own_words(config_of, tmp_pat
     ],
 )
 def test_a_note_that_no_rank_can_have_written_is_ignored_with_a_warning(tmp_path, caplog, content):
-    ranks = RankFailures(tmp_path, expects_ranks=True)
+    ranks = RankNotes(tmp_path)
     ranks.folder.mkdir()
     (ranks.folder / "rank-1.json").write_bytes(content)
-    assert ranks.found() is None
-    assert ranks.found() is None
+    assert ranks.failures() == []
+    assert ranks.failures() == []
     (warning,) = caplog.messages
     assert "rank-1.json is ignored" in warning
-    ranks.note(2, Failure("input", "input:x", resumable=False, exit_code=1))
-    assert ranks.found().text == "input:x (rank 2)"
+    ranks.leave(2, Failure("input", "input:x", resumable=False, exit_code=1))
+    assert [note.failure.text for note in ranks.failures()] == ["input:x (rank 2)"]
 
 
 def test_a_note_of_another_user_is_ignored(tmp_path, stranger):
-    ranks = RankFailures(tmp_path, expects_ranks=True)
-    ranks.note(1, Failure("input", "input:x", resumable=False, exit_code=1))
+    ranks = RankNotes(tmp_path)
+    ranks.leave(1, Failure("input", "input:x", resumable=False, exit_code=1))
     os.chown(ranks.folder / "rank-1.json", stranger, -1)
-    assert ranks.found() is None
+    assert ranks.failures() == []
 
 
 def test_a_note_that_is_a_pipe_or_a_link_is_not_waited_for(tmp_path):
-    ranks = RankFailures(tmp_path, expects_ranks=True)
+    ranks = RankNotes(tmp_path)
     ranks.folder.mkdir()
     os.mkfifo(ranks.folder / "rank-1.json")
     (ranks.folder / "rank-2.json").symlink_to("/dev/zero")
-    assert ranks.found() is None
+    assert ranks.failures() == []
 
 
 def test_a_cancel_file_that_is_a_pipe_or_a_device_counts_as_set_at_once(irregular):

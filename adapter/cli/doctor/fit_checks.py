@@ -17,8 +17,7 @@ from ...plumbing.finding import Finding
 from ...run.artifact_dirs import directory_fault
 from ..config_files import configuration_fault
 from ..configured_fit import ConfiguredFit, parse_configuration
-from ..fit_config import checkpoints_of
-from ..fit_failures import UnusableConfigurationError
+from ..lightning_cli import UnusableConfigurationError, checkpoints_of
 from .local_checks import check_dataset
 
 __all__ = ["diagnose_fit"]

@@ -6,7 +6,6 @@ import logging
 import os
 import platform
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +21,7 @@ from typing_extensions import override
 from ....callbacks.checkpoint.sharded.rank_channel import Channel
 from ...contract.exceptions import StartupContractError
 from ...plumbing.safe_open import PRIVATE_FILE, make_directory
-from .failure_notes import FOLDER
+from .notes import FOLDER, host_name
 
 __all__ = ["NodeCheck", "NodeFacts", "clock_differences", "node_faults"]
 
@@ -81,7 +80,7 @@ class NodeCheck(pl.Callback):
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE))
         channel.share(None)  # by now it is there
         clocks = [channel.gather_everywhere(self._clock_when_all_are_here(channel)) for _ in range(LOOKS_AT_CLOCKS)]
-        facts = channel.gather_everywhere(NodeFacts(_host(), _appears(path), _versions(), _code_of(self.plugin)))
+        facts = channel.gather_everywhere(NodeFacts(host_name(), _appears(path), _versions(), _code_of(self.plugin)))
         if channel.rank == 0:
             path.unlink()
             for told in clock_differences([each.host for each in facts], clocks):
@@ -141,10 +140,6 @@ def node_faults(facts: Sequence[NodeFacts], folder: Path) -> list[str]:
 
 def _hosts(facts: Iterable[NodeFacts]) -> list[str]:
     return list(dict.fromkeys(each.host for each in facts))
-
-
-def _host() -> str:
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _appears(path: Path) -> bool:

@@ -424,7 +424,7 @@ def test_uploads_and_the_last_message_share_one_deadline_and_the_message_gets_a_
 
     noted("settle")
     noted("deliver_terminal")
-    monkeypatch.setattr("genlight.adapter.run.outcome.LAST_TRY_S", 0.2)
+    monkeypatch.setattr("genlight.adapter.run.session.LAST_TRY_S", 0.2)
     job.server.status["/checkpoint"] = 503
     job.environ = {"TRAINER_UPLOAD_DEADLINE_SECONDS": "0.5"}
     urls = {kind: f"{job.server.url}/{kind.removesuffix('_url')}" for kind in ("checkpoint_url", "terminal_url")}

@@ -1,23 +1,47 @@
-"""An exception of the user's code, told by the frames of that code; the whole traceback goes to a file."""
+"""What the log says of a failure: one line where the message says all, else the frames of the user's code.
+
+The whole traceback of an error in the user's code goes to a file.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from ..contract.exceptions import (
+    CheckpointError,
+    ContractError,
+    EvaluationError,
+    EventLogError,
+    HookOrderError,
+    InputError,
+    MonitorError,
+    RankFailed,
+    ShadowMismatchError,
+    StartupContractError,
+    ThreadLimitError,
+    TrainingCanceled,
+    TrainingHung,
+    UploadError,
+)
 from ..plumbing.durable import write_bytes_durably
-from ..plumbing.redaction import text_of, traceback_of
+from ..plumbing.failures import Failure
+from ..plumbing.redaction import hide_secrets, text_of, traceback_of
+from ..plumbing.reference_page import reference_for
 from ..plumbing.safe_open import make_directory
+from .explained import way_out_of
 from .ranks.this_rank import this_rank
 from .results import shown_path
-from .ways_out import way_out_of
 
-__all__ = ["FAILURES_DIRECTORY", "report_traceback"]
+__all__ = ["FAILURES_DIRECTORY", "log_failure"]
+
+log = logging.getLogger(__name__)
 
 FAILURES_DIRECTORY: Final = "failures"
 """Where a run keeps whole tracebacks, in its artifacts directory."""
@@ -25,9 +49,59 @@ _LONGEST_LINE = 1000
 _MOST_FRAMES = 20
 _OURS: Final = tuple(Path(__file__).resolve().parents[2] / name for name in ("adapter", "callbacks", "reporters"))
 _INSTALLED: Final = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib"))
+_SAY_ALL = (
+    StartupContractError,
+    InputError,
+    ContractError,
+    CheckpointError,
+    EvaluationError,
+    EventLogError,
+    HookOrderError,
+    MonitorError,
+    UploadError,
+    RankFailed,
+    ShadowMismatchError,
+    ThreadLimitError,
+    TrainingHung,
+    TrainingCanceled,
+)
+"""Failures whose message says all; a traceback would bury it."""
 
 
-def report_traceback(error: BaseException, directory: Path, hide: Callable[[str], str]) -> str:
+def log_failure(
+    error: BaseException,
+    failure: Failure,
+    *,
+    secrets: Sequence[str | None],
+    environ: Mapping[str, str] | None = None,
+    tracebacks: Path | None = None,
+) -> None:
+    """Say what failed, with a traceback where the message alone does not tell.
+
+    Args:
+        error: What ended the run.
+        failure: How it is reported.
+        secrets: Texts that must not be shown.
+        environ: Environment whose values must not be shown; None takes the process's own.
+        tracebacks: The folder for the whole traceback of an error of the user's code, of which the log then shows the
+            user's frames; None logs it whole.
+    """
+
+    def hide(text: str) -> str:
+        return hide_secrets(text, secrets=secrets, environ=environ)
+
+    if isinstance(error, _SAY_ALL):
+        text = hide(text_of(error))
+    elif tracebacks is None:
+        text = hide(traceback_of(error))
+    else:
+        text = _shown_traceback(error, tracebacks, hide)
+    log.error("%s failure: %s", failure.category, text)
+    if isinstance(error, StartupContractError) and (about := reference_for(error.code)) is not None:
+        log.info(about)
+
+
+def _shown_traceback(error: BaseException, directory: Path, hide: Callable[[str], str]) -> str:
     """What to log of an exception: the frames of the user's code, and where the rest is.
 
     An exception that never was in the user's code and whose way out is not known, and one whose traceback cannot be

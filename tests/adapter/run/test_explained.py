@@ -10,10 +10,11 @@ import socket
 
 import pytest
 import torch
+from torch import nn
 
 from genlight.adapter.plumbing.failures import describe_failure
-from genlight.adapter.run.outcome import log_failure
-from genlight.adapter.run.ways_out import way_out_of
+from genlight.adapter.run.explained import explained, way_out_of
+from genlight.adapter.run.failure_report import log_failure
 
 
 class Dies(torch.utils.data.Dataset):
@@ -37,7 +38,7 @@ def port_in_use():
 
 
 @pytest.mark.parametrize(
-    ("fail", "said"), [(dead_worker, "use fewer `workers`"), (port_in_use, "Set MASTER_PORT to a free one")]
+    ("fail", "said"), [(dead_worker, "use fewer `workers`"), (port_in_use, "Set `MASTER_PORT` to a free port")]
 )
 def test_the_way_out_is_told_and_the_traceback_is_in_a_file(tmp_path, caplog, fail, said):
     with pytest.raises(RuntimeError) as raised:
@@ -58,3 +59,24 @@ def test_the_way_out_of_a_cause_is_that_of_the_error_and_others_have_none():
     error.__cause__ = OSError(errno.EADDRINUSE, "Address already in use")
     assert "MASTER_PORT" in way_out_of(error)
     assert way_out_of(RuntimeError("shapes cannot be multiplied")) is None
+
+
+def test_sizes_and_names_that_differ_are_told_and_many_are_cut():
+    saved, built = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), nn.Sequential(nn.Linear(2, 4), nn.ReLU())
+    with pytest.raises(RuntimeError) as raised:
+        built.load_state_dict(saved.state_dict())
+    text = str(explained(raised.value))
+    for said in (
+        "1.weight is in the checkpoint alone",
+        "0.weight is [3, 2] in the checkpoint and [4, 2] here",
+        "`--resume never`",
+    ):
+        assert said in text
+    deep = nn.Sequential(*(nn.Linear(1, 1) for _ in range(9)))
+    with pytest.raises(RuntimeError) as raised:
+        deep.load_state_dict(nn.Linear(1, 1).state_dict())
+    assert " and 14 more. Build the model as it was" in str(explained(raised.value))
+
+
+def test_other_errors_are_left_alone():
+    assert explained(RuntimeError("CUDA out of memory")) is None

@@ -1,4 +1,4 @@
-"""What tells a monitor's error leaves short names of callbacks to Lightning."""
+"""What the command line imports leaves short names of callbacks to Lightning."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 PROGRAM = """
 import jsonargparse
 from lightning.pytorch.callbacks import Callback
-import genlight.adapter.cli.lightning_cli, genlight.adapter.run.training, genlight.callbacks.monitor_errors
+import genlight.adapter.cli.lightning_cli, genlight.adapter.run.training
 parser = jsonargparse.ArgumentParser()
 parser.add_argument("--callback", type=Callback)
 chosen = parser.parse_args(["--callback=EarlyStopping", "--callback.monitor=loss"])

@@ -1,0 +1,133 @@
+"""The Lightning fit of a session: what takes part gets the session, and the other ranks are watched.
+
+Imports Lightning, so that it is imported only once there is something to train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from ...callbacks.hook.events import run_state_of
+from ...callbacks.hook.run_context import join_run
+from ...callbacks.tracking.continue_runs import continue_runs
+from ...reporters.events.event_logger import EventLogger
+from ..contract.exceptions import TrainingCanceled
+from .explained import explained
+from .ranks.watch import (
+    Check,
+    RankProcesses,
+    RankZero,
+    after,
+    failed_ranks,
+    killed_on_this_node,
+    lost_ranks,
+    paused_ranks,
+    stopped_before_meeting,
+)
+from .session import Session
+
+__all__ = ["continue_tracking", "fit", "join"]
+
+ENDS_BY_ITSELF_S = 10.0
+"""How long a fit that keeps its own log and uploads may take to end of what another rank died of."""
+
+
+def join(session: Session, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Hand the session to the callbacks and loggers of `trainer`, and have it follow the training of `module`."""
+    session.stop.run_state = run_state_of(trainer)
+    session.count_steps = lambda: int(getattr(module, "failed_step", trainer.global_step))
+    join_run(trainer, session)
+
+
+def continue_tracking(
+    session: Session, trainer: pl.Trainer, folder: Path, resumed_step: int | None, events_path: Path | None
+) -> None:
+    """Have W&B and MLflow go on with the runs of the last attempt, whose identity is kept in `folder`.
+
+    Args:
+        session: Does so on rank zero.
+        trainer: Whose loggers are looked at.
+        folder: Where it is kept which run each logger has.
+        resumed_step: The last step that training does not report again; None where it begins, with new runs.
+        events_path: The event log of the earlier attempts; None sends nothing again.
+    """
+    if session.is_rank_zero:
+        folder.mkdir(parents=True, exist_ok=True)
+        continue_runs(trainer, folder, resumed_step=resumed_step, events_path=events_path)
+
+
+def fit(session: Session, trainer: pl.Trainer, module: pl.LightningModule, **arguments: Any) -> None:
+    """Train `module`; what others can tell in better words than torch and Lightning is raised in those.
+
+    Args:
+        session: Which the callbacks have joined.
+        trainer: Trains.
+        module: Is trained.
+        **arguments: Further ones of ``Trainer.fit``.
+
+    Raises:
+        TrainingCanceled: The training was stopped.
+    """
+    saves = session.checkpoints_dir is not None
+    if session.is_rank_zero:
+        session.stop.signals.what_next = (
+            "the run saves a checkpoint after the current step, and stops"
+            if saves
+            else "the run stops after the current step"
+        )
+    try:
+        with _watched_ranks(session, trainer):
+            trainer.fit(module, **arguments)
+    except (ValueError, RuntimeError, MisconfigurationException) as error:
+        if better := explained(error):
+            raise better from error
+        raise
+    except SystemExit as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # Lightning makes one of the other
+            raise TrainingCanceled("canceled") from error.__context__
+        raise
+    finally:
+        session.stop.signals.what_next = ""
+
+
+@contextlib.contextmanager
+def _watched_ranks(session: Session, trainer: pl.Trainer) -> Iterator[None]:
+    """End the attempt when another rank fails, also while this one hangs in a collective."""
+    if trainer.world_size == 1:
+        yield
+        return
+    session.expects_ranks = True
+    processes = session.processes = RankProcesses(trainer)
+    session.stop.signals.before_exit = processes.kill
+    checks: list[Check] = [stopped_before_meeting(session.stop)]
+    announced: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if not session.is_rank_zero:
+        checks.append(killed_on_this_node(processes))
+    else:
+        announced = RankZero.announced()
+        checks.append(paused_ranks(processes.ids, session.stop))
+        if session.notes is not None:
+            failures = [failed_ranks(session.notes, processes), lost_ranks(session.notes)]
+            checks += failures if session.reports_at_once else [after(ENDS_BY_ITSELF_S, each) for each in failures]
+            session.before_exit.append(lambda error: _end_logs(trainer, error))
+    try:
+        with session.watch.looking(*checks), announced:
+            yield
+    finally:
+        session.stop.signals.before_exit = lambda: None
+
+
+def _end_logs(trainer: pl.Trainer, error: BaseException) -> None:
+    """Have event loggers that keep their own log write how it ended, as Lightning does when training raises."""
+    for logger in trainer.loggers:
+        if isinstance(logger, EventLogger):
+            try:
+                raise error
+            except BaseException:  # noqa: BLE001 - the logger looks at the exception that is handled
+                logger.finalize("failed")

@@ -1,0 +1,192 @@
+"""What the watch over other ranks notices, and how it ends the attempt."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from genlight.adapter.contract.exceptions import RankFailed, TrainingCanceled
+from genlight.adapter.plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
+from genlight.adapter.run.ranks import watch
+from genlight.adapter.run.ranks.notes import RankNotes
+from genlight.adapter.run.ranks.watch import (
+    RankWatch,
+    RankZero,
+    after,
+    failed_ranks,
+    first_cause,
+    lost_ranks,
+    paused_ranks,
+    stopped_before_meeting,
+)
+from genlight.callbacks.stop.sources import StopSources
+
+FAILURE = Failure("train-step", "train-step:ValueError: bad row", resumable=False, exit_code=EXIT_FAILED)
+STOP = Failure("preempted", "preempted", resumable=True, exit_code=EXIT_STOPPED)
+OWN = Failure("train-step", "train-step:RuntimeError: Connection closed", resumable=True, exit_code=EXIT_FAILED)
+
+
+@pytest.fixture
+def notes(tmp_path):
+    return RankNotes(tmp_path)
+
+
+def processes(*codes):
+    """Those of ranks 1 and on, as far as the checks look at them."""
+    failed = next(((rank, code) for rank, code in enumerate(codes, start=1) if code), None)
+    return SimpleNamespace(failed=lambda: failed)
+
+
+def first_found(*checks):
+    """What a watch ends the attempt with."""
+    found, ended = [], threading.Event()
+    watching = RankWatch(lambda error: (found.append(error), ended.set()))
+    with watching.looking(*checks):
+        ended.wait()
+    watching.close()
+    return found[0]
+
+
+@pytest.mark.parametrize(("failure", "kind"), [(FAILURE, RankFailed), (STOP, TrainingCanceled)])
+def test_what_a_rank_noted_is_found_before_how_its_process_ended(notes, failure, kind):
+    notes.leave(1, failure)
+    found = first_found(failed_ranks(notes, processes(1)))
+    assert type(found).__mro__[1 if kind is RankFailed else 0] is kind
+    assert failure.text in str(found)
+
+
+@pytest.mark.parametrize(("code", "said"), [(-9, "was killed by signal 9"), (3, "ended with exit code 3")])
+def test_a_process_that_ended_without_a_note_is_named(notes, code, said):
+    assert f"rank 2 {said}" in str(first_found(failed_ranks(notes, processes(0, code))))
+
+
+def test_an_earlier_failure_elsewhere_is_the_cause_and_a_later_one_is_not(notes, monkeypatch):
+    monkeypatch.setattr(watch, "HEARD_WITHIN_S", 0.2)
+    notes.leave(1, FAILURE)
+    earlier = first_cause(OWN, time.time(), notes, processes())
+    assert (earlier.text, earlier.resumable) == ("train-step:ValueError: bad row (rank 1)", True)
+    assert first_cause(OWN, time.time() - 60, notes, processes()) == OWN
+    assert "rank 1 was killed" in first_cause(OWN, time.time(), RankNotes(notes.folder), processes(-9)).text
+
+
+def test_a_finding_counts_once_it_has_stood_and_the_others_are_looked_at_meanwhile():
+    patient = after(60.0, lambda: RankFailed("rank 1"))
+    assert patient() is None
+    assert str(after(0.0, lambda: RankFailed("rank 1"))()) == "rank 1"
+    assert str(first_found(patient, lambda: RankFailed("rank 2"))) == "rank 2"
+
+
+def test_checks_are_looked_at_for_the_length_of_their_block():
+    looked = threading.Semaphore(0)
+    watching = RankWatch(lambda error: pytest.fail(str(error)))
+    with watching.looking(looked.release):
+        assert looked.acquire(timeout=60)
+    watching.close()
+    assert watching._checks == []
+
+
+def test_a_rank_that_stays_paused_is_named_once_a_stop_was_asked_for(monkeypatch):
+    monkeypatch.setattr(watch, "PAUSE_PATIENCE_S", 0.2)
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    stop = StopSources()
+    check = paused_ranks(lambda: {1: process.pid}, stop)
+    try:
+        os.kill(process.pid, signal.SIGSTOP)
+        assert check() is None
+        stop.canceled = True
+        assert f"rank 1 (process {process.pid}) is paused" in str(first_found(check))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_stop_ends_a_rank_that_waits_for_others_that_do_not_come(monkeypatch):
+    monkeypatch.setattr(watch, "MEETING_PATIENCE_S", 0.1)
+    stop = StopSources()
+    check = stopped_before_meeting(stop)
+    assert check() is None
+    stop.canceled = True
+    assert isinstance(first_found(check), TrainingCanceled)
+    monkeypatch.setattr(watch, "have_met", lambda: True)
+    assert check() is None
+
+
+@pytest.mark.parametrize(("there", "looks"), [([True, False], 2), ([False, False, True, True, False], 5)])
+def test_a_rank_ends_when_rank_zero_that_was_there_is_gone(tmp_path, monkeypatch, there, looks):
+    monkeypatch.setattr(watch, "RANK_ZERO_PATIENCE_S", 0.0)
+    left = list(there)
+    monkeypatch.setattr(watch, "lock_holder", lambda _: left.pop(0) or None)
+    found = first_found(RankZero(tmp_path).check)
+    assert "rank 0 has ended" in str(found)
+    assert len(there) - len(left) == looks
+
+
+def test_a_rank_zero_of_another_user_is_there():
+    """A rank may have given up its rights; else the first process of the machine is another user's."""
+    looks = "import os; from pathlib import Path; from genlight.adapter.run.ranks.watch import RankZero; "
+    looks += "zero = RankZero(Path()); os.getuid() == 0 and os.setuid(65534); print(zero.has_exited())"
+    announced = {"GENLIGHT_RANK_ZERO_PID": str(os.getpid() if os.getuid() == 0 else 1)}
+    done = subprocess.run(
+        [sys.executable, "-c", looks], env={**os.environ, **announced}, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def wait(notes, *, gone, within_s=60.0, **more):
+    zero = RankZero(notes.folder)
+    zero.is_gone = gone if callable(gone) else lambda: gone
+    return zero.wait_for_end(notes, within_s=within_s, **more)
+
+
+def test_a_rank_zero_that_is_seen_is_waited_for_though_it_has_left_its_code(notes):
+    notes.leave_exit_code(75)
+    looks = iter([False, False, True])
+    assert wait(notes, gone=lambda: next(looks), within_s=0.0) == 75
+    assert next(looks, None) is None
+
+
+def test_a_rank_that_failed_waits_for_the_code_alone_and_not_for_ever(notes):
+    assert wait(notes, gone=False, at_most_s=0.0) is None
+    notes.leave_exit_code(1)
+    assert wait(notes, gone=False, at_most_s=60.0) == 1
+
+
+def test_one_that_is_gone_without_a_code_or_cannot_be_seen_is_not_waited_for_in_vain(notes):
+    assert wait(notes, gone=True) is None
+    assert wait(notes, gone=None, within_s=0.0) is None
+    notes.leave_exit_code(0)
+    assert wait(notes, gone=None) == 0
+
+
+RANK = """
+import sys
+from pathlib import Path
+from genlight.adapter.run.ranks.notes import RankNotes
+with RankNotes(Path(sys.argv[1])).present(3):
+    print("there", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_rank_of_another_launcher_that_is_killed_ends_the_run_though_training_sees_nothing(
+    notes, tmp_path, monkeypatch
+):
+    """Where no launcher watches, as none does over pods: a collective may wait for a lost rank for half an hour."""
+    monkeypatch.setattr(watch, "have_met", lambda: True)
+    rank = subprocess.Popen(
+        [sys.executable, "-c", RANK, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={**os.environ, "SLURMD_NODENAME": "n10"}, text=True,
+    )  # fmt: skip
+    assert rank.stdout.readline() == "there\n"
+    check = lost_ranks(notes)
+    assert check() is None
+    rank.kill()
+    rank.communicate()
+    assert "rank 3 on n10 ended without a word" in str(first_found(check))

@@ -1,0 +1,59 @@
+"""Several threads that end one attempt: one of them reports, and nobody takes that away."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from genlight.reporters import read_events
+
+RANK_AND_HANG = """
+import sys, threading, time
+from pathlib import Path
+from genlight.adapter.contract.exceptions import RankFailed
+from genlight.adapter.run.session import Session
+from genlight.callbacks import WatchHangs
+from genlight.callbacks.stop.sources import StopSources
+from genlight.reporters import EventLog
+
+out = Path(sys.argv[1])
+reporting, hung = threading.Event(), threading.Event()
+
+class SlowSession(Session):
+    @property
+    def stage(self):
+        reporting.set()
+        hung.wait()
+        time.sleep(0.5)  # in which the other thread would end the process
+        return "train-step"
+
+session = SlowSession(StopSources())
+session.place(out, out / "checkpoints")
+session.event_log = EventLog(out / "events.jsonl", run_id="r")
+session.event_log.started()
+
+def on_hang(error):
+    hung.set()
+    session.end_now(error)
+
+threading.Thread(target=session.end_now, args=(RankFailed("rank 1 ended with exit code 1"),)).start()
+reporting.wait()
+watch = WatchHangs(end_run=True)
+watch.on_hang = on_hang
+watch._report(out / "hangs", 0, 1, 5.0, time.time())
+"""
+
+
+@pytest.mark.slow
+def test_a_hang_that_is_noticed_while_another_ranks_failure_is_reported_does_not_cut_the_report_off(tmp_path):
+    out = tmp_path / "out"
+    (out / "checkpoints").mkdir(parents=True)
+    command = [sys.executable, "-c", RANK_AND_HANG, out]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    assert done.returncode == 1, done.stderr
+    *_, last = read_events(out / "events.jsonl")
+    assert (last["event"], last["category"]) == ("failed", "train-step")
+    assert "rank 1 ended with exit code 1" in last["error"]
