@@ -44,7 +44,10 @@ def run_training_loop(
     resume_state_payload: dict[str, object] | None = None,
     resume_checkpoint_path: str | Path | None = None,
 ) -> int:
-    """Train on one device; every call of `reporter`, `artifact_writer` and `uploader` is made within its step.
+    """Train on one device: that of `ctx` where this machine has it, else the CPU.
+
+    Every call of `reporter`, `artifact_writer` and `uploader` is made within its step; the final artifact is written
+    while the modules are still on their device.
 
     Args:
         job: Identity, step limit and cadences.
@@ -77,7 +80,8 @@ def run_training_loop(
     caller = _Caller(reporter, artifact_writer, uploader)
     try:
         _one_device_trainer(job, ctx.device, caller).fit(module, BatchStream(batches))
-        caller.finish(module)
+        if not caller.has_finished:  # there was no step left to train
+            caller.finish(module)
     except BaseException as error:
         # Lightning turns a KeyboardInterrupt into a SystemExit.
         cause = caller.cause or error
@@ -100,10 +104,12 @@ class BatchStream:
 
 
 def _one_device_trainer(job: TrainingJobSpec, device: str, caller: Hook) -> pl.Trainer:
-    on_cuda = device.startswith("cuda") and torch.cuda.is_available()
+    chosen = torch.device(device)
+    here = torch.accelerator.current_accelerator(check_available=True)
+    is_here = here is not None and here.type == chosen.type
     return pl.Trainer(
-        accelerator="gpu" if on_cuda else "cpu",
-        devices=[torch.device(device).index or 0] if on_cuda else 1,
+        accelerator=chosen.type if is_here else "cpu",
+        devices=[chosen.index or 0] if is_here else 1,
         max_steps=job.max_steps,
         max_epochs=1,
         callbacks=[caller],
@@ -140,6 +146,7 @@ class _Caller(Hook):
     def __init__(self, reporter: TrainingReporter, writer: ArtifactWriter, uploader: ArtifactUploader | None) -> None:
         self.reporter, self.writer, self.uploader = reporter, writer, uploader
         self.cause: BaseException | None = None
+        self.has_finished = False
 
     @override
     def on_new_training_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -163,6 +170,10 @@ class _Caller(Hook):
         self._look_for_stop(trainer)
 
     @override
+    def on_training_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.finish(_hosted(pl_module))  # here, while everything is on its device
+
+    @override
     def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self.cause = exception
 
@@ -173,6 +184,7 @@ class _Caller(Hook):
             state_payload=module.state_payload(), trainer=module.plugin, state=module.contract_state, ctx=module.ctx
         )
         self.reporter.completed(step=step, final_checkpoint=path)
+        self.has_finished = True
 
     def _look_for_stop(self, trainer: pl.Trainer) -> None:
         if self.reporter.is_canceled():

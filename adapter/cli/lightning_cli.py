@@ -40,11 +40,12 @@ from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.redaction import secrets_in, without_secrets
 from ..run.artifact_dirs import directory_fault
 from ..run.artifacts_lock import lock_directory
-from ..run.fit import continue_tracking, fit, join
+from ..run.fit import fit, join
 from ..run.ranks.this_rank import is_rank_zero
 from ..run.results import newest_picture, show_results
 from ..run.resume import move_checkpoints_aside
 from ..run.session import FollowerSession, Session
+from ..run.tracking import continue_runs
 from .parser import CommandParser
 
 __all__ = ["GenlightCLI", "UnusableConfigurationError", "checkpoints_of", "run_lightning_cli"]
@@ -232,18 +233,13 @@ class GenlightCLI(LightningCLI):
             for callback in callbacks_of(self.trainer):
                 if isinstance(callback, Checkpoint):
                     callback.replace_existing = True  # what is not a checkpoint, but has a name that one may get
-                    self._move_aside(callback.dirpath or Path(self.trainer.default_root_dir) / "checkpoints")
+                    if self.trainer.is_global_zero:  # else a later `--resume auto` would go on from another training
+                        move_checkpoints_aside(callback.dirpath or Path(self.trainer.default_root_dir) / "checkpoints")
         elif directory is not None and checkpoint_files(directory):
             raise UnusableConfigurationError(
                 f"{str(directory)!r} holds checkpoints already. Go on with `--resume auto`, move them aside with "
                 "`--resume never`, or choose another `dirpath`."
             )
-
-    def _move_aside(self, directory: Path) -> None:
-        """Else a start with ``--resume auto`` after this fit would find them, and go on from another training."""
-        moved = move_checkpoints_aside(directory) if self.trainer.is_global_zero else None
-        if moved is not None:
-            log.info("moved earlier checkpoints to %s", moved)
 
     def _refuse_unwritable_places(self) -> None:
         """Before anything is trained that could not be kept."""
@@ -292,12 +288,12 @@ class GenlightCLI(LightningCLI):
         """
         session, trainer = self._session, self.trainer
         join(session, trainer, model)
-        if session.checkpoints_dir is not None:
+        if session.checkpoints_dir is not None and session.is_rank_zero:
             step = 0 if self._resumed_step is None and self.config["fit"]["resume"] == "auto" else self._resumed_step
             if step is not None and not isinstance(model, ContractModule):
                 step -= 1  # Lightning's own loop reports the step after the resumed one under its number
             log_path = next((logger.path for logger in trainer.loggers if isinstance(logger, EventLogger)), None)
-            continue_tracking(session, trainer, session.checkpoints_dir, step, log_path)
+            continue_runs(trainer, session.checkpoints_dir, resumed_step=step, events_path=log_path)
         fit(session, trainer, model, **arguments)
 
     def after_fit(self) -> None:

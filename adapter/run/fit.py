@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +14,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from ...callbacks.hook.events import run_state_of
 from ...callbacks.hook.run_context import join_run
-from ...callbacks.tracking.continue_runs import continue_runs
 from ...reporters.events.event_logger import EventLogger
 from ..contract.exceptions import TrainingCanceled
 from .explained import explained
@@ -32,7 +30,7 @@ from .ranks.watch import (
 )
 from .session import Session
 
-__all__ = ["continue_tracking", "fit", "join"]
+__all__ = ["fit", "join"]
 
 ENDS_BY_ITSELF_S = 10.0
 """How long a fit that keeps its own log and uploads may take to end of what another rank died of."""
@@ -43,23 +41,6 @@ def join(session: Session, trainer: pl.Trainer, module: pl.LightningModule) -> N
     session.stop.run_state = run_state_of(trainer)
     session.count_steps = lambda: int(getattr(module, "failed_step", trainer.global_step))
     join_run(trainer, session)
-
-
-def continue_tracking(
-    session: Session, trainer: pl.Trainer, folder: Path, resumed_step: int | None, events_path: Path | None
-) -> None:
-    """Have W&B and MLflow go on with the runs of the last attempt, whose identity is kept in `folder`.
-
-    Args:
-        session: Does so on rank zero.
-        trainer: Whose loggers are looked at.
-        folder: Where it is kept which run each logger has.
-        resumed_step: The last step that training does not report again; None where it begins, with new runs.
-        events_path: The event log of the earlier attempts; None sends nothing again.
-    """
-    if session.is_rank_zero:
-        folder.mkdir(parents=True, exist_ok=True)
-        continue_runs(trainer, folder, resumed_step=resumed_step, events_path=events_path)
 
 
 def fit(session: Session, trainer: pl.Trainer, module: pl.LightningModule, **arguments: Any) -> None:

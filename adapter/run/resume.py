@@ -5,6 +5,7 @@ The module imports neither torch nor Lightning, so that a finished run is recogn
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -22,9 +23,16 @@ from ..job.config import RunConfig
 from ..job.identity import changes_between, numbers_of
 from ..plumbing.durable import write_bytes_durably
 
-__all__ = ["Start", "decide_start", "move_checkpoints_aside", "move_old_artifacts_aside"]
+__all__ = ["RUNS_FILE", "Start", "decide_start", "move_checkpoints_aside", "move_old_artifacts_aside"]
+
+log = logging.getLogger(__name__)
 
 IN_USE = "startup.artifacts_in_use"
+RUNS_FILE = "tracking.jsonl"
+"""Which run of W&B or MLflow each logger has: one line, in the folder of a job's metrics or of a fit's checkpoints.
+
+Not ``.json``, which would be looked at as the record of a checkpoint.
+"""
 _SAMPLE_NAME = re.compile(r"step-\d{8,}(-\d{2,})?(\.json|\.txt)?")
 
 
@@ -142,7 +150,7 @@ def _texts(spec: Mapping[str, object]) -> dict[str, str]:
 
 
 def move_old_artifacts_aside(config: RunConfig) -> Path | None:
-    """Move checkpoints, samples and the event log of earlier attempts into a folder beside them.
+    """Move checkpoints, samples, the event log and the identity of logger runs of earlier attempts into a folder.
 
     Everything else in their directories stays where it is, and so does an event log outside of the run's own directory,
     which others may read.
@@ -150,8 +158,9 @@ def move_old_artifacts_aside(config: RunConfig) -> Path | None:
     Returns:
         The folder, or None if there was nothing to move.
     """
-    log, root = config.events_path, config.artifacts_dir
-    logs = [log] if log.is_relative_to(root) and log.is_file() and not log.is_symlink() else []
+    root = config.artifacts_dir
+    files = (config.events_path, config.events_path.parent / RUNS_FILE)
+    logs = [path for path in files if path.is_relative_to(root) and path.is_file() and not path.is_symlink()]
     records = checkpoint_files(config.checkpoints_dir)
     return _move_aside(records, [*_samples_in(config.samples_dir), *logs], root)
 
@@ -179,6 +188,7 @@ def _move_aside(records: Sequence[Path], others: Sequence[Path], root: Path) -> 
             write_bytes_durably(target, path.read_bytes())  # so that its folder has it there at once
     for path, target in targets:
         path.rename(target)
+    log.info("moved what earlier attempts left to %s", aside)
     return aside
 
 

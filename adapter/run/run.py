@@ -16,7 +16,6 @@ from pathlib import Path
 
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import StopSources, cancel_file_is_set
-from ...callbacks.tracking import RUNS_FILE
 from ...reporters.events.event_log import EventLog
 from ...reporters.events.goodput import account_of
 from ..contract.exceptions import EventLogError, StartupContractError
@@ -151,7 +150,7 @@ def _open_session(config: RunConfig, options: RunOptions, signals: StopSignals) 
             unless_it_opens.push(session)
             sweep_probes(config)
             if options.fresh:
-                _start_afresh(config)
+                move_old_artifacts_aside(config)
             try:
                 session.event_log = EventLog(config.events_path, run_id=config.run_id)
             except EventLogError as error:
@@ -204,13 +203,6 @@ def _next_command(config: RunConfig, options: RunOptions) -> str:
     overrides = [*options.overrides, *([] if config.resume_from_latest else ["resume_from_latest=true"])]
     settings = [word for override in overrides for word in ("--set", override)]
     return shlex.join(["genlight", "run", os.fspath(spec), *settings])
-
-
-def _start_afresh(config: RunConfig) -> None:
-    moved = move_old_artifacts_aside(config)
-    (config.events_path.parent / RUNS_FILE).unlink(missing_ok=True)
-    if moved is not None:
-        log.info("moved earlier artifacts to %s", moved)
 
 
 def _show_results(config: RunConfig, completion: Completion) -> None:

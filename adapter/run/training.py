@@ -99,7 +99,8 @@ def _fit(
 
     from ..module.module import ContractModule
     from ..module.trainer_files import trainer_directory
-    from .fit import continue_tracking, fit, join
+    from .fit import fit, join
+    from .tracking import continue_runs
 
     if session.is_rank_zero:
         for misspelled in misspelled_hooks(plugin):
@@ -123,8 +124,9 @@ def _fit(
     with compared:
         _add_callbacks(config, session, trainer, plugin)
         join(session, trainer, module)
-        resumed_step = _reported_step(config, record)
-        continue_tracking(session, trainer, config.events_path.parent, resumed_step, config.events_path)
+        if session.is_rank_zero:
+            folder, step = config.events_path.parent, _reported_step(config, record)
+            continue_runs(trainer, folder, resumed_step=step, events_path=config.events_path)
         try:
             fit(session, trainer, module, datamodule=data, ckpt_path=ckpt_path)
         except (ValueError, MisconfigurationException) as error:

@@ -1,10 +1,9 @@
-"""Has the runs of W&B and MLflow go on after a resume, without a row that is missing or there twice."""
+"""Runs of W&B and MLflow that go on after a resume."""
 
 from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,14 @@ import lightning.pytorch as pl
 import msgspec
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 
-from ...adapter.contract.exceptions import EventLogError
-from ...adapter.plumbing.durable import write_bytes_durably
-from ...adapter.plumbing.redaction import text_of
-from ...adapter.plumbing.safe_open import PRIVATE_FILE, read_own
+from ...callbacks.lightning_internals import metric_name, set_run_of_logger
 from ...reporters.events.event import RESUMED_METRIC
 from ...reporters.events.reader import read_metrics
-from ..lightning_internals import metric_name, set_run_of_logger
-from . import RUNS_FILE
-from .wandb_history import last_steps_of_wandb
+from ..contract.exceptions import EventLogError
+from ..plumbing.durable import write_bytes_durably
+from ..plumbing.redaction import text_of
+from ..plumbing.safe_open import PRIVATE_FILE, read_own
+from .resume import RUNS_FILE
 
 __all__ = ["continue_runs"]
 
@@ -30,26 +28,26 @@ log = logging.getLogger(__name__)
 LARGEST_BYTES = 1 << 20
 
 
-def continue_runs(
-    trainer: pl.Trainer, directory: str | os.PathLike[str], *, resumed_step: int | None, events_path: Path | None
-) -> None:
+def continue_runs(trainer: pl.Trainer, directory: Path, *, resumed_step: int | None, events_path: Path | None) -> None:
     """Make or find the runs of the trainer's W&B and MLflow loggers; to be called on rank zero, before the fit.
 
     Where the training resumes, each logger goes on with the run that it had. Metrics up to the step from which training
     goes on that this run does not hold are sent again from the event log. Rows that it holds beyond that step are not
     sent a second time when training makes them again: neither W&B nor MLflow can take rows back, and an exact resume
-    makes the same ones.
+    makes the same ones. A run of W&B that its server does not know, as one offline, goes on by its id alone: what it
+    holds is not known.
 
     Args:
         trainer: Its loggers are looked at; those of other classes are left alone.
-        directory: Where `RUNS_FILE` is kept.
+        directory: Where `RUNS_FILE` is kept, which says which run each logger has.
         resumed_step: The last step that training does not report again; None where it begins, with new runs.
         events_path: The event log of the earlier attempts; None sends nothing again.
     """
     loggers = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger | MLFlowLogger)]
     if not loggers:
         return
-    path = Path(directory, RUNS_FILE)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / RUNS_FILE
     known = {} if resumed_step is None else _read(path)
     names = _names(loggers)
     found = [(logger, _go_on(logger, name, known[name])) for name, logger in names.items() if name in known]
@@ -90,7 +88,8 @@ def _go_on(logger: Any, name: str, run_id: str) -> Mapping[str, int] | None:
     """Have `logger` go on with a run.
 
     Returns:
-        The last step of each metric that the run holds; none for a new run, and None where another one is configured.
+        The last step of each metric that the run holds; none for a new run, and None where that is not known, or where
+        another run is configured.
     """
     if not set_run_of_logger(logger, run_id):
         return None
@@ -99,16 +98,15 @@ def _go_on(logger: Any, name: str, run_id: str) -> Mapping[str, int] | None:
             client = logger.experiment
             client.update_run(run_id, status="RUNNING")  # which a stop has ended
             return {metric.key: metric.step for metric in client.get_run(run_id).data.to_proto().metrics}
-        held = last_steps_of_wandb(Path(logger.save_dir or "."), run_id)
-        summary = logger.experiment.summary  # W&B's server tells it where the run is there
-        told = summary.get("trainer/global_step") if logger.experiment.resumed else None
+        run = logger.experiment
+        if not run.resumed:
+            return None
+        last = run.summary.get("trainer/global_step")  # of W&B's server
+        return {name: int(last) for name in run.summary.keys()} if isinstance(last, int | float) else {}  # noqa: SIM118
     except Exception as error:  # noqa: BLE001  # of the backend, whose classes only its package has
         log.warning("%s begins a new run, because it cannot go on with %s: %s", name, run_id, text_of(error))
         set_run_of_logger(logger, None)
         return {}
-    if isinstance(told, int | float):
-        held = {key: max(int(told), held.get(key, 0)) for key in {*held, *summary.keys()}}
-    return held
 
 
 def _send_missing(held: list[tuple[Any, Mapping[str, int]]], events_path: Path, resumed_step: int) -> None:
