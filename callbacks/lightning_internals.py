@@ -15,6 +15,7 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import lightning.pytorch.callbacks as stock
 from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
 from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
@@ -37,6 +38,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 __all__ = [
     "SUPPORTED",
+    "WEIGHT_AVERAGING",
     "CheckpointConnector",
     "DataFetcher",
     "FitLoop",
@@ -67,7 +69,12 @@ __all__ = [
     "signal_connector",
 ]
 
-SUPPORTED = {"lightning": "lightning>=2.6.4,<2.7", "torch": "torch>=2.13,<2.14"}
+WEIGHT_AVERAGING: tuple[type[pl.Callback], ...] = tuple(
+    getattr(stock, name) for name in ("WeightAveraging",) if hasattr(stock, name)
+)
+"""Lightning's callback that trains with averages beside the weights; since 2.6."""
+
+SUPPORTED = {"lightning": "lightning>=2.5.6,<2.7", "torch": "torch>=2.13,<2.14"}
 """The releases that genlight's own requirements name."""
 
 

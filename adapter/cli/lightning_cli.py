@@ -33,7 +33,6 @@ from ..cluster.placement import placed_by_launcher
 from ..cluster.slurm_environment import placement_fault
 from ..contract.exceptions import BrokenCheckpointError, EventLogError, GenlightError, MonitorError
 from ..job.parser_errors import UnusableValueError, is_about_what_was_given, root_cause
-from ..module import alias
 from ..module.module import ContractModule
 from ..plumbing.failures import EXIT_STARTUP
 from ..plumbing.log_redaction import redacted_logs
@@ -391,7 +390,9 @@ def run_lightning_cli(arguments: Sequence[str], signals: StopSignals) -> int:
 
 def fit_session(signals: StopSignals) -> Session:
     """The session of a fit, whose callbacks keep its log and its uploads; user code can be imported from now on."""
-    alias.install()
+    from ..compat import install  # which makes the alias
+
+    install()
     if os.getcwd() not in sys.path:  # a console script does not see the folder it is called in
         sys.path.insert(0, os.getcwd())
     session = (Session if is_rank_zero() else FollowerSession)(StopSources(signals=signals))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from ..plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from ..helpers.components import SafetensorsLoader as SafetensorsLoader, load_components as load_components
     from ..job.refs import parse_ref as parse_ref
+    from .components import SafetensorsLoader as SafetensorsLoader, load_components as load_components
     from .materialize import MaterializedInputs as MaterializedInputs, materialize_inputs as materialize_inputs
     from .progress import InputProgress as InputProgress
     from .tensorhub import HttpResolveClient as HttpResolveClient
@@ -19,8 +19,8 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "..helpers.components": ("SafetensorsLoader", "load_components"),
             "..job.refs": ("parse_ref",),
+            ".components": ("SafetensorsLoader", "load_components"),
             ".materialize": ("MaterializedInputs", "materialize_inputs"),
             ".progress": ("InputProgress",),
             ".tensorhub": ("HttpResolveClient",),

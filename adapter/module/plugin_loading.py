@@ -16,8 +16,6 @@ from typing import Any, cast
 from ..contract.exceptions import ContractError, TrainerPathError
 from ..contract.types import OPTIONAL_HOOKS, REQUIRED_HOOKS, TrainerPlugin
 from ..plumbing.text import closest
-from . import alias
-from .old_names import CheckpointingTrainerPlugin, TrainerEndpointContract
 
 __all__ = [
     "HOOK_ARGUMENTS",
@@ -35,13 +33,8 @@ __all__ = [
 ]
 
 _DEFAULT_NAMES = ("TRAINER", "Trainer", "trainer")
-_STUBS = tuple(
-    stub
-    for base in (TrainerPlugin, TrainerEndpointContract, CheckpointingTrainerPlugin)
-    for name, stub in vars(base).items()
-    if name in (*REQUIRED_HOOKS, *OPTIONAL_HOOKS)
-)
-"""Hooks that a class inherits from a protocol; they do nothing, and none of them is one that it has."""
+_HOMES_OF_STUBS = tuple(f"{__package__.rpartition('.')[0]}.{home}" for home in ("contract.types", "compat.old_names"))
+"""Modules of protocols: the hooks that a class inherits from these do nothing, and none of them is one that it has."""
 
 
 HOOK_ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -93,7 +86,9 @@ def find_trainer(import_path: str) -> Any:
         ContractError: As `load_trainer_plugin` does.
         Exception: Whatever importing the module raises.
     """
-    alias.install()
+    from ..compat import install  # makes the alias: a job's folder, which may hold the real package, is on the path now
+
+    install()
     module_name, _, attribute = import_path.strip().partition(":")
     module = _import(module_name, import_path)
     target = _attribute(module, attribute) if attribute else _default_trainer(module)
@@ -217,8 +212,7 @@ def missing_hooks(target: Any) -> list[str]:
 def optional_hook(trainer: Any, name: str) -> Callable[..., Any] | None:
     """The hook `name` of a trainer, a class or an instance; None where it does not define one."""
     hook = getattr(trainer, name, None)
-    function = getattr(hook, "__func__", hook)
-    return hook if callable(hook) and not any(function is stub for stub in _STUBS) else None
+    return hook if callable(hook) and getattr(hook, "__module__", None) not in _HOMES_OF_STUBS else None
 
 
 def async_hooks(target: Any) -> list[str]:

@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelPruning,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -31,7 +30,7 @@ from lightning.pytorch.strategies.xla import XLAStrategy
 
 from ...callbacks.checkpoint.sharded.strategy import sharded_url_faults
 from ...callbacks.hook.events import callbacks_of
-from ...callbacks.lightning_internals import ddp_settings, tensor_parallel_size
+from ...callbacks.lightning_internals import WEIGHT_AVERAGING, ddp_settings, tensor_parallel_size
 from ...callbacks.log_metrics import LogMetrics
 from ...callbacks.replicas.replica_guard import ReplicaGuard
 from ..contract.exceptions import StartupContractError
@@ -100,7 +99,7 @@ def _faults_of(callback: pl.Callback, strategy: Strategy) -> Iterator[str]:
     for refused, reason in _REFUSED_CALLBACKS.items():
         if isinstance(callback, refused):
             yield f"{name}: {reason}"
-    if isinstance(callback, WeightAveraging) and isinstance(strategy, ModelParallelStrategy):
+    if isinstance(callback, WEIGHT_AVERAGING) and isinstance(strategy, ModelParallelStrategy):
         yield f"{name} works on whole weights, and ModelParallelStrategy shards them; use ddp"
 
 
@@ -162,7 +161,7 @@ def defer_setups(trainer: pl.Trainer) -> None:
     its own in ``configure``.
     """
     for callback in callbacks_of(trainer):
-        if isinstance(callback, WeightAveraging):
+        if isinstance(callback, WEIGHT_AVERAGING):
             callback.setup = _wait  # type: ignore[method-assign]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import genlight.adapter
 from genlight.adapter import compat
-from genlight.adapter.module import old_names
+from genlight.adapter.compat import old_names
 
 STUBS = Path(genlight.adapter.__file__).parent / "stubs" / "gen_worker-stubs" / "trainer"
 PORTED = """

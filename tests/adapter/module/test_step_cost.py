@@ -183,7 +183,7 @@ def test_mixed_precision_takes_few_calls(tmp_path: Path) -> None:
     """Autocast is entered once, by an object that is there; backward and update are led around it."""
     plain = calls_per_step(tmp_path / "plain", [LogMetrics(0)], trainer_class=Updating)
     mixed = calls_per_step(tmp_path / "mixed", [LogMetrics(0)], trainer_class=Updating, precision="bf16-mixed")
-    assert mixed - plain <= 20
+    assert mixed - plain <= 30
 
 
 def test_a_line_of_progress_takes_one_call(tmp_path: Path) -> None:

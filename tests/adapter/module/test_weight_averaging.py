@@ -9,11 +9,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch.utils.data import DataLoader
 
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint, DurableCheckpointIO
+
+stock: Any = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="since Lightning 2.6")
+EMAWeightAveraging, WeightAveraging = stock.EMAWeightAveraging, stock.WeightAveraging
 
 
 class TwoParts:

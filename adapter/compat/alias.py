@@ -2,7 +2,7 @@
 
 They say ``from gen_worker.trainer import StepResult``. Where that package is not installed, `install` makes
 ``gen_worker.trainer`` and its modules importable; every name in them is the one of `genlight.adapter`, resolved when
-it is first asked for, or of `module.old_names`, which has what only the old package had. The old package spread its
+it is first asked for, or of `compat.old_names`, which has what only the old package had. The old package spread its
 names over its modules differently from release to release, so each module here answers to all of them.
 
 ``worldflux.telemetry.wasr`` and ``worldflux.training.callbacks`` are made importable in the same way.

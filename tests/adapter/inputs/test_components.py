@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.contract.types import ModelRuntimeConfig
-from genlight.adapter.helpers.components import SafetensorsLoader, load_components
+from genlight.adapter.inputs.components import SafetensorsLoader, load_components
 
 
 @pytest.fixture

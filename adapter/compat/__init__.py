@@ -1,6 +1,7 @@
 """Importing this module makes ``gen_worker.trainer`` importable, where the real package is not installed.
 
-For plain Python and notebooks: whatever loads a trainer by its import path does it by itself.
+For plain Python and notebooks: whatever loads a trainer by its import path does it by itself, and imports this package
+only then. May import contract and plumbing; nothing of a run before a name of it is asked for.
 
     import genlight.adapter.compat
     from gen_worker.trainer import StepContext, StepResult
@@ -8,7 +9,7 @@ For plain Python and notebooks: whatever loads a trainer by its import path does
 
 from __future__ import annotations
 
-from .module.alias import MODULES, install, run_training_runtime_from_env
+from .alias import MODULES, install, run_training_runtime_from_env
 
 __all__ = ["MODULES", "install", "run_training_runtime_from_env"]
 
