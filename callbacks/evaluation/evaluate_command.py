@@ -24,7 +24,7 @@ from ..hook.events import callbacks_of, publish_scores
 from ..hook.hook import Hook
 from ..hook.listeners import skippable
 from ..stop.stop_requests import StopRequests
-from .failures import FailuresInARow
+from .evaluate import FailuresInARow
 from .score_command import command_for, run_score_command
 
 __all__ = ["EvaluateCommand"]

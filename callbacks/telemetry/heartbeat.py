@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import resource
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +19,16 @@ from ..hook.cadence import NEVER, StepCadence, crossed
 from ..hook.figures import FIGURES_FIELD, publish_figures
 from ..hook.hook import Hook
 from ..hook.listeners import skippable
-from .batch_sizes import samples_in, tokens_in
 from .device_peaks import number_type, peak_flops
-from .power import PowerMeter
 from .run_events import RunEvents
 from .step_flops import StepFlops
 
-__all__ = ["Heartbeat"]
+__all__ = ["Heartbeat", "samples_in", "tokens_in"]
+
+log = logging.getLogger(__name__)
+
+TOKENS = ("input_ids", "tokens", "token_ids")
+"""Entries of a batch, or columns, that hold one number for each token."""
 
 
 @dataclass
@@ -56,7 +62,7 @@ class Heartbeat(Hook):
     - ``flops_per_sec`` of this device: the operations of a step, counted by the formulas of
       ``torch.utils.flop_counter`` in the second step and again in a step after batches changed their shapes, as seen
       at a heartbeat. ``mfu`` is their share of what the device can do in this precision, where that is known.
-    - ``watts`` by NVML (needs ``nvidia-ml-py``), else of the processor by RAPL where it may be read.
+    - ``watts`` of an NVIDIA GPU by NVML (needs ``nvidia-ml-py``).
     - ``memory_bytes`` and ``peak_memory_bytes``: of the GPU by torch, else of this process.
 
     What cannot be measured is taken from the metrics ``flops_estimate`` or ``flops``, operations a second, and
@@ -75,8 +81,8 @@ class Heartbeat(Hook):
 
     writes = (FIGURES_FIELD,)
     interval_steps = StepCadence()
-    _of_this_process = frozenset({"_power", "_flops"})
-    _power: PowerMeter | None = None
+    _of_this_process = frozenset({"_flops"})
+    _has_nvml = False
     _flops: StepFlops | None = None
 
     def __init__(
@@ -108,7 +114,7 @@ class Heartbeat(Hook):
         self._attempt = _Counts(time.monotonic(), trainer.global_step)
         self._window = _Counts(self._attempt.began_at, self._attempt.step)
         self._replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
-        self._power = PowerMeter(trainer.strategy.root_device)
+        self._has_nvml = trainer.strategy.root_device.type == "cuda"
         self._flops = StepFlops() if self.count_flops else None
 
     @override
@@ -164,7 +170,7 @@ class Heartbeat(Hook):
         self._window = _Counts(now, step)
         rates = _rates(window, step, now, self._replicas)
         flops = self._flops_per_sec(trainer, window.batches / max(now - window.began_at, 1e-9))
-        watts = None if self._power is None else self._power.watts()
+        watts = self._watts(trainer.strategy.root_device)
         if watts is None:
             watts = _metric(trainer, "watts_estimate", "power_watts")
         figures = {
@@ -189,6 +195,19 @@ class Heartbeat(Hook):
         )
         sent = {f"perf/{name}": value for name, value in figures.items() if value is not None}
         publish_figures(trainer, lambda: sent)
+
+    def _watts(self, device: torch.device) -> float | None:
+        """The mean over NVML's last second at most; None where nothing tells, which is not asked again."""
+        if not self._has_nvml:
+            return None
+        try:
+            return torch.cuda.power_draw(device) / 1000
+        except ModuleNotFoundError:
+            log.info("the power of the GPU is unknown: pip install nvidia-ml-py")
+        except Exception as error:  # noqa: BLE001  # NVML's own errors, whose class only that package has
+            log.info("the power of the GPU is unknown: %s", error)
+        self._has_nvml = False
+        return None
 
     def _flops_per_sec(self, trainer: pl.Trainer, batches_per_sec: float) -> float | None:
         per_step = None if self._flops is None else self._flops.per_step
@@ -230,3 +249,57 @@ def _memory(device: torch.device) -> dict[str, float | None]:
     # Linux counts the peak in KiB, and a little late.
     peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     return {"memory_bytes": resident, "peak_memory_bytes": peak}
+
+
+def samples_in(batch: Any) -> int | None:
+    """The samples of a batch; None where it does not tell.
+
+    Rows of an Arrow batch; the first dimension of a tensor or array, or of the first one in a mapping or sequence; the
+    length of a sequence of anything else.
+    """
+    rows = getattr(batch, "num_rows", None)
+    if isinstance(rows, int):
+        return rows
+    size = _first_dimension(batch)
+    if size is not None:
+        return size
+    if isinstance(batch, Mapping):
+        values = list(batch.values())
+    elif isinstance(batch, list | tuple):
+        values = list(batch)
+    else:
+        return None
+    sizes = (_first_dimension(value) for value in values)
+    first = next((size for size in sizes if size is not None), None)
+    if first is not None:
+        return first
+    if isinstance(batch, Mapping):
+        return next((len(value) for value in values if isinstance(value, list | tuple)), None)
+    return len(batch)
+
+
+def tokens_in(batch: Any) -> int | None:
+    """The tokens of a batch, padding included; None where it has no entry that is named as one of `TOKENS`."""
+    for name in TOKENS:
+        if isinstance(batch, Mapping) and name in batch:
+            return _elements(batch[name])
+        column_names = getattr(getattr(batch, "schema", None), "names", ())
+        if name in column_names:
+            return _elements(batch.column(name))
+    return None
+
+
+def _first_dimension(value: Any) -> int | None:
+    shape = getattr(value, "shape", None)
+    return int(shape[0]) if isinstance(shape, tuple) and len(shape) else None
+
+
+def _elements(value: Any) -> int | None:
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple):
+        return math.prod(shape)
+    if hasattr(value, "flatten"):  # an Arrow column of lists
+        return len(value.flatten())
+    if isinstance(value, list | tuple):
+        return sum(len(each) if isinstance(each, list | tuple) else 1 for each in value)
+    return None
