@@ -12,9 +12,16 @@ from .plumbing.lazy_exports import lazy_exports
 __version__: str
 """That of the distribution, looked up when it is asked for."""
 
+__contract__ = (
+    *("ArrowFeedConfig", "DownloadedInputs", "InputDownloader", "JobLifecycleClient", "LifecycleLease"),
+    *("ModelRuntimeConfig", "ModelRuntimeLoader", "ParquetArrowBatchFeeder", "ResolveClient", "ResolvedRef"),
+    *("MockDataModule", "SlurmEnvironment", "bind_job_context", "build_job_context", "expand_hostlist"),
+)
+"""Names for orchestrators, schedulers and existing classes: imported like the others, and not listed among them."""
+
 if TYPE_CHECKING:
     from ..reporters.events.reader import read_events as read_events
-    from .cluster.hostlist import compress_hostlist as compress_hostlist, expand_hostlist as expand_hostlist
+    from .cluster.hostlist import expand_hostlist as expand_hostlist
     from .cluster.injection import bind_job_context as bind_job_context
     from .cluster.job_context import (
         JobContext as JobContext,
@@ -34,14 +41,16 @@ if TYPE_CHECKING:
         InputError as InputError,
         MonitorError as MonitorError,
         NonfiniteError as NonfiniteError,
-        RankFailed as RankFailed,
+        RankFailedError as RankFailedError,
         RecoveryError as RecoveryError,
+        ReplayWriterError as ReplayWriterError,
         ReplicaDriftError as ReplicaDriftError,
         ShadowMismatchError as ShadowMismatchError,
         StartupContractError as StartupContractError,
+        ThreadLimitError as ThreadLimitError,
         TrainerPathError as TrainerPathError,
         TrainingCanceled as TrainingCanceled,
-        TrainingHung as TrainingHung,
+        TrainingHungError as TrainingHungError,
         UnstorableStateError as UnstorableStateError,
         UnwrittenCheckpointError as UnwrittenCheckpointError,
         UploadError as UploadError,
@@ -72,9 +81,13 @@ if TYPE_CHECKING:
     from .feed import (
         ArrowDataModule as ArrowDataModule,
         ArrowFeed as ArrowFeed,
+        Minibatches as Minibatches,
         ParquetArrowBatchFeeder as ParquetArrowBatchFeeder,
+        ReplayBuffer as ReplayBuffer,
+        ReplayFeed as ReplayFeed,
     )
     from .feed.mock import MockDataModule as MockDataModule
+    from .gradients.fsdp.sharding import ShardPolicy as ShardPolicy
     from .helpers import (
         OptimizerBundle as OptimizerBundle,
         build_default_adamw_bundle as build_default_adamw_bundle,
@@ -103,7 +116,7 @@ else:
         __name__,
         {
             "..reporters.events.reader": ("read_events",),
-            ".cluster.hostlist": ("compress_hostlist", "expand_hostlist"),
+            ".cluster.hostlist": ("expand_hostlist",),
             ".cluster.injection": ("bind_job_context",),
             ".cluster.job_context": ("JobContext", "build_job_context", "current_job_context"),
             ".cluster.slurm_environment": ("SlurmEnvironment",),
@@ -120,13 +133,15 @@ else:
                 "MonitorError",
                 "NonfiniteError",
                 "RecoveryError",
-                "RankFailed",
+                "RankFailedError",
+                "ReplayWriterError",
                 "ReplicaDriftError",
                 "ShadowMismatchError",
                 "StartupContractError",
+                "ThreadLimitError",
                 "TrainerPathError",
                 "TrainingCanceled",
-                "TrainingHung",
+                "TrainingHungError",
                 "UnstorableStateError",
                 "UnwrittenCheckpointError",
                 "UploadError",
@@ -154,8 +169,16 @@ else:
                 "TrainingJobSpec",
                 "TrainingReporter",
             ),
-            ".feed": ("ArrowDataModule", "ArrowFeed", "ParquetArrowBatchFeeder"),
+            ".feed": (
+                "ArrowDataModule",
+                "ArrowFeed",
+                "Minibatches",
+                "ParquetArrowBatchFeeder",
+                "ReplayBuffer",
+                "ReplayFeed",
+            ),
             ".feed.mock": ("MockDataModule",),
+            ".gradients.fsdp.sharding": ("ShardPolicy",),
             ".helpers": (
                 "OptimizerBundle",
                 "build_default_adamw_bundle",
@@ -172,4 +195,5 @@ else:
             ".runner.contexts": ("CompletedContext", "RunBeginContext", "RunEndContext"),
             ".training_loop": ("run_training_loop",),
         },
+        __contract__,
     )

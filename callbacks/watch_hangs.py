@@ -14,7 +14,7 @@ from typing import Literal
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from ..adapter.contract.exceptions import TrainingHung
+from ..adapter.contract.exceptions import TrainingHungError
 from ..adapter.plumbing.threads import started
 from .hook.hook import Hook
 from .hook.run_context import RunContext
@@ -131,12 +131,12 @@ class WatchHangs(Hook):
             temporary.rename(path)
         except OSError as error:
             log.error("the stacks could not be written to %s: %s", path, error.strerror)  # noqa: TRY400
-        log.warning("%s", TrainingHung(rank, seconds, path))
+        log.warning("%s", TrainingHungError(rank, seconds, path))
         if self.end_run:
             try:
                 others = _stacks_of_others(directory, rank, ranks, began_s)
                 if self.on_hang is not None:
-                    self.on_hang(TrainingHung(rank, seconds, path, *others))
+                    self.on_hang(TrainingHungError(rank, seconds, path, *others))
             finally:
                 os._exit(EXIT_HUNG)
 

@@ -87,7 +87,7 @@ def _install_trainer() -> None:
     if _TRAINER in sys.modules or _is_installed(_TRAINER):
         return
     parent = importlib.import_module(_PACKAGE) if _is_installed(_PACKAGE) else _register_package(_PACKAGE)
-    names = sorted({*_genlight().__all__, *old_names.__all__, *_OWN})
+    names = sorted({*_genlight().__all__, *_genlight().__contract__, *old_names.__all__, *_OWN})
     _register(_TRAINER, parent, names, _resolve, is_package=True)
     for name in MODULES:
         folder, _, _ = name.rpartition(".")

@@ -21,8 +21,8 @@
     ├── ShadowMismatchError       a step is not that of a plain loop beside it
     ├── NonfiniteError            a loss, gradients or weights are nan or infinite
     ├── RecoveryError             a training could not be recovered from its faults
-    ├── RankFailed                another rank failed or died
-    ├── TrainingHung              no step was finished for far longer than steps take
+    ├── RankFailedError                another rank failed or died
+    ├── TrainingHungError              no step was finished for far longer than steps take
     └── TrainingCanceled          the run was told to stop; exit code 75
 
 Each carries its facts as attributes, so that a caller never parses a message. The module imports nothing of
@@ -50,7 +50,7 @@ __all__ = [
     "InputError",
     "MonitorError",
     "NonfiniteError",
-    "RankFailed",
+    "RankFailedError",
     "RecoveryError",
     "ReplayWriterError",
     "ReplicaDriftError",
@@ -60,7 +60,7 @@ __all__ = [
     "ThreadLimitError",
     "TrainerPathError",
     "TrainingCanceled",
-    "TrainingHung",
+    "TrainingHungError",
     "UnstorableStateError",
     "UnwrittenCheckpointError",
     "UploadError",
@@ -247,11 +247,11 @@ class ShadowMismatchError(GenlightError):
     """A step of a run is not that of the same class in a plain loop; the message has the first difference."""
 
 
-class RankFailed(GenlightError):
+class RankFailedError(GenlightError):
     """Another rank failed or died."""
 
 
-class TrainingHung(GenlightError):
+class TrainingHungError(GenlightError):
     """No step was finished for far longer than steps take.
 
     Args:

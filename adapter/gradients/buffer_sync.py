@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from ..contract.exceptions import RankFailed
+from ..contract.exceptions import RankFailedError
 from ..discovery.discover import Discovered
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
 from .buckets import BUCKET_BYTES, ON_THEIR_WAY_AT_MOST
@@ -90,7 +90,7 @@ class BufferSync(StepPart):
             step: Its number, for messages.
 
         Raises:
-            RankFailed: Another rank is gone.
+            RankFailedError: Another rank is gone.
         """
         self._finish()
         self._step = step
@@ -111,7 +111,7 @@ class BufferSync(StepPart):
         Rank 0 has them, and waits only where it has to give memory free.
 
         Raises:
-            RankFailed: Another rank is gone.
+            RankFailedError: Another rank is gone.
         """
         if self._on_their_way and not (self._is_source and self._kept):
             self._finish()
@@ -137,7 +137,7 @@ class BufferSync(StepPart):
         except BaseException as error:
             try:
                 self._finish()
-            except RankFailed as second:  # what ends the run is the first one
+            except RankFailedError as second:  # what ends the run is the first one
                 error.add_note(str(second))
             raise
         else:

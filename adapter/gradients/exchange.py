@@ -97,7 +97,7 @@ class Exchange:
 
         Raises:
             ContractError: Another rank is elsewhere in its code, or trains other parameters.
-            RankFailed: The exchange broke off.
+            RankFailedError: The exchange broke off.
         """
         if self.may_update_inside:
             self.compare(at, plan.buckets[0], _NO_POSITION)
@@ -217,7 +217,7 @@ class Exchange:
         """Until `bucket` has arrived, or the `notes` that travel beside it.
 
         Raises:
-            RankFailed: It will not.
+            RankFailedError: It will not.
         """
         try:
             (notes or bucket).wait()

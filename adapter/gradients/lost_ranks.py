@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..contract.exceptions import RankFailed
+from ..contract.exceptions import RankFailedError
 from .rank_points import Point
 from .torch_internals import default_store
 
@@ -19,7 +19,9 @@ ANSWERED_WITHIN_S = 2.0
 """How long a rank that still runs may take to notice the same and say so."""
 
 
-def about_broken_exchange(error: RuntimeError, at: Point, what: str, group: dist.ProcessGroup | None) -> RankFailed:
+def about_broken_exchange(
+    error: RuntimeError, at: Point, what: str, group: dist.ProcessGroup | None
+) -> RankFailedError:
     """The error of an exchange that `error` ended; waits some seconds for the other ranks, which see it break, too.
 
     Args:
@@ -29,13 +31,15 @@ def about_broken_exchange(error: RuntimeError, at: Point, what: str, group: dist
         group: Of the ranks that exchange gradients; None means all.
     """
     here, lost = dist.get_rank(), _who_is_lost(at.step, group)
-    return RankFailed(
+    return RankFailedError(
         f"the exchange of gradients broke off in step {at.step}, where rank {here} {at}, at the bucket of {what}; "
         f"{lost} ({error})"
     )
 
 
-def about_missing_buffers(error: RuntimeError, step: int, source: int, group: dist.ProcessGroup | None) -> RankFailed:
+def about_missing_buffers(
+    error: RuntimeError, step: int, source: int, group: dist.ProcessGroup | None
+) -> RankFailedError:
     """The error of a rank that gets no buffers, because of `error`; waits some seconds for the other ranks.
 
     Args:
@@ -46,7 +50,7 @@ def about_missing_buffers(error: RuntimeError, step: int, source: int, group: di
     """
     # Other ranks may have them, and see the connection break in the exchange of the next step.
     lost = _who_is_lost(step + 1, group)
-    return RankFailed(
+    return RankFailedError(
         f"the buffers that rank {source} sends at the end of step {step} did not arrive; {lost} ({error})"
     )
 

@@ -12,7 +12,7 @@ In the ``else``, because a type checker that sees a module's ``__getattr__`` tak
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
@@ -21,15 +21,17 @@ __all__ = ["lazy_exports"]
 
 
 def lazy_exports(
-    package: str, names: Mapping[str, Sequence[str]]
+    package: str, names: Mapping[str, Sequence[str]], unlisted: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """``__getattr__``, ``__dir__`` and ``__all__`` of `package`, whose ``__version__`` is that of what is installed.
 
     Args:
         package: Its ``__name__``.
         names: What it exports, by the module that has it, relative to the package: ``.module``, ``..beside.module``.
+        unlisted: Those of them that can be had, but are not shown as public names.
     """
     home = {name: module for module, exported in names.items() for name in exported}
+    listed = sorted(home.keys() - set(unlisted))
 
     def get_attribute(name: str) -> Any:
         if name == "__version__":
@@ -42,6 +44,6 @@ def lazy_exports(
 
     def list_names() -> list[str]:
         own = (name for name in vars(sys.modules[package]) if name.startswith("__"))
-        return sorted({*own, *home, "__version__"})  # not what the package itself needs, such as `lazy_exports`
+        return sorted({*own, *listed, "__version__"})  # not what the package itself needs, such as `lazy_exports`
 
-    return get_attribute, list_names, sorted(home)
+    return get_attribute, list_names, listed

@@ -22,12 +22,12 @@ from ..contract.exceptions import (
     HookOrderError,
     InputError,
     MonitorError,
-    RankFailed,
+    RankFailedError,
     ShadowMismatchError,
     StartupContractError,
     ThreadLimitError,
     TrainingCanceled,
-    TrainingHung,
+    TrainingHungError,
     UploadError,
 )
 from ..plumbing.durable import write_bytes_durably
@@ -59,10 +59,10 @@ _SAY_ALL = (
     HookOrderError,
     MonitorError,
     UploadError,
-    RankFailed,
+    RankFailedError,
     ShadowMismatchError,
     ThreadLimitError,
-    TrainingHung,
+    TrainingHungError,
     TrainingCanceled,
 )
 """Failures whose message says all; a traceback would bury it."""

@@ -23,7 +23,7 @@ from ...callbacks.checkpoint.format.layout import is_record_of_callback, record_
 from ...callbacks.stop.signals import exit_on_signal
 from ...callbacks.stop.sources import StopSources
 from ...reporters.uploads import TerminalPayload
-from ..contract.exceptions import EventLogError, FailureCategory, RankFailed, TrainingCanceled
+from ..contract.exceptions import EventLogError, FailureCategory, RankFailedError, TrainingCanceled
 from ..plumbing.failures import (
     EXIT_COMPLETED,
     EXIT_FAILED,
@@ -405,7 +405,7 @@ class FollowerSession(Session):
         if notes is None or rank_zero is None:
             self._say(error, failure)
             return failure.exit_code
-        if rank_zero.is_gone() and isinstance(error, RankFailed):
+        if rank_zero.is_gone() and isinstance(error, RankFailedError):
             log.error("%s", error)
             code = notes.exit_code()
             return EXIT_FAILED if code is None else code

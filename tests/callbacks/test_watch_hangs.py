@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from genlight.adapter.contract.exceptions import TrainingHung
+from genlight.adapter.contract.exceptions import TrainingHungError
 from genlight.callbacks.watch_hangs import WatchHangs, _stacks_of_others
 
 WAIT_S = 120.0
@@ -111,7 +111,7 @@ def test_no_thread_is_left_after_training_whether_it_ended_well_or_not(fit, coun
 
 
 def test_the_message_names_rank_duration_and_file(tmp_path):
-    assert str(TrainingHung(3, 61.5, tmp_path / "x")) == (
+    assert str(TrainingHungError(3, 61.5, tmp_path / "x")) == (
         f"no step was finished on rank 3 for 62 s; stacks of all threads: {tmp_path / 'x'}"
     )
 

@@ -129,7 +129,7 @@ def test_a_run_whose_worker_is_killed_ends_as_one_that_genlight_ran_and_nobody_k
     assert ends == ["started", "started", "completed"]
     failed = [event["error"] for event in events if event["event"] == "failed"]
     assert len(failed) <= 1  # where Ray has ended rank 0 before it could report there is none
-    assert all("RankFailed: rank 1 on" in error for error in failed)
+    assert all("RankFailedError: rank 1 on" in error for error in failed)
     (resumed,) = [event["value"] for event in events if event.get("name") == "trainer/resumed_from_step"]
     assert resumed in (5, 10)
     assert weights(job_folder / "runs/first") == weights(job_folder / "runs/straight")

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from genlight.adapter import compress_hostlist, expand_hostlist
+from genlight.adapter.cluster.hostlist import compress_hostlist, expand_hostlist
 
 pytestmark = pytest.mark.slurm
 

@@ -189,7 +189,7 @@ def test_a_job_whose_node_is_set_down_or_dies_comes_back_and_the_cause_is_named(
     assert events.count("started") == 3
     assert events[-1] == "completed"
     failed = [event["error"] for event in jobs.events("dying") if event["event"] == "failed"]
-    assert "RankFailed: rank 1 on n10 ended without a word" in failed[-1]
+    assert "RankFailedError: rank 1 on n10 ended without a word" in failed[-1]
 
 
 def test_uneven_tasks_per_node_train_what_as_many_on_one_node_do(uneven):

@@ -19,7 +19,7 @@ from rank_environment import Ranks
 from torch import nn
 
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
-from genlight.adapter.contract.exceptions import RankFailed, TrainingCanceled
+from genlight.adapter.contract.exceptions import RankFailedError, TrainingCanceled
 from genlight.adapter.feed.mock import MockBatches
 from genlight.adapter.gradients.buffer_sync import BufferSync
 from genlight.callbacks import Checkpoint, Evaluate, Hook, LogMetrics, StopRequests
@@ -260,7 +260,7 @@ def lost():
     """The error of a rank that waits for the buffers of one that has ended."""
     try:
         fit(Normed("lost"))
-    except RankFailed as error:
+    except RankFailedError as error:
         return str(error)
     return None
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....callbacks.stop.sources import StopSources
-from ...contract.exceptions import RankFailed, StopReason, TrainingCanceled
+from ...contract.exceptions import RankFailedError, StopReason, TrainingCanceled
 from ...plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
 from ...plumbing.threads import started
 from ..artifacts_lock import lock_holder
@@ -75,7 +75,7 @@ RANK_ZERO_PATIENCE_S = 5.0
 _RANK_ZERO_PROCESS = "GENLIGHT_RANK_ZERO_PID"
 
 
-class FailedElsewhere(RankFailed):
+class FailedElsewhere(RankFailedError):
     """Another rank failed, which is reported as `failure`."""
 
     def __init__(self, failure: Failure) -> None:
@@ -212,12 +212,12 @@ class RankZero:
         return False if is_locked or self._process is not None else None
 
     def check(self) -> Exception | None:
-        """`RankFailed` some seconds after it has ended, however it did."""
+        """`RankFailedError` some seconds after it has ended, however it did."""
         now = time.monotonic()
         if self._gone_at is None and self.is_gone():
             self._gone_at = now
         is_over = self._gone_at is not None and now - self._gone_at >= RANK_ZERO_PATIENCE_S
-        return RankFailed("rank 0 has ended, so this rank ends as well") if is_over else None
+        return RankFailedError("rank 0 has ended, so this rank ends as well") if is_over else None
 
     def wait_for_end(self, notes: RankNotes, *, within_s: float, at_most_s: float | None = None) -> int | None:
         """Stay until it has ended, which a launcher that sees another rank leave with an error may end too early.
@@ -328,7 +328,7 @@ def killed_on_this_node(processes: RankProcesses) -> Check:
 
     def check() -> Exception | None:
         dead = processes.failed()
-        return RankFailed(f"rank {dead[0]} {_how_it_ended(dead[1])}") if dead is not None and dead[1] < 0 else None
+        return RankFailedError(f"rank {dead[0]} {_how_it_ended(dead[1])}") if dead is not None and dead[1] < 0 else None
 
     return check
 
@@ -352,7 +352,7 @@ def paused_ranks(processes: Callable[[], Mapping[int, int]], stop: StopSources) 
         for rank, began in since.items():
             if now - began >= PAUSE_PATIENCE_S:
                 who = f"rank {rank} (process {paused[rank]})"
-                return RankFailed(f"{who} is paused and did not answer the stop within {PAUSE_PATIENCE_S:g} s")
+                return RankFailedError(f"{who} is paused and did not answer the stop within {PAUSE_PATIENCE_S:g} s")
         return None
 
     return check
@@ -388,7 +388,7 @@ def have_met() -> bool:
 
 
 def _lost(what: str) -> Failure:
-    return Failure("train-step", f"train-step:RankFailed: {what}", resumable=False, exit_code=EXIT_FAILED)
+    return Failure("train-step", f"train-step:RankFailedError: {what}", resumable=False, exit_code=EXIT_FAILED)
 
 
 def _how_it_ended(code: int) -> str:

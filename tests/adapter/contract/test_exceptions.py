@@ -32,8 +32,8 @@ EXAMPLES = [
     exceptions.ShadowMismatchError("the loss differs after step 1"),
     exceptions.NonfiniteError("the loss is nan at step 3"),
     exceptions.RecoveryError("training could not be recovered after 5 attempts"),
-    exceptions.RankFailed("rank 1 was killed by signal 9"),
-    exceptions.TrainingHung(1, 300.0, Path("hangs/rank-1-1.txt")),
+    exceptions.RankFailedError("rank 1 was killed by signal 9"),
+    exceptions.TrainingHungError(1, 300.0, Path("hangs/rank-1-1.txt")),
     exceptions.TrainingCanceled("preempted"),
 ]
 

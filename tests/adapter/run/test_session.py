@@ -12,7 +12,7 @@ from genlight.reporters import read_events
 RANK_AND_HANG = """
 import sys, threading, time
 from pathlib import Path
-from genlight.adapter.contract.exceptions import RankFailed
+from genlight.adapter.contract.exceptions import RankFailedError
 from genlight.adapter.run.session import Session
 from genlight.callbacks import WatchHangs
 from genlight.callbacks.stop.sources import StopSources
@@ -38,7 +38,7 @@ def on_hang(error):
     hung.set()
     session.end_now(error)
 
-threading.Thread(target=session.end_now, args=(RankFailed("rank 1 ended with exit code 1"),)).start()
+threading.Thread(target=session.end_now, args=(RankFailedError("rank 1 ended with exit code 1"),)).start()
 reporting.wait()
 watch = WatchHangs(end_run=True)
 watch.on_hang = on_hang

@@ -131,7 +131,7 @@ def test_a_rank_that_is_killed_is_the_cause_with_its_host(tmp_path, rank):
     rank.wait()
 
     cause = first_cause(OWN, 0.0, ranks, None)
-    assert cause.text.startswith("train-step:RankFailed: rank 3 on n10 ended without a word")
+    assert cause.text.startswith("train-step:RankFailedError: rank 3 on n10 ended without a word")
     assert cause.resumable
 
 

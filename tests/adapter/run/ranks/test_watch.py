@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from genlight.adapter.contract.exceptions import RankFailed, TrainingCanceled
+from genlight.adapter.contract.exceptions import RankFailedError, TrainingCanceled
 from genlight.adapter.plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
 from genlight.adapter.run.ranks import watch
 from genlight.adapter.run.ranks.notes import RankNotes
@@ -54,11 +54,11 @@ def first_found(*checks):
     return found[0]
 
 
-@pytest.mark.parametrize(("failure", "kind"), [(FAILURE, RankFailed), (STOP, TrainingCanceled)])
+@pytest.mark.parametrize(("failure", "kind"), [(FAILURE, RankFailedError), (STOP, TrainingCanceled)])
 def test_what_a_rank_noted_is_found_before_how_its_process_ended(notes, failure, kind):
     notes.leave(1, failure)
     found = first_found(failed_ranks(notes, processes(1)))
-    assert type(found).__mro__[1 if kind is RankFailed else 0] is kind
+    assert type(found).__mro__[1 if kind is RankFailedError else 0] is kind
     assert failure.text in str(found)
 
 
@@ -77,10 +77,10 @@ def test_an_earlier_failure_elsewhere_is_the_cause_and_a_later_one_is_not(notes,
 
 
 def test_a_finding_counts_once_it_has_stood_and_the_others_are_looked_at_meanwhile():
-    patient = after(60.0, lambda: RankFailed("rank 1"))
+    patient = after(60.0, lambda: RankFailedError("rank 1"))
     assert patient() is None
-    assert str(after(0.0, lambda: RankFailed("rank 1"))()) == "rank 1"
-    assert str(first_found(patient, lambda: RankFailed("rank 2"))) == "rank 2"
+    assert str(after(0.0, lambda: RankFailedError("rank 1"))()) == "rank 1"
+    assert str(first_found(patient, lambda: RankFailedError("rank 2"))) == "rank 2"
 
 
 def test_checks_are_looked_at_for_the_length_of_their_block():
