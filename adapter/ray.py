@@ -15,8 +15,8 @@ from typing import Any
 
 from .contract.exceptions import TrainingCanceled
 from .job.config import resolve_run_config
-from .plumbing.listed import listed
 from .plumbing.operating_system import require_linux
+from .plumbing.text import as_list
 from .run.ranks.notes import LAUNCH_ID
 from .run.run import RunOptions, attempt_job
 
@@ -47,7 +47,7 @@ def train_loop(job: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Ca
     path = Path(job).absolute()
     config = resolve_run_config(spec_path=path, overrides=overrides)
     given = config.lightning
-    placed: dict[str, Any] = {"lightning.plugins": [*listed(given.get("plugins")), ENVIRONMENT]}
+    placed: dict[str, Any] = {"lightning.plugins": [*as_list(given.get("plugins")), ENVIRONMENT]}
     if given.get("strategy") in REPLICATED:
         placed["lightning.strategy"] = STRATEGY
     settings = {"artifacts_dir": str(config.artifacts_dir), "resume_from_latest": True}

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-from ..plumbing.listed import listed
+from ..plumbing.text import as_list
 from .slurm_environment import NOT_GIVEN, has_cluster_environment, placed_by_slurm
 from .torchrun_environment import TorchrunEnvironment, shares_store_of_agent
 
@@ -28,7 +28,7 @@ def placed_by_launcher(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return placed_by_slurm(arguments)
     placed: dict[str, Any] = {}
     if shares_store_of_agent() and not has_cluster_environment(arguments):
-        placed["plugins"] = [*listed(arguments.get("plugins")), TorchrunEnvironment()]
+        placed["plugins"] = [*as_list(arguments.get("plugins")), TorchrunEnvironment()]
     if arguments.get("devices") in NOT_GIVEN:
         placed |= _number("devices", "LOCAL_WORLD_SIZE")
     if arguments.get("num_nodes") in (None, 1):  # 1 is also what LightningCLI fills in

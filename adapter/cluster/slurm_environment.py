@@ -13,7 +13,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from typing_extensions import override
 
-from ..plumbing.listed import listed
+from ..plumbing.text import as_list
 from .job_context import JobContext, current_job_context, in_srun_task
 
 __all__ = [
@@ -126,7 +126,7 @@ def placed_by_slurm(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: The variables of Slurm cannot be used.
     """
-    plugins = listed(arguments.get("plugins"))
+    plugins = as_list(arguments.get("plugins"))
     if has_cluster_environment(arguments):
         return {}
     if TorchElasticEnvironment.detect():  # torchrun, maybe started by srun, has numbered its processes itself
@@ -145,7 +145,7 @@ def placed_by_slurm(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def has_cluster_environment(arguments: Mapping[str, Any]) -> bool:
     """Whether the caller has chosen one."""
     strategy_has_one = getattr(arguments.get("strategy"), "cluster_environment", None) is not None
-    return strategy_has_one or any(isinstance(each, ClusterEnvironment) for each in listed(arguments.get("plugins")))
+    return strategy_has_one or any(isinstance(each, ClusterEnvironment) for each in as_list(arguments.get("plugins")))
 
 
 def placement_fault(trainer: pl.Trainer) -> str | None:

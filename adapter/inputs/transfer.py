@@ -15,9 +15,9 @@ import httpx2
 from ..contract.exceptions import AuthError, InputError
 from ..job.config import RunConfig
 from ..job.refs import CozyRef, HttpRef, HubRef, Kind, Ref
-from ..plumbing.daemon_threads import DaemonThreads
 from ..plumbing.http import build_client
 from ..plumbing.retry import RetryPolicy
+from ..plumbing.threads import DaemonThreads
 from .checkpoint import fetch_checkpoint
 from .http import Connections, Download, download
 from .huggingface import fetch_from_hub, hub_client

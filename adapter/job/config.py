@@ -20,8 +20,7 @@ import msgspec
 from typing_extensions import override
 
 from ..contract.types import TrainingJobSpec
-from ..plumbing.folder_name import folder_name
-from ..plumbing.text import nearest
+from ..plumbing.text import folder_name, nearest
 from ..plumbing.urls import trusted_origins
 from .errors import ConfigErrors, render_value
 from .identity import digest_of_fields, spec_fields

@@ -20,8 +20,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from ..cluster.placement import placed_by_launcher
 from ..contract.exceptions import StartupContractError
-from ..plumbing.listed import listed
 from ..plumbing.redaction import text_of
+from ..plumbing.text import as_list
 from .config import RunConfig
 from .parser_errors import root_cause, shortened
 from .trainer_arguments import trainer_arguments
@@ -108,7 +108,9 @@ def _our_arguments(config: RunConfig) -> dict[str, Any]:
 
 
 def _listed(value: Any) -> list[Any]:
-    return [] if isinstance(value, bool) else listed(value)  # true and false are Lightning's words for its own, or none
+    return (
+        [] if isinstance(value, bool) else as_list(value)
+    )  # true and false are Lightning's words for its own, or none
 
 
 def epochs_of(config: RunConfig) -> int:

@@ -1,11 +1,16 @@
-"""Words for messages: the nearest name, sizes, and which texts can be kept."""
+"""Words for messages and paths: the nearest name, sizes, which texts can be kept, a run's id as a folder."""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Iterable
+from typing import Any
+from urllib.parse import quote
 
-__all__ = ["closest", "is_storable", "is_utf8", "nearest", "printable", "size_text"]
+__all__ = ["as_list", "closest", "folder_name", "is_storable", "is_utf8", "nearest", "printable", "size_text"]
+
+LONGEST_FOLDER_NAME = 120
 
 
 def closest(name: str, known: Iterable[str], *, alike: float = 0.7) -> str | None:
@@ -47,3 +52,20 @@ def is_storable(text: str) -> bool:
 def printable(value: object) -> str:
     """`value` as text, without characters by which a file could command the terminal that shows it."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(value))
+
+
+def folder_name(run_id: str) -> str:
+    """A run's id as the name of one folder: what a path would interpret is percent-encoded."""
+    name = quote(run_id, safe="")
+    if not name.strip("."):
+        name = name.replace(".", "%2E")
+    if len(name) <= LONGEST_FOLDER_NAME:
+        return name
+    return f"{name[:LONGEST_FOLDER_NAME]}~{hashlib.sha256(run_id.encode()).hexdigest()[:12]}"
+
+
+def as_list(value: Any) -> list[Any]:
+    """An argument that may be a single value, as a list; None is none."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]

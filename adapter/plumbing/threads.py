@@ -1,12 +1,20 @@
-"""Starting a thread where there may be no room for one more: users and containers have a limit that counts threads."""
+"""Threads: one that may find no room, as users and containers have a limit that counts them, and a pool of daemons."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any, ParamSpec, TypeVar
+
+from typing_extensions import override
 
 from ..contract.exceptions import ThreadLimitError
 
-__all__ = ["started"]
+__all__ = ["DaemonThreads", "started"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def started(thread: threading.Thread) -> threading.Thread:
@@ -23,3 +31,36 @@ def started(thread: threading.Thread) -> threading.Thread:
             "(`ulimit -u`, or the container's limit on pids), or use fewer `workers`."
         ) from error
     return thread
+
+
+class DaemonThreads(Executor):
+    """One thread for each call, a few at a time; the standard pool keeps a process alive until its threads end.
+
+    Args:
+        most: How many calls run at once.
+        name: Start of the names of the threads.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        self._turns = threading.Semaphore(most)
+        self._name = name
+
+    @override
+    def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            with self._turns:
+                _carry_out(future, lambda: call(*args, **kwargs))
+
+        started(threading.Thread(target=run, name=self._name, daemon=True))
+        return future
+
+
+def _carry_out(future: Future[Any], call: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+        future.set_exception(error)

@@ -20,10 +20,9 @@ import httpx2
 
 from ..contract.exceptions import AuthError, GenlightError, InputError, StartupContractError
 from ..contract.types import JobLifecycleClient, LifecycleLease
-from ..plumbing.daemon_threads import DaemonThreads
 from ..plumbing.http import build_client, failure_text
 from ..plumbing.retry import RetryPolicy, TransientError, is_transient, with_retries
-from ..plumbing.threads import started
+from ..plumbing.threads import DaemonThreads, started
 from ..plumbing.urls import origin_of
 
 __all__ = ["HttpLifecycleClient", "LifecycleSession"]

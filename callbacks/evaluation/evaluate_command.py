@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import EvaluationError
-from ...adapter.plumbing.daemon_threads import DaemonThreads
+from ...adapter.plumbing.threads import DaemonThreads
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.format.record import CheckpointRecord
 from ..hook.cadence import NEVER, StepCadence, crossed

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from ...adapter.contract.exceptions import UploadError
 from ...adapter.plumbing.durable import temporary_name
-from ...adapter.plumbing.folder_name import folder_name
+from ...adapter.plumbing.text import folder_name
 from ...adapter.plumbing.urls import safe_url
 from .transfers import Interrupted, Refused, TryAgain, outcome_of_status
 

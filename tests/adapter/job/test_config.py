@@ -17,7 +17,7 @@ from genlight.adapter.job.errors import ConfigErrors
 from genlight.adapter.job.keys import job_keys
 from genlight.adapter.job.sources import read_sources
 from genlight.adapter.job.spec import DatasetSpec, InputsSpec, SampleRequest, UploadUrls
-from genlight.adapter.plumbing.folder_name import folder_name
+from genlight.adapter.plumbing.text import folder_name
 
 MINIMAL = {"run_id": "r1", "trainer": "my_trainer:Trainer", "max_steps": 5}
 
