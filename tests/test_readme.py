@@ -66,10 +66,10 @@ def test_every_documented_variable_is_read_and_every_read_variable_documented() 
 
 def test_every_command_is_documented() -> None:
     """The table of commands is what the program offers."""
-    from genlight.adapter.cli.command_line import COMMANDS, LIGHTNING_COMMANDS
+    from genlight.adapter.cli.command_line import COMMANDS
 
     rows = re.findall(r"^\| (`.*?) \|", section(REFERENCE, "Commands"), re.MULTILINE)
-    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == {*COMMANDS, *LIGHTNING_COMMANDS}
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == {*COMMANDS}
 
 
 def test_the_table_of_exit_codes_is_what_the_code_has() -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config_files import is_configuration_name
+from .terminal import complain, say
 
 if TYPE_CHECKING:
     from ..conformance.subject import Subject
@@ -50,8 +50,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         subject = _subject(args)
     except (StartupContractError, InputError, OSError, ValueError) as error:
-        sys.stderr.write(f"genlight check: {error}\n")
-        return USAGE
+        return complain("check", str(error))
     from ..conformance.checks import run_checks
 
     findings = run_checks(subject)
@@ -59,8 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if any(finding.level == "fail" for finding in shown):
         return FAULTY
     if any(finding.check == "steps" and finding.level == "skip" for finding in shown):
-        sys.stderr.write("genlight check: training was not checked, since no data was given\n")
-        return USAGE
+        return complain("check", "training was not checked, since no data was given")
     return CONFORMING
 
 
@@ -158,15 +156,14 @@ def _print_table(findings: Iterable[Finding]) -> list[Finding]:
     shown = []
     for finding in findings:
         shown.append(finding)
-        sys.stdout.write(f"{MARKS[finding.level]}  {finding.check:<17} {finding.detail}\n")
+        say(f"{MARKS[finding.level]}  {finding.check:<17} {finding.detail}")
         if finding.remedy:
-            sys.stdout.write(f"{'':6}{'':<17} → {finding.remedy}\n")
-        sys.stdout.flush()
+            say(f"{'':6}{'':<17} → {finding.remedy}")
     return shown
 
 
 def _print_json(findings: Iterable[Finding]) -> list[Finding]:
     shown = list(findings)
     counts = {level: sum(finding.level == level for finding in shown) for level in MARKS}
-    sys.stdout.write(json.dumps({"findings": [finding.as_json() for finding in shown], "counts": counts}) + "\n")
+    say(json.dumps({"findings": [finding.as_json() for finding in shown], "counts": counts}))
     return shown

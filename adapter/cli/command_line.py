@@ -25,28 +25,33 @@ from ..plumbing.reference_page import reference
 from ..run.ranks.this_rank import is_rank_zero
 from . import INTERRUPTED
 from .config_files import config_file_fault
-from .output import fill_closed_descriptors, for_any_character, outliving_readers, until_the_reader_leaves
 from .parser import CommandParser
-from .verbs import SUMMARIES, add_arguments as add_verb_arguments, as_command
+from .terminal import complain, fill_closed_descriptors, for_any_character, outliving_readers, until_the_reader_leaves
 
 __all__ = ["main"]
 
-WRONG_USAGE = 2
 
-ANYWHERE = ("checkpoint", "events", "init")
+ANYWHERE = ("checkpoints", "events", "init")
 """Commands that only read and write files, on every operating system."""
 
 COMMANDS = {
     "init": "start a project: a folder with a trainer class, a job and data, which runs at once",
-    "run": "run a job from its spec, or from the environment",
-    "doctor": "check spec, environment, trainer class and inputs of a job without training",
-    "check": "check a trainer class for conformance",
+    "run": "run a job, from its file or from the environment",
+    "fit": "train from a LightningCLI configuration",
+    "validate": "validate from a LightningCLI configuration",
+    "test": "test from a LightningCLI configuration",
+    "predict": "predict from a LightningCLI configuration",
+    "doctor": "find the mistakes of a job, or of a configuration, without training",
+    "check": "check a trainer class: exact resume, several ranks, half precision",
     "compare": "compare a job's training with a plain Python loop of its class, step by step",
-    "events": "show, follow or verify an event log, by another order of words",
-    "checkpoint": "list, verify, show or export checkpoints, likewise",
-    "uploads": "list, retry or export what is still to be uploaded, likewise",
+    "checkpoints": "list, verify, show or export checkpoints",
+    "events": "show, follow or check an event log",
+    "uploads": "list, retry or export what is still to be uploaded",
     "slurm": "render or submit the sbatch script of a job; see or end what was submitted",
 }
+LIGHTNING_COMMANDS = ("fit", "validate", "test", "predict")
+"""Those that LightningCLI has, which parses their arguments itself."""
+
 _CHATTY_LOGGERS = (
     # Not their parents: Lightning sets the level of those when it is imported, which is later.
     "lightning.pytorch.trainer.connectors.checkpoint_connector",
@@ -70,13 +75,6 @@ _NOT_FOR_USERS = (
 COMPLETION = "print_completion"
 """jsonargparse's own argument; of its shells those that begin with ``shtab-`` need shtab."""
 
-LIGHTNING_COMMANDS = {
-    "fit": "train from a LightningCLI configuration",
-    "validate": "validate from a LightningCLI configuration",
-    "test": "test from a LightningCLI configuration",
-    "predict": "predict from a LightningCLI configuration",
-}
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
@@ -87,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 completed, 1 failed, 2 startup or usage, 75 stopped but resumable, 130 on Ctrl-C.
     """
-    words = as_command(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     fill_closed_descriptors()
     for_any_character()
     prints = any(word.partition("=")[0] == "--print_config" for word in words)
@@ -103,16 +101,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     _configure_messages()
-    needs_linux = words and words[0] in (*COMMANDS, *LIGHTNING_COMMANDS) and words[0] not in ANYWHERE
+    needs_linux = words and words[0] in COMMANDS and words[0] not in ANYWHERE
     fault = unsupported_system(f"genlight {words[0]}") if needs_linux else None
     if fault:
-        sys.stderr.write(f"error: {fault} These commands work here: {', '.join(ANYWHERE)}.\n")
-        return WRONG_USAGE
+        return complain("", f"{fault} These commands work here: {', '.join(ANYWHERE)}.")
     if words and words[0] in LIGHTNING_COMMANDS:
         faults = [*filter(None, [config_file_fault(words)]), *rank_errors(os.environ)]
         if faults:
-            sys.stderr.writelines(f"error: {fault}\n" for fault in faults)
-            return WRONG_USAGE
+            return max(complain("", fault) for fault in faults)
         return _run_lightning(words)
     parser = build_parser(words)
     parsed = parser.parse_args(words)
@@ -126,8 +122,7 @@ def _run(words: list[str]) -> int:
         if error.filename is None:  # Of the output, which is looked after where that is.
             raise
         path = os.fsdecode(error.filename)
-        sys.stderr.write(f"genlight {parsed.subcommand}: {path}: {error.strerror}; name a path that can be used\n")
-        return WRONG_USAGE
+        return complain(parsed.subcommand, f"{path}: {error.strerror}; name a path that can be used")
     return code
 
 
@@ -157,18 +152,12 @@ def build_parser(words: Sequence[str] = ()) -> CommandParser:
     for name, summary in COMMANDS.items():
         declares = any(word in (name, f"--{COMPLETION}") or word.startswith(f"--{COMPLETION}=") for word in words)
         commands.add_subcommand(name, _command_parser(name, declares=declares), help=summary)
-    for verb, summary in SUMMARIES.items():
-        verb_parser = CommandParser(description=summary)
-        add_verb_arguments(verb_parser, verb)
-        commands.add_subcommand(verb, verb_parser, help=summary)
-    for name, summary in LIGHTNING_COMMANDS.items():
-        commands.add_subcommand(name, CommandParser(description=summary), help=summary)
     return parser
 
 
 def _command_parser(name: str, *, declares: bool) -> CommandParser:
-    if not declares:
-        return CommandParser()
+    if not declares or name in LIGHTNING_COMMANDS:
+        return CommandParser(description=COMMANDS[name])
     command: Any = import_module(f".{name}", __package__)
     parser = CommandParser(description=getattr(command, "HELP", command.__doc__).replace("``", "`"))
     command.add_arguments(parser)

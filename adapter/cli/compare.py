@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from typing import TYPE_CHECKING
 
 from .parser import add_overrides
+from .terminal import complain, say
 
 if TYPE_CHECKING:
     from ..conformance.compare import Comparison
@@ -55,12 +55,11 @@ def run(args: argparse.Namespace) -> int:
         return _refuse(str(error))
     except Exception as error:  # noqa: BLE001  # whatever the class raises is the outcome
         told = str(error) if isinstance(error, GenlightError) else f"{type(error).__name__}: {error}"
-        sys.stderr.write(f"genlight compare: training failed: {told}\n")
-        return DIFFERENT
+        return complain("compare", f"training failed: {told}", DIFFERENT)
     if comparison is None:  # another rank, which the first one reports for
         return EQUAL
     if args.json:
-        sys.stdout.write(json.dumps(comparison.as_json()) + "\n")
+        say(json.dumps(comparison.as_json()))
     else:
         _print_table(comparison)
     return EQUAL if comparison.first is None else DIFFERENT
@@ -95,27 +94,26 @@ def _faults(args: argparse.Namespace) -> list[str]:
 def _refuse(text: str) -> int:
     from ..run.ranks.this_rank import is_rank_zero
 
-    if is_rank_zero():
-        sys.stderr.write(f"genlight compare: {text}\n")
-    return USAGE
+    return complain("compare", text) if is_rank_zero() else USAGE
 
 
 def _print_table(comparison: Comparison) -> None:
-    write = sys.stdout.write
-    write("".join(f"{note}\n" for note in comparison.notes))
-    write("  ".join([f"{'step':>5}", *(f"{kind:>16}" for kind in comparison.kinds)]).rstrip() + "\n")
+    say(*comparison.notes)
+    say("  ".join([f"{'step':>5}", *(f"{kind:>16}" for kind in comparison.kinds)]).rstrip())
     for step in comparison.steps:
         cells = [_cell(step.largest(kind)) for kind in comparison.kinds]
         mark = "  differs" if step.beyond(comparison.rtol) else ""
-        write("  ".join([f"{step.step:>5}", *(f"{cell:>16}" for cell in cells)]) + f"{mark}\n")
+        say("  ".join([f"{step.step:>5}", *(f"{cell:>16}" for cell in cells)]) + mark)
     first = comparison.first
     if first is None:
-        write(f"equal: no relative difference beyond {comparison.rtol:g}\n")
+        say(f"equal: no relative difference beyond {comparison.rtol:g}")
         return
-    write(
+    say(
         f"the first difference is after step {first.step}: {first.kind} {first.name}, {first.distance:.1e} "
-        f"(beyond {comparison.rtol:g})\n"
-        f"  plain     {first.plain}\n  genlight  {first.hosted}\n  → {first.cause}\n"
+        f"(beyond {comparison.rtol:g})",
+        f"  plain     {first.plain}",
+        f"  genlight  {first.hosted}",
+        f"  → {first.cause}",
     )
 
 

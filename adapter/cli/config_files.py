@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ __all__ = ["config_file_fault", "configuration_fault", "is_configuration_name"]
 
 _OPTIONS = ("--config", "-c")
 _SUFFIXES = (".yaml", ".yml", ".json")
+MOST_VALUES = 100_000
+"""Of a configuration; anchors within anchors stand for billions in a few lines, and each would be built."""
 _OF_CONTENT = frozenset(":{\n")
 """What a configuration that stands on the command line itself has, and hardly a path."""
 
@@ -45,7 +49,9 @@ def configuration_fault(value: str) -> str | None:
     try:
         content = path.read_bytes()
     except (OSError, ValueError) as error:
-        if _OF_CONTENT & set(value) or value.strip() in ("", "-"):
+        if _OF_CONTENT & set(value):
+            return _syntax_fault("on the command line", value) if "&" in value else None
+        if value.strip() in ("", "-"):
             return None
         reason = error.strerror if isinstance(error, OSError) else error
         return f"The configuration {value!r} cannot be read: {reason}. Name a YAML file."
@@ -72,12 +78,27 @@ def _syntax_fault(name: str, text: str) -> str | None:
         return f"The configuration {name!r} is not YAML: {error.reason}."
     except RecursionError:
         return f"The configuration {name!r} is nested too deeply."
+    if _expanded(tree, {}) > MOST_VALUES:
+        return (
+            f"The configuration {name!r} has more than {MOST_VALUES:,} values with its anchors filled in. Write it "
+            "without nested anchors."
+        )
     if not isinstance(tree, yaml.MappingNode):
         return f"The configuration {name!r} holds no settings. Name a YAML file with `trainer:`, `model:`, `data:`."
     settings = {str(key.value): value for key, value in tree.value}
     if "run_id" in settings and isinstance(settings.get("trainer"), yaml.ScalarNode):
         return f"{name!r} is a job spec in YAML. Write it as JSON, and run it with `genlight run`."
     return next((f"The key {key!r} appears twice in {name!r}, in {at}." for key, at in _repeated(tree, set())), None)
+
+
+def _expanded(node: Any, known: dict[int, float]) -> float:
+    """How many values a node stands for, once each alias is filled in; infinitely many for one that holds itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        inner = node.value if isinstance(node.value, list) else []
+        parts = itertools.chain.from_iterable(part if isinstance(part, tuple) else (part,) for part in inner)
+        known[id(node)] = 1 + sum(_expanded(part, known) for part in parts)
+    return known[id(node)]
 
 
 def _repeated(node: Any, seen: set[int]) -> Iterator[tuple[str, str]]:

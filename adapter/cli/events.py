@@ -1,4 +1,4 @@
-"""Show, follow or check the event log of a run. ``genlight show events FILE`` and the like mean the same.
+"""Show, follow or check the event log of a run.
 
 Exit codes: 0 done, 1 the log breaks its rules, 2 usage.
 """
@@ -24,6 +24,7 @@ from ...reporters.events.reader import follow, log_of_run, read_events, read_met
 from ...reporters.events.validation import iter_violations
 from ..contract.exceptions import EventLogError
 from ..plumbing.text import printable
+from .terminal import complain, say
 
 __all__ = ["add_arguments", "run"]
 
@@ -59,52 +60,47 @@ def run(args: argparse.Namespace) -> int:
     try:
         option = next((name for name in ("check", "goodput", "metrics") if getattr(args, name)), None)
         if option is not None and args.follow:
-            return _complain(f"--{option} reads a log to its end: leave out --follow", _USAGE)
+            return complain("events", f"--{option} reads a log to its end: leave out --follow", _USAGE)
         if not args.follow and not path.is_file():
-            return _complain(f"no event log at {path}; name the file, or the artifacts directory of a run", _USAGE)
+            return complain(
+                "events", f"no event log at {path}; name the file, or the artifacts directory of a run", _USAGE
+            )
         if args.goodput:
             return _goodput(path, as_json=args.json)
         if args.metrics:
             return _metrics(path, args.format)
         return _check(path, as_json=args.json) if args.check else _show(path, args)
     except EventLogError as error:
-        return _complain(str(error), _BROKEN)
-
-
-def _complain(message: str, code: int) -> int:
-    sys.stderr.write(f"genlight events: {message}\n")
-    return code
+        return complain("events", str(error), _BROKEN)
 
 
 def _check(path: Path, *, as_json: bool) -> int:
     count = 0
     for violation in iter_violations(path):
         count += 1
-        sys.stdout.write((json.dumps(asdict(violation)) if as_json else printable(violation)) + "\n")
+        say(json.dumps(asdict(violation)) if as_json else violation)
     if not as_json:
         counted = f"{count} violations" if count != 1 else "1 violation"
-        sys.stdout.write(f"{path}: {counted}\n" if count else f"sound: {_extent(path)}\n")
+        say(f"{path}: {counted}" if count else f"sound: {_extent(path)}")
     return _BROKEN if count else _SOUND
 
 
 def _goodput(path: Path, *, as_json: bool) -> int:
     account = account_of(path)
     if account is None:
-        return _complain(f"{path} has no attempt that started, so no time to account for", _USAGE)
+        return complain("events", f"{path} has no attempt that started, so no time to account for", _USAGE)
     if as_json:
-        sys.stdout.write(json.dumps({**asdict(account), "goodput": account.goodput}) + "\n")
+        say(json.dumps({**asdict(account), "goodput": account.goodput}))
         return _SOUND
     attempts = f"{account.attempts} attempts" if account.attempts != 1 else "1 attempt"
-    sys.stdout.write(
-        f"{account.wall_s:,.1f} s in {attempts}; {account.goodput:.1%} of it were steps whose work was kept\n"
-    )
+    say(f"{account.wall_s:,.1f} s in {attempts}; {account.goodput:.1%} of it were steps whose work was kept")
     if not account.is_measured:
-        sys.stdout.write("no attempt was long enough to say what it spent its time on\n")
+        say("no attempt was long enough to say what it spent its time on")
         return _SOUND
     for part, seconds in account.seconds.items():
         if seconds:
             share = seconds / account.wall_s if account.wall_s else 0.0
-            sys.stdout.write(f"{seconds:12,.1f} s {share:7.1%}  {part:<11} {PARTS.get(part, '')}\n".rstrip() + "\n")
+            say(f"{seconds:12,.1f} s {share:7.1%}  {part:<11} {PARTS.get(part, '')}".rstrip())
     return _SOUND
 
 
@@ -112,7 +108,7 @@ def _metrics(path: Path, form: str) -> int:
     from pyarrow import csv, parquet
 
     if form == "parquet" and sys.stdout.isatty():
-        return _complain("Parquet is not for a terminal: send it to a file, as in `> metrics.parquet`", _USAGE)
+        return complain("events", "Parquet is not for a terminal: send it to a file, as in `> metrics.parquet`", _USAGE)
     table = read_metrics(path)
     sys.stdout.flush()
     if form == "parquet":
@@ -120,7 +116,7 @@ def _metrics(path: Path, form: str) -> int:
     elif sys.stdout.isatty():  # names come from a file, and must not command the terminal
         buffer = io.BytesIO()
         csv.write_csv(table, buffer)
-        sys.stdout.writelines(printable(line) + "\n" for line in buffer.getvalue().decode().splitlines())
+        say(*buffer.getvalue().decode().splitlines())
     else:
         csv.write_csv(table, sys.stdout.buffer)
     return _SOUND
@@ -140,12 +136,11 @@ def _extent(path: Path) -> str:
 
 def _show(path: Path, args: argparse.Namespace) -> int:
     if args.follow and not path.exists():
-        sys.stderr.write(f"waiting for {path}\n")
+        complain("events", f"waiting for {path}")
     events = follow(path) if args.follow else read_events(path)
     if args.json:
         for event in events:
-            sys.stdout.write(json.dumps(event, sort_keys=True, separators=(",", ":")) + "\n")
-            sys.stdout.flush()
+            say(json.dumps(event, sort_keys=True, separators=(",", ":")))
         return _SOUND
     console = _Console(highlight=False, soft_wrap=True)
     # A follower shows each metric at once; it cannot know whether another of the same step will come.

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..contract.exceptions import InputError
 from ..feed import ArrowFeed
+from .terminal import complain, say
 
 __all__ = ["add_arguments", "run"]
 
@@ -49,15 +50,14 @@ def run(args: argparse.Namespace) -> int:
     try:
         names = _write_project(args.directory, getattr(args, "from"), args.data)
     except ValueError as error:
-        sys.stderr.write(f"genlight init: {error}\n")
-        return USAGE
-    sys.stdout.write(f"wrote {args.directory}: {', '.join(sorted(names))}\n")
+        return complain("init", str(error))
+    say(f"wrote {args.directory}: {', '.join(sorted(names))}")
     if getattr(args, "from") and not args.data:
-        sys.stdout.write(
+        say(
             f"rows.parquet has the columns a, b and y; if the class reads others, change {_DATA_SCRIPT}, or begin "
-            "again with --data FILE.parquet\n"
+            "again with --data FILE.parquet"
         )
-    sys.stdout.write(f"next: genlight run {shlex.quote(str(Path(args.directory, 'job.json')))}\n")
+    say(f"next: genlight run {shlex.quote(str(Path(args.directory, 'job.json')))}")
     return WRITTEN
 
 

@@ -10,6 +10,7 @@ import os
 import sys
 
 from .parser import add_overrides
+from .terminal import complain
 
 __all__ = ["add_arguments", "run"]
 
@@ -58,12 +59,10 @@ def _keys_of_a_job() -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Carry the command out and return its exit code."""
-    from ..plumbing.failures import EXIT_STARTUP
     from ..run.run import RunOptions, run_job
 
     if args.shadow is not None and args.shadow < 1:
-        sys.stderr.write(f"Invalid `--shadow`. Expected a number >= 1, but received {args.shadow}.\n")
-        return EXIT_STARTUP
+        return complain("run", f"Invalid `--shadow`. Expected a number >= 1, but received {args.shadow}.")
 
     options = RunOptions(
         spec_path=args.job,
@@ -81,21 +80,20 @@ def _print_config(spec_path: str | os.PathLike[str] | None, overrides: list[str]
 
     from ..contract.exceptions import StartupContractError
     from ..job.config import resolve_run_config
-    from ..plumbing.failures import EXIT_COMPLETED, EXIT_STARTUP
+    from ..plumbing.failures import EXIT_COMPLETED
     from ..plumbing.redaction import without_secrets
 
     try:
         config = resolve_run_config(spec_path=spec_path, overrides=overrides)
     except StartupContractError as error:
-        sys.stderr.write(f"{error}\n")
-        return EXIT_STARTUP
+        return complain("run", error)
     for warning in config.warnings:
-        sys.stderr.write(f"{warning}\n")
+        complain("run", warning)
     from ..job.lightning_config import lightning_config  # loads Lightning
 
     described = lightning_config(config)
     shown = without_secrets(described)
     if shown != described:
-        sys.stderr.write("credentials are left out; put them where <hidden> stands, or into the URLs\n")
+        complain("run", "credentials are left out; put them where <hidden> stands, or into the URLs")
     sys.stdout.write(yaml.safe_dump(shown, sort_keys=False))
     return EXIT_COMPLETED

@@ -25,14 +25,13 @@ from ..cluster.batch_script import GPUS, BatchScript
 from ..contract.exceptions import StartupContractError
 from ..job.config import resolve_run_config
 from ..plumbing.durable import write_bytes_durably
-from ..plumbing.failures import EXIT_COMPLETED, EXIT_FAILED, EXIT_STARTUP
+from ..plumbing.failures import EXIT_COMPLETED, EXIT_FAILED
 from ..plumbing.safe_open import PRIVATE_FILE, make_directory, read_own
-from ..plumbing.text import nearest
 from .parser import add_overrides
+from .terminal import complain, say
 
 __all__ = ["add_arguments", "run"]
 
-ACTIONS = ("render", "submit", "status", "cancel")
 RECORD = "slurm_job.json"
 LONGEST_RECORD_BYTES = 1 << 16
 
@@ -45,7 +44,7 @@ class Submitted(msgspec.Struct, frozen=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("action", metavar=f"{{{','.join(ACTIONS)}}}")
+    parser.add_argument("action", choices=("render", "submit", "status", "cancel"))
     parser.add_argument("path", metavar="JOB.json|RUN_DIR", help="the job spec; status, cancel: the run's folder")
     add_overrides(parser, "override a setting of the job, as in genlight run")
     parser.add_argument(
@@ -76,9 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry the command out and return its exit code: 0, 1 where Slurm refuses, 2 for what cannot be used."""
-    if args.action not in ACTIONS:
-        offered = nearest(args.action, ACTIONS, alike=0.6)
-        return _complain(f"there is no action {args.action!r}; choose from {', '.join(ACTIONS)}.{offered}")
     try:
         if args.action in ("status", "cancel"):
             submitted = _submitted(Path(args.path))
@@ -87,14 +83,14 @@ def run(args: argparse.Namespace) -> int:
             )
         script = batch_script(args)
     except (StartupContractError, ValueError) as error:
-        return _complain(str(error))
+        return complain("slurm", str(error))
     if args.action == "render":
         sys.stdout.write(script.text())
         return EXIT_COMPLETED
     try:
         return _submit(script)
     except ValueError as error:
-        return _complain(str(error))
+        return complain("slurm", str(error))
 
 
 def batch_script(args: argparse.Namespace) -> BatchScript:
@@ -186,10 +182,10 @@ def _submit(script: BatchScript) -> int:
     write_bytes_durably(path, script.text().encode(), mode=PRIVATE_FILE)
     done = _slurm("sbatch", "--parsable", str(path))
     if done.returncode:
-        return _complain(done.stderr.strip(), EXIT_FAILED)
+        return complain("slurm", done.stderr.strip(), EXIT_FAILED)
     job_id = done.stdout.strip().partition(";")[0]  # of a federation the cluster follows
     write_bytes_durably(script.artifacts / RECORD, msgspec.json.encode(Submitted(job_id)), mode=PRIVATE_FILE)
-    sys.stdout.write(f"{job_id}\n")
+    say(job_id)
     return EXIT_COMPLETED
 
 
@@ -206,14 +202,14 @@ def _status(submitted: Submitted, folder: Path) -> int:
     """What the queue says, and how far the run has come."""
     shown = _slurm("squeue", "--noheader", "--job", submitted.job_id, "--format", "%i %T %M of %l on %N %r")
     queued = shown.stdout.strip() if shown.returncode == 0 else ""
-    sys.stdout.write(f"{queued or f'{submitted.job_id} is not in the queue'}\n")
+    say(queued or f"{submitted.job_id} is not in the queue")
     for path in sorted({*folder.glob("metrics/events.jsonl"), *folder.glob("*/metrics/events.jsonl")}):
         events = list(read_events(path))
         if events:
             last = events[-1]
             where = "" if path.parent.parent == folder else f"{path.parent.parent.name}: "
             words = [f"{name} {last[name]}" for name in ("step", "category") if last.get(name) is not None]
-            sys.stdout.write(f"{where}attempt {_attempts(events)}, {', '.join([last['event'], *words])}\n")
+            say(f"{where}attempt {_attempts(events)}, {', '.join([str(last['event']), *words])}")
     return EXIT_COMPLETED
 
 
@@ -223,7 +219,7 @@ def _attempts(events: Iterable[dict[str, object]]) -> int:
 
 def _call(*command: str) -> int:
     done = _slurm(*command)
-    return _complain(done.stderr.strip(), EXIT_FAILED) if done.returncode else EXIT_COMPLETED
+    return complain("slurm", done.stderr.strip(), EXIT_FAILED) if done.returncode else EXIT_COMPLETED
 
 
 def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
@@ -231,8 +227,3 @@ def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise ValueError(f"{command[0]} is not installed; run this on a login node of the cluster") from None
-
-
-def _complain(text: str, code: int = EXIT_STARTUP) -> int:
-    sys.stderr.write(f"genlight slurm: {text}\n")
-    return code

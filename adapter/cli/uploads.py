@@ -1,4 +1,4 @@
-"""List, retry or export what a run could not deliver. ``genlight list uploads RUN_DIR`` and the like mean the same.
+"""List, retry or export what a run could not deliver.
 
 Exit codes: 0 nothing is left, or it was listed or exported, 1 something could not be delivered, 2 usage.
 """
@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,19 +34,18 @@ from ..job.environment import JOB_VARIABLE
 from ..job.spec import UPLOAD_URLS
 from ..plumbing.redaction import redact
 from ..plumbing.safe_open import open_regular
-from ..plumbing.text import nearest
 from ..plumbing.urls import safe_url
+from .terminal import complain, say
 
 __all__ = ["add_arguments", "run"]
 
 _DELIVERED, _LEFT, _USAGE = 0, 1, 2
-_ACTIONS = ("list", "retry", "export")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
+    parser.add_argument("action", choices=("list", "retry", "export"))
     parser.add_argument("run_dir", metavar="RUN_DIR", help="artifacts directory of a run")
-    parser.add_argument("action", nargs="?", default="list", metavar=f"{{{','.join(_ACTIONS)}}}")
     parser.add_argument("--json", action="store_true", help="list: one JSON object a line, for other programs")
     parser.add_argument("--to", metavar="DIR", help="export: folder for the files and messages; must not exist")
     parser.add_argument("--remove", action="store_true", help="export: and stop trying to deliver them")
@@ -67,25 +65,19 @@ def run(args: argparse.Namespace) -> int:
     0 when nothing is left (or was listed, exported), 1 when something could not be delivered, 2 for arguments that
     cannot be used.
     """
-    run_dir, action = args.run_dir, args.action
-    if action not in _ACTIONS and run_dir in _ACTIONS:  # The order of `genlight checkpoint`.
-        run_dir, action = action, run_dir
-    if action not in _ACTIONS:
-        offered = nearest(action, _ACTIONS, alike=0.6)
-        return _complain(f"unknown action {action!r}; choose from {', '.join(_ACTIONS)}.{offered}", _USAGE)
-    spool = _spool_of(Path(run_dir))
+    spool = _spool_of(Path(args.run_dir))
     if not spool.is_dir():
         problem = f"{spool} is not a directory" if spool.exists() else f"there is no directory {spool}"
-        return _complain(f"{problem}; name the artifacts directory of a run", _USAGE)
+        return complain("uploads", f"{problem}; name the artifacts directory of a run", _USAGE)
     if not (spool / DESCRIPTION).exists() and not (spool / JOURNAL).exists():
-        return _complain(f"nothing is waiting: {spool} has no upload spool", _DELIVERED)
+        return complain("uploads", f"nothing is waiting: {spool} has no upload spool", _DELIVERED)
     try:
         about, entries = read_description(spool), _sound(read_journal(spool))
     except UploadError as error:
-        return _complain(str(error), _USAGE)
-    if action == "retry":
+        return complain("uploads", str(error), _USAGE)
+    if args.action == "retry":
         return _retry(args, spool, about, entries)
-    if action == "export":
+    if args.action == "export":
         return _export(args, spool, about, entries)
     _list(entries, spool.parent, as_json=args.json)
     return _DELIVERED
@@ -96,7 +88,7 @@ def _sound(entries: Sequence[Entry]) -> list[Entry]:
     faults = [(entry, fault_of(entry)) for entry in entries]
     for entry, fault in faults:
         if fault is not None:
-            _complain(f"entry {entry.seq} is ignored: {fault}", _LEFT)
+            complain("uploads", f"entry {entry.seq} is ignored: {fault}", _LEFT)
     return [entry for entry, fault in faults if fault is None]
 
 
@@ -110,12 +102,12 @@ def _list(entries: Sequence[Entry], root: Path, *, as_json: bool) -> None:
     for entry in entries:
         facts = _facts(entry, root)
         if as_json:
-            _say(json.dumps(facts, sort_keys=True))
+            say(json.dumps(facts, sort_keys=True))
         else:
-            _say(f"{facts['kind']:<10}  step {facts['step']:<9}  {facts['size_bytes']:>13,} B  {facts['state']}"
+            say(f"{facts['kind']:<10}  step {facts['step']:<9}  {facts['size_bytes']:>13,} B  {facts['state']}"
                  f"  {facts['name']}")  # fmt: skip
     if not as_json:
-        _say(f"{len(entries)} waiting" if entries else "nothing is waiting")
+        say(f"{len(entries)} waiting" if entries else "nothing is waiting")
 
 
 def _facts(entry: Entry, root: Path) -> dict[str, Any]:
@@ -143,15 +135,15 @@ def _retry(args: argparse.Namespace, spool: Path, about: Description, entries: S
         _require_destinations(config, about, entries)
         uploader = Uploader(config, keep_terminal=True)
     except (UploadError, StartupContractError, ValueError) as error:
-        return _complain(str(error), _USAGE)
+        return complain("uploads", str(error), _USAGE)
     with uploader:
         result = uploader.settle(progress=_show_progress)
         if result.ok:
             result = uploader.deliver_waiting_terminal()
     for item in result.undelivered:
-        _complain(str(item), _LEFT)
+        complain("uploads", str(item), _LEFT)
     left = len(read_journal(spool))
-    _say(f"{len(entries) - left} delivered, {left} left")
+    say(f"{len(entries) - left} delivered, {left} left")
     return _LEFT if left else _DELIVERED
 
 
@@ -209,12 +201,12 @@ def _require_destinations(config: UploadConfig, about: Description, entries: Seq
 
 def _export(args: argparse.Namespace, spool: Path, about: Description, entries: Sequence[Entry]) -> int:
     if not args.to:
-        return _complain("export needs --to DIR", _USAGE)
+        return complain("uploads", "export needs --to DIR", _USAGE)
     target = Path(args.to)
     try:
         target.mkdir(parents=True)
     except FileExistsError:
-        return _complain(f"{target} exists; name a folder that does not", _USAGE)
+        return complain("uploads", f"{target} exists; name a folder that does not", _USAGE)
     lost = 0
     with (target / "messages.jsonl").open("wb") as messages:
         for entry in entries:
@@ -223,7 +215,7 @@ def _export(args: argparse.Namespace, spool: Path, about: Description, entries: 
             messages.write(encode(_message(entry, about.run_id)) + b"\n")
     if args.remove:
         return _remove(spool, entries, lost)
-    _say(f"{len(entries)} exported to {target}; they still wait in the spool")
+    say(f"{len(entries)} exported to {target}; they still wait in the spool")
     return _LEFT if lost else _DELIVERED
 
 
@@ -232,13 +224,13 @@ def _remove(spool: Path, exported: Sequence[Entry], lost: int) -> int:
     try:
         opened = Spool(spool)
     except UploadError as error:
-        return _complain(str(error), _LEFT)
+        return complain("uploads", str(error), _LEFT)
     with contextlib.closing(opened):
         for entry in exported:
             opened.remove(entry)
         if (refusal := opened.catch_up()) is not None:
-            return _complain(f"exported, but {spool} cannot be written: {refusal.strerror}", _LEFT)
-    _say(f"{len(exported)} exported and removed from the spool")
+            return complain("uploads", f"exported, but {spool} cannot be written: {refusal.strerror}", _LEFT)
+    say(f"{len(exported)} exported and removed from the spool")
     return _LEFT if lost else _DELIVERED
 
 
@@ -249,7 +241,7 @@ def _export_files(entry: Entry, artifact: Artifact, root: Path, target: Path, ro
     for file in artifact.files:
         if file.path in outside:
             lost += 1
-            _complain(f"{file.path} is outside the run's folder and is left out; see --root", _LEFT)
+            complain("uploads", f"{file.path} is outside the run's folder and is left out; see --root", _LEFT)
             continue
         copy = target / f"{entry.kind}s" / f"{entry.seq:06d}" / file.layout
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -261,7 +253,9 @@ def _export_files(entry: Entry, artifact: Artifact, root: Path, target: Path, ro
                 raise
             lost += 1
             gone = isinstance(error, FileNotFoundError)
-            _complain(f"{file.path} is gone" if gone else f"{file.path} cannot be read: {error.strerror}", _LEFT)
+            complain(
+                "uploads", f"{file.path} is gone" if gone else f"{file.path} cannot be read: {error.strerror}", _LEFT
+            )
     return lost
 
 
@@ -276,14 +270,5 @@ def _message(entry: Entry, run_id: str) -> dict[str, Any]:
     return {"run_id": run_id, "kind": entry.kind, "step": entry.step, "final": artifact.final, "files": files}
 
 
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-
-
 def _show_progress(line: str) -> None:
-    sys.stderr.write(line + "\n")
-
-
-def _complain(text: str, code: int) -> int:
-    sys.stderr.write(f"genlight uploads: {text}\n")
-    return code
+    complain("uploads", line)

@@ -69,7 +69,7 @@ def _tell_of_what_waits(spool_dir: Path) -> None:
     if waiting:
         run_dir = shlex.quote(str(spool_dir.parent))
         text = "uploads of earlier starts are waiting (%d), but no destination is set: set the URLs, or see %s"
-        log.warning(text, waiting, f"`genlight uploads {run_dir}`")
+        log.warning(text, waiting, f"`genlight uploads list {run_dir}`")
 
 
 def queue_record(uploader: Uploader, record: CheckpointRecord) -> None:

@@ -37,7 +37,7 @@ def warn_of_nonfinite(path: Path) -> None:
     if not is_file_of_torch(path) and read_record(path).finite_weights is False:
         log.warning(
             "The weights in %s are not finite: training that continues from them is lost. Name an earlier checkpoint; "
-            "`genlight checkpoint verify` says which are finite",
+            "`genlight checkpoints verify` says which are finite",
             path,
         )
 

@@ -311,8 +311,8 @@ def claim(spool: Spool, config: UploadConfig, targets: Sequence[str]) -> int:
             raise StartupContractError(
                 "startup.artifacts_in_use",
                 f"The upload spool {spool.directory} holds uploads of run {before.run_id!r}, not of "
-                f"{config.run_id!r}. Deliver them by `genlight uploads {shlex.quote(str(spool.directory.parent))} "
-                "retry`, or use another directory.",
+                f"{config.run_id!r}. Deliver them by `genlight uploads retry "
+                f"{shlex.quote(str(spool.directory.parent))}`, or use another directory.",
             )
         spool.forget_everything()
         before = Description(config.run_id)

@@ -63,14 +63,14 @@ def _all_files(folder):
 @pytest.mark.parametrize("layout", ["../../../planted", "/tmp/planted-by-genlight-test", "a/../../b", "", ".", "x\0"])
 def test_a_layout_that_leads_out_of_the_exported_folder_writes_nothing(foreign, genlight_uploads, tmp_path, layout):
     run = foreign(_body(layout=layout))
-    _, _, err = genlight_uploads(run, "export", "--to", tmp_path / "deep" / "out")
+    _, _, err = genlight_uploads("export", run, "--to", tmp_path / "deep" / "out")
     assert "entry 1 is ignored" in err
     assert _all_files(tmp_path / "deep") == ["out/messages.jsonl"]
 
 
 def test_a_file_outside_of_the_run_is_not_copied(foreign, genlight_uploads, tmp_path, secret):
     run = foreign(_body(secret), _body("../home/id_rsa"))
-    code, _, err = genlight_uploads(run, "export", "--to", tmp_path / "out")
+    code, _, err = genlight_uploads("export", run, "--to", tmp_path / "out")
     assert code == 1
     assert err.count("is outside the run's folder") == 2
     assert _all_files(tmp_path / "out") == ["messages.jsonl"]
@@ -79,13 +79,13 @@ def test_a_file_outside_of_the_run_is_not_copied(foreign, genlight_uploads, tmp_
 def test_nor_is_one_that_a_link_in_the_run_leads_to(foreign, genlight_uploads, tmp_path, secret):
     run = foreign(_body("checkpoints/link"))
     (run / "checkpoints" / "link").symlink_to(secret)
-    genlight_uploads(run, "export", "--to", tmp_path / "out")
+    genlight_uploads("export", run, "--to", tmp_path / "out")
     assert _all_files(tmp_path / "out") == ["messages.jsonl"]
 
 
 def test_a_folder_of_ones_own_may_be_named(foreign, genlight_uploads, tmp_path, secret):
     run = foreign(_body(secret))
-    code, _, _ = genlight_uploads(run, "export", "--to", tmp_path / "out", "--root", secret.parent)
+    code, _, _ = genlight_uploads("export", run, "--to", tmp_path / "out", "--root", secret.parent)
     assert code == 0
     assert (tmp_path / "out/checkpoints/000001/step.json").read_text() == "secret"
 
@@ -93,7 +93,7 @@ def test_a_folder_of_ones_own_may_be_named(foreign, genlight_uploads, tmp_path, 
 def test_a_pipe_among_the_files_is_not_waited_for(foreign, genlight_uploads, tmp_path):
     run = foreign(_body("checkpoints/pipe"))
     os.mkfifo(run / "checkpoints" / "pipe")
-    code, _, err = genlight_uploads(run, "export", "--to", tmp_path / "out")
+    code, _, err = genlight_uploads("export", run, "--to", tmp_path / "out")
     assert code == 1
     assert "checkpoints/pipe cannot be read: it is not a regular file" in err
 
@@ -102,11 +102,11 @@ def test_what_the_run_names_as_its_targets_is_not_sent_to(foreign, genlight_uplo
     loot = tmp_path / "loot"
     run = foreign(_body(), targets=[f"file://{loot}"])
     monkeypatch.setenv("TRAINER_UPLOAD_CHECKPOINT_URL", NOWHERE)
-    code, _, err = genlight_uploads(run, "retry", "--deadline", "0.1")
+    code, _, err = genlight_uploads("retry", run, "--deadline", "0.1")
     assert code == 2
     assert "a target in a run's folder is not followed" in err
     assert not loot.exists()
-    genlight_uploads(run, "retry", "--deadline", "0.1", "--target", f"file://{loot}")
+    genlight_uploads("retry", run, "--deadline", "0.1", "--target", f"file://{loot}")
     assert loot.exists()  # where the command line names it
 
 

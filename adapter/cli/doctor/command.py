@@ -8,12 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 import operator
-import os
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -26,6 +24,7 @@ from ...plumbing.finding import Finding, Level
 from ...plumbing.redaction import redact, without_secrets
 from ..config_files import is_configuration_name
 from ..parser import add_overrides
+from ..terminal import complain, say
 from .grace_check import check_grace
 from .local_checks import (
     asks_for_devices,
@@ -46,7 +45,6 @@ NETWORK_PATIENCE_S = 4.0
 LONGEST_VALUE = 100
 LOOPBACK = ("http://127.", "http://localhost:", "http://[::1]:")
 MARKS: dict[Level, str] = {"pass": "ok", "warn": "warning", "fail": "fault"}
-STYLES = {"ok": "\x1b[32m", "warning": "\x1b[33m", "fault": "\x1b[31m", "dim": "\x1b[2m"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,23 +65,17 @@ def run(args: argparse.Namespace) -> int:
         return _run_on_configuration(args)
     began = time.monotonic()
     config, errors = read_run_config(spec_path=args.job, overrides=args.set or ())
-    findings = list(diagnose(config, errors, began + NETWORK_PATIENCE_S))
     # Without a job file the table would hold defaults alone.
-    table = ["", *_table(config, defaults=args.all)] if config.given.readable else []
-    shown = redact("\n".join([*_report(findings), *table]), config.secrets)
-    sys.stdout.write(shown + "\n")
-    return FAULTY if any(finding.level == "fail" for finding in findings) else SOUND
+    table = _table(config, defaults=args.all) if config.given.readable else []
+    return _report(list(diagnose(config, errors, began + NETWORK_PATIENCE_S)), table, config.secrets)
 
 
 def _run_on_configuration(args: argparse.Namespace) -> int:
     if args.set:
-        sys.stderr.write("genlight doctor: --set is for jobs; write settings into the configuration\n")
-        return FAULTY
+        return complain("doctor", "--set is for jobs; write settings into the configuration")
     from .fit_checks import diagnose_fit  # loads Lightning
 
-    findings = list(diagnose_fit(args.job))
-    sys.stdout.write(redact("\n".join(_report(findings)), ()) + "\n")
-    return FAULTY if any(finding.level == "fail" for finding in findings) else SOUND
+    return _report(list(diagnose_fit(args.job)))
 
 
 def diagnose(config: RunConfig, errors: ConfigErrors, deadline: float) -> Iterator[Finding]:
@@ -164,7 +156,7 @@ def _check_token(config: RunConfig) -> Iterator[Finding]:
             yield Finding("token", "warn", f"travels to {origin} without encryption; use https://")
 
 
-def _table(config: RunConfig, *, defaults: bool) -> list[str]:
+def _table(config: RunConfig, *, defaults: bool) -> list[tuple[str, str]]:
     """One line for each setting that a source gives, or that holds by default if asked for: name, source, value."""
     rows = []
     for name, key in all_keys():
@@ -173,12 +165,12 @@ def _table(config: RunConfig, *, defaults: bool) -> list[str]:
         if key.block is None and (defaults or source != "default"):
             rows.append((name, source, _shown(name, value)))
     widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
-    lines = []
-    for name, source, shown in rows:
-        line = f"{name:<{widths[0]}}  {source:<{widths[1]}}  {shown}"
-        lines.append(_styled("dim", line) if source == "default" else line)
+    lines = [
+        ("dim" if source == "default" else "", f"{name:<{widths[0]}}  {source:<{widths[1]}}  {shown}")
+        for name, source, shown in rows
+    ]
     hint = "" if defaults else "; --all shows the defaults too"
-    return [f"settings of {config.spec_path}{hint}", *lines]
+    return [("", f"settings of {config.spec_path}{hint}"), *lines]
 
 
 def _shown(name: str, value: Any) -> str:
@@ -193,19 +185,14 @@ def _shown(name: str, value: Any) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
 
 
-def _report(findings: list[Finding]) -> list[str]:
-    """One line for each finding, then the verdict."""
+def _report(findings: list[Finding], table: Sequence[tuple[str, str]] = (), secrets: Sequence[str] = ()) -> int:
+    """Write one line for each finding, the verdict and the table, whose lines have a style; the exit code."""
     width = max(len(finding.check) for finding in findings)
-    lines = [
-        f"{_styled(MARKS[finding.level], f'{MARKS[finding.level]:<7}')}  {finding.check:<{width}}  {finding.detail}"
-        for finding in findings
-    ]
+    for finding in findings:
+        mark = MARKS[finding.level]
+        say(redact(f"{mark:<7}  {finding.check:<{width}}  {finding.detail}", secrets), style=mark)
     count = sum(finding.level == "fail" for finding in findings)
-    verdict = f"{count} fault{'s' * (count != 1)}: the run would not start" if count else "the run can start"
-    return [*lines, "", verdict]
-
-
-def _styled(style: str | Literal["dim"], text: str) -> str:
-    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
-        return text
-    return f"{STYLES[style]}{text}\x1b[0m"
+    say("", f"{count} fault{'s' * (count != 1)}: the run would not start" if count else "the run can start")
+    for style, line in [("", ""), *table] if table else ():
+        say(redact(line, secrets), style=style)
+    return FAULTY if count else SOUND

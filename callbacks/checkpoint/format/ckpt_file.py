@@ -23,7 +23,7 @@ WAY_OUT = (
     "none, because this .ckpt file is a checkpoint of genlight, whose tensors are in the folder beside it. "
     "`from genlight.callbacks import DurableCheckpointIO` lets Lightning load it, "
     "`genlight.callbacks.checkpoint.load(path)` gives what is in it, and "
-    "`genlight checkpoint export PATH --to FILE.ckpt` converts it to a file of torch"
+    "`genlight checkpoints export PATH --to FILE.ckpt` converts it to a file of torch"
 )
 """Follows "Unknown endianness type: " in what torch raises."""
 

@@ -715,3 +715,15 @@ def test_an_option_of_the_data_that_cannot_be_used_is_one_error_without_a_traceb
     assert code == 2
     assert f"Invalid `{option}`." in words
     assert "Traceback" not in words
+
+
+def test_a_configuration_whose_anchors_stand_for_billions_of_values_is_refused_before_it_is_built(tmp_path, capsys):
+    levels = [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]" for level in range(1, 12)]
+    path = tmp_path / "fit.yaml"
+    path.write_text("\n".join(["a0: &a0 [1, 2]", *levels, "trainer: {}"]))
+    for config in (str(path), path.read_text()):
+        assert main(["fit", "--config", config]) == 2
+        assert "has more than 100,000 values with its anchors filled in" in capsys.readouterr().err
+    path.write_text("trainer: &loop\n  callbacks: [*loop]\n")
+    assert main(["fit", "--config", str(path)]) == 2
+    assert "without nested anchors" in capsys.readouterr().err

@@ -99,8 +99,9 @@ def test_a_record_that_is_not_ours_starts_no_command(job, capsys):
 
 
 def test_an_action_that_is_not_there_offers_the_nearest(job, capsys):
-    assert main(["slurm", "submti", "job.json"]) == 2
-    assert "submit" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["slurm", "submti", "job.json"])
+    assert "Did you mean `submit`?" in capsys.readouterr().err
 
 
 def test_a_machine_without_slurm_is_told(job):

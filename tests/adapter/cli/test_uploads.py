@@ -54,7 +54,7 @@ def environment(chaos, monkeypatch):
 
 
 def test_it_lists_what_waits(left_over, genlight_uploads):
-    code, out, _ = genlight_uploads(left_over)
+    code, out, _ = genlight_uploads("list", left_over)
     assert code == 0
     lines = out.splitlines()
     assert lines[-1] == "3 waiting"
@@ -63,7 +63,7 @@ def test_it_lists_what_waits(left_over, genlight_uploads):
 
 
 def test_it_lists_json_for_other_programs(left_over, genlight_uploads):
-    _, out, _ = genlight_uploads(left_over, "--json")
+    _, out, _ = genlight_uploads("list", left_over, "--json")
     entries = [json.loads(line) for line in out.splitlines()]
     assert entries[1]["files"] == 2
     assert entries[1]["files_sent"] == 0
@@ -71,12 +71,12 @@ def test_it_lists_json_for_other_programs(left_over, genlight_uploads):
 
 
 def test_it_delivers_everything_the_terminal_message_last(left_over, chaos, environment, genlight_uploads):
-    code, out, _ = genlight_uploads(left_over, "retry")
+    code, out, _ = genlight_uploads("retry", left_over)
     assert code == 0
     assert "3 delivered, 0 left" in out
     assert chaos.files()["step-00000003-model.safetensors"] == b"weights"
     assert chaos.state["applied"][-1]["body"]["error"] == "upload: away"
-    assert genlight_uploads(left_over)[1] == "nothing is waiting\n"
+    assert genlight_uploads("list", left_over)[1] == "nothing is waiting\n"
 
 
 def test_it_takes_urls_and_token_from_the_job_spec(left_over, chaos, tmp_path, genlight_uploads, monkeypatch):
@@ -84,23 +84,23 @@ def test_it_takes_urls_and_token_from_the_job_spec(left_over, chaos, tmp_path, g
     urls = {f"{kind}_url": f"{chaos.url}/{kind}" for kind in ("metrics", "checkpoint", "terminal")}
     job = tmp_path / "job.json"
     job.write_text(json.dumps({"run_id": "run-1", "max_steps": 5, "capability_token": TOKEN, "uploads": urls}))
-    assert genlight_uploads(left_over, "retry", "--job", job)[0] == 0
+    assert genlight_uploads("retry", left_over, "--job", job)[0] == 0
     assert len(chaos.messages("/checkpoint")) == 1
     assert chaos.requests("/checkpoint")[0]["headers"]["authorization"] == f"Bearer {TOKEN}"
 
 
 def test_what_cannot_be_delivered_is_named_and_stays(left_over, chaos, environment, genlight_uploads):
     chaos.control(tokens=["another"])
-    code, out, err = genlight_uploads(left_over, "retry", "--deadline", 5)
+    code, out, err = genlight_uploads("retry", left_over, "--deadline", 5)
     assert code == 1
     assert "HTTP 401" in err
     assert "3 left" in out
     assert TOKEN not in out + err
-    assert genlight_uploads(left_over)[1].endswith("3 waiting\n")
+    assert genlight_uploads("list", left_over)[1].endswith("3 waiting\n")
 
 
 def test_without_a_url_it_names_the_variables_to_set(left_over, genlight_uploads, monkeypatch):
-    code, _, err = genlight_uploads(left_over, "retry")
+    code, _, err = genlight_uploads("retry", left_over)
     assert code == 2
     assert "TRAINER_UPLOAD_CHECKPOINT_URL" in err
     assert "TRAINER_UPLOAD_TERMINAL_URL" in err
@@ -110,26 +110,26 @@ def test_a_checkpoint_is_not_sent_without_the_bytes_that_its_run_would_have_sent
     left_over, chaos, environment, genlight_uploads, monkeypatch
 ):
     monkeypatch.delenv("TENSORHUB_URL")
-    code, _, err = genlight_uploads(left_over, "retry")
+    code, _, err = genlight_uploads("retry", left_over)
     assert code == 2
     assert "TENSORHUB_URL" in err
     assert chaos.requests() == []
 
 
 def test_it_exports_files_and_messages_and_keeps_them_waiting(left_over, tmp_path, genlight_uploads):
-    code, _, _ = genlight_uploads(left_over, "export", "--to", tmp_path / "out")
+    code, _, _ = genlight_uploads("export", left_over, "--to", tmp_path / "out")
     assert code == 0
     messages = [json.loads(line) for line in (tmp_path / "out" / "messages.jsonl").read_text().splitlines()]
     assert [message["kind"] for message in messages] == ["metrics", "checkpoint", "terminal"]
     assert [(tmp_path / "out" / name).read_bytes() for name in messages[1]["files"]] == [b"weights", b"{}"]
-    assert genlight_uploads(left_over)[1].endswith("3 waiting\n")
+    assert genlight_uploads("list", left_over)[1].endswith("3 waiting\n")
 
 
 def test_an_export_can_end_the_attempts_to_deliver(left_over, tmp_path, genlight_uploads):
-    code, out, _ = genlight_uploads(left_over, "export", "--to", tmp_path / "out", "--remove")
+    code, out, _ = genlight_uploads("export", left_over, "--to", tmp_path / "out", "--remove")
     assert (code, out) == (0, "3 exported and removed from the spool\n")
     assert (tmp_path / "out" / "checkpoints" / "000002" / "step-00000003.json").read_bytes() == b"{}"
-    assert genlight_uploads(left_over)[1] == "nothing is waiting\n"
+    assert genlight_uploads("list", left_over)[1] == "nothing is waiting\n"
 
 
 def test_an_export_that_cannot_end_the_attempts_says_so(left_over, tmp_path, genlight_uploads, monkeypatch):
@@ -141,7 +141,7 @@ def test_an_export_that_cannot_end_the_attempts_says_so(left_over, tmp_path, gen
         return write(descriptor, data)
 
     monkeypatch.setattr(os, "write", full)
-    code, _, err = genlight_uploads(left_over, "export", "--to", tmp_path / "out", "--remove")
+    code, _, err = genlight_uploads("export", left_over, "--to", tmp_path / "out", "--remove")
     assert code == 1
     assert "exported, but" in err
     assert "No space left on device" in err
@@ -150,29 +150,29 @@ def test_an_export_that_cannot_end_the_attempts_says_so(left_over, tmp_path, gen
 
 def test_an_export_of_files_that_are_gone_says_so(left_over, tmp_path, genlight_uploads):
     (left_over / "checkpoints" / "step-00000003" / "model.safetensors").unlink()
-    assert "lost (files are gone)" in genlight_uploads(left_over)[1]
-    code, _, err = genlight_uploads(left_over, "export", "--to", tmp_path / "out")
+    assert "lost (files are gone)" in genlight_uploads("list", left_over)[1]
+    code, _, err = genlight_uploads("export", left_over, "--to", tmp_path / "out")
     assert code == 1
     assert "model.safetensors is gone" in err
 
 
 def test_an_export_never_overwrites(left_over, tmp_path, genlight_uploads):
     (tmp_path / "out").mkdir()
-    assert genlight_uploads(left_over, "export", "--to", tmp_path / "out")[0] == 2
-    assert genlight_uploads(left_over, "export")[0] == 2
+    assert genlight_uploads("export", left_over, "--to", tmp_path / "out")[0] == 2
+    assert genlight_uploads("export", left_over)[0] == 2
 
 
 def test_a_run_that_is_alive_keeps_its_spool(left_over, environment, genlight_uploads):
     config = UploadConfig(run_id="run-1", owner="me", spool_dir=left_over / "uploads")
     with Uploader(config, keep_terminal=True):
-        code, _, err = genlight_uploads(left_over, "retry")
+        code, _, err = genlight_uploads("retry", left_over)
     assert code == 2
     assert "in use by another run" in err
 
 
 def test_a_terminal_message_waits_until_all_else_is_delivered(left_over, chaos, environment, genlight_uploads):
     chaos.control(script=["400"] * 9, script_paths="/checkpoint")
-    code, out, _ = genlight_uploads(left_over, "retry")
+    code, out, _ = genlight_uploads("retry", left_over)
     assert code == 1
     assert "1 delivered, 2 left" in out
     assert chaos.messages("/terminal") == []
@@ -180,14 +180,14 @@ def test_a_terminal_message_waits_until_all_else_is_delivered(left_over, chaos, 
 
 @pytest.mark.parametrize("action", ["list", "retry", "export"])
 def test_of_a_run_that_had_nothing_to_upload_nothing_is_waiting(tmp_path, genlight_uploads, action):
-    code, out, err = genlight_uploads(tmp_path, action)
+    code, out, err = genlight_uploads(action, tmp_path)
     assert (code, out) == (0, "")
     assert f"nothing is waiting: {tmp_path} has no upload spool" in err
 
 
 def test_a_run_whose_folder_was_moved_still_delivers(left_over, chaos, environment, tmp_path, genlight_uploads):
     moved = left_over.rename(tmp_path / "moved")
-    assert genlight_uploads(moved, "retry")[0] == 0
+    assert genlight_uploads("retry", moved)[0] == 0
     (message,) = chaos.messages("/checkpoint")
     assert message["local_path"] == str(moved / "checkpoints" / "step-00000003.json")
 
@@ -196,7 +196,7 @@ def test_every_fault_of_environment_and_job_spec_is_named(left_over, tmp_path, g
     monkeypatch.setenv("TRAINER_UPLOAD_METRICS_URL", "no url")
     job = tmp_path / "job.json"
     job.write_text(json.dumps({"uploads": {"checkpoint_url": 5}, "capability_token": ["t0ken"]}))
-    code, _, err = genlight_uploads(left_over, "retry", "--job", job)
+    code, _, err = genlight_uploads("retry", left_over, "--job", job)
     assert code == 2
     assert "Invalid `TRAINER_UPLOAD_METRICS_URL`" in err
     assert "Invalid `uploads.checkpoint_url`. Expected an http:// or https:// URL, but received 5." in err
@@ -205,6 +205,6 @@ def test_every_fault_of_environment_and_job_spec_is_named(left_over, tmp_path, g
 
 
 def test_a_job_spec_that_is_not_there_is_named(left_over, environment, genlight_uploads):
-    code, _, err = genlight_uploads(left_over, "retry", "--job", "nowhere.json")
+    code, _, err = genlight_uploads("retry", left_over, "--job", "nowhere.json")
     assert code == 2
     assert "There is no job spec at " in err

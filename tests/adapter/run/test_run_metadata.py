@@ -86,11 +86,11 @@ def test_event_log_and_record_say_how_the_run_came_to_be_and_hold_no_token(proje
     assert main(["events", str(run)]) == 0
     assert f"commit {record.metadata['git']['commit'][:12]}, on " in (shown := capsys.readouterr().out)
     assert "tags baseline small" in shown
-    assert main(["checkpoint", "show", str(run)]) == 0
+    assert main(["checkpoints", "show", str(run)]) == 0
     shown = capsys.readouterr().out
     assert record.metadata["git"]["commit"] in shown
     assert "the first one" in shown
-    assert main(["checkpoint", "show", str(run), "--json"]) == 0
+    assert main(["checkpoints", "show", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["metadata"] == record.metadata
 
 

@@ -55,7 +55,7 @@ def test_a_diverged_run_keeps_its_newest_finite_checkpoint_says_so_and_warns_on_
         "final": False,
     }
 
-    assert main(["checkpoint", "verify", str(tmp_path)]) == 0
+    assert main(["checkpoints", "verify", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines if "NOT finite" in line] == [
         "step-00000006",

@@ -60,7 +60,7 @@ def test_the_best_by_a_command_beside_training_stays_with_its_own_score(fit, cou
     assert scores.pop(10, 6.0) == 6.0
     assert scores == {4: 0.0}
     assert Path(checkpoint.best_model_path).name == "step-00000004.json"
-    assert main(["checkpoint", "ls", str(tmp_path / "c")]) == 0
+    assert main(["checkpoints", "list", str(tmp_path / "c")]) == 0
     assert "val=0" in capsys.readouterr().out
 
 

@@ -146,7 +146,7 @@ def test_files_of_torch_are_read_as_before(tmp_path, make_trainer, make_loader):
 @pytest.mark.parametrize("weights_only", [True, False, None])
 @pytest.mark.parametrize("mmap", [False, True])
 def test_torch_says_in_one_line_what_to_do(tmp_path, trained, weights_only, mmap):
-    with pytest.raises(ValueError, match="genlight checkpoint export") as said:
+    with pytest.raises(ValueError, match="genlight checkpoints export") as said:
         torch.load(tmp_path / "c" / "best.ckpt", weights_only=weights_only, mmap=mmap)
     assert str(said.value) == SAID
     assert "\n" not in SAID

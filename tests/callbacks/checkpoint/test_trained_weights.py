@@ -135,11 +135,11 @@ def test_without_a_base_it_is_said_what_is_missing_and_what_to_do(train, tmp_pat
 
     target, base = tmp_path / "all.safetensors", tmp_path / "base.safetensors"
     safetensors.torch.save_file(Adapted().state_dict(), base)
-    assert main(["checkpoint", "export", str(path), "--to", str(target)]) == 2
+    assert main(["checkpoints", "export", str(path), "--to", str(target)]) == 2
     assert "--base FILE.safetensors" in capsys.readouterr().err
-    assert main(["checkpoint", "export", str(path), "--to", str(target), "--base", str(base)]) == 0
+    assert main(["checkpoints", "export", str(path), "--to", str(target), "--base", str(base)]) == 0
     assert_equal(safetensors.torch.load_file(target), module.seen[2])
-    assert main(["checkpoint", "verify", str(path)]) == 0
+    assert main(["checkpoints", "verify", str(path)]) == 0
     assert "9 tensors left out" in capsys.readouterr().out
 
 

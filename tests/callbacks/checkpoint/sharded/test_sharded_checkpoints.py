@@ -372,12 +372,12 @@ def test_exports_are_whole(ranks, tmp_path):
 
 
 def test_the_command_line_shows_whole_tensors_and_proves_every_part(ranks, saved, capsys):
-    assert genlight(["checkpoint", "show", str(saved), "--json"]) == 0
+    assert genlight(["checkpoints", "show", str(saved), "--json"]) == 0
     tensors = json.loads(capsys.readouterr().out)["tensors"]
     assert tensors["model.safetensors:model.0.weight"] == ["F32", [301, 8]]
     assert not any("rank-" in name for name in tensors)
 
-    assert genlight(["checkpoint", "verify", str(saved)]) == 0
+    assert genlight(["checkpoints", "verify", str(saved)]) == 0
     flip_slice(saved)
-    assert genlight(["checkpoint", "verify", str(saved)]) == 1
+    assert genlight(["checkpoints", "verify", str(saved)]) == 1
     assert "step-00000003: broken: step-00000003/rank-00001/model.safetensors" in capsys.readouterr().out

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from genlight.adapter.cli import command_line, main
+
 LOOKS = """
 import os, sys
-from genlight.adapter.cli.output import fill_closed_descriptors, outliving_readers
+from genlight.adapter.cli.terminal import fill_closed_descriptors, outliving_readers
 fill_closed_descriptors()
 with outliving_readers():
     for number in range(1000):
@@ -59,3 +64,40 @@ def test_what_is_read_arrives_whole_and_in_order(tmp_path):
     )
     assert done.stdout.decode() == "".join(f"to output {number}\n" for number in range(1000)) + "bytes"
     assert done.stderr.decode() == "".join(f"to error {number}\n" for number in range(1000))
+
+
+HOSTILE = "\x1b]0;owned\x07\u202egnp\x9b31m"
+
+
+def test_no_character_of_a_file_commands_the_terminal(tmp_path, capsys):
+    """A log or a checkpoint from elsewhere could hide a line, or write into the clipboard."""
+    (tmp_path / "events.jsonl").write_text(json.dumps({"event": HOSTILE, HOSTILE: 1}) + "\n", encoding="utf-8")
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / "step-00000001.json").write_text(json.dumps({"step": 1, "run_id": HOSTILE, "state": {HOSTILE: HOSTILE}}))
+    (folder / "step-00000002.json").write_text(json.dumps({"step": HOSTILE, HOSTILE: 1, "state": 3}))
+    (tmp_path / HOSTILE).mkdir()
+    for words in (
+        *(["events", tmp_path, *option] for option in ([], ["--check"], ["--metrics"], ["--json"])),
+        *(["checkpoints", action, folder] for action in ("list", "verify", "show")),
+        *(["checkpoints", action, tmp_path / HOSTILE / "x"] for action in ("list", "verify", "show")),
+        ["uploads", "list", tmp_path / HOSTILE],
+        ["check", HOSTILE],
+        ["doctor", tmp_path / HOSTILE],
+    ):
+        main([str(word) for word in words])
+        written = "".join(capsys.readouterr())
+        assert written
+        assert not {"\x1b", "\x07", "\u202e", "\x9b"} & set(written), words
+
+
+def test_every_line_of_a_command_is_written_by_the_terminal_module():
+    """Two write what is theirs alone: the script for sbatch, and the configuration for `genlight fit`."""
+    folder = Path(command_line.__file__).parent
+    own = [path for path in folder.rglob("*.py") if path.name not in ("terminal.py", "parser.py", "lightning_cli.py")]
+    writers = sorted(
+        path.name
+        for path in own
+        if re.search(r"(?<![.])\bprint\(|std(out|err)\.write", path.read_text(encoding="utf-8"))
+    )
+    assert writers == ["run.py", "slurm.py"]

@@ -1,4 +1,7 @@
-"""Standard output and error of the command line: any character, and no reader that has to stay.
+"""What the command line writes: any character, visibly, and no reader that has to stay.
+
+`say` and `complain` write every line that a command writes. Names, notes and errors come from files of others, so no
+character that could command a terminal (ESC, BEL, bidirectional controls, C1) passes them.
 
 A run must not end because its log is no longer read (a closed pipe, a full disk), and a listing must end quietly when
 its reader has seen enough.
@@ -16,7 +19,51 @@ from typing import TextIO
 
 from typing_extensions import Buffer, override
 
-__all__ = ["fill_closed_descriptors", "for_any_character", "outliving_readers", "until_the_reader_leaves"]
+from ..plumbing.failures import EXIT_STARTUP
+from ..plumbing.text import printable
+
+__all__ = [
+    "STYLES",
+    "complain",
+    "fill_closed_descriptors",
+    "for_any_character",
+    "outliving_readers",
+    "say",
+    "until_the_reader_leaves",
+    "visible",
+]
+
+
+STYLES = {"ok": "\x1b[32m", "warning": "\x1b[33m", "fault": "\x1b[31m", "dim": "\x1b[2m"}
+
+
+def visible(text: object) -> str:
+    """`text` with every character spelled out by which it could command the terminal that shows it; lines stay."""
+    return "\n".join(printable(line) for line in str(text).split("\n"))
+
+
+def say(*lines: object, style: str = "") -> None:
+    """Write lines to standard output, at once; on a terminal the first word of each, or all of it, has a style.
+
+    Args:
+        lines: What to write.
+        style: One of `STYLES`: ``dim`` counts for whole lines, another one for the first word.
+    """
+    sys.stdout.write("".join(f"{_styled(style, visible(line))}\n" for line in lines))
+    sys.stdout.flush()
+
+
+def complain(command: str, text: object, code: int = EXIT_STARTUP) -> int:
+    """Write what is wrong to standard error, and return `code`; an empty `command` stands for how it was called."""
+    sys.stderr.write(f"{f'genlight {command}' if command else 'error'}: {visible(text)}\n")
+    return code
+
+
+def _styled(style: str, text: str) -> str:
+    if not style or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    word, blank, rest = (text, "", "") if style == "dim" else text.partition(" ")
+    return f"{STYLES[style]}{word}\x1b[0m{blank}{rest}"
 
 
 class _NeverFails(io.FileIO):

@@ -1,4 +1,4 @@
-"""List, verify, show or export checkpoints. ``genlight list checkpoints PATH`` and the like mean the same.
+"""List, verify, show or export the checkpoints of a run.
 
 Exit codes: 0 done, 1 a checkpoint is broken, 2 usage.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from ...callbacks.checkpoint.format.verification import find_file, read_proven, 
 from ...callbacks.checkpoint.selection import Listed, find_checkpoint, folder_of_checkpoints, list_checkpoints
 from ..contract.exceptions import BrokenCheckpointError, CheckpointError
 from ..plumbing.text import printable, size_text
+from .terminal import complain, say
 
 __all__ = ["add_arguments", "run"]
 
@@ -39,9 +39,9 @@ _NOTHING = "no checkpoint in {}; name a run's directory, its checkpoints, or one
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("action", choices=("ls", "verify", "show", "export"))
+    parser.add_argument("action", choices=("list", "verify", "show", "export"))
     parser.add_argument("path", metavar="PATH", help="checkpoint (its .json or its name), or a folder of checkpoints")
-    parser.add_argument("--json", action="store_true", help="ls, verify, show: JSON, for other programs")
+    parser.add_argument("--json", action="store_true", help="list, verify, show: JSON, for other programs")
     parser.add_argument(
         "--to", metavar="TARGET", help="export: FILE.safetensors, FILE.ckpt (Lightning), or a Hugging Face FOLDER"
     )
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     0 when all is well, 1 when a checkpoint is broken, 2 for arguments that cannot be used.
     """
     try:
-        if args.action == "ls":
+        if args.action == "list":
             return _list(Path(args.path), as_json=args.json)
         if args.action == "verify":
             return _verify(Path(args.path), as_json=args.json)
@@ -69,21 +69,16 @@ def run(args: argparse.Namespace) -> int:
             return _show(read_record(find_checkpoint(args.path)), as_json=args.json)
         return _export(args)
     except BrokenCheckpointError as error:
-        return _complain(str(error), _BROKEN)
+        return complain("checkpoints", str(error), _BROKEN)
     except (FileNotFoundError, NotADirectoryError) as error:
         if error.filename is None:
-            return _complain(str(error), _USAGE)
+            return complain("checkpoints", str(error), _USAGE)
         if not str(error.filename).startswith(os.path.abspath(args.path)):  # It is about where to export to.
             raise
         problem = f"{args.path} is not a checkpoint" if Path(args.path).exists() else f"there is nothing at {args.path}"
-        return _complain(f"{problem}; name a run's directory or a checkpoint", _USAGE)
+        return complain("checkpoints", f"{problem}; name a run's directory or a checkpoint", _USAGE)
     except CheckpointError as error:
-        return _complain(str(error), _USAGE)
-
-
-def _complain(message: str, code: int) -> int:
-    sys.stderr.write(f"genlight checkpoint: {message}\n")
-    return code
+        return complain("checkpoints", str(error), _USAGE)
 
 
 def _listed(path: Path) -> list[Listed]:
@@ -103,14 +98,14 @@ _NOT_FINITE = "weights NOT finite"
 def _list(path: Path, *, as_json: bool) -> int:
     rows = [_row(listed) for listed in _listed(path)]
     if not rows:
-        return _complain(_NOTHING.format(path), _SOUND)
+        return complain("checkpoints", _NOTHING.format(path), _SOUND)
     if as_json:
-        _write_lines(json.dumps(row) for row in rows)
+        say(*map(json.dumps, rows))
         return _SOUND
     header = {"name": "NAME", "step": "STEP", "size": "SIZE", "saved": "SAVED", "run_id": "RUN", "note": ""}
     texts = [header, *({**row, "size": size_text(row["size"])} for row in rows)]
-    widths = {key: max(len(str(text[key])) for text in texts) for key in header}
-    _write_lines("  ".join(str(text[key]).ljust(width) for key, width in widths.items()).rstrip() for text in texts)
+    widths = {key: max(len(printable(text[key])) for text in texts) for key in header}
+    say(*("  ".join(printable(text[key]).ljust(width) for key, width in widths.items()).rstrip() for text in texts))
     return _SOUND
 
 
@@ -145,15 +140,13 @@ def _verify(path: Path, *, as_json: bool) -> int:
     found = _listed(path)
     outcomes = [_verdict(listed) for listed in found]
     if not outcomes:
-        return _complain(_NOTHING.format(path), _USAGE)
+        return complain("checkpoints", _NOTHING.format(path), _USAGE)
     if as_json:
         finite = [None if listed.record is None else listed.record.finite_weights for listed in found]
-        _write_lines(
-            json.dumps({"name": name, "problem": problem, "finite_weights": known})
-            for (name, problem, _), known in zip(outcomes, finite, strict=True)
-        )
+        for (name, problem, _), known in zip(outcomes, finite, strict=True):
+            say(json.dumps({"name": name, "problem": problem, "finite_weights": known}))
     else:
-        _write_lines(f"{name}: {f'broken: {problem}' if problem else summary}" for name, problem, summary in outcomes)
+        say(*(f"{name}: {f'broken: {problem}' if problem else summary}" for name, problem, summary in outcomes))
     return _BROKEN if any(problem for _, problem, _ in outcomes) else _SOUND
 
 
@@ -178,7 +171,7 @@ def _show(record: CheckpointRecord, *, as_json: bool) -> int:
     tensors = _tensors(record)
     if as_json:
         facts = {name: getattr(record, name) for name in _FACTS} | {"state": record.state, "tensors": tensors}
-        sys.stdout.write(json.dumps(facts) + "\n")
+        say(json.dumps(facts))
         return _SOUND
     lines = [f"{record.name}  ({record.path})", ""]
     facts = {name: getattr(record, name) for name in _FACTS if name != "metadata" and _is_told(record, name)}
@@ -190,7 +183,7 @@ def _show(record: CheckpointRecord, *, as_json: bool) -> int:
     lines += [f"    {dtype:<6}{shape!s:<24}{name}" for name, (dtype, shape) in list(tensors.items())[:_SHOWN_TENSORS]]
     lines += [f"    … and {len(tensors) - _SHOWN_TENSORS} more"] if len(tensors) > _SHOWN_TENSORS else []
     lines += ["", "  state", *_outline(record.state, "    ")]
-    _write_lines(lines)
+    say(*lines)
     return _SOUND
 
 
@@ -258,14 +251,16 @@ def _text(value: Any) -> str:
 
 def _export(args: argparse.Namespace) -> int:
     if not args.to:
-        return _complain("export needs --to FILE.safetensors, FILE.ckpt or FOLDER", _USAGE)
+        return complain("checkpoints", "export needs --to FILE.safetensors, FILE.ckpt or FOLDER", _USAGE)
     path, target = find_checkpoint(args.path), Path(args.to)
     if target.suffix in _OTHER_FORMATS:
-        return _complain(
-            f"nothing is exported as a {target.suffix} file; name FILE.safetensors, FILE.ckpt or FOLDER", _USAGE
+        return complain(
+            "checkpoints",
+            f"nothing is exported as a {target.suffix} file; name FILE.safetensors, FILE.ckpt or FOLDER",
+            _USAGE,
         )
     if target.suffix == ".ckpt" and args.strip_prefix:
-        return _complain("--strip-prefix is for FILE.safetensors and FOLDER; leave it out", _USAGE)
+        return complain("checkpoints", "--strip-prefix is for FILE.safetensors and FOLDER; leave it out", _USAGE)
     # Only an export needs torch, whose import takes longer than any other action.
     from ...callbacks.checkpoint.export import export_huggingface, export_lightning, export_safetensors, read_base
 
@@ -276,7 +271,7 @@ def _export(args: argparse.Namespace) -> int:
         written = export_lightning(path, target, base=base)
     else:
         written = export_huggingface(path, target, strip_prefix=args.strip_prefix, base=base)
-    sys.stdout.write(f"{written}\n")
+    say(written)
     return _SOUND
 
 
@@ -284,7 +279,3 @@ def _time(record: CheckpointRecord) -> str:
     if not record.created_at_ms:
         return ""
     return datetime.fromtimestamp(record.created_at_ms / 1000).astimezone().isoformat(" ", "seconds")
-
-
-def _write_lines(lines: Iterable[str]) -> None:
-    sys.stdout.writelines(f"{line}\n" for line in lines)

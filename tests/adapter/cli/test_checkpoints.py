@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from genlight.adapter.cli import checkpoint as command
+from genlight.adapter.cli import checkpoints as command
 from genlight.callbacks.checkpoint import RecordMeta, save
 
 PROGRAM = """
 import argparse, sys
-from genlight.adapter.cli import checkpoint
+from genlight.adapter.cli import checkpoints
 parser = argparse.ArgumentParser()
-checkpoint.add_arguments(parser)
-code = checkpoint.run(parser.parse_args())
+checkpoints.add_arguments(parser)
+code = checkpoints.run(parser.parse_args())
 assert not {"torch", "lightning"} & set(sys.modules), "imported too much"
 sys.exit(code)
 """
@@ -48,7 +48,7 @@ def checkpoints(tmp_path):
 
 def test_ls_has_a_line_for_each(checkpoints, capsys):
     (checkpoints / "step-00000015.json").write_text("{")
-    assert call("ls", checkpoints) == 0
+    assert call("list", checkpoints) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["NAME", "step-00000010", "step-00000015", "step-00000020"]
     assert "digits" in lines[1]
@@ -58,7 +58,7 @@ def test_ls_has_a_line_for_each(checkpoints, capsys):
 
 def test_ls_notices_a_file_of_the_wrong_size_and_takes_a_runs_folder(checkpoints, capsys):
     os.truncate(checkpoints / "step-00000020" / "model.safetensors", 3)
-    assert call("ls", checkpoints.parent, "--json") == 0
+    assert call("list", checkpoints.parent, "--json") == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["step"] for row in rows] == [10, 20]
     assert rows[1]["note"].startswith("broken: step-00000020/model.safetensors has 3 bytes")
@@ -137,7 +137,7 @@ def test_a_broken_checkpoint_is_not_exported(checkpoints, tmp_path, capsys):
 def test_what_cannot_be_done_is_said_and_is_exit_code_2(tmp_path, monkeypatch, capsys, arguments):
     monkeypatch.chdir(tmp_path)
     assert call(*arguments) == 2
-    assert capsys.readouterr().err.startswith("genlight checkpoint: ")
+    assert capsys.readouterr().err.startswith("genlight checkpoints: ")
 
 
 @pytest.mark.parametrize("name", ["x.pt", "x.bin", "x.txt", "x.pkl"])
@@ -161,6 +161,6 @@ def test_an_unknown_prefix_names_those_there_are(checkpoints, tmp_path, capsys):
 
 
 def test_listing_verifying_and_showing_load_neither_torch_nor_lightning(checkpoints):
-    for action in ("ls", "verify", "show"):
+    for action in ("list", "verify", "show"):
         done = subprocess.run([sys.executable, "-c", PROGRAM, action, checkpoints], capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,47 @@
+"""The help of each command, and what it offers for a word that it does not know."""
+
+from __future__ import annotations
+
+import pytest
+
+from genlight.adapter.cli import main
+from genlight.adapter.cli.command_line import COMMANDS, LIGHTNING_COMMANDS, build_parser
+
+OURS = [name for name in COMMANDS if name not in LIGHTNING_COMMANDS]
+
+
+@pytest.mark.parametrize("command", OURS)
+def test_help_shows_defaults_where_there_are_some(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    said = capsys.readouterr().out
+    for noise in ("default: null", "default: []", "default: False", "()"):
+        assert noise not in said
+    assert command != "check" or "default: 3" in said
+
+
+def test_a_completion_that_needs_the_extra_names_it(capsys):
+    """As jsonargparse refuses it where shtab is not installed."""
+    with pytest.raises(SystemExit, match="2"):
+        build_parser().error("argument --print_completion: invalid choice: 'shtab-bash' (choose from 'jsonschema')")
+    assert "pip install 'genlight[completion]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", OURS)
+def test_help_says_what_a_command_does_and_how_it_ends(command, capsys):
+    """Not what a folder of code may import, and no markup of a docstring."""
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Exit codes: 0 " in said
+    assert "``" not in said
+    assert "May import" not in said
+
+
+def test_help_of_run_lists_the_keys_of_a_job_in_groups(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["run", "--help"])
+    said = capsys.readouterr().out
+    assert "\ncadences and checkpoints:\n  metric_every            Steps between metrics" in said
+    assert "parquet_paths, batch_size, readahead, columns" in said
+    assert max(map(len, said.splitlines()[:-1])) <= 80
