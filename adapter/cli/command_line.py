@@ -83,7 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Arguments after the program's name; None takes the process's own.
 
     Returns:
-        The exit code: 0 completed, 1 failed, 2 startup or usage, 75 stopped but resumable, 130 on Ctrl-C.
+        The exit code: 0 completed, 1 failed, 2 startup or usage, 3 ended by `on_nonfinite`, 75 stopped but resumable,
+        130 on Ctrl-C.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     fill_closed_descriptors()

@@ -1,6 +1,6 @@
 """Run a job from its spec, or from the environment of an orchestrated container.
 
-Exit codes: 0 completed, 1 failed, 2 startup or usage, 75 stopped but resumable.
+Exit codes: 0 completed, 1 failed, 2 startup or usage, 3 ended by `on_nonfinite`, 75 stopped but resumable.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         allow_changed=args.allow_changed,
         shadow=args.shadow or 0,
         verbose=args.verbose,
+        began_with_process=True,
     )
     return run_job(options) if args.print_config is None else _print_config(options.spec_path, args.set)
 

@@ -449,7 +449,7 @@ class JobSpec(Block, frozen=True, kw_only=True):
         Literal["warn", "stop", "skip"],
         _about(
             "What to do when a loss, gradient or weight becomes nan or infinite: `warn` logs it once, with the step; "
-            "`stop` ends the run; `skip` skips the affected updates."
+            "`stop` ends the run, with exit code 3; `skip` skips the affected updates."
         ),
     ] = "warn"
     recover: Annotated[RecoverSpec, _about("How faults in training are recovered from; without it, not at all.")] | (

@@ -35,6 +35,7 @@ from ..gradients.fsdp.sharding import ShardPolicy, shard_for, whole_metrics
 from ..gradients.precision import contract_dtype
 from ..gradients.set_up import step_router
 from ..gradients.step import StepRouter
+from ..plumbing.redaction import without_secrets
 from .evaluation import host_evaluation
 from .loop import install_loop, own_epoch_loop, start_after
 from .own_hooks import attach_own_hooks
@@ -193,8 +194,8 @@ class ContractModule(pl.LightningModule):
     @property
     @override
     def hparams_initial(self) -> AttributeDict:
-        """What loggers are told: the job's hyperparameters, and those that a subclass has saved."""
-        return AttributeDict({**self.given_job.hyperparams, **super().hparams_initial})
+        """What loggers are told: the job's hyperparameters, and those that a subclass has saved; without secrets."""
+        return AttributeDict(without_secrets({**self.given_job.hyperparams, **super().hparams_initial}))
 
     @property
     def completed_steps(self) -> int:

@@ -18,6 +18,7 @@ from ..contract.exceptions import (
     GenlightError,
     HookOrderError,
     InputError,
+    NonfiniteError,
     StartupContractError,
     StopReason,
     TrainingCanceled,
@@ -28,6 +29,7 @@ from .redaction import hide_environment, text_of
 __all__ = [
     "EXIT_COMPLETED",
     "EXIT_FAILED",
+    "EXIT_NONFINITE",
     "EXIT_STARTUP",
     "EXIT_STOPPED",
     "Failure",
@@ -51,6 +53,8 @@ EXIT_COMPLETED: Final = 0
 EXIT_FAILED: Final = 1
 EXIT_STARTUP: Final = 2
 """A startup error, or wrong usage of the command line."""
+EXIT_NONFINITE: Final = 3
+"""A loss, gradients or weights became nan or infinite, and the run was to end then: a restart would meet it again."""
 EXIT_STOPPED: Final = 75
 """Cancelled, timed out or preempted: a restart goes on where it stopped (``EX_TEMPFAIL`` of sysexits.h)."""
 
@@ -97,6 +101,8 @@ def describe_failure(
         category = stage
     text = safe_text(error, secrets=secrets, environ=environ)
     exit_code = EXIT_STARTUP if category == "startup" else EXIT_FAILED
+    if isinstance(error, NonfiniteError):
+        exit_code = EXIT_NONFINITE
     return Failure(
         category, f"{category}:{text}", resumable=has_checkpoint and category != "startup", exit_code=exit_code
     )

@@ -159,6 +159,15 @@ _HEADER = re.compile(
     r"[A-Za-z0-9._~+/=-]{8,}",
     re.IGNORECASE,
 )
+_TOKEN = re.compile(
+    r"(?<![A-Za-z0-9])(?:gh[opusr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|hf_[A-Za-z0-9]{16,}|"
+    r"sk-(?=[\w-]{0,64}\d)[\w-]{16,}|xox[abprs]-[\w-]{10,}|A(?:KIA|SIA)[A-Z0-9]{12,}|AIza[\w-]{30,}|"
+    r"eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]+)?)"
+)
+"""Tokens of GitHub, GitLab, Hugging Face, OpenAI and its like, Slack, AWS, Google, and JSON Web Tokens."""
+_PRIVATE_KEY = re.compile(
+    r"-----BEGIN (?:[A-Z]{1,16} ){0,3}PRIVATE KEY-----[^-]*(?:-----END (?:[A-Z]{1,16} ){0,3}PRIVATE KEY-----)?"
+)
 _QUERY_OF_PATH = re.compile(
     r"(/[^\s/?#'\"<>`(){}\[\]|*]{0,256}\?)(?![\s<)\].,;:!?])[^\s'\"<>`]+(?:<hidden>[^\s'\"<>`]*)*"
 )
@@ -208,11 +217,15 @@ def is_secret_name(name: str) -> bool:
     last, before = words[-1], words[-2] if len(words) > 1 else ""
     if last in ("token", "tokens") and not _KINDS_OF_TOKENS.isdisjoint(words):
         return False
-    return last in _SECRET_WORDS or (last in ("key", "keys", "tokens") and before in _KINDS_OF_SECRETS)
+    return (
+        last in _SECRET_WORDS
+        or (before, last) == ("secret", "access")
+        or (last in ("key", "keys", "tokens") and before in _KINDS_OF_SECRETS)
+    )
 
 
 def secrets_in(value: Any) -> list[str]:
-    """The secrets within a decoded JSON value: what stands under a secret name, and the credentials of URLs."""
+    """The secrets within a decoded JSON value: under the name of one, of a known form, and the credentials of URLs."""
     return list(dict.fromkeys(_secrets_in(value, is_secret=False)))
 
 
@@ -224,7 +237,7 @@ def secrets_of_module(module: object) -> list[str]:
 
 
 def without_secrets(value: Any) -> Any:
-    """`value`, a decoded JSON value, with its secrets replaced and its URLs without credentials."""
+    """`value`, a decoded JSON value, without secrets: under the name of one, of a known form, or in a URL."""
     if isinstance(value, Mapping):
         return {
             name: HIDDEN
@@ -236,7 +249,7 @@ def without_secrets(value: Any) -> Any:
         }
     if isinstance(value, (list, tuple)):
         return [without_secrets(inner) for inner in value]
-    return hide_urls(value) if isinstance(value, str) else value
+    return _without_known_forms(hide_urls(value)) if isinstance(value, str) else value
 
 
 def text_of(error: BaseException) -> str:
@@ -298,6 +311,7 @@ def _secrets_in(value: Any, *, is_secret: bool) -> Iterator[str]:
             yield value
         if "://" in value:
             yield from _secrets_of_url(value)
+        yield from (found[0] for pattern in (_TOKEN, _PRIVATE_KEY) for found in pattern.finditer(value))
 
 
 def _secrets_of_url(url: str) -> Iterator[str]:
@@ -324,10 +338,16 @@ def _hidden_leaves(value: Any) -> Any:
 
 
 def _without_credentials(text: str) -> str:
-    """`text` without what its own form gives away: URLs, headers, ``api_key=…``."""
+    """`text` without what its own form gives away: URLs, paths with a query, and `_without_known_forms`."""
     text = hide_urls(text)
     if "?" in text:
         text = _QUERY_OF_PAIRS.sub(f"?{HIDDEN}", _QUERY_OF_PATH.sub(rf"\1{HIDDEN}", text))
+    return _without_known_forms(text)
+
+
+def _without_known_forms(text: str) -> str:
+    """`text` without tokens and private keys of a known form, headers and ``api_key=…``."""
+    text = _TOKEN.sub(HIDDEN, _PRIVATE_KEY.sub(HIDDEN, text))
     if _ANY_NAME.search(text) is None:
         return text
     text = _HEADER.sub(rf"\1{HIDDEN}", text)

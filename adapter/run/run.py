@@ -21,6 +21,7 @@ from ...reporters.events.goodput import account_of
 from ..contract.exceptions import EventLogError, StartupContractError
 from ..contract.types import JobLifecycleClient
 from ..job.config import RunConfig, resolve_run_config
+from ..job.environment import is_true
 from ..plumbing.failures import EXIT_FAILED
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.operating_system import require_linux
@@ -43,6 +44,7 @@ require_linux(__name__)
 log = logging.getLogger(__name__)
 
 SPEC_VARIABLE = "TRAINER_JOB_SPEC_PATH"
+CANCEL_VARIABLE = "TRAINER_CANCELLED"
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class RunOptions:
     """How many of the first steps are compared with a plain loop; 0 compares none."""
     verbose: bool = False
     """Log the whole traceback of an error of the user's code, instead of writing it to a file."""
+    began_with_process: bool = False
+    """Whether a time limit counts from the start of the process, as of the command line; else from the call."""
     lifecycle: JobLifecycleClient | None = None
     """The control plane that hands out runs: it is claimed there, kept alive, and reported. No setting makes one."""
     heartbeat_s: float | None = None
@@ -131,9 +135,16 @@ def _open_session(config: RunConfig, options: RunOptions, signals: StopSignals) 
         StartupContractError: The folder cannot be used, or another run holds it.
     """
     stop = StopSources(
-        config.cancel_file, max_runtime_s=config.max_runtime_s, canceled=config.canceled, signals=signals
+        config.cancel_file,
+        max_runtime_s=config.max_runtime_s,
+        age_s=None if options.began_with_process else 0.0,
+        canceled=config.canceled,
+        signals=signals,
     )
     stop.add_check(agent_check())
+    environ = os.environ if options.environ is None else options.environ
+    if config.source_of("canceled") != "--set":  # the trainer may set it, in this process, while it runs
+        stop.add_check(lambda: "canceled" if is_true(environ.get(CANCEL_VARIABLE, "")) else None)
     session = (Session if is_rank_zero() else FollowerSession)(
         stop,
         secrets=config.secrets,
@@ -216,6 +227,8 @@ def _show_results(config: RunConfig, completion: Completion) -> None:
         "a picture to open": newest_picture(config.samples_dir),
     }
     stopped = f" ({completion.stopped})" if completion.stopped else ""
+    if not completion.finite:
+        stopped += ", but its final weights are not finite (nan or infinite)"
     spent = _time_spent(config.events_path)
     show_results(f"run {config.run_id} completed at step {completion.step}{stopped}{spent}", places)
 

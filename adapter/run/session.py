@@ -65,6 +65,8 @@ class Completion:
     step: int
     final_checkpoint: Path | None
     stopped: str | None = None
+    finite: bool = True
+    """Whether no weight of the final checkpoint is known to be nan or infinite."""
 
 
 class Session:
@@ -198,7 +200,10 @@ class Session:
             if self.event_log is not None:
                 try:
                     self.event_log.completed(
-                        step=completion.step, final_checkpoint=completion.final_checkpoint, stopped=completion.stopped
+                        step=completion.step,
+                        final_checkpoint=completion.final_checkpoint,
+                        stopped=completion.stopped,
+                        finite=completion.finite,
                     )
                 except EventLogError as error:
                     log.error("the completed run could not be recorded: %s", error)  # noqa: TRY400

@@ -84,7 +84,7 @@ def _already_finished(config: RunConfig, session: Session, start: Start) -> Comp
         if session.uploader is not None:
             queue_record(session.uploader, start.record)
     log.info("run %s has completed before; nothing to train", config.run_id)
-    return Completion(start.finished_step, _reported_final(config))
+    return _completion(config, start.finished_step)
 
 
 def _fit(
@@ -134,7 +134,7 @@ def _fit(
                 raise
             text = f"The `lightning` block of the job cannot be used: {text_of(error).strip()}"
             raise StartupContractError("startup.invalid_job_spec", text) from error
-    return Completion(module.completed_steps, _reported_final(config), module.stopped)
+    return _completion(config, module.completed_steps, module.stopped)
 
 
 def _add_callbacks(config: RunConfig, session: Session, trainer: pl.Trainer, plugin: TrainerPlugin) -> None:
@@ -178,15 +178,16 @@ def _reported_step(config: RunConfig, record: CheckpointRecord | None) -> int | 
     return None if is_another else record.step
 
 
-def _reported_final(config: RunConfig) -> Path | None:
-    """What stands for the final checkpoint in reports: what the trainer's hook named, else the record."""
-    final = config.checkpoints_dir / f"{FINAL_NAME}.json"
+def _completion(config: RunConfig, step: int, stopped: str | None = None) -> Completion:
+    """How the run ended, with what stands for its final checkpoint: what the trainer's hook named, else the record."""
+    path = config.checkpoints_dir / f"{FINAL_NAME}.json"
     try:
-        return read_record(final).reported_path
+        record = read_record(path)
     except FileNotFoundError:
-        return None
+        return Completion(step, None, stopped)
     except BrokenCheckpointError:  # of an earlier run, where this one saves none
-        return final
+        return Completion(step, path, stopped)
+    return Completion(step, record.reported_path, stopped, finite=record.finite_weights is not False)
 
 
 def _load_trainer(config: RunConfig) -> TrainerPlugin:

@@ -30,7 +30,8 @@ class Deadline:
     """When a run must have ended, and how long before that it has to stop for its last checkpoint.
 
     Args:
-        max_runtime_s: Limit in seconds since the process started; None means no limit.
+        max_runtime_s: Limit in seconds since the run began; None means no limit.
+        age_s: How long ago the run began; None takes the start of the process.
         ends_at_s: When the machine is taken away, in seconds since 1970; None takes ``SLURM_JOB_END_TIME`` from
             `environ`.
         environ: None takes the process's own environment.
@@ -40,12 +41,14 @@ class Deadline:
         self,
         max_runtime_s: float | None = None,
         *,
+        age_s: float | None = None,
         ends_at_s: float | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         now = time.monotonic()
         ends_at_s = job_end_time_s(environ) if ends_at_s is None else ends_at_s
-        ends = [now - process_age_s() + max_runtime_s] if max_runtime_s else []
+        self._limit_s = max_runtime_s
+        ends = [now - (process_age_s() if age_s is None else age_s) + max_runtime_s] if max_runtime_s else []
         ends += [now + ends_at_s - time.time()] if ends_at_s is not None else []
         self.at = min(ends, default=None)
         """On the clock of ``time.monotonic``; None means no limit."""
@@ -81,7 +84,9 @@ class Deadline:
         self._looked_at = now
 
     def include(self, other: Deadline) -> None:
-        """End as soon as either of the two."""
+        """End as soon as either of the two; the same limit counts as this one does, which knows when the run began."""
+        if other._limit_s and other._limit_s == self._limit_s:
+            return
         if self.at is None or (other.at is not None and other.at < self.at):
             self.at, self._unmeasured_s = other.at, other._unmeasured_s
 
@@ -95,7 +100,8 @@ class StopSources:
 
     Args:
         cancel_file: A file that asks for a stop as soon as it is there; see `cancel_file_is_set`.
-        max_runtime_s: Limit in seconds since the process started; None means no limit.
+        max_runtime_s: Limit in seconds since the run began; None means no limit.
+        age_s: How long ago that was; None takes the start of the process.
         canceled: Whether the run is cancelled before it starts.
         signals: Stop signals of this process; None makes an object that handles none yet.
     """
@@ -105,13 +111,14 @@ class StopSources:
         cancel_file: str | os.PathLike[str] | None = None,
         *,
         max_runtime_s: float | None = None,
+        age_s: float | None = None,
         canceled: bool = False,
         signals: StopSignals | None = None,
     ) -> None:
         self.signals = signals or StopSignals()
         self.canceled = canceled
         self.cancel_files = [] if cancel_file is None else [Path(cancel_file)]
-        self.deadline = Deadline(max_runtime_s)
+        self.deadline = Deadline(max_runtime_s, age_s=age_s)
         self.run_state: RunState | None = None
         """Where the ranks agree on a stop, once they train."""
         self._checks: list[Callable[[], str | None]] = []

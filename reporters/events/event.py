@@ -166,6 +166,10 @@ class Completed(_Common):
         ]
         | _Unset
     ) = msgspec.UNSET
+    finite: (
+        Annotated[bool, msgspec.Meta(description="False where a final weight is nan or infinite; else absent.")]
+        | _Unset
+    ) = msgspec.UNSET
 
 
 class Failed(_Common):
@@ -198,7 +202,7 @@ Event = Started | Metric | Checkpoint | Sample | Completed | Failed
 
 KINDS: Final[Mapping[str, type[Event]]] = {kind.__name__.lower(): kind for kind in get_args(Event)}
 """Each kind of event by its ``event``."""
-_OPTIONAL: Final = frozenset({"attempt", "metadata", "stopped", "value_text"})
+_OPTIONAL: Final = frozenset({"attempt", "finite", "metadata", "stopped", "value_text"})
 """Keys that a sound line may lack."""
 
 _encode = msgspec.json.Encoder(order="sorted").encode

@@ -254,7 +254,12 @@ class EventLog:
         self._write(Sample, path=path_text("path", path), step=checked_step(step))
 
     def completed(
-        self, *, step: int, final_checkpoint: str | os.PathLike[str] | None, stopped: str | None = None
+        self,
+        *,
+        step: int,
+        final_checkpoint: str | os.PathLike[str] | None,
+        stopped: str | None = None,
+        finite: bool = True,
     ) -> None:
         """The attempt ended as planned.
 
@@ -262,6 +267,7 @@ class EventLog:
             step: Completed steps.
             final_checkpoint: Where the final artifact is; None when there is none.
             stopped: What ended it before its last step, such as ``should_stop`` or ``data_exhausted``.
+            finite: False where a weight is known to be nan or infinite.
 
         Raises:
             TypeError: An argument is of the wrong type.
@@ -271,7 +277,8 @@ class EventLog:
         step = checked_step(step)
         final = None if final_checkpoint is None else path_text("final_checkpoint", final_checkpoint)
         reason = msgspec.UNSET if stopped is None else checked_text("stopped", stopped)
-        self._write(Completed, step=step, final_checkpoint=final, stopped=reason)
+        known = msgspec.UNSET if finite else False
+        self._write(Completed, step=step, final_checkpoint=final, stopped=reason, finite=known)
         self._sync()
 
     def failed(

@@ -229,3 +229,31 @@ def test_a_long_traceback_keeps_its_beginning_and_its_end():
 def test_no_text_makes_it_raise(text):
     for hide in (hide_secrets, hide_environment):
         assert isinstance(hide(text, secrets=[CANARY]), str)
+
+
+FORMS = [
+    "ghp_{}",
+    "github_pat_{}",
+    "glpat-{}",
+    "hf_{}",
+    "sk-proj-{}",
+    "xoxb-{}",
+    "Bearer {}",
+    "DefaultEndpointsProtocol=https;AccountKey={};EndpointSuffix=core",
+    "-----BEGIN OPENSSH PRIVATE KEY-----\n{}\n-----END OPENSSH PRIVATE KEY-----\n",
+    "https://me:{}@host/x",
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_secret_is_known_by_its_form_whatever_its_setting_is_called(form):
+    secret = form.format("4kZ0p9Qw2Lx7Vt5Rb8Nd3Ms6")
+    settings = {"my_pat": secret, "model": {"headers": [secret]}}
+    assert "4kZ0p9Qw2Lx7Vt5Rb8Nd3Ms6" not in json.dumps(without_secrets(settings))
+    assert "4kZ0p9Qw2Lx7Vt5Rb8Nd3Ms6" not in hide_secrets(f"it said {secret} today", environ={})
+
+
+def test_what_looks_a_little_like_a_secret_stays():
+    for text in ("sk-learn-like-estimator", "task-0123456789abcdef0123", "data/part-?x.parquet", "hf_hub", "eyJ.x"):
+        assert without_secrets({"a": text}) == {"a": text}
+    assert without_secrets({"secret_access": "abcdef"}) == {"secret_access": HIDDEN}

@@ -81,6 +81,14 @@ def test_whatever_a_trainer_does_with_its_secrets_none_leaves_the_process(job, r
     assert receiver.posts
 
 
+def test_loggers_are_told_hyperparameters_without_secrets(job):
+    csv = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(job.folder / "csv")}}
+    assert job.run(hyperparams=HYPERPARAMS, lightning={"accelerator": "cpu", "logger": csv}) == 0
+    (written,) = (job.folder / "csv").rglob("hparams.yaml")
+    assert leaks(written.read_bytes()) == set()
+    assert "lr: 0.001" in written.read_text()
+
+
 def test_a_hyperparameter_cannot_be_guessed_from_the_digests_of_two_runs(job):
     records = []
     for run_id in ("a", "b"):

@@ -24,6 +24,7 @@ from genlight.adapter.plumbing.failures import Failure
 from genlight.adapter.run.ranks.notes import RankNotes
 from genlight.adapter.run.run import RunOptions, run_job
 from genlight.callbacks.checkpoint import read_record, verify
+from genlight.callbacks.stop.sources import process_age_s
 from genlight.reporters import read_events
 from genlight.reporters.events.reader import whole_lines
 from genlight.reporters.events.validation import validate_events
@@ -115,6 +116,17 @@ class Learns(Summing):
         loss.backward()
         state["optimizer"].step()
         return StepResult(metrics={"loss": loss.detach()})
+
+
+class Cancels(Summing):
+    """Says in its own process, while it runs, that it is to stop."""
+
+    def train_step(self, batch, state, ctx):
+        import os
+
+        os.environ["TRAINER_CANCELLED"] = "1"
+        time.sleep(0.1)
+        return super().train_step(batch, state, ctx)
 
 
 class Misspells(Summing):
@@ -619,11 +631,21 @@ def test_a_loss_that_becomes_infinite_is_said_once_and_reported(
     assert (found["step"], found["value"]) == (4, 4.0)
 
 
+def test_a_run_whose_final_weights_are_not_finite_says_so_at_its_end(
+    write_job: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job(trainer=":Learns", max_steps=4)
+    assert run(job) == 0
+    assert events(job)[-1]["finite"] is False
+    last = capsys.readouterr().err
+    assert "completed at step 4, but its final weights are not finite" in last
+
+
 def test_a_run_that_is_to_stop_where_something_is_not_finite_ends_with_step_and_name(
     write_job: Callable[..., Path],
 ) -> None:
     job = write_job(trainer=":Overflows", metric_every=2, checkpoint_every=2, max_steps=9, on_nonfinite="stop")
-    assert run(job) == 1
+    assert run(job) == 3
     failed = events(job)[-1]
     assert failed["error"].startswith("train-step:the metric 'loss' is not finite at step 4; all was finite at step 2")
     assert sorted(path.name for path in (job.parent / "out" / "checkpoints").glob("*.json")) == ["step-00000002.json"]
@@ -708,6 +730,23 @@ def test_a_run_cancelled_before_it_started_trains_nothing(
 
 
 @pytest.mark.slow
+def test_a_variable_that_is_set_while_the_run_trains_stops_it(
+    write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRAINER_CANCELLED", raising=False)
+    monkeypatch.setitem(os.environ, "TRAINER_CANCELLED", "0")  # and is put back afterwards
+    job = write_job(trainer=":Cancels", max_steps=5000)
+    assert run(job) == 75
+    assert (events(job)[-1]["error"], events(job)[-1]["resumable"]) == ("canceled", True)
+
+
+def test_a_time_limit_counts_from_the_call_where_a_program_calls_the_runtime(write_job: Callable[..., Path]) -> None:
+    job = write_job(max_steps=2)
+    limit = f"max_runtime_seconds={max(1.0, process_age_s())}"  # this process is as old as that
+    assert run(job, limit) == 0
+    assert run(job, limit, f"artifacts_dir={job.parent}/other", began_with_process=True) == 75
+
+
 def test_a_second_process_on_the_same_artifacts_is_refused(write_job: Callable[..., Path]) -> None:
     """The first one's log and lock stay as they are."""
     job = write_job(max_steps=100_000, hyperparams={"sleep": 0.01})
