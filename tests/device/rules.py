@@ -145,7 +145,7 @@ def check_networks_train_as_on_the_host():
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-            found.append([parameter.detach().cpu() for parameter in mine.parameters()])
+            found.append([tensor.detach().cpu() for tensor in mine.state_dict().values()])
         for host, device in zip(*found, strict=True):
             torch.testing.assert_close(
                 device, host, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
@@ -164,3 +164,20 @@ def check_autocast_and_scaling():
     scaler.step(optimizer)
     scaler.update()
     assert network.weight.isfinite().all()
+
+
+def check_a_module_that_moves_keeps_its_parameters():
+    network = nn.Linear(3, 3)
+    weight, tied = network.weight, nn.Linear(3, 3)
+    tied.weight = weight
+    nn.Sequential(network, tied).to("sim")
+    assert tied.weight is network.weight is weight
+    assert weight.device.type == "sim"
+
+
+def check_conjugated_views_are_copied_as_such():
+    numbers = torch.tensor([1 + 2j, 3 - 1j])
+    on_device = numbers.to("sim").conj()
+    assert torch.equal(on_device.cpu(), numbers.conj())
+    assert torch.equal((on_device * 2).cpu(), numbers.conj() * 2)
+    assert torch.equal(torch.zeros(2, dtype=numbers.dtype, device="sim").copy_(on_device).imag.cpu(), -numbers.imag)

@@ -59,25 +59,29 @@ Job = tuple[str, str, str]
 """Name, strategy and precision."""
 
 
-def run_cells(folder: Path, jobs: Sequence[Job], *, without_resume: Collection[Job] = ()) -> list[Cell]:
+def run_cells(
+    folder: Path, jobs: Sequence[Job], *, without_resume: Collection[Job] = (), device: str = "cpu"
+) -> list[Cell]:
     """The cells of `jobs`: those of one process in one worker, the others in a pair; some are not resumed."""
     cells = []
     for world_size in (1, 2):
         mine = [job for job in jobs if (job[1] == "one") == (world_size == 1)]
         if mine:
             (folder / str(world_size)).mkdir()
-            cells += _run_workers(folder / str(world_size), mine, world_size, without_resume)
+            cells += _run_workers(folder / str(world_size), mine, world_size, without_resume, device)
     return cells
 
 
-def _run_workers(folder: Path, jobs: Sequence[Job], world_size: int, without_resume: Collection[Job]) -> list[Cell]:
+def _run_workers(
+    folder: Path, jobs: Sequence[Job], world_size: int, without_resume: Collection[Job], device: str
+) -> list[Cell]:
     """The cells of `jobs`; where a process dies of one, that is its result, and a new pair goes on after it."""
     cells: list[Cell] = []
     while len(cells) < len(jobs):
         attempt = folder / f"from{len(cells)}"
         attempt.mkdir()
         rest = [(*job, job not in without_resume) for job in jobs[len(cells) :]]
-        outputs = _run_attempt(attempt, rest, world_size)
+        outputs = _run_attempt(attempt, rest, world_size, device)
         by_rank = [_results(attempt / f"rank{rank}.jsonl") for rank in range(world_size)]
         done = min(len(results) for results in by_rank)
         cells += [_worst([results[i] for results in by_rank]) for i in range(done)]
@@ -92,10 +96,10 @@ def _results(file: Path) -> list[Cell]:
     return [Cell(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def _run_attempt(folder: Path, jobs: Sequence[tuple[str, str, str, bool]], world_size: int) -> str:
+def _run_attempt(folder: Path, jobs: Sequence[tuple[str, str, str, bool]], world_size: int, device: str) -> str:
     """Run until all jobs are done or a process has died; what it said last, then."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    codes, said = run_ranks_to_their_ends("zoo.worker", folder, world_size=world_size)
+    codes, said = run_ranks_to_their_ends("zoo.worker", folder, device, world_size=world_size)
     died = [text for code, text in zip(codes, said, strict=True) if code not in (0, -9)]
     return " ".join(died[0].split()) if died else ""
 

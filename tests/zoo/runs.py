@@ -191,15 +191,18 @@ def hosted_run(
     return module, trainer
 
 
-def strategy_of(kind: str, rank: int, world_size: int) -> Any:
+def strategy_of(kind: str, rank: int, world_size: int, device: str = "cpu") -> Any:
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-    environment = Ranks(rank, world_size)
+    environment, group = Ranks(rank, world_size), "gloo"
+    if device == "sim":
+        from support.device import PROCESS_GROUP as group
+        from support.device.training import SimDDPStrategy as DDPStrategy
     if kind in HOOKS:
         hook = HOOKS[kind]
         return DDPStrategy(
             cluster_environment=environment,
-            process_group_backend="gloo",
+            process_group_backend=group,
             bucket_cap_mb=hook.bucket_cap_mb,
             ddp_comm_hook=hook.function,
             ddp_comm_wrapper=hook.wrapper,
@@ -207,8 +210,8 @@ def strategy_of(kind: str, rank: int, world_size: int) -> Any:
         )
     if kind in DDP:
         settings: Any = DDP[kind]
-        return DDPStrategy(cluster_environment=environment, process_group_backend="gloo", **settings)
-    strategy = ModelParallelStrategy(world_size, 1, save_distributed_checkpoint=False, process_group_backend="gloo")
+        return DDPStrategy(cluster_environment=environment, process_group_backend=group, **settings)
+    strategy = ModelParallelStrategy(world_size, 1, save_distributed_checkpoint=False, process_group_backend=group)
     strategy.cluster_environment = environment
     return strategy
 

@@ -1,6 +1,6 @@
 """One rank: each job is a class in one mode, against a plain loop, and again from its checkpoint of an odd step.
 
-``python -m zoo.worker RANK WORLD_SIZE FOLDER``, from the folder of the tests; the folder has the jobs. A job that fails
+``python -m zoo.worker RANK WORLD_SIZE FOLDER DEVICE``, from the folder of the tests; the folder has the jobs. A job that fails
 takes its process group with it, so that the other rank hears of it.
 """
 
@@ -55,7 +55,7 @@ class Shares:
 
 
 @functools.cache
-def plain(name: str, precision: str) -> dict[str, Any]:
+def plain(name: str, precision: str, device: str) -> dict[str, Any]:
     """The class alone with torch: what its tensors are after whole batches."""
     import torch
 
@@ -65,14 +65,14 @@ def plain(name: str, precision: str) -> dict[str, Any]:
     cls = zoo()[name]
     dtype = {"fp32": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}[precision]
     trainer, job = cls(), TrainingJobSpec(run_id="plain", max_steps=STEPS)
-    ctx = StepContext(job=job, device="cpu", dtype=dtype)
+    ctx = StepContext(job=job, device=device, dtype=dtype)
     trainer.setup(ctx)
     state = trainer.configure(ctx)
     half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
     for step in range(STEPS):
         batch = trainer.prepare_batch(cls.rows(step), state, ctx)
         # Without its cache, which would give a module's weights of before an update within the step.
-        with contextlib.nullcontext() if half is None else torch.autocast("cpu", half, cache_enabled=False):
+        with contextlib.nullcontext() if half is None else torch.autocast(device, half, cache_enabled=False):
             trainer.train_step(batch, state, ctx)
     return tensors(state, trainer)
 
@@ -120,7 +120,9 @@ def _local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def hosted(name: str, strategy: str, precision: str, rank: int, size: int, folder: Path, *, resume: bool) -> Any:
+def hosted(
+    name: str, strategy: str, precision: str, rank: int, size: int, folder: Path, device: str, *, resume: bool
+) -> Any:
     """The class under genlight and Lightning; from its checkpoint of an odd step if `resume`."""
     import lightning.pytorch as pl
     import torch
@@ -132,11 +134,15 @@ def hosted(name: str, strategy: str, precision: str, rank: int, size: int, folde
 
     torch.manual_seed(7 + rank + 100 * resume)
     cls = zoo()[name]
-    arguments: dict[str, Any] = {"strategy": strategy_of(strategy, rank, size)} if size > 1 else {}
+    arguments: dict[str, Any] = {"accelerator": device, "devices": size}
+    if size > 1:
+        arguments["strategy"] = strategy_of(strategy, rank, size, device)
+    elif device == "sim":
+        from support.device.training import one_device
+
+        arguments = one_device()
     trainer = pl.Trainer(
         max_steps=STEPS,
-        accelerator="cpu",
-        devices=size,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -144,7 +150,7 @@ def hosted(name: str, strategy: str, precision: str, rank: int, size: int, folde
         callbacks=[
             Checkpoint(folder, every_n_steps=INTERRUPTED_AT, save_final=False, keep_last=None, asynchronous=False)
         ],
-        **precision_of(precision),
+        **precision_of(precision, device),
         **arguments,
     )
     module = ContractModule(cls(), TrainingJobSpec(run_id=name, max_steps=STEPS, metric_every=0))
@@ -153,17 +159,24 @@ def hosted(name: str, strategy: str, precision: str, rank: int, size: int, folde
     return module
 
 
-def cell(name: str, strategy: str, precision: str, rank: int, size: int, folder: Path, *, resumed: bool = True) -> Cell:
+def cell(
+    name: str, strategy: str, precision: str, rank: int, size: int, folder: Path, device: str, *, resumed: bool = True
+) -> Cell:
     """Run one job; what it raises is its result."""
     from genlight.adapter.contract.exceptions import GenlightError
 
     make = functools.partial(Cell, name, strategy, precision)
     try:
-        expected = plain(name, precision)
+        try:
+            expected = plain(name, precision, device)
+        except RuntimeError:
+            if device == "cpu":
+                raise
+            expected = plain(name, precision, "cpu")  # a class that leaves a module on the host
     except Exception as error:
         return make("no plain", f"{type(error).__name__}: {_line(error)}")
     try:
-        module = hosted(name, strategy, precision, rank, size, folder, resume=False)
+        module = hosted(name, strategy, precision, rank, size, folder, device, resume=False)
         state, plugin = module.contract_state, module.plugin
         ended = tensors(state, plugin)
         left = everything(module)
@@ -176,16 +189,23 @@ def cell(name: str, strategy: str, precision: str, rank: int, size: int, folder:
     if not resumed:
         return make(verdict, detail, "not tried")
     left = ended if zoo()[name].resume_compares == "weights" else left | ended
-    return make(verdict, detail, _resume_verdict(name, strategy, precision, rank, size, folder, left))
+    return make(verdict, detail, _resume_verdict(name, strategy, precision, rank, size, folder, device, left))
 
 
 def _resume_verdict(
-    name: str, strategy: str, precision: str, rank: int, size: int, folder: Path, left: dict[str, Any]
+    name: str,
+    strategy: str,
+    precision: str,
+    rank: int,
+    size: int,
+    folder: Path,
+    device: str,
+    left: dict[str, Any],
 ) -> str:
     from genlight.adapter.conformance.snapshot import differences
 
     try:
-        again = hosted(name, strategy, precision, rank, size, folder, resume=True)
+        again = hosted(name, strategy, precision, rank, size, folder, device, resume=True)
         state, plugin = again.contract_state, again.plugin
         found = tensors(state, plugin) | everything(again)
         differing = differences(left, {path: found[path] for path in left if path in found})
@@ -244,25 +264,34 @@ def _say(found: Cell, took_s: float) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def main(rank: int, size: int, folder: Path) -> None:
+def main(rank: int, size: int, folder: Path, device: str) -> None:
     import torch
     import torch.distributed as dist
 
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
+    group = "gloo"
+    if device == "sim":
+        from support.device import (  # noqa: F401
+            PROCESS_GROUP as group,
+            load,
+            training,
+        )
+
+        load().set_device(rank)
     for index, (name, strategy, precision, resumed) in enumerate(json.loads((folder / "jobs.json").read_text())):
         began = time.perf_counter()
         if size > 1:
             dist.init_process_group(
-                "gloo",
+                group,
                 init_method=f"file://{folder}/store{index}",
                 rank=rank,
                 world_size=size,
                 timeout=dt.timedelta(seconds=ANSWER_WITHIN_S),
             )
         scratch = folder / f"checkpoints{index}"
-        found = cell(name, strategy, precision, rank, size, scratch, resumed=resumed)
+        found = cell(name, strategy, precision, rank, size, scratch, device, resumed=resumed)
         with (folder / f"rank{rank}.jsonl").open("a") as file:
             file.write(json.dumps(asdict(found)) + "\n")
         if size > 1:
@@ -273,4 +302,4 @@ def main(rank: int, size: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

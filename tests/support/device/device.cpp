@@ -377,7 +377,10 @@ at::Tensor on_host(const at::Tensor& tensor) {
   if (tensor.device().type() != kSim) return tensor;
   const auto options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
   if (tensor.numel() == 0) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
-  return at::from_blob(opened(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(), options);
+  auto seen = at::from_blob(opened(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(), options);
+  seen._set_conj(tensor.is_conj());
+  seen._set_neg(tensor.is_neg());
+  return seen;
 }
 
 void resize_storage(c10::StorageImpl& storage, size_t bytes) {

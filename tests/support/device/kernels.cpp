@@ -110,7 +110,7 @@ at::Scalar item(const Tensor& tensor) {
 
 bool is_on_sim(const Tensor& tensor) { return tensor.defined() && tensor.device().type() == kSim; }
 
-// The device of an operator; as on a GPU, only single numbers and indices may come from elsewhere.
+// The device of an operator; as on a GPU, only single numbers and lists of indices may come from elsewhere.
 at::Device device_of(const std::string& name, at::ArrayRef<c10::IValue> arguments) {
   std::vector<Tensor> tensors;
   for (const auto& each : arguments) {
@@ -118,15 +118,10 @@ at::Device device_of(const std::string& name, at::ArrayRef<c10::IValue> argument
     if (each.isTensorList()) {
       for (const Tensor& tensor : each.toTensorVector()) tensors.push_back(tensor);
     }
-    if (each.isOptionalTensorList()) {
-      for (const std::optional<Tensor>& tensor : each.toOptionalTensorVector()) {
-        tensors.push_back(tensor.value_or(Tensor()));
-      }
-    }
   }
   const auto first = std::find_if(tensors.begin(), tensors.end(), is_on_sim);
+  if (first == tensors.end() && !tensors.empty()) return tensors[0].device();
   const auto device = first == tensors.end() ? current_device() : first->device();
-  if (first == tensors.end() || name.find("index") != std::string::npos) return device;
   for (const auto& each : tensors) {
     const bool fits = !each.defined() || each.device() == device || (each.device().is_cpu() && each.dim() == 0);
     TORCH_CHECK(fits, "Expected all tensors to be on the same device, but ", name, " has some on ", device, " and ",
@@ -149,6 +144,7 @@ void give_generator(const c10::FunctionSchema& schema, at::Device device, Stack&
 void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   const auto device = device_of(schema.name(), torch::jit::last(*stack, schema.arguments().size()));
+  TORCH_CHECK(device.type() == kSim, schema.name(), " got a tensor of the host and indices on the device");
   c10::DeviceGuard guard(device);
   finish_before_kernel(device.index());
   if (op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output)) {
@@ -196,12 +192,29 @@ std::tuple<Tensor, Tensor> gru_cell(const Tensor& input, const Tensor& hidden, c
   return {proposed + update * (state - proposed), update};
 }
 
+// Its declaration does not say that it writes running statistics; that of the operator which it is says so.
+std::tuple<Tensor, Tensor, Tensor> batch_norm(const Tensor& input, const std::optional<Tensor>& weight,
+                                              const std::optional<Tensor>& bias,
+                                              const std::optional<Tensor>& running_mean,
+                                              const std::optional<Tensor>& running_variance, bool training,
+                                              double momentum, double epsilon) {
+  if (!running_mean.has_value() || !running_mean->defined()) {
+    return at::_native_batch_norm_legit(input, weight, bias, training, momentum, epsilon);
+  }
+  Tensor mean = *running_mean, variance = *running_variance;
+  return at::_native_batch_norm_legit(input, weight, bias, mean, variance, training, momentum, epsilon);
+}
+
 // The host's kernel takes no generator.
 std::tuple<Tensor, Tensor> dropout(const Tensor& input, double p, std::optional<bool> train) {
   if (!train.value_or(true) || p == 0) return {input.clone(), at::ones_like(input, at::kBool)};
   const auto mask = at::empty_like(input, at::kBool).bernoulli_(1 - p);
   return {p == 1 ? input * mask : input * mask * (1 / (1 - p)), mask};
 }
+
+// Copies read conjugated and negated views as such; what resolves them for other operators is a copy itself.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
   m.impl("_thnn_fused_lstm_cell", &lstm_cell);
@@ -218,9 +231,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &item);
   m.impl("native_dropout", &dropout);
+  m.impl("native_batch_norm", &batch_norm);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   m.impl("record_stream", [](Tensor&, at::Stream) {});
+  // A parameter keeps being the same one when its module moves to the device.
+  m.impl("_has_compatible_shallow_copy_type", [](const Tensor&, const Tensor&) { return true; });
   // Views read no memory.
   m.impl("view", [](const Tensor& t, at::IntArrayRef sizes) { return at::native::view(t, sizes); });
   m.impl("as_strided", &at::native::as_strided_tensorimpl);

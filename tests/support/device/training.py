@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from support.device import NAME, load
 
-__all__ = ["SimAccelerator", "SimDDPStrategy"]
+__all__ = ["SimAccelerator", "SimDDPStrategy", "one_device"]
 
 
 class SimAccelerator(Accelerator):
@@ -43,6 +43,12 @@ class SimAccelerator(Accelerator):
     @staticmethod
     def name() -> str:
         return NAME
+
+
+def one_device(index: int = 0) -> dict[str, Any]:
+    """Arguments of a trainer on one device; by itself Lightning takes the host for accelerators that it has not."""
+    strategy = SingleDeviceStrategy(torch.device(NAME, index))
+    return {"accelerator": NAME, "devices": [index], "strategy": strategy}
 
 
 class SimDDPStrategy(DDPStrategy):
