@@ -10,6 +10,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
@@ -26,6 +28,7 @@ from .contract.types import (
     TrainingReporter,
 )
 from .module.module import ContractModule
+from .plumbing.devices import accelerator, release_memory
 
 __all__ = ["BatchStream", "run_training_loop"]
 
@@ -104,12 +107,8 @@ class BatchStream:
 
 
 def _one_device_trainer(job: TrainingJobSpec, device: str, caller: Hook) -> pl.Trainer:
-    chosen = torch.device(device)
-    here = torch.accelerator.current_accelerator(check_available=True)
-    is_here = here is not None and here.type == chosen.type
     return pl.Trainer(
-        accelerator=chosen.type if is_here else "cpu",
-        devices=[chosen.index or 0] if is_here else 1,
+        **_arguments_of_device(torch.device(device)),
         max_steps=job.max_steps,
         max_epochs=1,
         callbacks=[caller],
@@ -120,6 +119,59 @@ def _one_device_trainer(job: TrainingJobSpec, device: str, caller: Hook) -> pl.T
         use_distributed_sampler=False,
         limit_val_batches=0,
     )
+
+
+def _arguments_of_device(device: torch.device) -> dict[str, Any]:
+    """The trainer's arguments for one device; the host, where it is not there."""
+    here = accelerator()
+    if here is None or here.type != device.type:
+        return {"accelerator": "cpu", "devices": 1}
+    index = device.index or 0
+    if device.type in ("cuda", "mps"):
+        return {"accelerator": device.type, "devices": [index]}
+    # Those that Lightning does not know it would leave for the host.
+    return {"strategy": SingleDeviceStrategy(torch.device(device.type, index), accelerator=_AnyAccelerator())}
+
+
+class _AnyAccelerator(Accelerator):
+    """Whatever torch has as its accelerator."""
+
+    @override
+    def setup_device(self, device: torch.device) -> None:
+        torch.accelerator.set_device_index(device)
+
+    @override
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        return {}
+
+    @override
+    def teardown(self) -> None:
+        release_memory()
+
+    @staticmethod
+    @override
+    def parse_devices(devices: Any) -> Any:
+        return devices
+
+    @staticmethod
+    @override
+    def get_parallel_devices(devices: Any) -> Any:
+        return devices
+
+    @staticmethod
+    @override
+    def auto_device_count() -> int:
+        return torch.accelerator.device_count()
+
+    @staticmethod
+    @override
+    def is_available() -> bool:
+        return accelerator() is not None
+
+    @staticmethod
+    @override
+    def name() -> str:
+        return "accelerator"
 
 
 def _trainer_directory(path: Path) -> Path:

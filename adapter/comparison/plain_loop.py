@@ -18,6 +18,7 @@ from ..contract.types import StepContext, TrainerPlugin
 from ..discovery.discover import discover
 from ..module.plugin_loading import make_trainer
 from ..module.step_metrics import named_scalars, validated_result
+from ..plumbing.devices import random_states as states_of_devices
 from ..plumbing.redaction import text_of
 from .causes import Circumstances
 from .facts import Facts, facts_of
@@ -99,6 +100,6 @@ def plain_steps(
 
 def random_states() -> list[bytes]:
     """What tells whether anything drew from a global generator."""
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    tensors = [state.numpy().tobytes() for state in (torch.get_rng_state(), *devices)]
+    of_devices = (state for states in states_of_devices().values() for state in states)
+    tensors = [state.cpu().numpy().tobytes() for state in (torch.get_rng_state(), *of_devices)]
     return [*tensors, repr(random.getstate()).encode(), repr(np.random.get_state()).encode()]

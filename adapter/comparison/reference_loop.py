@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from ..contract.exceptions import ContractError, InputError
@@ -18,6 +16,7 @@ from ..contract.types import StepContext
 from ..job.config import RunConfig
 from ..job.lightning_config import epochs_of, make_data
 from ..module.plugin_loading import optional_hook
+from ..plumbing.devices import release_memory
 from .batches import joined_batches, rank_feed
 from .causes import Circumstances
 from .facts import Recording
@@ -86,10 +85,7 @@ def recorded_plain_loop(
             ):
                 recording.add(facts)
             del plugin, ctx
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            # The training that follows needs the memory.
-            gc.collect()
-            torch.cuda.empty_cache()
+        release_memory()  # the training that follows needs it
         if len(recording) < 2:
             raise InputError("the source of batches is empty: there is no step to compare; check `dataset`")
     except BaseException:

@@ -78,7 +78,10 @@ def _their_arguments(config: RunConfig) -> Mapping[str, Any]:
     name = str(strategy.get("class_path") if isinstance(strategy, Mapping) else strategy).rpartition(".")[2]
     if name != "ModelParallelStrategy" or str(theirs.get("precision")) not in ("16", "16-mixed"):
         return theirs
-    device = "cpu" if theirs.get("accelerator") == "cpu" else "cuda"
+    from ..plumbing.devices import accelerator
+
+    here = None if theirs.get("accelerator") == "cpu" else accelerator()
+    device = "cpu" if here is None else here.type
     plugin = _class("lightning.pytorch.plugins.MixedPrecision", precision="16-mixed", device=device)
     rest = {name: value for name, value in theirs.items() if name != "precision"}
     return {**rest, "plugins": [*_listed(theirs.get("plugins")), plugin]}

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
 from torch.distributed.tensor import DTensor
 
+from ...adapter.plumbing.devices import random_states, restore_random_states
 from .codec.tensor_bytes import bytes_of
 from .format.record_file import digest_of
 from .sharded.boxes import sharded_like
@@ -112,10 +113,7 @@ def capture_rng(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state["numpy"] = numpy.random.get_state(legacy=False)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    if torch.backends.mps.is_available():
-        state["mps"] = torch.mps.get_rng_state()
+    state["devices"] = random_states()
     if generators:
         state["generators"] = [generator.get_state() for generator in generators]
     return state
@@ -137,24 +135,7 @@ def restore_rng(state: dict[str, Any], generators: Sequence[torch.Generator] = (
     saved = state.get("generators", [])
     for generator, generator_state in zip(generators, saved if len(saved) == len(generators) else (), strict=False):
         generator.set_state(generator_state.cpu())
-    return [*_restore_cuda(state.get("cuda", [])), *_restore_mps(state.get("mps"))]
-
-
-def _restore_cuda(states: list[Any]) -> list[str]:
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for device, state in enumerate(states[:available]):
-        torch.cuda.set_rng_state(state.cpu(), device)
-    lost = len(states) - available
-    return [f"the random state of {lost} CUDA devices that are not here"] if lost > 0 else []
-
-
-def _restore_mps(state: Any) -> list[str]:
-    if state is None:
-        return []
-    if not torch.backends.mps.is_available():
-        return ["the random state of an MPS device that is not here"]
-    torch.mps.set_rng_state(state.cpu())
-    return []
+    return restore_random_states(state.get("devices", {}))
 
 
 def gradients_of(module: pl.LightningModule) -> dict[str, torch.Tensor]:

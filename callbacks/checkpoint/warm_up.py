@@ -21,7 +21,7 @@ def reserve_memory(io: DurableCheckpointIO, trainer: pl.Trainer, pl_module: pl.L
     """
     if not io.writer.is_busy:
         nbytes = _size_of_snapshot(trainer, pl_module)
-        pinned = trainer.strategy.root_device.type == "cuda"
+        pinned = trainer.strategy.root_device.type != "cpu"
         io.writer.start(lambda: io.buffer.reserve(nbytes, pinned=pinned))
 
 

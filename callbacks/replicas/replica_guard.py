@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import ReplicaDriftError
+from ...adapter.plumbing.devices import LateCopy
 from ..checkpoint.codec.wrapper_tensors import wrapped_tensors
 from ..hook.cadence import Boundaries, StepCadence
 from ..hook.hook import Hook
@@ -181,28 +182,21 @@ class _Comparison:
     def __init__(self, trainer: pl.Trainer, group: dist.ProcessGroup | None, numbers: Tensor) -> None:
         self.trainer, self.group, self.step = trainer, group, trainer.global_step
         self.work: Any = None
-        is_on_host = numbers.device.type == "cpu"
-        self._numbers = numbers if is_on_host else torch.empty_like(numbers, device="cpu", pin_memory=True)
-        self._ready: torch.cuda.Event | None = None
-        if is_on_host:
+        self._numbers = LateCopy(numbers)
+        if self._numbers.is_there():
             self.send()
-        else:
-            self._numbers.copy_(numbers, non_blocking=True)
-            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._ready.record()
 
     def send(self) -> None:
         """Send the digest to the other ranks, unless that was done."""
         if self.work is None:
-            if self._ready is not None:
-                self._ready.synchronize()
-            self.work = dist.all_reduce(self._numbers, dist.ReduceOp.MAX, group=self.group, async_op=True)
+            numbers = self._numbers.read()
+            self.work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def is_equal(self) -> bool:
         """Whether all ranks have the same digest."""
         self.send()
         self.work.wait()
-        largest, negative_smallest = self._numbers.tolist()
+        largest, negative_smallest = self._numbers.read().tolist()
         return bool(largest == -negative_smallest)
 
 

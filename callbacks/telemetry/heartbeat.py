@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
+from ...adapter.plumbing.devices import memory_of
 from ..hook.cadence import NEVER, StepCadence, crossed
 from ..hook.figures import FIGURES_FIELD, publish_figures
 from ..hook.hook import Hook
@@ -239,11 +240,9 @@ def _share_of_peak(trainer: pl.Trainer, flops: float | None) -> float | None:
 
 
 def _memory(device: torch.device) -> dict[str, float | None]:
-    if device.type == "cuda":
-        return {
-            "memory_bytes": torch.cuda.memory_allocated(device),
-            "peak_memory_bytes": torch.cuda.max_memory_allocated(device),
-        }
+    of_device = memory_of(device)
+    if of_device is not None:
+        return {"memory_bytes": of_device[0], "peak_memory_bytes": of_device[1]}
     with open("/proc/self/statm", encoding="ascii") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     # Linux counts the peak in KiB, and a little late.

@@ -1,7 +1,7 @@
 """One rank: each job is a class in one mode, against a plain loop, and again from its checkpoint of an odd step.
 
-``python -m zoo.worker RANK WORLD_SIZE FOLDER DEVICE``, from the folder of the tests; the folder has the jobs. A job that fails
-takes its process group with it, so that the other rank hears of it.
+``python -m zoo.worker RANK WORLD_SIZE FOLDER DEVICE``, from the folder of the tests; the folder has the jobs. A job
+that fails takes its process group with it, so that the other rank hears of it.
 """
 
 from __future__ import annotations

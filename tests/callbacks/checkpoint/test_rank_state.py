@@ -27,7 +27,7 @@ def test_every_source_goes_on_where_it_was(tmp_path):
 
 
 def test_devices_that_are_not_here_are_named():
-    state = capture_rng() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 3}
+    state = capture_rng() | {"devices": {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 3}}
     missing = 3 - (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     expected = [f"the random state of {missing} CUDA devices that are not here"] if missing > 0 else []
     assert restore_rng(state) == expected

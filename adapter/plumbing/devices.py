@@ -1,0 +1,94 @@
+"""Accelerators under torch's generic names: what is written for one runs on all that torch has.
+
+``torch.accelerator``, ``torch.Event`` and ``torch.get_device_module`` are there since torch 2.6; what only a device's
+own module has is asked of it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["LateCopy", "accelerator", "memory_of", "random_states", "release_memory", "restore_random_states"]
+
+
+def accelerator() -> torch.device | None:
+    """The kind of accelerator that this process can use; None where there is only the host."""
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+class LateCopy:
+    """A copy of a tensor for the host that nobody waits for: it comes over while the program goes on.
+
+    Args:
+        source: On any device; a tensor of the host is taken as it is.
+    """
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self._arrived: torch.Event | None = None
+        self._copy = source
+        if source.device.type != "cpu":
+            # Memory that is not pinned would make the host wait for the device.
+            self._copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
+            self._copy.copy_(source, non_blocking=True)
+            self._arrived = torch.Event(source.device)
+            self._arrived.record(torch.accelerator.current_stream(source.device))
+
+    def is_there(self) -> bool:
+        """Whether it can be read without waiting."""
+        return self._arrived is None or bool(self._arrived.query())
+
+    def read(self) -> torch.Tensor:
+        """The copy; waits for the device if it is not there yet."""
+        if self._arrived is not None and not self._arrived.query():
+            self._arrived.synchronize()
+        self._arrived = None
+        return self._copy
+
+
+def random_states() -> dict[str, list[torch.Tensor]]:
+    """The states of the global generators of every accelerator, by its kind; nothing of one that nobody has used."""
+    device = accelerator()
+    if device is None:
+        return {}
+    module: Any = torch.get_device_module(device)
+    if not getattr(module, "is_initialized", lambda: True)():  # to ask would start it, which takes its memory
+        return {}
+    whole = getattr(module, "get_rng_state_all", None)  # not there for Apple's, of which a machine has one
+    return {device.type: list(whole()) if whole is not None else [module.get_rng_state()]}
+
+
+def restore_random_states(states: Mapping[str, Sequence[torch.Tensor]]) -> list[str]:
+    """Take over states that `random_states` gave.
+
+    Returns:
+        What is lost because this process does not have the device, in words.
+    """
+    device, lost = accelerator(), []
+    for kind, saved in states.items():
+        here = torch.accelerator.device_count() if device is not None and device.type == kind else 0
+        for index, state in enumerate(saved[:here]):
+            module: Any = torch.get_device_module(kind)
+            module.set_rng_state(state.cpu(), *([index] if hasattr(module, "get_rng_state_all") else []))
+        if len(saved) > here:
+            lost.append(f"the random state of {len(saved) - here} {kind.upper()} devices that are not here")
+    return lost
+
+
+def release_memory() -> None:
+    """Give memory back that nothing refers to any more, so that another program can have it."""
+    device = accelerator()
+    if device is not None:
+        gc.collect()
+        getattr(torch.get_device_module(device), "empty_cache", lambda: None)()
+
+
+def memory_of(device: torch.device) -> tuple[int, int] | None:
+    """Bytes that tensors on `device` take, and the most that they took; None where the device does not count them."""
+    module: Any = torch.get_device_module(device)
+    if device.type == "cpu" or not hasattr(module, "max_memory_allocated"):
+        return None
+    return int(module.memory_allocated(device)), int(module.max_memory_allocated(device))
