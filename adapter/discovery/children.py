@@ -6,12 +6,15 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import random
 import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -21,19 +24,22 @@ from ..contract.exceptions import ContractError
 from ..contract.types import StepContext
 from .parameter_aliases import key_text
 
-__all__ = ["ATOMS", "SEARCHED_ITEMS", "below", "uncompiled"]
+__all__ = ["ATOMS", "GENERATORS", "SEARCHED_ITEMS", "below", "uncompiled"]
 
 SEARCHED_ITEMS = 10_000
 """A container with more items than this is data, such as a replay buffer, and is not searched."""
 ATOMS = (str, bytes, bytearray, int, float, complex, type(None), type, types.ModuleType, types.FunctionType)
 """What leads nowhere, but for functions that close over variables."""
 
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+"""Kinds of generators of random numbers, of which a trainer may keep some of its own."""
+
 _TORCH_INTERNALS = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}
 _DATA_LIBRARIES = frozenset({"numpy", "pyarrow", "pandas"})
 _TORCH_WITHOUT_USERS_OBJECTS = ("torch._", "torch.utils.data")
 _HOSTS = ("lightning.pytorch.", "pytorch_lightning.")
 """Whose objects, callbacks and data modules of users included, lead to the run that hosts the trainer class."""
-_KEPT_ON_CLASSES = (nn.Module, Optimizer, LRScheduler, GradScaler, dict, list)
+_KEPT_ON_CLASSES = (nn.Module, Optimizer, LRScheduler, GradScaler, *GENERATORS, dict, list)
 _CONTAINERS = (list, tuple, deque, set, frozenset)
 
 

@@ -8,6 +8,7 @@ the same order.
 from __future__ import annotations
 
 import functools
+import random
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..contract.exceptions import ContractError
-from .children import ATOMS, below, uncompiled
+from .children import ATOMS, GENERATORS, below, uncompiled
 from .parameter_aliases import Alias, aliases
 
 __all__ = ["Discovered", "Found", "check_devices", "check_unchanged", "discover", "walk"]
@@ -58,6 +59,8 @@ class Discovered:
     """Other tensors, in `state` or on the trainer, outside of modules."""
     aliases: tuple[Alias, ...] = ()
     """Places where the trainer keeps tensors by themselves, in a list say, parameters of found modules included."""
+    generators: tuple[Found[Any], ...] = ()
+    """Generators of random numbers, of torch, NumPy and Python."""
     roots: tuple[tuple[str, Any], ...] = ()
     """What was searched: the state and the trainer, by the names that paths begin with."""
     shapes: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
@@ -149,6 +152,11 @@ def discover(
         parameters=_named(list({id(p): (path, p) for path, p in bare}.values()), reserved),
         tensors=_named([(path, t) for path, t in tensors if id(t) not in bare_ids | known], reserved),
         aliases=tuple(aliases(found, known | paths.keys())),
+        generators=tuple(
+            Found(path, path, value)
+            for path, value in found
+            if isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)  # which has no state
+        ),
         roots=(("state", state), ("trainer", trainer)),
         shapes=_shapes(modules),
         groups=tuple(_sizes(optimizer) for _, optimizer in optimizers),
@@ -187,8 +195,13 @@ def check_devices(discovered: Discovered, device: torch.device | str, *, world_s
         )
 
 
-def check_unchanged(before: Discovered, state: Any, trainer: object = None, *, host: nn.Module | None = None) -> None:
+def check_unchanged(
+    before: Discovered, state: Any, trainer: object = None, *, host: nn.Module | None = None
+) -> Discovered:
     """Refuse what ``train_step`` built, added, removed or resized: the next start would build it as `configure` does.
+
+    Returns:
+        What the trainer has now.
 
     Raises:
         ContractError: Names the path of each module, optimizer, parameter or group, and the way out.
@@ -211,6 +224,7 @@ def check_unchanged(before: Discovered, state: Any, trainer: object = None, *, h
             "all layers in `configure`, at their final size, and give the optimizer all groups there: parameters "
             "that do not require a gradient yet are left alone."
         )
+    return now
 
 
 def _changed_parameters(before: Discovered) -> Iterator[str]:

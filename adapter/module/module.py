@@ -414,7 +414,6 @@ class ContractModule(pl.LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.check_unchanged()
         assert self._state is not None
         self._state.put_into(checkpoint, self.metrics_on_device(), self._router)
         if self._rollouts is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import random
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -47,12 +49,14 @@ PHASE = "phase"
 """The member of a checkpoint's contract part that holds what `RolloutBatches.save` puts there."""
 _GRADIENTS_WAIT = "gradients_wait"
 """The member that is there where gradients have not been averaged yet."""
+_GENERATORS = "generators"
+"""The member that holds, by path, the states of generators of random numbers."""
 _RESIZED = "resized"
 """The member that names the buffers whose shape changed while training."""
 _OF_RANKS = "of_ranks"
 """The member that holds, for each rank, what it has otherwise than rank zero."""
 _OF_THE_DUMP = ("state_dict", "optimizer_states", "lr_schedulers")
-_OF_THE_CONTRACT = ("state", "unmanaged", PHASE)
+_OF_THE_CONTRACT = ("state", "unmanaged", _GENERATORS, PHASE)
 _NAMED_AT_MOST = 8
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
@@ -71,6 +75,8 @@ class ToRestore:
     """For the trainer's ``load_checkpoint``; None does not call it."""
     unmanaged: Mapping[str, Any] = field(default_factory=dict)
     """By path, the states of what Lightning does not save."""
+    generators: Mapping[str, Any] = field(default_factory=dict)
+    """By path, the states of generators of random numbers."""
     own_weights: Mapping[str, Any] = field(default_factory=dict)
     """Weights that this rank has otherwise than rank zero."""
     gradients_wait: bool = False
@@ -100,13 +106,13 @@ class TrainerState:
         self._kept_by_wrappers = kept_by_wrappers(discovered.optimizers)
         self._built_buffers = _buffer_shapes(module)
 
-    def check_unchanged(self) -> None:
-        """Refuse modules, optimizers, layers and groups that a step built, added or removed.
+    def check_unchanged(self) -> Discovered:
+        """What the trainer has now, without modules, optimizers, layers and groups that a step added or removed.
 
         Raises:
-            ContractError: Names the path of each.
+            ContractError: There are some; names the path of each.
         """
-        check_unchanged(self.discovered, self.value, self.plugin, host=self.module)
+        return check_unchanged(self.discovered, self.value, self.plugin, host=self.module)
 
     def optimizer_configs(self) -> list[dict[str, Any]]:
         """What Lightning is told of the optimizers, each with the first scheduler that drives it."""
@@ -136,11 +142,16 @@ class TrainerState:
             metrics: Those of the last step, for monitors that look at the end of an epoch: a resume from its last step
                 has no step before that.
             router: Of the training.
+
+        Raises:
+            ContractError: A step changed what `configure` built, or ``state_dict`` did not return a dict.
         """
-        trainer = self.module.trainer
+        trainer, now = self.module.trainer, self.check_unchanged()
         parts = checkpoint.setdefault(CONTRACT_KEY, {})
         with keep_sharded_for(trainer.strategy):
             parts["state"] = self.payload()
+        if now.generators:
+            parts[_GENERATORS] = {found.path: _random_state(found.value) for found in now.generators}
         resized = [name for name, shape in _buffer_shapes(self.module).items() if self._was_resized(name, shape)]
         if resized:
             parts[_RESIZED] = resized
@@ -171,6 +182,7 @@ class TrainerState:
             payload=parts.get("state"),
             trainer_directory=trainer_directory(trainer.ckpt_path, self.plugin),
             unmanaged=parts.get("unmanaged", {}),
+            generators=parts.get(_GENERATORS, {}),
             own_weights=own_weights,
             gradients_wait=_GRADIENTS_WAIT in parts,
             phase=parts.get(PHASE, {}),
@@ -205,8 +217,14 @@ class TrainerState:
         load_checkpoint = optional_hook(self.plugin, "load_checkpoint")
         if directory is not None and load_checkpoint is not None:
             load_checkpoint(state=self.value, checkpoint_dir=str(directory), payload=payload or {}, ctx=ctx)
+        if not (self.is_sharded or waiting.generators):
+            return
+        now = discover(self.value, self.plugin, reserved=dir(self.module), host=self.module)
         if self.is_sharded:
-            shard_copies(discover(self.value, self.plugin, reserved=dir(self.module), host=self.module))
+            shard_copies(now)
+        for found in now.generators:  # last: those that the class restores by itself have this state already
+            if found.path in waiting.generators:
+                _set_random_state(found.value, waiting.generators[found.path])
 
     def _unmanaged(self) -> Iterator[tuple[str, Any]]:
         """What Lightning does not save: scalers, other schedulers, what wrappers of optimizers and DDP's hook keep."""
@@ -223,6 +241,33 @@ class TrainerState:
 
     def _was_resized(self, name: str, shape: tuple[int, ...] | None) -> bool:
         return name not in self._built_buffers or self._built_buffers[name] != shape
+
+
+def _random_state(generator: Any) -> Any:
+    """The state of one of `GENERATORS`, as plain values and tensors."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        version, words, gauss = generator.getstate()
+        # The 625 words as one tensor, which is stored and compared far faster than as many numbers.
+        return {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss}
+    return generator.get_state(legacy=False) if isinstance(generator, np.random.RandomState) else _bits(generator).state
+
+
+def _set_random_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state.cpu())
+    elif isinstance(generator, random.Random):
+        generator.setstate((state["version"], tuple(state["words"].tolist()), state["gauss"]))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        _bits(generator).state = state
+
+
+def _bits(generator: np.random.Generator) -> Any:
+    """What draws for a generator of NumPy; the types of its states are those of its class."""
+    return generator.bit_generator
 
 
 def _without_functions(kept: Any, state: Any) -> Any:

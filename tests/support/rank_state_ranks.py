@@ -38,7 +38,7 @@ class RunningMoments(nn.Module):
 
 
 class OfItsOwn:
-    """A generator seeded by rank, a replay buffer as long as it likes, a hidden state, moments of its own rows."""
+    """Generators seeded by rank, of which it saves one, a replay buffer of any length, hidden states, moments."""
 
     rank_local = ("moments",)
 
@@ -80,14 +80,12 @@ class OfItsOwn:
     def state_dict(self, state):
         return {
             "noise": self.noise.get_state(),
-            "pick": self.pick.getstate(),
             "replay": list(state["replay"]),
             "nested": {"hidden": state["hidden"], "seen": state["seen"]},
         }
 
     def load_state_dict(self, state, payload, ctx):
         self.noise.set_state(payload["noise"])
-        self.pick.setstate(payload["pick"])
         state["replay"].extend(payload["replay"])
         state["hidden"], state["seen"] = payload["nested"]["hidden"], payload["nested"]["seen"]
 
