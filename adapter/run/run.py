@@ -20,7 +20,7 @@ from ...reporters.events.event_log import EventLog
 from ...reporters.events.goodput import account_of
 from ..contract.exceptions import EventLogError, StartupContractError
 from ..contract.types import JobLifecycleClient
-from ..job.config import RunConfig, resolve_run_config
+from ..job.config import RunConfig, read_run_config
 from ..job.environment import is_true
 from ..plumbing.failures import EXIT_FAILED
 from ..plumbing.log_redaction import redacted_logs
@@ -97,18 +97,19 @@ def attempt_job(options: RunOptions) -> Attempt:
     with contextlib.ExitStack() as held:
         signals = held.enter_context(StopSignals().installed())
         signals.what_next = "the run stops before it trains" if is_rank_zero() else ""
+        config, errors = read_run_config(
+            spec_path=options.spec_path, overrides=options.overrides, environ=options.environ
+        )
+        held.enter_context(redacted_logs(config.secrets, options.environ))
         try:
-            config = resolve_run_config(
-                spec_path=options.spec_path, overrides=options.overrides, environ=options.environ
-            )
-            held.enter_context(redacted_logs(config.secrets, options.environ))
+            if (faulty := errors.exception(secrets=config.secrets)) is not None:
+                raise faulty
             for warning in config.warnings:
                 log.warning(warning)
             session = held.enter_context(_open_session(config, options, signals))
         except Exception as error:  # noqa: BLE001 - whatever keeps a run from starting is reported
-            code = report_startup_failure(
-                error, spec_path=options.spec_path, overrides=options.overrides, environ=options.environ
-            )
+            is_from_file = options.spec_path is not None
+            code = report_startup_failure(error, config, is_from_file=is_from_file, environ=options.environ)
             return Attempt(code, error)
         try:  # whatever ends the run from here on, its log ends with a terminal event
             _open_connections(config, options, session)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime as dt
 import math
 import time
 from collections.abc import Callable
@@ -17,9 +15,6 @@ ROUND_S = 0.05
 """About how far apart rounds are: one costs some 0.3 ms, as much as a step of a small model."""
 MOST_STEPS = 32
 """How many steps apart they are at most, for a run whose steps become slow from one to the next."""
-LONGEST_END = dt.timedelta(minutes=2)
-"""How long another rank waits for the process of rank zero to end."""
-_NOTHING_COMES = 1
 
 
 class Agreement:
@@ -76,12 +71,6 @@ class Agreement:
             if self._work is None:
                 self._begin(0, trains=False)
             self._read()
-
-    def outlast_rank_zero(self) -> None:
-        """On another rank, once all have agreed to stop: return when the process of rank zero has ended."""
-        # It sends nothing: a process that ends closes its connections, which is an error here.
-        with contextlib.suppress(RuntimeError):
-            self._group.recv([torch.zeros(1, device="cpu")], 0, _NOTHING_COMES).wait(LONGEST_END)
 
     def _begin(self, number: int, *, trains: bool) -> None:
         self._numbers = torch.tensor([number, -self._wanted_distance(), trains], device="cpu")

@@ -116,11 +116,6 @@ class StopRequests(Hook):
             self._wake()
         return self._requested
 
-    def outlast_rank_zero(self) -> None:
-        """After an agreed stop, on another rank: stay until rank zero has ended, which a launcher might cut short."""
-        if self._agreement is not None:
-            self._agreement.outlast_rank_zero()
-
     def _stops(self, pl_module: pl.LightningModule) -> bool:
         """Whether a stop was asked for, of a module that may be fitted again, by a trainer without this callback."""
         trainer = attached_trainer(pl_module)

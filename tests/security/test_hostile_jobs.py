@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.contract.exceptions import StartupContractError
-from genlight.adapter.job.config import resolve_run_config
+from genlight.adapter.job.config import UNKNOWN_RUN_ID, read_run_config, resolve_run_config
 from genlight.adapter.job.keys import job_keys, keys_of
 from genlight.adapter.plumbing.failures import describe_failure
-from genlight.adapter.run.startup_failure import resolve_failure_sinks
 from genlight.reporters import EventLog, read_events
 from genlight.reporters.events.validation import validate_events
 
@@ -48,9 +47,9 @@ def test_a_job_of_any_content_is_resolved_or_refused_and_the_refusal_can_be_writ
     try:
         config = resolve_run_config(**given_settings)
     except StartupContractError as error:
-        sinks = resolve_failure_sinks(**given_settings)
-        failure = describe_failure(error, has_checkpoint=False, secrets=sinks.secrets, environ={})
-        with EventLog(log, run_id=sinks.run_id) as events:
+        told, _ = read_run_config(**given_settings)
+        failure = describe_failure(error, has_checkpoint=False, secrets=told.secrets, environ={})
+        with EventLog(log, run_id=told.run_id or UNKNOWN_RUN_ID) as events:
             events.failed(step=0, error=failure.text, category=failure.category)
         (event,) = read_events(log)
         assert event["error"].startswith("startup:startup.")

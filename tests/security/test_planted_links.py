@@ -24,7 +24,7 @@ from genlight.adapter.plumbing.safe_open import (
 from genlight.adapter.run.artifact_dirs import prepare_artifact_dirs, untrusted_dirs
 from genlight.adapter.run.artifacts_lock import lock_artifacts, lock_holder
 from genlight.adapter.run.ranks.notes import RankNotes
-from genlight.adapter.run.startup_failure import resolve_failure_sinks
+from genlight.adapter.run.startup_failure import log_of_failed_start
 from genlight.callbacks.stop.sources import cancel_file_is_set
 from genlight.reporters.events.event_log import EventLog
 from genlight.reporters.uploads.journal import read_journal
@@ -263,8 +263,8 @@ def test_a_failed_start_writes_no_event_into_a_folder_of_others(config_of, tmp_p
     (tmp_path / "out" / "metrics").mkdir(parents=True)
     (tmp_path / "out" / "metrics").chmod(0o777)
     config = config_of()
-    sinks = resolve_failure_sinks(spec_path=config.spec_path, overrides=[f"artifacts_dir={tmp_path / 'out'}"])
-    assert sinks.events_path is None
+    assert config.artifacts_dir == tmp_path / "out"
+    assert log_of_failed_start(config, is_from_file=True) is None
 
 
 def _begin(config):

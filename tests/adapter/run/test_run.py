@@ -992,7 +992,7 @@ def test_uploads_that_wait_for_a_url_that_is_no_longer_set_are_told(
     job = write_job(resume_from_latest=True)
     assert run(job) == 0
     assert "uploads of earlier starts are waiting (1), but no destination is set" in caplog.text
-    assert f"see `genlight uploads {job.parent}/out`" in caplog.text
+    assert f"see `genlight uploads list {job.parent}/out`" in caplog.text
 
 
 @pytest.mark.parametrize(

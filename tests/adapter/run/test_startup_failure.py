@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from genlight.adapter.run.startup_failure import UNKNOWN_RUN_ID, resolve_failure_sinks
+from genlight.adapter.job.config import read_run_config
+from genlight.adapter.run.startup_failure import log_of_failed_start
+
+
+def read(**settings):
+    """What can be told of a run, and its event log."""
+    config, _ = read_run_config(**settings)
+    return config, log_of_failed_start(config, is_from_file="spec_path" in settings)
 
 
 @pytest.fixture
@@ -32,10 +39,10 @@ def test_a_faulty_spec_still_names_its_run_its_log_and_its_terminal(spec, tmp_pa
             "capability_token": "canary",
         }
     )
-    sinks = resolve_failure_sinks(spec_path=path, environ={})
-    assert (sinks.run_id, sinks.terminal_url, sinks.token) == ("r", "http://h/t", "canary")
-    assert sinks.events_path == tmp_path / "runs" / "r" / "metrics" / "events.jsonl"
-    assert "canary" not in repr(sinks)
+    config, log = read(spec_path=path, environ={})
+    assert (config.run_id, config.uploads.terminal_url, config.token) == ("r", "http://h/t", "canary")
+    assert log == tmp_path / "runs" / "r" / "metrics" / "events.jsonl"
+    assert "canary" not in repr(config)
 
 
 def test_without_any_spec_the_environment_is_enough(spec):
@@ -45,26 +52,26 @@ def test_without_any_spec_the_environment_is_enough(spec):
         "TRAINER_CAPABILITY_TOKEN": "t",
         "TRAINER_MAX_RUNTIME_SECONDS": "never",
     }
-    sinks = resolve_failure_sinks(environ=environ)
-    assert (sinks.run_id, sinks.terminal_url, sinks.token) == (UNKNOWN_RUN_ID, "http://h/t", "t")
-    assert sinks.events_path == Path("/logs/e.jsonl")
+    config, log = read(environ=environ)
+    assert (config.run_id, config.uploads.terminal_url, config.token) == ("", "http://h/t", "t")
+    assert log == Path("/logs/e.jsonl")
 
 
 def test_a_container_has_its_default_log_even_when_the_spec_is_broken(spec):
-    sinks = resolve_failure_sinks(environ={"TRAINER_JOB_SPEC_PATH": str(spec("{"))})
-    assert sinks.events_path == Path("/tmp/training/metrics/events.jsonl")
+    _, log = read(environ={"TRAINER_JOB_SPEC_PATH": str(spec("{"))})
+    assert log == Path("/tmp/training/metrics/events.jsonl")
 
 
 def test_a_run_without_an_id_has_no_folder_and_so_no_log_unless_one_is_named(spec, tmp_path):
     path = spec("not json")
-    assert resolve_failure_sinks(spec_path=path, environ={}).events_path is None
+    assert read(spec_path=path, environ={})[1] is None
     for named in ("artifacts_dir=x", "metrics_dir=x/metrics", "events_path=x/metrics/events.jsonl"):
-        sinks = resolve_failure_sinks(spec_path=path, environ={}, overrides=[named])
-        assert sinks.events_path == tmp_path / "x" / "metrics" / "events.jsonl"
+        _, log = read(spec_path=path, environ={}, overrides=[named])
+        assert log == tmp_path / "x" / "metrics" / "events.jsonl"
 
 
 def test_a_url_that_cannot_be_requested_is_no_sink(spec):
     path = spec({"run_id": "r", "uploads": {"terminal_url": "nowhere"}})
-    assert resolve_failure_sinks(spec_path=path, environ={}).terminal_url is None
+    assert read(spec_path=path, environ={})[0].uploads.terminal_url is None
     environ = {"TRAINER_UPLOAD_TERMINAL_URL": "nowhere"}
-    assert resolve_failure_sinks(spec_path=spec({"run_id": "r"}), environ=environ).terminal_url is None
+    assert read(spec_path=spec({"run_id": "r"}), environ=environ)[0].uploads.terminal_url is None
