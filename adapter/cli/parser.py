@@ -6,7 +6,7 @@ import argparse
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
@@ -57,12 +57,16 @@ class CommandParser(ArgumentParser):
     ) -> None:
         super().__init__(*args, formatter_class=formatter_class, **kwargs)
 
+    below_options: Callable[[], str] | None = None
+    """Makes the text below the options, where the help is asked for."""
     see_also: str = ""
     """A line below the help, which is not wrapped: a path in it can be copied."""
 
     @override
     def format_help(self, formatter: argparse.HelpFormatter | None = None) -> str:
         """The help, with `see_also` below it."""
+        if self.below_options is not None:
+            self.epilog = self.below_options()
         text: str = super().format_help(formatter)
         return f"{text}\n{self.see_also}\n" if self.see_also else text
 

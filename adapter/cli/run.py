@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 
-from .parser import add_overrides
+from .parser import CommandParser, add_overrides
 from .terminal import complain
 
 __all__ = ["add_arguments", "run"]
@@ -17,7 +17,8 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.epilog = _keys_of_a_job()
+    if isinstance(parser, CommandParser):
+        parser.below_options = _keys_of_a_job
     parser.add_argument(
         "job",
         nargs="?",

@@ -40,7 +40,7 @@ class Variable:
     key: Key
 
 
-VARIABLES = tuple(Variable(key.about.variable, name, key) for name, key in all_keys() if key.about.variable)
+VARIABLES = tuple(Variable(key.variable, name, key) for name, key in all_keys() if key.variable)
 """What a run reads from its environment besides `JOB_VARIABLE`. ``HF_TOKEN`` and ``HF_HOME`` are huggingface_hub's."""
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")

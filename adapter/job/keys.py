@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import json
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from .spec import LARGEST, About, JobSpec, Rule, Settings
+from .spec import LARGEST, JobSpec, Rule, Settings
 
 __all__ = ["Key", "all_keys", "job_keys", "key_at", "keys_of", "settings_keys"]
 
@@ -34,11 +37,22 @@ class Key:
     item: Key | None = None
     """What each entry of a list must be."""
     least_entries: int = 0
-    description: str = ""
     examples: tuple[Any, ...] = ()
-    about: About = field(default_factory=About)
+    variable: str = ""
+    """The environment variable that gives it."""
+    alias: str = ""
+    """Another spelling of its name in a job file."""
+    group: str = ""
+    """Heading of the keys from this one on, in ``genlight run --help``."""
     default: Any = None
     is_required: bool = False
+    owner: type[msgspec.Struct] | None = None
+    """The struct that it is a key of."""
+
+    @property
+    def description(self) -> str:
+        """What it is for: the text below its declaration."""
+        return "" if self.owner is None else _texts(self.owner)[self.name]
 
     @property
     def is_text(self) -> bool:
@@ -80,7 +94,8 @@ def keys_of(struct: type[msgspec.Struct]) -> Mapping[str, Key]:
         default = None if each.required else each.default
         if each.default_factory is not msgspec.NODEFAULT:
             default = each.default_factory()
-        keys[each.name] = _key(each.name, hints[each.name], default, is_required=each.required)
+        key = _key(each.name, hints[each.name])
+        keys[each.name] = replace(key, default=default, is_required=each.required, owner=struct)
     return keys
 
 
@@ -101,18 +116,26 @@ def all_keys() -> Iterator[tuple[str, Key]]:
             yield from ((f"{name}.{inner}", each) for inner, each in keys_of(key.block).items())
 
 
-def _key(name: str, annotation: Any, default: Any = None, *, is_required: bool = False) -> Key:
+@cache
+def _texts(struct: type[msgspec.Struct]) -> Mapping[str, str]:
+    """The text below each field of a struct, from its source."""
+    found = {}
+    for cls in reversed([cls for cls in struct.__mro__ if cls.__module__ == JobSpec.__module__]):
+        (declared,) = ast.parse(inspect.getsource(cls)).body
+        assert isinstance(declared, ast.ClassDef)
+        for above, below in itertools.pairwise(declared.body):
+            if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name) and isinstance(below, ast.Expr):
+                found[above.target.id] = " ".join(ast.literal_eval(below.value).split())
+    return found
+
+
+def _key(name: str, annotation: Any) -> Key:
     value = _without_none(annotation)
     plain, metas = _plain(value), [*_metas(annotation), *_metas(value)]
     extras = [meta.extra for meta in metas if meta.extra]
     rules = [extra["rule"] for extra in extras if "rule" in extra]
-    common: dict[str, Any] = {
-        "description": next((meta.description for meta in metas if meta.description), ""),
-        "examples": next((tuple(meta.examples) for meta in metas if meta.examples), ()),
-        "about": next((extra["about"] for extra in extras if "about" in extra), About()),
-        "default": default,
-        "is_required": is_required,
-    }
+    common: dict[str, Any] = {key: text for extra in extras for key, text in extra.items() if key != "rule"}
+    common["examples"] = next((tuple(meta.examples) for meta in metas if meta.examples), ())
     if isinstance(plain, type) and issubclass(plain, msgspec.Struct):
         return Key(name, plain, Rule("an object"), block=plain, **common)
     if typing.get_origin(plain) in (tuple, frozenset):

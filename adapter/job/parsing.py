@@ -44,7 +44,7 @@ def is_deeper_than(value: Any, levels: int) -> bool:
 
 def canonical(name: str, keys: Mapping[str, Key]) -> str:
     """The key that `name` spells; `name` itself where it is no other spelling of one."""
-    return next((key.name for key in keys.values() if key.about.alias == name), name)
+    return next((key.name for key in keys.values() if key.alias == name), name)
 
 
 def under_one_name(
@@ -121,7 +121,7 @@ class Parser:
         if prefix:
             way_out = f"Add {addition}, or leave out `{prefix.rstrip('.')}`."
         else:
-            or_set = f", or set `{key.about.variable}`" if key.about.variable else ""
+            or_set = f", or set `{key.variable}`" if key.variable else ""
             way_out = f"Add {addition} to the job file{or_set}."
         name = f"{prefix}{key.name}"
         self.errors.add(f"`{name}` is missing. {way_out}", name=name, code=key.rule.code)

@@ -39,8 +39,10 @@ def job_schema() -> dict[str, Any]:
     )
     root = definitions.pop("JobSpec")
     blocks = [(root, job_keys()), *((definitions[name], keys_of(key.block)) for name, key in _blocks())]
-    for shape, keys in blocks:
-        aliases = {key.about.alias: name for name, key in keys.items() if key.about.alias}
+    for shape, keys in [*blocks, (definitions["SampleRequest"], keys_of(SampleRequest))]:
+        for name, key in keys.items():
+            shape["properties"][name] = {"description": key.description, **shape["properties"][name]}
+        aliases = {key.alias: name for name, key in keys.items() if key.alias}
         shape["properties"] |= {alias: shape["properties"][name] for alias, name in aliases.items()}
     root["required"] = []  # the environment and `--set` may give them
     items = root["properties"]["sample_prompts"]
@@ -73,7 +75,7 @@ def _table(title: str, keys: Iterable[Key]) -> Iterator[str]:
     yield from (f"#### {title}", "", "| key | what | default | meaning | example |", "|---|---|---|---|---|")
     for key in keys:
         example = f"`{json.dumps(key.examples[0], ensure_ascii=False)}`" if key.examples else ""
-        alias = f" Also `{key.about.alias}`." if key.about.alias else ""
+        alias = f" Also `{key.alias}`." if key.alias else ""
         yield f"| `{key.name}` | {_what(key)} | {_default(key)} | {key.description}{alias} | {example} |"
     yield ""
 
@@ -117,7 +119,7 @@ def job_outline() -> str:
     """The keys of a job in groups, one in a line with the first sentence about it, for a terminal of 80 columns."""
     lines = ["keys of a job, by what they are about"]
     for name, key in job_keys().items():
-        lines += ["", f"{key.about.group}:"] if key.about.group else []
+        lines += ["", f"{key.group}:"] if key.group else []
         sentence = re.split(r"[.;:](?:\s|$)", key.description, maxsplit=1)[0].replace("`", "")
         lines += _wrapped(sentence, f"  {name}".ljust(_INDENT))
         lines += _wrapped(", ".join(keys_of(key.block)), " " * _INDENT) if key.block is not None else []

@@ -146,7 +146,7 @@ def _of_job(raw: Mapping[str, Any], errors: ConfigErrors) -> dict[str, Any]:
     """`raw` without what is not for a job file to say."""
     elsewhere = {name: key for name, key in settings_keys().items() if name not in job_keys()}
     for name in raw.keys() & elsewhere.keys():
-        variable = elsewhere[name].about.variable
+        variable = elsewhere[name].variable
         errors.warn(f"`{name}` is ignored in a job file. Set `{variable}`, or give `--set {name}=...`.")
     return {name: value for name, value in raw.items() if name not in elsewhere and name != _FOR_EDITORS}
 

@@ -30,7 +30,7 @@ def parse(tmp_path):
 
 
 def test_every_documented_key_is_known():
-    assert {*job_keys(), *(key.about.alias for key in job_keys().values() if key.about.alias)} == {
+    assert {*job_keys(), *(key.alias for key in job_keys().values() if key.alias)} == {
         *("run_id", "request_id", "trainer", "trainer_api_version", "max_steps", "metric_every", "checkpoint_every"),
         *("sample_every", "owner", "release_ref", "hyperparams", "dataset", "mock_batches", "inputs"),
         *("resume_from_latest", "resume_checkpoint_path", "sample_prompts", "sample_seed", "capability_token"),
