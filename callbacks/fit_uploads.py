@@ -46,11 +46,11 @@ def open_uploader(trainer: pl.Trainer, directory: Path, settings: UploadConfig |
 
     Args:
         trainer: The trainer whose files are uploaded.
-        directory: Folder of the run, in which the spool lies unless `settings` are whole.
+        directory: Folder of the run, in which the queue lies unless `settings` are whole.
         settings: The configuration, or arguments of ``UploadConfig.from_environment``.
 
     Raises:
-        StartupContractError: ``startup.invalid_artifact_paths``: the spool cannot be written.
+        StartupContractError: ``startup.invalid_artifact_paths``: the queue cannot be written.
     """
     if isinstance(settings, UploadConfig):
         config = replace(settings, token=os.environ.get(ENVIRONMENT["token"], "").strip() or None)
@@ -63,7 +63,7 @@ def open_uploader(trainer: pl.Trainer, directory: Path, settings: UploadConfig |
     except OSError as error:
         raise StartupContractError(
             "startup.invalid_artifact_paths",
-            f"The upload spool {str(config.spool_dir)!r} cannot be written: {error.strerror or error}. "
+            f"The upload queue {str(config.spool_dir)!r} cannot be written: {error.strerror or error}. "
             "Choose another `directory`.",
         ) from error
     if lacking := config.lacks_for_files():

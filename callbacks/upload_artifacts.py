@@ -50,7 +50,7 @@ class UploadArtifacts(Hook):
             the fit it waits for required uploads, then sends the terminal message. If something cannot be delivered,
             the fit fails; the files are kept and the next fit delivers them first.
         run_id: Name of the run at the receiver; required without `uploader`.
-        directory: Folder of the run, which holds the spool; None means the trainer's ``default_root_dir``.
+        directory: Folder of the run, which holds the queue; None means the trainer's ``default_root_dir``.
         owner: Owner of the files in the file store.
         metrics_url: Endpoint for metrics. This and the URLs below default to the environment
             (``TRAINER_UPLOAD_METRICS_URL`` and so on, ``TENSORHUB_URL``). The token can only come from the environment
@@ -136,7 +136,7 @@ class UploadArtifacts(Hook):
             final: Whether it is the end of the run; a record says so itself.
 
         Raises:
-            UploadError: A file is missing, or the spool cannot be written.
+            UploadError: A file is missing, or the queue cannot be written.
         """
         if self._uploader is None:
             return
@@ -150,7 +150,7 @@ class UploadArtifacts(Hook):
         """Queue samples that are durable: each JSON or text with the files that follow it.
 
         Raises:
-            UploadError: A file is missing, or the spool cannot be written; the other samples are queued all the same.
+            UploadError: A file is missing, or the queue cannot be written; the other samples are queued all the same.
         """
         if self._uploader is None:
             return

@@ -16,17 +16,8 @@ from typing import Any
 
 from ...reporters.uploads.artifact import Artifact, files_outside, unpack
 from ...reporters.uploads.config import SPOOL_DIRECTORY, UploadConfig
-from ...reporters.uploads.journal import (
-    DESCRIPTION,
-    JOURNAL,
-    Description,
-    Entry,
-    fault_of,
-    read_description,
-    read_journal,
-)
 from ...reporters.uploads.payloads import encode, metrics_payload
-from ...reporters.uploads.spool import Spool
+from ...reporters.uploads.queue import ABOUT, Description, Entry, Queue, fault_of, read_description, read_entries
 from ...reporters.uploads.targets import open_target
 from ..contract.exceptions import StartupContractError, UploadError
 from ..job.config import RunConfig, read_run_config
@@ -69,10 +60,10 @@ def run(args: argparse.Namespace) -> int:
     if not spool.is_dir():
         problem = f"{spool} is not a directory" if spool.exists() else f"there is no directory {spool}"
         return complain("uploads", f"{problem}; name the artifacts directory of a run", _USAGE)
-    if not (spool / DESCRIPTION).exists() and not (spool / JOURNAL).exists():
-        return complain("uploads", f"nothing is waiting: {spool} has no upload spool", _DELIVERED)
+    if not (spool / ABOUT).exists():
+        return complain("uploads", f"nothing is waiting: {spool} has no upload queue", _DELIVERED)
     try:
-        about, entries = read_description(spool), _sound(read_journal(spool))
+        about, entries = read_description(spool), _sound(read_entries(spool))
     except UploadError as error:
         return complain("uploads", str(error), _USAGE)
     if args.action == "retry":
@@ -93,7 +84,7 @@ def _sound(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _spool_of(run_dir: Path) -> Path:
-    """The spool of the run at `run_dir`, which may be the spool itself."""
+    """The queue of the run at `run_dir`, which may be the queue itself."""
     inside = run_dir / SPOOL_DIRECTORY
     return inside if inside.is_dir() else run_dir
 
@@ -142,15 +133,15 @@ def _retry(args: argparse.Namespace, spool: Path, about: Description, entries: S
             result = uploader.deliver_waiting_terminal()
     for item in result.undelivered:
         complain("uploads", str(item), _LEFT)
-    left = len(read_journal(spool))
+    left = len(read_entries(spool))
     say(f"{len(entries) - left} delivered, {left} left")
     return _LEFT if left else _DELIVERED
 
 
 def _config(args: argparse.Namespace, spool: Path, about: Description) -> UploadConfig:
-    """Settings of the environment, else of the job spec; whose run it is, the spool knows.
+    """Settings of the environment, else of the job spec; whose run it is, the queue knows.
 
-    Where to send what waits, the spool does not decide: it may have come with a folder from elsewhere.
+    Where to send what waits, the queue does not decide: it may have come with a folder from elsewhere.
     """
     settings = _settings(args.job)
     places = (settings.checkpoints_dir, settings.samples_dir)
@@ -215,14 +206,14 @@ def _export(args: argparse.Namespace, spool: Path, about: Description, entries: 
             messages.write(encode(_message(entry, about.run_id)) + b"\n")
     if args.remove:
         return _remove(spool, entries, lost)
-    say(f"{len(entries)} exported to {target}; they still wait in the spool")
+    say(f"{len(entries)} exported to {target}; they still wait in the queue")
     return _LEFT if lost else _DELIVERED
 
 
 def _remove(spool: Path, exported: Sequence[Entry], lost: int) -> int:
-    """Take what was exported out of the spool, for uploads that no server will ever accept."""
+    """Take what was exported out of the queue, for uploads that no server will ever accept."""
     try:
-        opened = Spool(spool)
+        opened = Queue(spool)
     except UploadError as error:
         return complain("uploads", str(error), _LEFT)
     with contextlib.closing(opened):
@@ -230,7 +221,7 @@ def _remove(spool: Path, exported: Sequence[Entry], lost: int) -> int:
             opened.remove(entry)
         if (refusal := opened.catch_up()) is not None:
             return complain("uploads", f"exported, but {spool} cannot be written: {refusal.strerror}", _LEFT)
-    say(f"{len(exported)} exported and removed from the spool")
+    say(f"{len(exported)} exported and removed from the queue")
     return _LEFT if lost else _DELIVERED
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from ...callbacks.checkpoint.format.record import CheckpointRecord
 from ...callbacks.checkpoint.unqueued import never_queued
 from ...reporters.uploads import SPOOL_DIRECTORY, UploadConfig, Uploader
-from ...reporters.uploads.journal import read_journal
+from ...reporters.uploads.queue import read_entries
 from ..contract.exceptions import StartupContractError, UploadError
 from ..job.config import RunConfig
 
@@ -22,9 +22,9 @@ def open_uploader(config: RunConfig) -> Uploader | None:
     """The uploader of a run, which still has to be started; None where nothing is to be sent.
 
     Raises:
-        UploadError: The spool is damaged.
-        StartupContractError: Another run has the spool open, or its uploads wait in it; the spool cannot be written; a
-            target is not a place for uploads; or the environment's proxies cannot be used.
+        UploadError: A file of the queue is damaged.
+        StartupContractError: Another run has the queue open; the queue cannot be written; a target is not a place for
+            uploads; or the environment's proxies cannot be used.
     """
     wanted = UploadConfig(
         run_id=config.run_id,
@@ -54,7 +54,7 @@ def open_uploader(config: RunConfig) -> Uploader | None:
     except OSError as error:
         raise StartupContractError(
             "startup.invalid_artifact_paths",
-            f"The upload spool {str(wanted.spool_dir)!r} cannot be written: {error.strerror or error}. "
+            f"The upload queue {str(wanted.spool_dir)!r} cannot be written: {error.strerror or error}. "
             "Choose another folder with `TRAINER_ARTIFACTS_DIR` or `--set artifacts_dir=...`.",
         ) from error
 
@@ -62,7 +62,7 @@ def open_uploader(config: RunConfig) -> Uploader | None:
 def _tell_of_what_waits(spool_dir: Path) -> None:
     """A start without destinations delivers nothing, and would look as if all had arrived."""
     try:
-        waiting = sum(entry.kind in ("checkpoint", "sample") for entry in read_journal(spool_dir))
+        waiting = sum(entry.kind in ("checkpoint", "sample") for entry in read_entries(spool_dir))
     except (UploadError, OSError) as error:
         log.warning("what is waiting for upload cannot be determined: %s", error)
         return

@@ -1,4 +1,4 @@
-"""The files of one checkpoint or sample, as the spool remembers them."""
+"""The files of one checkpoint or sample, as the queue remembers them."""
 
 from __future__ import annotations
 
@@ -56,8 +56,15 @@ class Artifact:
     main: str
     """The commit record, sample or only file, by the path with which it was queued."""
     final: bool = False
-    held: bool = False
-    """Whether the files are hard links of ours, which are removed with the entry."""
+
+    def is_same(self, other: Artifact) -> bool:
+        """Whether `other` is about the same files, which may be held by other links."""
+
+        def identity(artifact: Artifact) -> tuple[object, ...]:
+            files = [(file.name, file.layout, file.size_bytes, file.mtime_ns) for file in artifact.files]
+            return artifact.local_path, artifact.main, artifact.final, files
+
+        return identity(self) == identity(other)
 
     def body(self) -> dict[str, Any]:
         """The artifact as plain data."""
@@ -110,7 +117,6 @@ def pack(
     reported: str | None = None,
     final: bool = False,
     main_reported: str | None = None,
-    held: bool = False,
 ) -> Artifact:
     """Look at the files of an artifact and put them in order.
 
@@ -123,7 +129,6 @@ def pack(
         reported: What the message calls the path it describes; None for its own.
         final: Whether this is the end of the run.
         main_reported: What `main` is called where it is a link of ours; None for its own path.
-        held: Whether the files are links of ours.
 
     Raises:
         UploadError: A file does not exist, or two would have the same name in a store.
@@ -137,11 +142,11 @@ def pack(
     subject = None if subject_path.is_dir() else ordered.index(subject_path)
     local_path = stored_path(subject_path if reported is None else reported, root)
     named_main = stored_path(main_path if main_reported is None else main_reported, root)
-    return Artifact(local_path, packed, subject, size, named_main, final, held)
+    return Artifact(local_path, packed, subject, size, named_main, final)
 
 
 def stored_path(path: str | os.PathLike[str], root: Path) -> str:
-    """`path` as the spool remembers it: relative to `root` when inside, else absolute."""
+    """`path` as the queue remembers it: relative to `root` when inside, else absolute."""
     absolute = Path(os.path.abspath(path))
     return str(absolute.relative_to(root) if absolute.is_relative_to(root) else absolute)
 

@@ -12,7 +12,7 @@ from ...adapter.plumbing.urls import parse_origins, safe_url, trusted_origins, u
 __all__ = ["ENVIRONMENT", "SPOOL_DIRECTORY", "UploadConfig"]
 
 SPOOL_DIRECTORY = "uploads"
-"""Name of the spool within a run's artifacts directory."""
+"""Name of the queue within a run's artifacts directory."""
 
 
 ENVIRONMENT = {
@@ -51,7 +51,7 @@ class UploadConfig:
 
     run_id: str
     spool_dir: str | Path
-    """Directory of the spool, best within the run's artifacts: paths inside its parent are kept relative, so that a
+    """Directory of the queue, best within the run's artifacts: paths inside its parent are kept relative, so that a
     folder that was moved still delivers."""
     owner: str = ""
     token: str | None = field(default=None, repr=False)
@@ -66,8 +66,8 @@ class UploadConfig:
     targets: Sequence[str] = field(default=(), repr=False)
     """Further destinations of checkpoints and samples: ``hf://owner/name``, or any URL that fsspec opens."""
     roots: Sequence[str | Path] = ()
-    """Folders that files of an earlier process may lie in, beside the parent of the spool; files that the journal
-    names elsewhere are not sent."""
+    """Folders that files of an earlier process may lie in, beside the parent of the queue; files that an
+    entry names elsewhere are not sent."""
     deadline_s: float = 60.0
     """Seconds that the end of a run waits for uploads to settle."""
     timeout_s: float = 30.0

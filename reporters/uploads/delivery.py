@@ -1,4 +1,4 @@
-"""The delivery of one entry of the spool, one request at a time."""
+"""The delivery of one entry of the queue."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import msgspec
 
 from .artifact import Artifact, unpack
 from .config import UploadConfig
-from .hard_links import release
-from .journal import Entry
 from .payloads import (
     FileFacts,
     UploadedFile,
@@ -25,9 +23,9 @@ from .payloads import (
     metrics_payload,
     remote_name,
 )
-from .spool import Spool
+from .queue import Entry, Queue, Receipt
 from .targets import Shipment, Target
-from .transfers import Contradicted, Refused, Wire, facts_of
+from .transfers import Contradicted, Interrupted, Refused, Wire, facts_of
 
 __all__ = ["Delivery", "receipt_key"]
 
@@ -36,7 +34,7 @@ CONTRADICTIONS_ALLOWED = 4
 
 
 def receipt_key(kind: str, local_path: str) -> str:
-    """Under which name the spool remembers the delivery of an artifact."""
+    """The key of the receipt of an artifact."""
     return f"{kind}:{local_path}"
 
 
@@ -44,84 +42,69 @@ def receipt_key(kind: str, local_path: str) -> str:
 class _Progress:
     """What is known of an artifact while it is being delivered."""
 
-    looked: bool = False
-    """Whether it was decided that it must be sent."""
     facts: dict[tuple[str, int, int], FileFacts] = field(default_factory=dict)
     contradictions: int = 0
 
 
 class Delivery:
-    """Brings entries to their destinations; for use by one thread.
+    """Brings entries to their destinations. Threads may deliver different entries at the same time.
 
     An artifact is delivered in parts (each file, each target, the message), and each part that arrived is noted in the
-    spool, so that neither a failure nor a restart sends it again.
+    queue, so that neither a failure nor a restart sends it again.
     """
 
     def __init__(
         self,
         config: UploadConfig,
-        spool: Spool,
+        queue: Queue,
         wire: Wire,
         targets: Mapping[str, Target],
         interrupted: Callable[[], bool],
     ) -> None:
         self._config = config
-        self._spool = spool
+        self._queue = queue
         self._wire = wire
         self._targets = targets
         self._interrupted = interrupted
-        self._root = spool.directory.parent
+        self._root = queue.directory.parent
         self._progress: dict[int, _Progress] = {}
 
-    def advance(self, entry: Entry) -> bool:
-        """Make the next request for `entry`, which is not a terminal message; True once nothing is left to do for it.
+    def deliver(self, entry: Entry, timeout_s: float) -> None:
+        """Make the requests that are left to make for `entry`.
+
+        Args:
+            entry: An entry of the queue, in which it stays.
+            timeout_s: Seconds without a byte after which a terminal message counts as stalled.
 
         Raises:
-            TryAgain: The request failed in a way that may pass.
+            TryAgain: A request failed in a way that may pass.
             Refused: It can't succeed.
             Interrupted: The uploader is closing.
         """
         if entry.kind == "metrics":
-            return self._send_metrics(entry)
-        progress = self._progress.setdefault(entry.seq, _Progress())
-        try:
-            done = self._advance_artifact(entry, unpack(entry.body), progress)
-        except BaseException:
-            progress.looked = False  # what is on disk may be the reason
-            raise
-        if done:
-            del self._progress[entry.seq]
-        return done
-
-    def send_terminal(self, entry: Entry, timeout_s: float) -> None:
-        """Send a terminal message; any thread may do it.
-
-        Raises:
-            TryAgain: The request failed in a way that may pass.
-            Refused: It can't succeed.
-        """
-        self._wire.post(self._config.terminal_url or "", encode(entry.body["payload"]), entry.body["key"], timeout_s)
+            body = encode(metrics_payload(self._config.run_id, entry.step, entry.body["metrics"]))
+            self._post(entry, self._config.metrics_url, body, hashlib.sha256(body).hexdigest(), "")
+        elif entry.kind == "terminal":
+            url = self._config.terminal_url or ""
+            self._wire.post(url, encode(entry.body["payload"]), entry.body["key"], timeout_s)
+            self._queue.add_receipt(Receipt(entry.body["key"]))
+        else:
+            self._deliver_artifact(entry, unpack(entry.body))
 
     def forget(self, entry: Entry) -> None:
-        """`entry` was given up; drop what is remembered of its files."""
+        """Drop what is remembered of the files of an entry that was delivered or given up."""
         self._progress.pop(entry.seq, None)
 
-    def _send_metrics(self, entry: Entry) -> bool:
-        body = encode(metrics_payload(self._config.run_id, entry.step, entry.body["metrics"]))
-        self._post(entry, self._config.metrics_url, body, hashlib.sha256(body).hexdigest(), "")
-        return True
-
-    def _advance_artifact(self, entry: Entry, artifact: Artifact, progress: _Progress) -> bool:
-        if not progress.looked and (self._is_superseded(entry, artifact) or self._was_delivered(entry, artifact)):
-            self._let_go(artifact)
-            return True
-        progress.looked = True
-        self._deliver_part(entry, artifact, self._next_part(entry, artifact))
-        if self._next_part(entry, artifact):
-            return False
+    def _deliver_artifact(self, entry: Entry, artifact: Artifact) -> None:
+        self._progress.setdefault(entry.seq, _Progress())
+        if self._is_superseded(entry, artifact) or self._was_delivered(entry, artifact):
+            return
+        while part := self._next_part(entry, artifact):
+            if self._interrupted():
+                raise Interrupted
+            entry.parts[part] = self._deliver_part(entry, artifact, part)
+            self._queue.save(entry)
         self._remember(entry, artifact)
-        self._let_go(artifact)
-        return True
 
     def _parts(self, entry: Entry, artifact: Artifact) -> list[str]:
         files = [f"put:{index}" for index in range(len(artifact.files))] if self._config.stores_files() else []
@@ -146,20 +129,20 @@ class Delivery:
         now = self._facts_of(entry, artifact, int(part[4:]))
         return bool(receipt["sha256"] == now.sha256)  # else the file was replaced meanwhile
 
-    def _deliver_part(self, entry: Entry, artifact: Artifact, part: str) -> None:
-        if part.startswith("put:"):
-            self._put(entry, artifact, int(part[4:]))
-        elif part.startswith("to:"):
-            self._targets[part[3:]].deliver(self._shipment(entry, artifact))
-            self._spool.note_part(entry, part, {})
-        elif part == "post":
+    def _deliver_part(self, entry: Entry, artifact: Artifact, part: str) -> dict[str, Any]:
+        """Deliver one part; returns its receipt."""
+        kind, _, which = part.partition(":")
+        if kind == "put":
+            return self._put(entry, artifact, int(which))
+        if kind == "to":
+            self._targets[which].deliver(self._shipment(entry, artifact))
+        elif which:
+            self._post_file(entry, artifact, int(which))
+        else:
             self._post_subject(entry, artifact)
-            self._spool.note_part(entry, part, {})
-        elif part.startswith("post:"):
-            self._post_file(entry, artifact, int(part[5:]))
-            self._spool.note_part(entry, part, {})
+        return {}
 
-    def _put(self, entry: Entry, artifact: Artifact, index: int) -> None:
+    def _put(self, entry: Entry, artifact: Artifact, index: int) -> dict[str, Any]:
         file, facts = artifact.files[index], self._facts_of(entry, artifact, index)
         name = remote_name(entry.step, file.name, final=artifact.final)
         config = self._config
@@ -175,7 +158,8 @@ class Delivery:
             if progress.contradictions > CONTRADICTIONS_ALLOWED:
                 raise Refused(error.reason) from error
             raise
-        self._spool.note_part(entry, f"put:{index}", msgspec.to_builtins(uploaded))
+        built: dict[str, Any] = msgspec.to_builtins(uploaded)
+        return built
 
     def _post_subject(self, entry: Entry, artifact: Artifact) -> None:
         facts, uploaded = self._subject(entry, artifact)
@@ -239,15 +223,15 @@ class Delivery:
         """Whether the files were replaced and a later entry delivers what is there now."""
         if all(file.is_unchanged(self._root) for file in artifact.files):
             return False
-        later = (other for other in self._spool.entries(entry.kind) if other.seq > entry.seq)
+        later = (other for other in self._queue.entries(entry.kind) if other.seq > entry.seq)
         return any(other.body.get("local_path") == artifact.local_path for other in later)
 
     def _was_delivered(self, entry: Entry, artifact: Artifact) -> bool:
         """Whether exactly this was delivered before: a resumed run writes the same checkpoint again."""
-        receipt = self._spool.receipt(receipt_key(entry.kind, artifact.local_path))
+        receipt = self._queue.receipt(receipt_key(entry.kind, artifact.local_path))
         if receipt is None or entry.parts:
             return False
-        return bool(receipt["content"] == self._content_digest(entry, artifact))
+        return receipt.content == self._content_digest(entry, artifact)
 
     def _content_digest(self, entry: Entry, artifact: Artifact) -> str:
         sends_all = self._config.stores_files() or self._targets or entry.kind == "sample"
@@ -260,12 +244,14 @@ class Delivery:
         """Under the name that the message reports, and under that of the record, which may differ."""
         content, address = self._content_digest(entry, artifact), self._address(entry, artifact)
         main = len(artifact.files) - 1
+        about = {artifact.local_path: self._subject(entry, artifact)}
         if artifact.main != artifact.local_path and artifact.files[main].layout == Path(artifact.main).name:
-            facts, uploaded = self._facts_of(entry, artifact, main), self._uploaded(entry, main)
-            about_main = _receipt_of(facts, uploaded, content, address)
-            self._spool.add_receipt(receipt_key(entry.kind, artifact.main), about_main)
-        about_subject = _receipt_of(*self._subject(entry, artifact), content, address)
-        self._spool.add_receipt(receipt_key(entry.kind, artifact.local_path), about_subject)
+            about[artifact.main] = self._facts_of(entry, artifact, main), self._uploaded(entry, main)
+        for path, (facts, uploaded) in about.items():
+            sha256 = uploaded.sha256 if uploaded else facts.sha256
+            ref = uploaded.ref if uploaded else None
+            key = receipt_key(entry.kind, path)
+            self._queue.add_receipt(Receipt(key, content, ref, sha256, facts.size_bytes, address))
 
     def _address(self, entry: Entry, artifact: Artifact) -> str | None:
         """Where the file that the others hang on lies now: in the file store, else at the first target."""
@@ -275,17 +261,3 @@ class Delivery:
         for target in self._targets.values():
             return target.address(self._config.run_id, f"{entry.kind}s", artifact.files[-1].layout)
         return None
-
-    def _let_go(self, artifact: Artifact) -> None:
-        if artifact.held:
-            release(self._spool.directory, artifact.files[-1].location(self._root))
-
-
-def _receipt_of(facts: FileFacts, uploaded: UploadedFile | None, content: str, address: str | None) -> dict[str, Any]:
-    return {
-        "address": address,
-        "content": content,
-        "ref": uploaded.ref if uploaded else None,
-        "sha256": uploaded.sha256 if uploaded else facts.sha256,
-        "size_bytes": facts.size_bytes,
-    }

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...adapter.contract.exceptions import UploadError
-from .journal import Entry
 from .payloads import Kind
+from .queue import Entry
 
 __all__ = ["REQUIRED_KINDS", "SettleResult", "Undelivered", "undelivered"]
 
@@ -45,7 +45,7 @@ def undelivered(entry: Entry, reason: str) -> Undelivered:
 class SettleResult:
     """What is left after waiting for uploads.
 
-    `lost_metrics` counts metric entries that were refused, or dropped because the spool was full.
+    `lost_metrics` counts metric entries that were refused, or dropped because too many waited.
     """
 
     undelivered: Sequence[Undelivered] = ()
@@ -74,5 +74,5 @@ class SettleResult:
         others = f" and {count - 1} more" if count > 1 else ""
         kept = "; kept for the next start"
         if self.disk_refusal:
-            kept = f", nor kept for the next start, since the spool cannot be written: {self.disk_refusal}"
+            kept = f", nor kept for the next start, since the queue cannot be written: {self.disk_refusal}"
         return UploadError(f"{first}{others} not delivered{kept}", auth=self.auth)

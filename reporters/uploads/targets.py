@@ -44,7 +44,7 @@ class Target(Protocol):
 
     @property
     def name(self) -> str:
-        """What the spool and messages call it; no secrets."""
+        """What the queue and messages call it; no secrets."""
         ...
 
     def address(self, run_id: str, folder: str, name: str) -> str:

@@ -1,31 +1,34 @@
-"""Delivers what a run produced, in the background: the public face of the spool and of the thread that empties it.
+"""Delivers what a run produced, in the background.
 
-Adding an entry costs the training thread one short write.
+Adding an entry costs the training thread the writing of one small file. A thread for each kind delivers its entries in
+order, so that a metrics endpoint that is down does not hold up a checkpoint, nor a large checkpoint the metrics.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from ...adapter.contract.exceptions import StartupContractError, UploadError
+from ...adapter.contract.exceptions import StartupContractError, ThreadLimitError, UploadError
 from ...adapter.plumbing.http import build_client
-from .artifact import Artifact, files_in, pack, stored_path, unpack
+from ...adapter.plumbing.retry import LONGEST_RETRY_AFTER_S, RetryPolicy, with_retries
+from ...adapter.plumbing.threads import started
+from ...adapter.plumbing.urls import safe_url
+from .artifact import Artifact, files_in, files_outside, pack, stored_path, unpack
 from .config import UploadConfig
 from .delivery import Delivery, receipt_key
-from .delivery_thread import DeliveryThread
-from .hard_links import HardLinks, hold
-from .journal import Entry
-from .outcome import SettleResult, undelivered
-from .payloads import Kind, TerminalPayload, UploadedFile
-from .spool import Spool, SpoolInUseError, claim, look_through
+from .outcome import REQUIRED_KINDS, SettleResult, undelivered
+from .payloads import Kind, TerminalPayload, UploadedFile, idempotency_key, terminal_payload
+from .queue import Description, Entry, Queue, QueueInUseError, fault_of, queue_of_run, read_description
 from .targets import open_target
-from .terminal import enqueue_terminal, note_acknowledged, send_terminal, with_reference
-from .transfers import Refused, Wire
+from .transfers import Interrupted, Refused, TryAgain, Wire
 
 __all__ = ["Uploader"]
 
@@ -34,12 +37,139 @@ log = logging.getLogger(__name__)
 StrPath = str | os.PathLike[str]
 CLOSE_WAIT_S = 2.0
 METRICS_GRACE_S = 5.0
+PROGRESS_EVERY_S = 1.0
+SETTLING_BACKOFF_CAP_S = 5.0
+"""Longest pause between tries while a run waits for its end."""
+SHORTEST_TRY_S = 0.05
+BEYOND_LIMIT_S = 0.2
+"""How much longer than its deadline a terminal message is waited for, so that its thread can say why it gave up."""
+
+
+class _GaveUpError(Exception):
+    """There is no time left for another try."""
+
+
+class _Lane:
+    """The entries of one kind on their way, and what went wrong with the last of them.
+
+    Args:
+        uploader: Whose entries they are.
+        kind: Their kind.
+        end: When to give up, on the clock of ``time.monotonic``; None goes on until the uploader closes.
+    """
+
+    def __init__(self, uploader: Uploader, kind: Kind, *, end: float | None = None) -> None:
+        self.kind = kind
+        self.last_reason = ""
+        self.thread: threading.Thread | None = None
+        self._uploader = uploader
+        self._end = end
+        self._failed = TryAgain("")
+        """Of the last try that failed."""
+        self._level = logging.WARNING
+
+    def start(self) -> None:
+        """Begin to deliver; calling it again has no effect. Raises a `ThreadLimitError` where no thread can be had."""
+        if self.thread is None:
+            self.thread = started(threading.Thread(target=self._run, name=f"genlight-uploads-{self.kind}", daemon=True))
+
+    def deliver_while_open(self, entry: Entry) -> None:
+        """Try until `entry` is delivered or refused, no time is left, or the uploader closes."""
+        with contextlib.suppress(Interrupted, UploadError):  # which an uploader that closes, or its queue, raises
+            self._deliver(entry)
+
+    def _deliver(self, entry: Entry) -> None:
+        uploader, config = self._uploader, self._uploader.config
+        policy = RetryPolicy(sys.maxsize, config.backoff_base_s, config.backoff_cap_s, LONGEST_RETRY_AFTER_S)
+        parts = len(entry.parts)
+
+        def progressed() -> bool:
+            nonlocal parts
+            before, parts = parts, len(entry.parts)
+            return parts > before
+
+        try:
+            with_retries(lambda: self._try(entry), policy, self._pause, progressed=progressed)
+        except Refused as error:
+            uploader.refuse(entry, error)
+        except _GaveUpError:
+            return
+        else:
+            uploader.queue.remove(entry)
+        self.last_reason = ""
+        uploader.delivery.forget(entry)
+        with uploader.condition:
+            uploader.condition.notify_all()
+
+    def _run(self) -> None:
+        uploader = self._uploader
+        while True:
+            with uploader.condition:
+                if uploader.closing.is_set():
+                    return
+                entry = uploader.queue.head(self.kind)
+                if entry is None:
+                    uploader.condition.wait()
+                    continue
+                if self.kind == "metrics":
+                    entry.attempted = True  # from here on nothing may be merged into it
+            self.deliver_while_open(entry)
+
+    def _try(self, entry: Entry) -> None:
+        uploader, timeout_s = self._uploader, self._uploader.config.timeout_s
+        if self._end is not None:
+            timeout_s = min(timeout_s, max(SHORTEST_TRY_S, self._end - time.monotonic()))
+        try:
+            uploader.delivery.deliver(entry, timeout_s)
+        except (Refused, Interrupted, UploadError):
+            raise
+        except TryAgain as error:
+            self._failed = error
+        except OSError as error:  # a network file system may have it again soon
+            self._failed = TryAgain(f"its files cannot be read: {error.strerror or error}")
+        except Exception as error:
+            if uploader.closing.is_set():
+                raise Interrupted from error
+            log.exception("delivering a %s failed unexpectedly", entry.kind)
+            raise Refused(f"unexpected {type(error).__name__}") from error
+        else:
+            return
+        if uploader.closing.is_set():
+            raise Interrupted
+        self._level = logging.DEBUG if self.last_reason else logging.WARNING
+        self.last_reason = self._failed.reason
+        raise self._failed
+
+    def _pause(self, seconds: float) -> None:
+        """Wait before the next try: less where a run waits for its end, but as long as the server asked."""
+        uploader, begun = self._uploader, time.monotonic()
+        asked_s = self._failed.retry_after_s or 0.0
+        told = False
+        with uploader.condition:
+            was_settling = uploader.settling
+            while not uploader.closing.is_set():
+                if uploader.settling or self._end is not None:
+                    seconds = max(min(seconds, SETTLING_BACKOFF_CAP_S), asked_s)
+                if not told:
+                    told = True
+                    text = "upload of %s failed (%s); next try in %.1f s"
+                    log.log(self._level, text, self.kind, self.last_reason, seconds)
+                left = begun + seconds - time.monotonic()
+                if self._end is not None and begun + seconds >= self._end:
+                    raise _GaveUpError
+                if left <= 0 or (uploader.settling and not was_settling and not asked_s):
+                    return
+                uploader.condition.wait(left)
+        raise Interrupted
 
 
 class Uploader:
     """Delivers what is enqueued, in the background, also what an earlier process of the run left behind.
 
-    `starts` counts how often an uploader was made for the run's spool, this time included.
+    Attributes:
+        config: Destinations and limits.
+        starts: How often an uploader was made for the run's queue, this time included.
+        failure: The first required upload that was refused for good in this attempt; None while there is none.
 
     Args:
         config: Destinations and limits. The token stays in memory: pass it at each start.
@@ -47,35 +177,80 @@ class Uploader:
             starts anew will end in a way of its own, and drops it.
 
     Raises:
-        UploadError: The spool's journal is damaged, or a target's package is missing.
-        StartupContractError: ``startup.artifacts_in_use``: another run has the spool open, or its uploads wait in it.
-            Or the environment's proxies or certificates cannot be used.
+        UploadError: A file of the queue is damaged, or a target's package is missing.
+        StartupContractError: ``startup.artifacts_in_use``: another run has the queue open. Or the environment's
+            proxies or certificates cannot be used.
         ValueError: A target's URL is malformed.
     """
 
     def __init__(self, config: UploadConfig, *, keep_terminal: bool = False) -> None:
         self.config = config
-        self._targets = {target.name: target for target in map(open_target, config.targets)}
+        self.failure: UploadError | None = None
+        self.condition = threading.Condition()
+        """Guards what the threads of the kinds choose from; notified when that changes."""
+        self.closing = threading.Event()
+        self.settling = False
+        """Whether somebody waits for what is left, so that pauses between tries are short."""
+        self._lost_metrics = 0
+        targets = {target.name: target for target in map(open_target, config.targets)}
         self._client = build_client(config.token, config.origins(), timeout_s=config.timeout_s)
         try:
-            self._spool = Spool(config.spool_dir)
-        except SpoolInUseError as error:
+            self.queue = Queue(queue_of_run(Path(os.path.abspath(config.spool_dir)), config.run_id))
+        except QueueInUseError as error:
             self._client.close()
             raise StartupContractError("startup.artifacts_in_use", str(error)) from error
         except BaseException:
             self._client.close()
             raise
-        self._root = self._spool.directory.parent
-        self._closing = threading.Event()
-        wire = Wire(self._client, resume_from_bytes=config.resume_from_bytes, interrupted=self._closing.is_set)
-        self._delivery = Delivery(config, self._spool, wire, self._targets, self._closing.is_set)
-        self._thread = DeliveryThread(config, self._spool, self._delivery, self._closing)
+        self._root = self.queue.directory.parent
+        wire = Wire(self._client, resume_from_bytes=config.resume_from_bytes, interrupted=self.closing.is_set)
+        self.delivery = Delivery(config, self.queue, wire, targets, self.closing.is_set)
+        kinds: tuple[Kind, ...] = ("metrics", "sample", "checkpoint")
+        self._lanes = {kind: _Lane(self, kind) for kind in kinds if config.wants(kind)}
         try:
-            self.starts = claim(self._spool, config, sorted(self._targets))
-            look_through(self._spool, config, keep_terminal=keep_terminal)
+            self.starts = self._claim(sorted(targets))
+            self._look_through(keep_terminal=keep_terminal)
         except BaseException:
             self.close()
             raise
+
+    def _claim(self, targets: list[str]) -> int:
+        """Write down whose queue it is; returns how often an uploader was made for it."""
+        config = self.config
+        try:
+            before = read_description(self.queue.directory)
+        except UploadError:
+            before = Description(config.run_id)
+        starts = max(before.starts, 0) + 1 if before.run_id == config.run_id else 1
+        stores_files = config.stores_files()
+        self.queue.describe(Description(config.run_id, config.owner, targets, starts, stores_files))
+        return starts
+
+    def _look_through(self, *, keep_terminal: bool) -> None:
+        """Drop what cannot be delivered any more, and refuse files that are none of the run's.
+
+        A queue that came with a folder from elsewhere could name any file of this machine.
+        """
+        queue, root = self.queue, self._root
+        for entry in queue.entries():
+            fault = fault_of(entry)
+            if fault is not None:
+                log.warning("an upload of kind %s in %s is ignored: %s", entry.kind, queue.directory, fault)
+            elif entry.kind in ("checkpoint", "sample"):
+                artifact = unpack(entry.body)
+                missing = [file.path for file in artifact.files if not file.location(root).exists()]
+                outside = files_outside(artifact, root, self.config.roots)
+                if missing:
+                    log.warning("the %s of step %d is no longer there to upload: %s", entry.kind, entry.step, missing)
+                    queue.remove(entry)
+                elif outside:
+                    reason = f"{outside[0]} lies outside of the run's folders; name its folder as another root"
+                    queue.fail(entry, reason, auth=False)
+            if fault is not None or (entry.kind == "terminal" and not keep_terminal):
+                queue.remove(entry)  # an earlier attempt's terminal message is out of date
+        for kind in REQUIRED_KINDS:
+            if queue.entries(kind) and not self.config.wants(kind):
+                log.warning("uploads of kind %s wait in %s, but no URL is set for them", kind, queue.directory)
 
     # enqueueing, from the training thread
 
@@ -87,9 +262,17 @@ class Uploader:
         if not self.config.wants("metrics"):
             return
         values = {name: float(value) for name, value in metrics.items()}
-        with self._thread.condition:
-            self._add_or_merge_metrics(values, step)
-            self._thread.condition.notify_all()
+        with self.condition:
+            waiting = self.queue.entries("metrics")
+            if waiting and waiting[-1].step == step and not waiting[-1].attempted:
+                waiting[-1].body = {"metrics": {**waiting[-1].body["metrics"], **values}}
+                self.queue.save(waiting[-1])
+                return
+            for oldest in waiting[: max(0, len(waiting) + 1 - self.config.max_pending_metrics)]:
+                self.queue.remove(oldest)
+                self._count_lost_metrics("too many wait for an endpoint that is away")
+            self.queue.add("metrics", step, {"metrics": values})
+            self.condition.notify_all()
 
     def enqueue_checkpoint(
         self,
@@ -112,14 +295,20 @@ class Uploader:
             hold: Whether the files may be deleted without asking `pending_paths`; hard links keep their content then.
 
         Raises:
-            UploadError: A file is missing, or the spool cannot be written; it is tried from memory then.
+            UploadError: A file is missing, or the queue cannot be written; it is tried from memory then.
         """
         if not self.config.wants("checkpoint"):
             return
         main, subject = Path(os.path.abspath(record_path)), Path(os.path.abspath(primary_path or record_path))
         wanted = [path for given in (*files, subject, main) for path in files_in(given)]
-        held = self._hold(main, wanted) if hold else None
-        place = held.link_of if held is not None else Path
+        seq = self.queue.new_seq()
+        folder = self._held_folder(seq, main, wanted) if hold else None
+
+        def place(path: Path) -> Path:
+            if folder is None:
+                return path
+            return folder / (path.relative_to(main.parent) if path.is_relative_to(main.parent) else path.name)
+
         artifact = pack(
             self._root,
             place(main),
@@ -128,58 +317,76 @@ class Uploader:
             reported=str(subject),
             main_reported=str(main),
             final=final,
-            held=held is not None,
         )
-        self._enqueue_artifact("checkpoint", step, artifact)
+        self._enqueue_artifact("checkpoint", step, artifact, seq)
 
     def enqueue_sample(self, path: StrPath, files: Sequence[StrPath] = (), step: int = 0) -> None:
         """Queue a sample that is durable, with the files it names; each file gets a message, that of `path` comes last.
 
         Raises:
-            UploadError: A file is missing, or the spool cannot be written; it is tried from memory then.
+            UploadError: A file is missing, or the queue cannot be written; it is tried from memory then.
         """
         if self.config.wants("sample"):
-            self._enqueue_artifact("sample", step, pack(self._root, path, files, kind="sample"))
+            artifact = pack(self._root, path, files, kind="sample")
+            self._enqueue_artifact("sample", step, artifact, self.queue.new_seq())
+
+    def _held_folder(self, seq: int, main: Path, files: Sequence[Path]) -> Path | None:
+        """The folder with links to `files`; None where the file system does not have them."""
+        try:
+            return self.queue.hold(seq, main, files)
+        except OSError as error:
+            log.warning("%s can't be kept from being deleted before it is uploaded: %s", main, error.strerror)
+            return None
+
+    def _enqueue_artifact(self, kind: Kind, step: int, artifact: Artifact, seq: int) -> None:
+        body = artifact.body()
+        if any(entry.step == step and artifact.is_same(unpack(entry.body)) for entry in self.queue.entries(kind)):
+            self.queue.release(seq)
+            return
+        self.queue.add(kind, step, body, seq=seq)
+        with self.condition:
+            self.condition.notify_all()
+        refusal = self.queue.catch_up()
+        if refusal is not None:
+            raise UploadError(
+                f"The {kind} of step {step}, {self._root / artifact.main}, cannot be kept for upload, since the queue "
+                f"{self.queue.directory} cannot be written: {refusal.strerror}. Make room there and resume the run, "
+                "which sends the newest checkpoint; what else did not arrive stays where it is."
+            )
+
+    # what waits and what has arrived
 
     def pending_paths(self) -> frozenset[Path]:
         """Files and reported paths that wait for delivery and must not be deleted yet."""
         paths: set[Path] = set()
-        for entry in self._spool.entries():
-            if entry.kind in ("checkpoint", "sample"):
-                artifact = unpack(entry.body)
-                paths.add(self._root / artifact.local_path)
-                paths.update(file.location(self._root) for file in artifact.files)
+        for entry in (*self.queue.entries("checkpoint"), *self.queue.entries("sample")):
+            artifact = unpack(entry.body)
+            paths.add(self._root / artifact.local_path)
+            paths.update(file.location(self._root) for file in artifact.files)
         return frozenset(paths)
 
     def delivered(self, path: StrPath, kind: Kind = "checkpoint") -> UploadedFile | None:
         """What the store said of a reported path that was delivered, also by an earlier process; else None."""
-        receipt = self._spool.receipt(receipt_key(kind, stored_path(path, self._root)))
-        if receipt is None:
-            return None
-        return UploadedFile(receipt["ref"], receipt["sha256"] or "", receipt["size_bytes"])
+        receipt = self.queue.receipt(receipt_key(kind, stored_path(path, self._root)))
+        return None if receipt is None else UploadedFile(receipt.ref, receipt.sha256 or "", receipt.size_bytes)
 
     def has_queued(self, path: StrPath) -> bool:
         """Whether the checkpoint with this record waits or was delivered, by whichever process of the run."""
-        stored = stored_path(path, self._root)
-        waits = any(entry.body.get("main") == stored for entry in self._spool.entries("checkpoint"))
-        return waits or self._spool.receipt(receipt_key("checkpoint", stored)) is not None
+        return self._waits(path) or self.delivered(path) is not None
 
     def address_of(self, path: StrPath) -> str | None:
         """Where the record of a checkpoint that was delivered can be had: the file store's reference, else at a target.
 
         None while it has not arrived, and where its bytes are sent nowhere.
         """
-        stored = stored_path(path, self._root)
-        if any(entry.body.get("main") == stored for entry in self._spool.entries("checkpoint")):
+        if self._waits(path):
             return None  # what was delivered is an older one of the same name
-        receipt = self._spool.receipt(receipt_key("checkpoint", stored))
-        address = None if receipt is None else receipt.get("address")
-        return address if isinstance(address, str) else None
+        receipt = self.queue.receipt(receipt_key("checkpoint", stored_path(path, self._root)))
+        return None if receipt is None else receipt.address
 
-    @property
-    def failure(self) -> UploadError | None:
-        """The first required upload that was refused for good in this attempt; None while there is none."""
-        return self._thread.failure
+    def _waits(self, path: StrPath) -> bool:
+        stored = stored_path(path, self._root)
+        return any(entry.body.get("main") == stored for entry in self.queue.entries("checkpoint"))
 
     # the end of a run
 
@@ -192,23 +399,33 @@ class Uploader:
 
         Metrics are waited for a few seconds longer, within the deadline.
         """
-        limit = self.config.deadline_s if deadline_s is None else deadline_s
-        end = time.monotonic() + limit
-        self._thread.begin_settling()
+        end = time.monotonic() + (self.config.deadline_s if deadline_s is None else deadline_s)
+        with self.condition:
+            self.settling = True
+            self.condition.notify_all()
         try:
-            self._thread.wait_until(lambda: not self._deliverable("checkpoint", "sample"), end, progress)
+            self._wait_until(lambda: not self._deliverable("checkpoint", "sample"), end, progress)
             grace = min(end, time.monotonic() + METRICS_GRACE_S)
-            self._thread.wait_until(lambda: not self._deliverable("metrics"), grace, None)
+            self._wait_until(lambda: not self._deliverable("metrics"), grace, None)
         finally:
-            self._thread.end_settling()
-        return self._result()
+            self.settling = False
+        refusal = self.queue.catch_up()
+        waiting = [entry for entry in self.queue.entries() if entry.kind in ("checkpoint", "sample")]
+        left = [entry for entry in waiting if self.config.wants(entry.kind)]
+        refused = "" if refusal is None or not left else refusal.strerror or str(refusal)
+        return SettleResult(
+            tuple(undelivered(entry, self._lanes[entry.kind].last_reason) for entry in left),
+            len(self.queue.entries("metrics")),
+            self._lost_metrics,
+            refused,
+        )
 
     def deliver_terminal(self, payload: TerminalPayload, deadline_s: float | None = None) -> SettleResult:
         """Send the terminal message and wait for its acknowledgement, at most `deadline_s` seconds.
 
         A message that was acknowledged is never sent again, in no process. One that could not be delivered waits in the
-        spool for ``genlight uploads retry``; the next start of the run drops it, because that will end in a way of its
-        own.
+        queue for ``genlight uploads retry``; the next start of the run drops it, because that will end in a way of its
+        own. Where the disk does not take the message, it is sent from memory.
 
         Returns:
             A result whose `ok` says whether the terminal message was acknowledged, or none was asked for.
@@ -216,24 +433,42 @@ class Uploader:
         if not self.config.wants("terminal"):
             return SettleResult()
         uploaded = self.delivered(payload.final_checkpoint) if payload.final_checkpoint else None
-        entry = enqueue_terminal(self._spool, self.config.run_id, with_reference(payload, uploaded))
-        return SettleResult() if entry is None else self._send_terminal(entry, deadline_s)
+        if uploaded is not None:
+            payload = replace(
+                payload,
+                final_checkpoint_ref=payload.final_checkpoint_ref or uploaded.ref,
+                final_checkpoint_sha256=payload.final_checkpoint_sha256 or uploaded.sha256 or None,
+            )
+        key = _terminal_key(self.config.run_id, payload)
+        if self.queue.receipt(key) is not None:
+            return SettleResult()
+        for stale in self.queue.entries("terminal"):
+            self.queue.remove(stale)
+        body = {"payload": terminal_payload(self.config.run_id, payload), "key": key}
+        return self._send_terminal(self.queue.add("terminal", payload.step, body), deadline_s)
 
     def deliver_waiting_terminal(self, deadline_s: float | None = None) -> SettleResult:
-        """Send the terminal message that an earlier attempt left in the spool, if there is one."""
-        entry = self._spool.head("terminal")
+        """Send the terminal message that an earlier attempt left in the queue, if there is one."""
+        entry = self.queue.head("terminal")
         return SettleResult() if entry is None else self._send_terminal(entry, deadline_s)
 
     def _send_terminal(self, entry: Entry, deadline_s: float | None) -> SettleResult:
-        """Not sent by the delivery thread, so that a transfer that stalls does not hold it up."""
+        """Send it in a thread that is abandoned at the deadline.
+
+        No timeout of a connection catches a server that sends a byte now and then, or a name server that does not
+        answer. Where no thread can be started it is sent in this one, and those timeouts have to do.
+        """
         limit_s = self.config.deadline_s if deadline_s is None else deadline_s
-        failure = send_terminal(entry, limit_s, self._delivery, self.config, self._closing)
-        if failure is None:
-            note_acknowledged(self._spool, entry)
+        lane = _Lane(self, "terminal", end=time.monotonic() + limit_s)
+        thread = threading.Thread(target=lane.deliver_while_open, args=(entry,), name="genlight-terminal", daemon=True)
+        try:
+            started(thread).join(max(limit_s, SHORTEST_TRY_S) + BEYOND_LIMIT_S)
+        except ThreadLimitError:
+            lane.deliver_while_open(entry)
+        if entry not in self.queue.entries("terminal"):
             return SettleResult()
-        if isinstance(failure, Refused):
-            self._thread.refuse(entry, failure)
-        return SettleResult((undelivered(entry, failure.reason),))
+        silent = f"{safe_url(self.config.terminal_url or '')} did not answer within {limit_s:g} s"
+        return SettleResult((undelivered(entry, lane.last_reason or silent),))
 
     # life
 
@@ -241,21 +476,28 @@ class Uploader:
         """Begin to deliver, what an earlier process left behind first. Calling it again has no effect.
 
         Raises:
-            ThreadLimitError: The system has no room for its thread; the terminal message can be delivered all the same.
+            ThreadLimitError: The system has no room for its threads; the terminal message can be delivered without.
         """
-        self._thread.start()
+        for lane in self._lanes.values():
+            lane.start()
 
     def close(self) -> None:
-        """Stop delivering and release the spool; what waits stays there for the next start."""
-        self._closing.set()
-        self._thread.join(CLOSE_WAIT_S)
-        self._spool.close()
+        """Stop delivering and release the queue; what waits stays there for the next start."""
+        self.closing.set()
+        with self.condition:
+            self.condition.notify_all()
+        end = time.monotonic() + CLOSE_WAIT_S
+        for lane in self._lanes.values():
+            if lane.thread is not None and lane.thread is not threading.current_thread():
+                lane.thread.join(max(0.0, end - time.monotonic()))
+        self.queue.close()
         self._client.close()
 
     @property
     def is_delivering(self) -> bool:
-        """Whether the background thread is running."""
-        return self._thread.is_alive
+        """Whether the background threads are running."""
+        threads = [lane.thread for lane in self._lanes.values()]
+        return bool(threads) and all(thread is not None and thread.is_alive() for thread in threads)
 
     def __enter__(self) -> Uploader:
         try:
@@ -270,51 +512,52 @@ class Uploader:
 
     # helpers
 
-    def _add_or_merge_metrics(self, values: dict[str, float], step: int) -> None:
-        newest = self._spool.newest("metrics")
-        if newest is not None and newest.step == step and not newest.attempted:
-            self._spool.replace_body(newest, {"metrics": {**newest.body["metrics"], **values}})
+    def refuse(self, entry: Entry, error: Refused) -> None:
+        """Give `entry` up for this attempt. Any thread may call it."""
+        if entry.kind == "metrics" and not error.auth:
+            self.queue.remove(entry)
+            self._count_lost_metrics(error.reason)
             return
-        while (oldest := self._spool.oldest("metrics")) and self._is_full():
-            self._spool.remove(oldest)
-            self._thread.count_lost_metrics("too many wait for an endpoint that is away")
-        self._spool.add("metrics", step, {"metrics": values})
+        self.queue.fail(entry, error.reason, auth=error.auth)
+        log.error("upload of %s, step %d, was refused: %s", entry.kind, entry.step, error.reason)
+        if entry.kind in ("checkpoint", "sample") and self.failure is None:
+            self.failure = UploadError(str(undelivered(entry, "")), auth=error.auth)
 
-    def _is_full(self) -> bool:
-        return self._spool.count("metrics") >= self.config.max_pending_metrics
-
-    def _hold(self, main: Path, files: Sequence[Path]) -> HardLinks | None:
-        """Links to `files`; None where the file system does not have them."""
-        try:
-            return hold(self._spool.directory, main, files)
-        except OSError as error:
-            log.warning("%s can't be kept from being deleted before it is uploaded: %s", main, error.strerror)
-            return None
-
-    def _enqueue_artifact(self, kind: Kind, step: int, artifact: Artifact) -> None:
-        body = artifact.body()
-        with self._thread.condition:
-            if any(entry.step == step and entry.body == body for entry in self._spool.entries(kind)):
-                return
-            self._spool.add(kind, step, body)
-            self._thread.condition.notify_all()
-        refusal = self._spool.catch_up()
-        if refusal is not None:
-            raise UploadError(
-                f"The {kind} of step {step}, {self._root / artifact.main}, cannot be kept for upload, since the spool "
-                f"{self._spool.directory} cannot be written: {refusal.strerror}. Make room there and resume the run, "
-                "which sends the newest checkpoint; what else did not arrive stays where it is."
-            )
+    def _count_lost_metrics(self, why: str) -> None:
+        self._lost_metrics += 1
+        if self._lost_metrics == 1:
+            log.warning("metrics are not uploaded: %s; further ones are only counted", why)
 
     def _deliverable(self, *kinds: Kind) -> bool:
-        return any(self.config.wants(kind) and self._spool.head(kind) is not None for kind in kinds)
+        return any(self.config.wants(kind) and self.queue.head(kind) is not None for kind in kinds)
 
-    def _result(self) -> SettleResult:
-        refusal = self._spool.catch_up()
-        with self._thread.condition:
-            reasons = self._thread.reasons()
-            waiting = [entry for entry in self._spool.entries() if entry.kind in ("checkpoint", "sample")]
-            wanted = [entry for entry in waiting if self.config.wants(entry.kind)]
-            left = tuple(undelivered(entry, reasons.get(entry.kind, "")) for entry in wanted)
-            refused = "" if refusal is None else refusal.strerror or str(refusal)
-            return SettleResult(left, self._spool.count("metrics"), self._thread.lost_metrics, refused)
+    def _wait_until(self, settled: Callable[[], bool], end: float, progress: Callable[[str], None] | None) -> None:
+        """Wait until `settled` or the time `end` on the monotonic clock."""
+        try:
+            self.start()
+        except ThreadLimitError as error:
+            log.error("what waits stays in the queue: %s", error)  # noqa: TRY400 - its message says all
+            return
+        next_line = time.monotonic() + PROGRESS_EVERY_S
+        while True:
+            with self.condition:
+                now = time.monotonic()
+                if settled() or now >= end:
+                    return
+                self.condition.wait(min(end - now, PROGRESS_EVERY_S))
+            if progress is not None and time.monotonic() >= next_line and not settled():
+                next_line = time.monotonic() + PROGRESS_EVERY_S
+                progress(self._progress_line(end))
+
+    def _progress_line(self, end: float) -> str:
+        waiting = [entry for entry in self.queue.entries() if entry.kind in REQUIRED_KINDS and entry.failure is None]
+        reasons = [lane.last_reason for lane in self._lanes.values() if lane.last_reason]
+        last = f", last error: {reasons[-1]}" if reasons else ""
+        return f"uploads: {len(waiting)} left, {max(0.0, end - time.monotonic()):.0f} s until the deadline{last}"
+
+
+def _terminal_key(run_id: str, payload: TerminalPayload) -> str:
+    """A run completes once, whichever attempt says so; each attempt may fail once."""
+    completed = payload.status == "completed"
+    digest = (payload.final_checkpoint_sha256 or "") if completed else f"attempt {payload.attempt}"
+    return idempotency_key(run_id, "terminal", payload.step, payload.status, digest)

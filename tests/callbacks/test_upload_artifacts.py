@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, TensorDataset
 
-from genlight.adapter.contract.exceptions import InputError, StartupContractError, TrainingCanceled, UploadError
+from genlight.adapter.contract.exceptions import InputError, TrainingCanceled, UploadError
 from genlight.callbacks.checkpoint import (
     Checkpoint,
     CheckpointRecord,
@@ -29,7 +29,7 @@ from genlight.callbacks.hook.hook import Hook
 from genlight.callbacks.upload_artifacts import UploadArtifacts
 from genlight.reporters import EventLogger, read_events
 from genlight.reporters.uploads import UploadConfig, Uploader
-from genlight.reporters.uploads.hard_links import HELD_DIRECTORY
+from genlight.reporters.uploads.queue import HELD
 from support.upload_server import TOKEN, start_server, stop_server
 
 
@@ -186,15 +186,15 @@ def test_refused_credentials_end_the_run_and_the_next_one_delivers_what_is_left(
     assert [message["status"] for message in chaos.messages("/terminal")] == ["completed"]
 
 
-def test_what_another_run_left_in_the_shared_folder_is_told_before_training(fit, chaos):
+def test_what_another_run_left_in_the_shared_folder_waits_beside_the_next_run(fit, chaos, tmp_path, caplog):
     chaos.control(tokens=["another"])
     with pytest.raises(UploadError, match="HTTP 401"):
         fit()
-    module = Line()
-    with pytest.raises(StartupContractError, match=r"run 'run-1', not of 'run-2'. Deliver them") as refused:
-        fit(module, run_id="run-2")
-    assert refused.value.code == "startup.artifacts_in_use"
-    assert module.global_step == 0
+    chaos.control(tokens=None)
+    fit(run_id="run-2")
+    assert {message["run_id"] for message in chaos.messages("/checkpoint")} == {"run-2"}
+    assert "holds uploads of run 'run-1'" in caplog.text
+    assert chaos.messages("/terminal")[-1]["run_id"] == "run-2"
 
 
 def test_a_checkpoint_that_is_refused_ends_the_run_early_and_is_told_in_the_terminal_message(fit, chaos):
@@ -350,7 +350,7 @@ def test_retention_leaves_a_checkpoint_until_it_has_arrived(chaos, tmp_path, has
     spool, own = tmp_path / "run" / "uploads", tmp_path / "run" / "own"
     uploader = Uploader(UploadConfig(run_id="run-1", spool_dir=spool, checkpoint_url=f"{chaos.url}/checkpoint"))
     if not has_links:
-        (spool / HELD_DIRECTORY).write_text("stands in the way, as a file system without links does")
+        (spool / HELD).write_text("stands in the way, as a file system without links does")
     waiting = []
 
     class Outage(pl.Callback):

@@ -1,4 +1,4 @@
-"""A run's folder that came from elsewhere: what its upload journal says is data, and never an order."""
+"""A run's folder that came from elsewhere: what its upload queue says is data, and never an order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from hypothesis import given, strategies as st
 from genlight.adapter.contract.exceptions import UploadError
 from genlight.reporters.uploads import UploadConfig, Uploader
 from genlight.reporters.uploads.artifact import files_outside, unpack
-from genlight.reporters.uploads.hard_links import hold, release, release_others
-from genlight.reporters.uploads.journal import Entry, Line, fault_of, read_content, read_description, read_journal
+from genlight.reporters.uploads.queue import Entry, Queue, fault_of, read_description, read_entries
 from genlight.reporters.uploads.targets import Shipment, open_target
 
 NOWHERE = "http://127.0.0.1:9"
@@ -47,8 +46,9 @@ def foreign(tmp_path):
         (run / "uploads").mkdir(parents=True)
         (run / "checkpoints").mkdir()
         (run / "checkpoints" / "step.json").write_text("record")
-        lines = [Line("add", entry=Entry(number, "checkpoint", 1, body)) for number, body in enumerate(bodies, start=1)]
-        (run / "uploads" / "journal.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+        for number, body in enumerate(bodies, start=1):
+            entry = msgspec.json.encode(Entry(number, "checkpoint", 1, body))
+            (run / "uploads" / f"{number:09d}.json").write_bytes(entry)
         about = {"run_id": "theirs", "owner": "they", "targets": [], "starts": 1, "stores_files": False, **description}
         (run / "uploads" / "about.json").write_text(json.dumps(about))
         return run
@@ -127,26 +127,20 @@ def test_checkpoints_that_the_job_keeps_elsewhere_are_sent(foreign, tmp_path, se
     assert _all_files(loot) == ["theirs/checkpoints/step.json"]
 
 
-@pytest.mark.parametrize("place", ["../home/held/x/y", "held/x", "uploads/held", "uploads/held/../../../home/held/x/y"])
-def test_links_are_removed_below_the_spools_own_folder_alone(tmp_path, place):
-    spool = tmp_path / "run" / "uploads"
-    (spool / "held" / "ours").mkdir(parents=True)
-    for folder in ("home/held/x", "run/held/x"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "y").write_text("")
-    before = _all_files(tmp_path)
-    release(spool, tmp_path / "run" / place)
-    release_others(spool, [tmp_path / "run" / place, spool / "held" / "ours" / "z"])
-    assert _all_files(tmp_path) == before
-    assert (spool / "held" / "ours").is_dir()
-
-
-def test_links_of_ours_are_removed(tmp_path):
-    (tmp_path / "step.json").write_text("")
-    spool = tmp_path / "uploads"
-    held = hold(spool, tmp_path / "step.json", [tmp_path / "step.json"])
-    release(spool, held.link_of(tmp_path / "step.json"))
-    assert os.listdir(spool / "held") == []
+@pytest.mark.parametrize("name", ["..", "x", "000000001", "../../home"])
+def test_links_are_removed_below_the_queues_own_folder_alone(foreign, tmp_path, name):
+    """An entry is known by the name of its file, and not by a path that it holds."""
+    run = foreign()
+    (tmp_path / "home" / "held" / "x").mkdir(parents=True)
+    (tmp_path / "home" / "held" / "x" / "y").write_text("")
+    (run / "uploads" / "held").mkdir()
+    (run / "uploads" / f"{1:09d}.json").write_text(
+        json.dumps({"seq": 1, "kind": "sample", "step": 1, "body": {"main": name}})
+    )
+    before = _all_files(tmp_path / "home")
+    with contextlib.closing(Queue(run / "uploads")) as queue:
+        queue.remove(queue.entries()[0])
+    assert _all_files(tmp_path / "home") == before
 
 
 @pytest.mark.parametrize("run_id", ["../../escaped", "..", "/abs", "a/b"])
@@ -160,12 +154,12 @@ def test_a_run_id_cannot_lead_out_of_a_target(tmp_path, run_id):
     assert _all_files(tmp_path) == [f"deep/{arrived}", "file"]
 
 
-def test_a_journal_of_more_bytes_than_are_read_is_told(foreign, tmp_path):
+def test_an_entry_of_more_bytes_than_are_read_is_told(foreign, tmp_path):
     run = foreign()
-    with (run / "uploads" / "journal.jsonl").open("wb") as file:
+    with (run / "uploads" / "000000001.json").open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(UploadError, match="1,099,511,627,776 bytes, and at most"):
-        read_journal(run / "uploads")
+        read_entries(run / "uploads")
 
 
 JSON = st.recursive(
@@ -205,13 +199,10 @@ def test_whatever_an_entry_says_is_used_or_named(tmp_path, kind, body, parts):
 
 
 @given(st.binary(max_size=200) | st.lists(JSON, max_size=3).map(lambda lines: b"\n".join(map(_encoded, lines)) + b"\n"))
-def test_whatever_a_journal_holds_is_read_or_named(tmp_path, data):
-    path = tmp_path / "journal.jsonl"
-    path.write_bytes(data)
+def test_whatever_the_file_of_an_entry_holds_is_read_or_named(tmp_path, data):
+    (tmp_path / "000000001.json").write_bytes(data)
     with contextlib.suppress(UploadError):
-        content, length = read_content(path)
-        assert length <= len(data)
-        assert list(content.by_seq) == [entry.seq for entry in content.by_seq.values()]
+        assert [entry.seq for entry in read_entries(tmp_path)] in ([], [1])
 
 
 @given(st.binary(max_size=100) | JSON.map(lambda value: _encoded(value)))

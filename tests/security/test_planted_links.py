@@ -27,8 +27,7 @@ from genlight.adapter.run.ranks.notes import RankNotes
 from genlight.adapter.run.startup_failure import log_of_failed_start
 from genlight.callbacks.stop.sources import cancel_file_is_set
 from genlight.reporters.events.event_log import EventLog
-from genlight.reporters.uploads.journal import read_journal
-from genlight.reporters.uploads.spool import Spool
+from genlight.reporters.uploads.queue import Description, Queue, read_entries
 
 NOT_REGULAR = "it is not a regular file"
 
@@ -251,7 +250,7 @@ def test_a_planted_folder_of_samples_is_refused(config_of, tmp_path, stranger):
 def test_what_a_run_makes_is_for_this_user_alone(config_of, tmp_path):
     config = config_of()
     prepare_artifact_dirs(config)
-    with lock_artifacts(config), contextlib.closing(Spool(tmp_path / "out" / "uploads")):
+    with lock_artifacts(config), contextlib.closing(Queue(tmp_path / "out" / "uploads")):
         modes = {
             str(path.relative_to(tmp_path)): stat.S_IMODE(path.stat().st_mode)
             for path in [tmp_path / "out", *(tmp_path / "out").rglob("*")]
@@ -270,10 +269,10 @@ def test_a_failed_start_writes_no_event_into_a_folder_of_others(config_of, tmp_p
 def _begin(config):
     """Open all that a run writes to."""
     with lock_artifacts(config), EventLog(config.events_path, run_id="r"):
-        Spool(config.artifacts_dir / "uploads").close()
+        Queue(config.artifacts_dir / "uploads").close()
 
 
-@pytest.mark.parametrize("name", [".lock", "metrics/events.jsonl", "uploads/journal.jsonl", "uploads/lock"])
+@pytest.mark.parametrize("name", [".lock", "metrics/events.jsonl", "uploads/000000001.json", "uploads/lock"])
 def test_a_planted_link_is_never_written_through(config_of, tmp_path, victim, name):
     config = config_of()
     prepare_artifact_dirs(config)
@@ -284,15 +283,15 @@ def test_a_planted_link_is_never_written_through(config_of, tmp_path, victim, na
         _begin(config)
 
 
-def test_a_planted_description_of_the_spool_is_replaced_and_not_followed(tmp_path, victim):
+def test_a_planted_description_of_the_queue_is_replaced_and_not_followed(tmp_path, victim):
     (tmp_path / "uploads").mkdir()
     (tmp_path / "uploads" / "about.json").symlink_to(victim)
-    with contextlib.closing(Spool(tmp_path / "uploads")) as spool:
-        spool.describe({"run_id": "r"})
+    with contextlib.closing(Queue(tmp_path / "uploads")) as queue:
+        queue.describe(Description("r"))
     assert not (tmp_path / "uploads" / "about.json").is_symlink()
 
 
-@pytest.mark.parametrize("name", [".lock", "metrics/events.jsonl", "uploads/journal.jsonl"])
+@pytest.mark.parametrize("name", [".lock", "metrics/events.jsonl", "uploads/000000001.json"])
 def test_a_pipe_in_place_of_a_file_of_ours_is_not_waited_for(config_of, tmp_path, name):
     config = config_of()
     prepare_artifact_dirs(config)
@@ -302,9 +301,9 @@ def test_a_pipe_in_place_of_a_file_of_ours_is_not_waited_for(config_of, tmp_path
     with pytest.raises((StartupContractError, EventLogError, UploadError, OSError), match=NOT_REGULAR):
         _begin(config)
     assert lock_holder(tmp_path / "out") is None
-    if name.endswith("journal.jsonl"):
+    if name.startswith("uploads"):
         with pytest.raises(UploadError, match=NOT_REGULAR):
-            read_journal(path.parent)
+            read_entries(path.parent)
 
 
 def test_a_lock_that_others_could_open_is_closed_to_them(config_of, tmp_path):

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from genlight.reporters.uploads import TerminalPayload, UploadConfig, Uploader
-from genlight.reporters.uploads.journal import read_journal
+from genlight.reporters.uploads.queue import read_entries
 from support.upload_server import TOKEN, start_server, stop_server
 
 
@@ -127,25 +127,25 @@ def test_it_exports_files_and_messages_and_keeps_them_waiting(left_over, tmp_pat
 
 def test_an_export_can_end_the_attempts_to_deliver(left_over, tmp_path, genlight_uploads):
     code, out, _ = genlight_uploads("export", left_over, "--to", tmp_path / "out", "--remove")
-    assert (code, out) == (0, "3 exported and removed from the spool\n")
+    assert (code, out) == (0, "3 exported and removed from the queue\n")
     assert (tmp_path / "out" / "checkpoints" / "000002" / "step-00000003.json").read_bytes() == b"{}"
     assert genlight_uploads("list", left_over)[1] == "nothing is waiting\n"
 
 
 def test_an_export_that_cannot_end_the_attempts_says_so(left_over, tmp_path, genlight_uploads, monkeypatch):
-    write = os.write
+    unlink = os.unlink
 
-    def full(descriptor, data):
-        if "journal" in os.readlink(f"/proc/self/fd/{descriptor}"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(descriptor, data)
+    def refuse(path, **options):
+        if "uploads/0" in os.fspath(path):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        unlink(path, **options)
 
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "unlink", refuse)
     code, _, err = genlight_uploads("export", left_over, "--to", tmp_path / "out", "--remove")
     assert code == 1
     assert "exported, but" in err
-    assert "No space left on device" in err
-    assert len(read_journal(left_over / "uploads")) == 3
+    assert "Read-only file system" in err
+    assert len(read_entries(left_over / "uploads")) == 3
 
 
 def test_an_export_of_files_that_are_gone_says_so(left_over, tmp_path, genlight_uploads):
@@ -182,7 +182,7 @@ def test_a_terminal_message_waits_until_all_else_is_delivered(left_over, chaos, 
 def test_of_a_run_that_had_nothing_to_upload_nothing_is_waiting(tmp_path, genlight_uploads, action):
     code, out, err = genlight_uploads(action, tmp_path)
     assert (code, out) == (0, "")
-    assert f"nothing is waiting: {tmp_path} has no upload spool" in err
+    assert f"nothing is waiting: {tmp_path} has no upload queue" in err
 
 
 def test_a_run_whose_folder_was_moved_still_delivers(left_over, chaos, environment, tmp_path, genlight_uploads):

@@ -970,7 +970,7 @@ def test_an_upload_spool_that_cannot_be_written_is_told_at_the_start(write_job: 
     (job.parent / "out" / "uploads").write_text("a file")
     assert run(job) == 2
     (failed,) = events(job)
-    assert failed["error"].startswith("startup:startup.invalid_artifact_paths: The upload spool ")
+    assert failed["error"].startswith("startup:startup.invalid_artifact_paths: The upload queue ")
     assert "TRAINER_ARTIFACTS_DIR" in failed["error"]
 
 

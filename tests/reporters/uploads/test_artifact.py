@@ -1,5 +1,6 @@
-"""What the spool remembers of an artifact's files, and the links that keep them."""
+"""What the queue remembers of an artifact's files, and the links that keep them."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from genlight.adapter.contract.exceptions import UploadError
 from genlight.reporters.uploads.artifact import pack, unpack
-from genlight.reporters.uploads.hard_links import HELD_DIRECTORY, hold, release, release_others
+from genlight.reporters.uploads.queue import HELD, Queue
 
 
 @pytest.fixture
@@ -77,49 +78,47 @@ def test_a_change_of_a_file_is_noticed(run):
     assert not file.is_unchanged(root)
 
 
-def test_links_keep_the_bytes_in_their_layout_until_they_are_released(run):
+def test_links_keep_the_bytes_in_their_layout_until_the_entry_is_removed(run):
     root = run("c/step.json", "c/step/a/b", "elsewhere.bin")
-    spool, main = root / "uploads", root / "c/step.json"
-    files = [root / "c/step/a/b", root / "elsewhere.bin", main]
-    held = hold(spool, main, files)
-    for file in files:
-        file.unlink()
-    assert held.link_of(root / "c/step/a/b").read_text() == "c/step/a/b"
-    assert held.link_of(root / "elsewhere.bin").read_text() == "elsewhere.bin"
-    other = hold(spool, root / "x", [])
-    release_others(spool, [held.link_of(root / "c/step/a/b")])
-    assert not other.folder.exists()
-    release(root / "uploads", held.link_of(root / "c/step/a/b"))
-    assert os.listdir(spool / HELD_DIRECTORY) == []
+    files = [root / "c/step/a/b", root / "elsewhere.bin", root / "c/step.json"]
+    with contextlib.closing(Queue(root / "uploads")) as queue:
+        entry = queue.add("checkpoint", 1, {})
+        folder = queue.hold(entry.seq, root / "c/step.json", files)
+        for file in files:
+            file.unlink()
+        assert (folder / "step/a/b").read_text() == "c/step/a/b"
+        assert (folder / "elsewhere.bin").read_text() == "elsewhere.bin"
+        queue.remove(entry)
+    assert os.listdir(root / "uploads" / HELD) == []
 
 
 def test_what_can_only_be_linked_in_part_is_not_linked_at_all(run):
     root = run("c/step.json")
-    with pytest.raises(OSError, match="No such file"):
-        hold(root / "uploads", root / "c/step.json", [root / "c/step.json", root / "c/gone"])
-    assert os.listdir(root / "uploads" / HELD_DIRECTORY) == []
+    with contextlib.closing(Queue(root / "uploads")) as queue, pytest.raises(OSError, match="No such file"):
+        queue.hold(1, root / "c/step.json", [root / "c/step.json", root / "c/gone"])
+    assert os.listdir(root / "uploads" / HELD) == []
 
 
 def test_links_of_a_process_that_was_killed_before_it_queued_them_are_dropped(
     chaos, uploader_for, write_checkpoint, tmp_path
 ):
     record, files = write_checkpoint(1)
-    spool = tmp_path / "run" / "uploads"
-    orphan = hold(spool, Path(record), [Path(record)])
+    with contextlib.closing(Queue(tmp_path / "run" / "uploads")) as queue:
+        orphan = queue.hold(7, Path(record), [Path(record)])
     uploader = uploader_for(chaos, start=False)
     uploader.enqueue_checkpoint(record, files, step=1, hold=True)
     uploader.close()
-    assert not orphan.folder.exists()
+    assert not orphan.exists()
     record.unlink()
     uploader = uploader_for(chaos)
     assert uploader.settle().ok
     assert chaos.messages("/checkpoint")[0]["local_path"] == str(record)
-    assert os.listdir(spool / HELD_DIRECTORY) == []
+    assert os.listdir(tmp_path / "run" / "uploads" / HELD) == []
 
 
 def test_without_hard_links_the_files_themselves_are_queued(chaos, uploader_for, write_checkpoint, tmp_path, caplog):
     uploader = uploader_for(chaos)
-    (tmp_path / "run" / "uploads" / HELD_DIRECTORY).write_text("stands in the way, as a file system without links does")
+    (tmp_path / "run" / "uploads" / HELD).write_text("stands in the way, as a file system without links does")
     record, files = write_checkpoint(1)
     uploader.enqueue_checkpoint(record, files, step=1, hold=True)
     assert uploader.settle().ok

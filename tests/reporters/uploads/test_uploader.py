@@ -3,7 +3,7 @@
 import hashlib
 
 from genlight.reporters.uploads import TerminalPayload
-from genlight.reporters.uploads.journal import read_journal
+from genlight.reporters.uploads.queue import read_entries
 
 
 def test_metrics_arrive_in_order_with_token_and_idempotency_key(chaos, uploader_for):
@@ -201,7 +201,7 @@ def test_a_checkpoint_that_is_queued_twice_waits_once(chaos, uploader_for, write
     record, files = write_checkpoint(1)
     for _ in range(2):
         uploader.enqueue_checkpoint(record, files, step=1)
-    assert [entry.kind for entry in read_journal(uploader.config.spool_dir)] == ["checkpoint"]
+    assert [entry.kind for entry in read_entries(uploader.config.spool_dir)] == ["checkpoint"]
 
 
 def test_a_checkpoint_that_was_delivered_is_not_sent_again_by_a_resumed_run(chaos, uploader_for, write_checkpoint):

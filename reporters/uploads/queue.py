@@ -1,0 +1,421 @@
+"""The queue of a run's uploads: a directory, which survives the process.
+
+::
+
+    uploads/000000012.json          one thing to deliver, and how far its delivery has come
+    uploads/held/000000012/…        hard links to its files, where these may be deleted before they have arrived
+    uploads/delivered/<digest>.json a receipt of a delivery, which outlives its entry
+    uploads/about.json              whose queue it is
+    uploads/lock                    held by the process that delivers
+
+Every file appears whole, by a rename. What a disk refuses is kept in memory, and written once the disk takes it. The
+files hold paths, digests and payloads; never a token or a URL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import threading
+from collections.abc import Iterable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...adapter.contract.exceptions import UploadError
+from ...adapter.plumbing.durable import TEMPORARY_PREFIX, temporary_name, write_all, write_bytes_durably
+from ...adapter.plumbing.file_lock import FileLock, LockHeldError
+from ...adapter.plumbing.safe_open import PRIVATE_FILE, make_directory, read_own
+from .artifact import unpack
+from .payloads import Kind, UploadedFile
+
+__all__ = [
+    "ABOUT",
+    "Description",
+    "Entry",
+    "Queue",
+    "QueueInUseError",
+    "Receipt",
+    "fault_of",
+    "queue_of_run",
+    "read_description",
+    "read_entries",
+]
+
+log = logging.getLogger(__name__)
+
+ABOUT = "about.json"
+DELIVERED = "delivered"
+HELD = "held"
+LOCK = "lock"
+MAX_RECEIPTS = 1024
+LARGEST_ENTRY_BYTES = 1 << 26
+LARGEST_DESCRIPTION_BYTES = 1 << 20
+
+
+class QueueInUseError(UploadError):
+    """A live run, of this process or another, delivers from the queue."""
+
+
+class Entry(msgspec.Struct):
+    """One thing to deliver, and how far its delivery has come."""
+
+    seq: int
+    kind: Kind
+    step: int
+    body: dict[str, Any]
+    parts: dict[str, dict[str, Any]] = {}
+    """Receipts of the parts that were delivered, by the name of the part."""
+    failure: str | None = None
+    """Why it can't be delivered, in safe text; None while it can be tried."""
+    auth: bool = False
+    attempted: bool = True
+    """Whether a request for it may have been sent; an entry read back from disk counts as attempted."""
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """What is remembered of a delivery."""
+
+    key: str
+    content: str = ""
+    """Digest of everything that was delivered."""
+    ref: str | None = None
+    sha256: str | None = None
+    size_bytes: int = 0
+    address: str | None = None
+    """Where the file that the others hang on can be had."""
+
+
+class Description(msgspec.Struct, frozen=True):
+    """Whose queue it is. Where to send what waits is not read from here: the folder may have come from elsewhere."""
+
+    run_id: str
+    owner: str = ""
+    targets: list[str] = []
+    """Names of further destinations, for a person to look at."""
+    starts: int = 0
+    stores_files: bool = False
+
+
+class _MetricsBody(msgspec.Struct):
+    metrics: dict[str, float | None]
+
+
+class _TerminalMessage(msgspec.Struct):
+    status: str
+    error: str | None = None
+
+
+class _TerminalBody(msgspec.Struct):
+    payload: _TerminalMessage
+    key: str
+
+
+class Queue:
+    """The queue at `directory`, open for change by one process; its methods may be called from several threads.
+
+    Raises:
+        QueueInUseError: Another run has it open.
+        UploadError: A file of it is damaged.
+        OSError: The directory cannot be written.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(os.path.abspath(directory))
+        make_directory(self.directory)
+        self._mutex = threading.RLock()
+        self._closed = False
+        self._refusal: OSError | None = None
+        """Why the disk does not hold what is in memory."""
+        self._has_logged = False
+        self._unwritten: set[int] = set()
+        self._receipts: dict[str, Receipt] = {}
+        try:
+            self._lock = FileLock(self.directory / LOCK, is_required=False)
+        except LockHeldError as error:
+            raise QueueInUseError(
+                f"The upload queue {self.directory} is in use by another run. Wait for it to end, stop it, or use "
+                "another directory."
+            ) from error
+        try:
+            make_directory(self.directory / DELIVERED)
+            self._sweep()
+            self._entries = {entry.seq: entry for entry in read_entries(self.directory)}
+            for entry in self._entries.values():
+                entry.failure, entry.auth, entry.attempted = None, False, True  # a new start is a new chance
+            self._next_seq = count(max(self._entries, default=0) + 1)
+            self._drop_links()
+        except BaseException:
+            self.close()
+            raise
+
+    def new_seq(self) -> int:
+        """The number of the entry that is added next with it."""
+        with self._mutex:
+            return next(self._next_seq)
+
+    def add(self, kind: Kind, step: int, body: dict[str, Any], *, seq: int | None = None) -> Entry:
+        """Append an entry; it survives the process when this returns, unless `catch_up` says otherwise.
+
+        Metrics, which come often and are best effort, survive a kill but not a power cut.
+        """
+        entry = Entry(self.new_seq() if seq is None else seq, kind, step, body, parts={}, attempted=False)
+        self.save(entry)
+        with self._mutex:
+            self._entries[entry.seq] = entry
+        return entry
+
+    def save(self, entry: Entry) -> None:
+        """Write down what has changed in an entry."""
+        if self._closed:
+            raise UploadError(f"The upload queue {self.directory} is closed.")
+        try:
+            data = msgspec.json.encode(entry)
+            if entry.kind == "metrics":
+                _replace(self._path(entry.seq), data)
+            else:
+                write_bytes_durably(self._path(entry.seq), data, mode=PRIVATE_FILE)
+        except OSError as error:
+            with self._mutex:
+                self._unwritten.add(entry.seq)
+                self._refuse(error)
+
+    def fail(self, entry: Entry, reason: str, *, auth: bool) -> None:
+        """`entry` can't be delivered in this attempt; it stays for the next one."""
+        entry.failure, entry.auth = reason, auth
+        self.save(entry)
+
+    def remove(self, entry: Entry) -> None:
+        """`entry` was delivered, or is given up for good."""
+        with self._mutex:
+            if self._closed:
+                raise UploadError(f"The upload queue {self.directory} is closed.")
+            self._entries.pop(entry.seq, None)
+            self._drop_file(entry.seq)
+        self.release(entry.seq)
+
+    def _drop_file(self, seq: int) -> None:
+        try:
+            self._path(seq).unlink(missing_ok=True)
+        except OSError as error:
+            self._unwritten.add(seq)
+            self._refuse(error)
+
+    def entries(self, kind: Kind | None = None) -> list[Entry]:
+        """The entries that wait, oldest first."""
+        with self._mutex:
+            return [entry for entry in self._entries.values() if kind is None or entry.kind == kind]
+
+    def head(self, kind: Kind) -> Entry | None:
+        """The oldest entry of `kind` that can be tried."""
+        return next((entry for entry in self.entries(kind) if entry.failure is None), None)
+
+    def add_receipt(self, receipt: Receipt) -> None:
+        """Remember a delivery beyond the life of its entry; the newest 1024 are kept."""
+        self._receipts[receipt.key] = receipt
+        try:
+            write_bytes_durably(self._receipt_path(receipt.key), msgspec.json.encode(receipt), mode=PRIVATE_FILE)
+        except OSError as error:
+            self._refuse(error)
+
+    def receipt(self, key: str) -> Receipt | None:
+        """The receipt of that key, by whichever process of the run."""
+        if key not in self._receipts:
+            path = self._receipt_path(key)
+            try:
+                receipt = msgspec.json.decode(read_own(path, limit=LARGEST_DESCRIPTION_BYTES), type=Receipt)
+            except FileNotFoundError:
+                return None
+            except (OSError, ValueError, RecursionError) as error:
+                log.warning(
+                    "the receipt %s cannot be read, so that what it is about may be sent again: %s", path, error
+                )
+                return None
+            self._receipts[key] = receipt
+        return self._receipts[key]
+
+    def hold(self, seq: int, main: Path, files: Iterable[Path]) -> Path:
+        """A folder of hard links to `files`, for the entry `seq`; `remove` drops it.
+
+        Lightning's ``ModelCheckpoint`` deletes what is no longer among the best without asking. A link keeps the bytes
+        at no cost until they have arrived. Files beside `main` and below keep their layout.
+
+        Raises:
+            OSError: The file system has no hard links, or the queue is on another one.
+        """
+        folder = self.directory / HELD / _name(seq)
+        try:
+            for file in dict.fromkeys(files):
+                beside = file.relative_to(main.parent) if file.is_relative_to(main.parent) else Path(file.name)
+                (folder / beside).parent.mkdir(parents=True, exist_ok=True)
+                os.link(os.path.realpath(file), folder / beside)
+        except OSError:
+            self.release(seq)
+            raise
+        return folder
+
+    def release(self, seq: int) -> None:
+        """Drop the links of the entry `seq`."""
+        shutil.rmtree(self.directory / HELD / _name(seq), ignore_errors=True)
+
+    def describe(self, description: Description) -> None:
+        """Write down whose queue it is, for the next start and for commands; `read_description` gives it back."""
+        data = msgspec.json.format(msgspec.json.encode(description, order="sorted")) + b"\n"
+        write_bytes_durably(self.directory / ABOUT, data, mode=PRIVATE_FILE)
+
+    def catch_up(self) -> OSError | None:
+        """Write what the disk has refused so far; returns why that cannot be done, None where nothing is missing."""
+        with self._mutex:
+            if self._refusal is None or self._closed:
+                return self._refusal
+            waiting, self._unwritten, self._refusal = self._unwritten, set(), None
+            for seq in waiting:
+                if seq in self._entries:
+                    self.save(self._entries[seq])
+                else:
+                    self._drop_file(seq)
+            for key in [key for key in self._receipts if not self._receipt_path(key).exists()]:
+                self.add_receipt(self._receipts[key])
+            self._has_logged = self._refusal is not None
+            return self._refusal
+
+    def close(self) -> None:
+        """Release the queue to other processes; what waits stays on disk."""
+        if self._closed:
+            return
+        if (refusal := self.catch_up()) is not None:
+            log.error("not all that waits in %s could be kept there: %s", self.directory, refusal.strerror)
+        self._closed = True
+        self._lock.release()
+
+    def _path(self, seq: int) -> Path:
+        return self.directory / f"{_name(seq)}.json"
+
+    def _receipt_path(self, key: str) -> Path:
+        digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+        return self.directory / DELIVERED / f"{digest[:40]}.json"
+
+    def _refuse(self, error: OSError) -> None:
+        if not self._has_logged:
+            self._has_logged = True
+            log.error("the upload queue %s cannot be written: %s", self.directory, error.strerror)
+        self._refusal = error
+
+    def _sweep(self) -> None:
+        """Remove what a killed process left half-written, and receipts beyond the newest."""
+        delivered = self.directory / DELIVERED
+        receipts = sorted(delivered.glob("*.json"), key=lambda path: path.lstat().st_mtime_ns)
+        ours = [*self.directory.glob(f"{TEMPORARY_PREFIX}*.json-*"), *delivered.glob(f"{TEMPORARY_PREFIX}*.json-*")]
+        for path in (*ours, *receipts[:-MAX_RECEIPTS]):
+            path.unlink()
+
+    def _drop_links(self) -> None:
+        """Of a process that died before it added their entry."""
+        held = self.directory / HELD
+        for name in os.listdir(held) if held.is_dir() else ():
+            if not (name.isdecimal() and int(name) in self._entries):
+                shutil.rmtree(held / name, ignore_errors=True)
+
+
+def queue_of_run(directory: Path, run_id: str) -> Path:
+    """The queue for a run's uploads: `directory`, or the first of ``uploads-2`` and so on that no other run waits in.
+
+    Uploads of another run that failed stay where they are; nothing of them is sent under this run's name.
+    """
+    for number in count(1):
+        place = directory if number == 1 else directory.with_name(f"{directory.name}-{number}")
+        try:
+            other = read_description(place).run_id
+        except UploadError:
+            return place
+        if other == run_id or not any(_entry_files(place)):
+            return place
+        log.warning(
+            "%s holds uploads of run %r; those of %r go to the folder of the next number. `genlight uploads retry %s` "
+            "delivers the others",
+            *(place, other, run_id, shlex.quote(str(place))),
+        )
+    raise AssertionError("numbers have no end")
+
+
+def read_entries(directory: str | os.PathLike[str]) -> list[Entry]:
+    """The entries that wait in the queue at `directory`, oldest first; takes no lock and changes nothing.
+
+    An empty file, as a power cut leaves it, is no entry.
+
+    Raises:
+        UploadError: One is damaged.
+    """
+    entries = []
+    for path in sorted(_entry_files(Path(directory)), key=lambda path: int(path.stem)):
+        try:
+            data = read_own(path, limit=LARGEST_ENTRY_BYTES)
+            if data.strip():
+                entries.append(msgspec.json.decode(data, type=Entry))
+                if entries[-1].seq != int(path.stem):
+                    raise ValueError(f"it says that it is number {entries[-1].seq}")
+        except FileNotFoundError:
+            continue  # delivered meanwhile
+        except (OSError, ValueError, RecursionError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise UploadError(f"The upload {path} is damaged ({why}). Move it aside to go on without it.") from error
+    return entries
+
+
+def read_description(directory: str | os.PathLike[str]) -> Description:
+    """Whose queue lies at `directory`.
+
+    Raises:
+        UploadError: There is no queue, or the description is damaged.
+    """
+    path = Path(directory) / ABOUT
+    try:
+        return msgspec.json.decode(read_own(path, limit=LARGEST_DESCRIPTION_BYTES), type=Description)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UploadError(f"{directory} is not an upload queue: {path.name} cannot be read ({error}).") from error
+
+
+def fault_of(entry: Entry) -> str | None:
+    """Why the content of an entry cannot be used; None where it can."""
+    try:
+        if entry.kind == "metrics":
+            msgspec.convert(entry.body, _MetricsBody)
+        elif entry.kind == "terminal":
+            msgspec.convert(entry.body, _TerminalBody)
+        else:
+            unpack(entry.body)
+        for part, receipt in entry.parts.items():
+            if part.startswith("put:"):
+                msgspec.convert(receipt, UploadedFile)
+    except (UploadError, msgspec.ValidationError) as error:
+        return str(error)
+    return None
+
+
+def _entry_files(directory: Path) -> list[Path]:
+    return [path for path in directory.glob("*.json") if path.stem.isdecimal()]
+
+
+def _name(seq: int) -> str:
+    return f"{seq:09d}"
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Replace a file whole, without waiting for the disk."""
+    temporary = path.with_name(temporary_name(path.name))
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE)
+    try:
+        write_all(descriptor, data)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    finally:
+        os.close(descriptor)
