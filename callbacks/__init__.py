@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from ..adapter.plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .checkpoint.checkpoint import Checkpoint as Checkpoint
     from .checkpoint.checkpoint_io import DurableCheckpointIO as DurableCheckpointIO
+    from .checkpoint.policy import Checkpoint as Checkpoint
     from .early_stopping import EarlyStopping as EarlyStopping
     from .evaluation.evaluate import Evaluate as Evaluate
     from .evaluation.evaluate_command import EvaluateCommand as EvaluateCommand
@@ -41,7 +41,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            ".checkpoint.checkpoint": ("Checkpoint",),
+            ".checkpoint.policy": ("Checkpoint",),
             ".checkpoint.checkpoint_io": ("DurableCheckpointIO",),
             ".health.diagnosis": ("Diagnosis",),
             ".early_stopping": ("EarlyStopping",),

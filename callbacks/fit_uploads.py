@@ -19,10 +19,9 @@ from ..adapter.plumbing.redaction import secrets_of_module
 from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
 from ..reporters.uploads.config import ENVIRONMENT
 from ..reporters.uploads.targets import target_fault
-from .checkpoint.checkpoint import Checkpoint
-from .checkpoint.durable_reports import wait_after_failure
 from .checkpoint.format.record import CheckpointRecord
 from .checkpoint.format.record_file import read_record
+from .checkpoint.policy import Checkpoint, wait_after_failure
 from .hook.events import callbacks_of
 
 __all__ = ["await_checkpoints", "model_checkpoints", "open_uploader", "record_at", "settle_fit"]

@@ -14,10 +14,10 @@ from typing_extensions import override
 
 from ..adapter.contract.exceptions import UploadError
 from ..reporters.uploads import Uploader
-from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.format.record import CheckpointRecord
+from .checkpoint.policy import Checkpoint
+from .checkpoint.retention import never_queued
 from .checkpoint.selection import find_checkpoint
-from .checkpoint.unqueued import never_queued
 from .fit_uploads import (
     await_checkpoints,
     model_checkpoints,

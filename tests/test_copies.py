@@ -161,7 +161,7 @@ def test_callbacks_can_be_copied_while_they_train(tmp_path: Path, copied: Callab
     for made in callback.made:
         assert not vars(made).get("_inside_event")
         assert vars(made).get("_ticker") is None
-    assert callback.made[-1].is_settled
+    assert callback.made[-1].store.is_settled
     for made in callback.made:  # of which none does anything by itself
         if isinstance(made, Checkpoint):
             made.wait(trainer)
@@ -173,18 +173,18 @@ def test_a_plugin_with_a_save_in_flight_gives_a_copy_that_has_none(
 ) -> None:
     """The save ends where it was begun, and the copy saves for itself."""
     plugin, goes_on = DurableCheckpointIO(asynchronous=True), threading.Event()
-    plugin.writer.start(goes_on.wait)
+    plugin.store.writer.start(goes_on.wait)
     try:
         other = copied(plugin)
         assert other.asynchronous
-        assert other.is_settled
+        assert other.store.is_settled
         other.save_checkpoint({"state_dict": {"w": torch.ones(2)}}, tmp_path / "a.ckpt")
-        other.wait()
+        other.store.wait()
         assert torch.equal(other.load_checkpoint(tmp_path / "a.ckpt")["state_dict"]["w"], torch.ones(2))
-        assert not plugin.is_settled
+        assert not plugin.store.is_settled
     finally:
         goes_on.set()
-        plugin.wait()
+        plugin.store.wait()
 
 
 @copies

@@ -19,9 +19,9 @@ from lightning.pytorch.callbacks.timer import Interval
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
-from ...callbacks.checkpoint.checkpoint import Checkpoint
 from ...callbacks.checkpoint.format.layout import FINAL_NAME
 from ...callbacks.checkpoint.ownership import checkpoint_files
+from ...callbacks.checkpoint.policy import Checkpoint
 from ...callbacks.checkpoint.selection import find_checkpoint, find_final, newest_valid
 from ...callbacks.hook.events import callbacks_of
 from ...callbacks.stop.signals import StopSignals

@@ -16,7 +16,7 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 
 from ...callbacks.checkpoint import list_checkpoints, load, save
-from ...callbacks.checkpoint.saving import CONTRACT_KEY
+from ...callbacks.checkpoint.capture import CONTRACT_KEY
 from ..contract.exceptions import ContractError, UnstorableStateError
 from ..contract.types import REQUIRED_HOOKS
 from ..discovery.discover import Discovered, check_unchanged

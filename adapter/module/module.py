@@ -18,10 +18,10 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from ...callbacks.checkpoint.base_weights import base_of
+from ...callbacks.checkpoint.capture import CONTRACT_KEY
 from ...callbacks.checkpoint.checkpoint_io import DurableCheckpointIO
+from ...callbacks.checkpoint.frozen import base_of
 from ...callbacks.checkpoint.loading import MapLocation
-from ...callbacks.checkpoint.saving import CONTRACT_KEY
 from ...callbacks.checkpoint.sharded.rank_channel import Channel
 from ...callbacks.hook.events import callbacks_of, run_state_of
 from ...callbacks.lightning_internals import set_callback_metrics, training_source
@@ -154,7 +154,7 @@ class ContractModule(pl.LightningModule):
         check_arguments_of_loading(cls.__name__, arguments, hparams_file)
         module, io = cls(**arguments), DurableCheckpointIO()
         device = map_location if isinstance(map_location, str | torch.device) else "cpu"
-        io.take_base_from(lambda: base_of(module._set_up_alone(device)))
+        io.store.base = lambda: base_of(module._set_up_alone(device))
         checkpoint = io.load_checkpoint(checkpoint_path, map_location)
         module._set_up_alone(device)
         module._restored_step = checkpoint.get("global_step", 0)

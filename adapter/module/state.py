@@ -25,8 +25,8 @@ from torch.nn.parameter import UninitializedBuffer
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ...callbacks.checkpoint.capture import CONTRACT_KEY
 from ...callbacks.checkpoint.rank_differences import Differing, apply_differences, differences_of_ranks
-from ...callbacks.checkpoint.saving import CONTRACT_KEY
 from ...callbacks.checkpoint.sharded.rank_channel import Channel
 from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for, rank_groups_of
 from ..contract.exceptions import CheckpointError, ContractError

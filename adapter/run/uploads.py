@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from ...callbacks.checkpoint.format.record import CheckpointRecord
-from ...callbacks.checkpoint.unqueued import never_queued
+from ...callbacks.checkpoint.retention import never_queued
 from ...reporters.uploads import SPOOL_DIRECTORY, UploadConfig, Uploader
 from ...reporters.uploads.queue import read_entries
 from ..contract.exceptions import StartupContractError, UploadError

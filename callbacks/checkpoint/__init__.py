@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from ...adapter.plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .checkpoint import Checkpoint as Checkpoint
-    from .checkpoint_io import DurableCheckpointIO as DurableCheckpointIO, SaveRequest as SaveRequest
+    from .checkpoint_io import DurableCheckpointIO as DurableCheckpointIO
     from .format.record import (
         CheckpointRecord as CheckpointRecord,
         FileEntry as FileEntry,
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
     from .format.record_file import read_record as read_record
     from .format.verification import verify as verify
     from .loading import load as load, load_weights as load_weights
+    from .policy import Checkpoint as Checkpoint, WritesTrainerFiles as WritesTrainerFiles
     from .rank_state import capture_rng as capture_rng, restore_rng as restore_rng
     from .retention import Retention as Retention
-    from .saving import save as save
     from .selection import (
         Listed as Listed,
         find_checkpoint as find_checkpoint,
@@ -38,22 +37,23 @@ if TYPE_CHECKING:
         stage as stage,
         sweep as sweep,
     )
-    from .trainer_files import WritesTrainerFiles as WritesTrainerFiles
+    from .store import CheckpointStore as CheckpointStore
+    from .writing import save as save
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            ".checkpoint": ("Checkpoint",),
-            ".checkpoint_io": ("DurableCheckpointIO", "SaveRequest"),
+            ".checkpoint_io": ("DurableCheckpointIO",),
             ".format.record": ("CheckpointRecord", "FileEntry", "RecordMeta"),
             ".format.record_file": ("read_record",),
             ".format.verification": ("verify",),
             ".loading": ("load", "load_weights"),
+            ".policy": ("Checkpoint", "WritesTrainerFiles"),
             ".rank_state": ("capture_rng", "restore_rng"),
             ".retention": ("Retention",),
-            ".saving": ("save",),
             ".selection": ("Listed", "find_checkpoint", "find_final", "list_checkpoints", "newest_valid"),
             ".storage.commit": ("Staging", "delete_checkpoint", "require_space", "stage", "sweep"),
-            ".trainer_files": ("WritesTrainerFiles",),
+            ".store": ("CheckpointStore",),
+            ".writing": ("save",),
         },
     )

@@ -18,13 +18,13 @@ import torch
 
 from ...adapter.contract.exceptions import CheckpointError
 from ...adapter.plumbing.durable import fsync_directory, temporary_name
+from .capture import CONTRACT_KEY
 from .codec.tensor_bytes import bytes_of
 from .format.layout import MODEL_FILE
 from .format.record import CheckpointRecord
 from .format.safetensors_header import TORCH_TYPES, build_header
 from .format.verification import verify
 from .loading import Base, load, load_weights
-from .saving import CONTRACT_KEY
 from .selection import find_checkpoint
 from .storage.write_file import write_file
 

@@ -11,6 +11,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import xxhash
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ...adapter.plumbing.safe_open import open_regular
-from .base_weights import left_out_tensors, require_base
+from .capture import CONTRACT_KEY
 from .codec.state_tree import decode
 from .codec.tensor_bytes import as_uint8, element_type, empty_tensor
 from .codec.tensor_table import stored_as
@@ -31,11 +32,11 @@ from .format.references import Stored, array_type, check_array, check_tensor
 from .format.safetensors_header import HEADER_LIMIT, TORCH_TYPES, TypedShape, parse_header
 from .format.shard_index import rank_of
 from .format.verification import check_file, find_file, read_proven, verify_files
-from .saving import CONTRACT_KEY
+from .frozen import left_out_tensors, require_base
 from .sharded.lazy_tensor import WholeTensor
 from .sharded.read import Piece, pieces_of, stored_slices
 
-__all__ = ["MapLocation", "load", "load_for_slices", "load_weights"]
+__all__ = ["Base", "MapLocation", "load", "load_for_slices", "load_torch_file", "load_weights"]
 
 MapLocation = Callable[[Any, str], Any] | torch.device | str | dict[str, str] | None
 """As in ``torch.load``; None puts everything on the host."""
@@ -83,6 +84,13 @@ def load_for_slices(path: str | os.PathLike[str], *, share: slice, base: Base | 
     return _load(_Source(read_record(record_path(path)), None, share, base=base))
 
 
+def load_torch_file(path: Path, map_location: MapLocation = None) -> dict[str, Any]:
+    """What ``torch.save`` wrote to `path`, without a pickle that could run code."""
+    location = "cpu" if map_location is None else map_location
+    loaded: dict[str, Any] = torch.load(path, map_location=location, weights_only=True)
+    return loaded
+
+
 def load_weights(path: str | os.PathLike[str], *, base: Base | None = None) -> dict[str, torch.Tensor]:
     """The model's tensors alone, proven; those that were sharded put together, those that are left out from `base`.
 
@@ -92,12 +100,12 @@ def load_weights(path: str | os.PathLike[str], *, base: Base | None = None) -> d
     """
     record = read_record(record_path(path))
     left_out = left_out_tensors(record, base)
-    files = [entry for entry in record.files if record.file_name(entry).endswith(MODEL_FILE)]
-    whole = [entry for entry in files if tensor_file(record.file_name(entry)) == MODEL_FILE]
     weights = left_out
-    for entry in whole:
-        weights |= {key: tensor for key, (tensor, _) in _read_tensors(record, entry, as_arrays=False).items()}
-    verify_files(record, [entry for entry in files if rank_of(record.file_name(entry)) is not None])
+    for entry in record.files:
+        if tensor_file(record.file_name(entry)) == MODEL_FILE:
+            weights |= {key: tensor for key, (tensor, _) in _read_tensors(record, entry, as_arrays=False).items()}
+    slices = [entry for entry in record.files if rank_of(record.file_name(entry)) is not None]
+    verify_files(record, [entry for entry in slices if record.file_name(entry).endswith(MODEL_FILE)])
     for (file, key), pieces in pieces_of(record).items():
         if file == MODEL_FILE:
             first = pieces[0].entry

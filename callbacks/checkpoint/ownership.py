@@ -14,17 +14,17 @@ The module imports neither torch nor Lightning.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ...adapter.plumbing.safe_open import open_regular
-from .format.ckpt_file import CKPT_FILE_START, TORCH_MAGICS, is_torch_file
 from .format.layout import (
     ARRAYS_FILE,
+    FROZEN_FILE,
     MODEL_FILE,
-    SHARED_FOLDER,
     STATE_FILE,
     TENSORS_FILE,
     TRAINER_FOLDER,
@@ -35,10 +35,8 @@ from .format.layout import (
     name_of,
     name_of_folder,
     record_paths,
-    shared_digest,
 )
-from .format.record import CheckpointRecord
-from .format.record_file import RECORD_MARKER, read_record
+from .format.record_file import RECORD_MARKER, is_torch_file, read_record
 from .format.shard_index import rank_of
 
 __all__ = [
@@ -54,16 +52,14 @@ __all__ = [
     "is_checkpoint_file",
     "is_data_folder",
     "is_debris",
-    "is_shared_file",
     "is_stock_sharded",
     "require_replaceable",
-    "shared_by",
 ]
 
 STATE_MARKER = b'{"format":"genlight.training_state"'
 """How every state file begins, so that a data folder can be told from a user's own."""
 
-_OWN_NAMES = frozenset({MODEL_FILE, TENSORS_FILE, ARRAYS_FILE, STATE_FILE, TRAINER_FOLDER, SHARED_FOLDER})
+_OWN_NAMES = frozenset({MODEL_FILE, FROZEN_FILE, TENSORS_FILE, ARRAYS_FILE, STATE_FILE, TRAINER_FOLDER})
 
 
 @dataclass(frozen=True)
@@ -79,33 +75,28 @@ class DataFolder:
 class Claims:
     """Which folders of a directory its records name."""
 
-    folders: frozenset[str]
+    folders: Mapping[str, int]
+    """How many records name each."""
     unreadable: frozenset[str]
     """Names of the records that cannot be read: any folder of such a name may be theirs."""
-    shared: frozenset[str] = frozenset()
-    """Digests of the files in ``shared/`` that they name."""
 
     def __contains__(self, folder: str) -> bool:
         return folder in self.folders or not self.unreadable.isdisjoint((folder, name_of_folder(folder)))
 
 
-def claims_in(directory: Path, *, but: Path | None = None) -> Claims:
-    """What the records in `directory` claim, `but` one; a link claims nothing beyond what its target does."""
-    folders, unreadable = set(), set()
-    shared: set[str] = set()
+def claims_in(directory: Path) -> Claims:
+    """What the records in `directory` claim; a link claims nothing beyond what its target does."""
+    folders, unreadable = Counter[str](), set[str]()
     for path in record_paths(directory):
-        if path == but or path.is_symlink():
+        if path.is_symlink():
             continue
         try:
-            record = read_record(path)
+            folders[read_record(path).folder or ""] += 1
         except FileNotFoundError:
             continue
         except (BrokenCheckpointError, OSError):
             unreadable.add(name_of(path))
-            continue
-        folders.add(record.folder or "")
-        shared |= _shared_in(record)
-    return Claims(frozenset(folders), frozenset(unreadable), frozenset(shared))
+    return Claims(folders, frozenset(unreadable))
 
 
 def is_checkpoint_file(path: Path) -> bool:
@@ -116,10 +107,10 @@ def is_checkpoint_file(path: Path) -> bool:
     """
     if not path.is_file():
         return False
-    with os.fdopen(open_regular(path), "rb") as file:
-        start = file.read(CKPT_FILE_START)
-    if start.startswith(TORCH_MAGICS):
+    if is_torch_file(path):
         return path.suffix == ".ckpt"
+    with os.fdopen(open_regular(path), "rb") as file:
+        start = file.read(len(RECORD_MARKER))
     if start and (start.startswith(RECORD_MARKER) or RECORD_MARKER.startswith(start)):
         return True  # or what is left of one that was cut off
     try:
@@ -129,18 +120,13 @@ def is_checkpoint_file(path: Path) -> bool:
     return True
 
 
-def _is_of_torch(path: Path) -> bool:
-    with os.fdopen(open_regular(path), "rb") as file:
-        return is_torch_file(file.read(CKPT_FILE_START))
-
-
 def _lost_its_start(path: Path) -> bool:
     """Whether an unreadable file was the record of the data folder beside it, lest a run cannot save there again."""
     name = name_of(path)
     return (
         is_record_of_callback(path)
         and is_data_folder(path.parent / name)
-        and name not in claims_in(path.parent, but=path)
+        and name not in claims_in(path.parent).folders
     )
 
 
@@ -172,20 +158,19 @@ def is_debris(path: Path, claims: Claims) -> bool:
     return (path / UNCOMMITTED_FILE).exists() or is_name_of_callback(name_of_folder(path.name))
 
 
-def is_shared_file(path: Path) -> bool:
-    """Whether a file in a digest's folder of ``shared/`` is one that checkpoints have in common."""
-    return path.name in (MODEL_FILE, TENSORS_FILE) and path.is_file() and not path.is_symlink()
-
-
 def is_stock_sharded(path: Path) -> bool:
     """Whether `path` is a folder that Lightning's sharded strategies wrote as a checkpoint."""
     return path.is_dir() and (path / ".metadata").is_file() and (path / "meta.pt").is_file()
 
 
-def data_of(record: Path) -> list[DataFolder]:
+def data_of(record: Path, claims: Claims | None = None) -> list[DataFolder]:
     """The data folder of the checkpoint at `record`; every one it may have had where the record is broken.
 
     None that another record names, and none of a link, whose target is another checkpoint.
+
+    Args:
+        record: The record.
+        claims: What the records beside it claim; None reads them all.
 
     Raises:
         OSError: The record cannot be read.
@@ -197,32 +182,18 @@ def data_of(record: Path) -> list[DataFolder]:
     except FileNotFoundError:
         return []
     except BrokenCheckpointError:
-        if not is_checkpoint_file(record) or _is_of_torch(record):
+        if not is_checkpoint_file(record) or is_torch_file(record):
             return []
-        names, files = _existing(record.parent, name_of(record)), None
+        names, files, own = _existing(record.parent, name_of(record)), None, 0
     else:
-        names = [] if parsed.folder is None else [parsed.folder]
+        names, own = [] if parsed.folder is None else [parsed.folder], 1
         files = frozenset(parsed.file_name(file) for file in parsed.files)
-    claims = claims_in(record.parent, but=record)
+    claims = claims or claims_in(record.parent)
     return [
         DataFolder(record.parent / name, files)
         for name in names
-        if name not in claims.folders and is_data_folder(record.parent / name)
+        if claims.folders.get(name, 0) <= own and is_data_folder(record.parent / name)
     ]
-
-
-def shared_by(record: Path) -> frozenset[str]:
-    """Digests of the files in ``shared/`` that the checkpoint at `record` names; none of a link, or a broken one.
-
-    Raises:
-        OSError: The record cannot be read.
-    """
-    if record.is_symlink():
-        return frozenset()
-    try:
-        return _shared_in(read_record(record))
-    except (FileNotFoundError, BrokenCheckpointError):
-        return frozenset()
 
 
 def checkpoint_files(directory: str | os.PathLike[str]) -> list[Path]:
@@ -241,7 +212,7 @@ def _may_be_checkpoint(path: Path) -> bool:
 
 
 def folders_of_checkpoints(files: Sequence[Path]) -> list[Path]:
-    """The folders that the records `files` of one directory name, each once; that of shared files is one of them.
+    """The folders that the records `files` of one directory name, each once.
 
     Of an older runtime's record that is the folder of its name, with what its trainer wrote.
 
@@ -249,14 +220,14 @@ def folders_of_checkpoints(files: Sequence[Path]) -> list[Path]:
         OSError: A record cannot be read.
     """
     found: dict[Path, None] = {}
+    claims: Claims | None = None
     for path in files:
         try:
             record = read_record(path)
         except BrokenCheckpointError:
-            found.update(dict.fromkeys(folder.path for folder in data_of(path)))
+            claims = claims or claims_in(path.parent)
+            found.update(dict.fromkeys(folder.path for folder in data_of(path, claims)))
             continue
-        if _shared_in(record):
-            found[path.parent / SHARED_FOLDER] = None
         folder = path.parent / (record.name if record.is_old else record.folder or "")
         if is_data_folder(folder) or (record.is_old and folder.is_dir() and not folder.is_symlink()):
             found[folder] = None
@@ -291,10 +262,6 @@ def foreign_in(folder: DataFolder) -> list[Path]:
             if not _is_own(Path(path, name).relative_to(folder.path).as_posix(), folder.files)
         ]
     return found
-
-
-def _shared_in(record: CheckpointRecord) -> frozenset[str]:
-    return frozenset(filter(None, (shared_digest(file.path) for file in record.files)))
 
 
 def _is_own(name: str, listed: Collection[str] | None) -> bool:

@@ -17,23 +17,19 @@ import numpy as np
 import torch
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
+from .codec.digest import content_digests
 from .codec.state_tree import Path, decode, encode, format_path
-from .codec.tensor_bytes import as_uint8, bytes_of
 from .codec.tensor_table import refuse_unknown
 from .format.record_file import digest_of
 from .sharded.boxes import is_sharded
 from .sharded.lazy_tensor import WholeTensor, unsharded
 from .sharded.rank_channel import Channel
 
-__all__ = ["Differing", "apply_differences", "differences_of_ranks", "tensor_digest"]
+__all__ = ["Differing", "apply_differences", "differences_of_ranks"]
 
 _LARGEST_LIST = 1_000
 """A list with more items is compared and stored as one value: a digest for each would take longer than it saves."""
 _PLAIN = (bool, int, float, str, type(None))
-_PIECE = 1 << 22
-"""Elements of a tensor on a device whose digest is taken at once; each takes 16 bytes meanwhile."""
-_GOLDEN, _MIX_1, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
-"""Of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators), as signed integers."""
 
 Digests = dict[Path, str]
 """Of every node of a tree, by its path: of a container what its members are called, of a leaf what it holds."""
@@ -88,29 +84,6 @@ def apply_differences(tree: dict[str, Any], found: list[Differing]) -> None:
             raise BrokenCheckpointError("the checkpoint", f"it has no {differing} of rank 0: {error!r}") from error
 
 
-def tensor_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """A 64-bit number of the values of a dense tensor, computed where it is, without waiting for a device."""
-    flat = as_uint8(tensor.detach().resolve_conj().resolve_neg().contiguous())
-    words = flat
-    if flat.numel() % 4 == 0:  # a view of whole words must begin at one
-        words = (flat if flat.storage_offset() % 4 == 0 else flat.clone()).view(torch.int32)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, words.numel(), _PIECE):
-        piece = words[start : start + _PIECE].to(torch.int64)
-        place = torch.arange(start + 1, start + 1 + piece.numel(), device=piece.device)
-        # By place, or two buffers with the same rows in another order would be taken for equal.
-        total += _mixed(place.mul_(_GOLDEN).add_(piece)).sum()
-    return total
-
-
-def _mixed(words: torch.Tensor) -> torch.Tensor:
-    """The finaliser of splitmix64, in place: every bit of a word changes half of those of the result."""
-    for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
-        low_bits = (1 << (64 - shift)) - 1  # shifts of signed integers bring the sign along
-        words.bitwise_xor_((words >> shift).bitwise_and_(low_bits)).mul_(factor)
-    return words
-
-
 def _with_value(node: Any, path: Path, value: Any) -> Any:
     """`node` with another value at `path`; changed in place where it can be."""
     if not path:
@@ -162,7 +135,7 @@ class _Digester:
 
     def __init__(self) -> None:
         self._by_memory: dict[tuple[Any, ...], dict[str, Any]] = {}
-        self._on_device: list[tuple[dict[str, Any], torch.Tensor]] = []
+        self._pending: list[tuple[dict[str, Any], Any]] = []
 
     def add_tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
         facts = [str(tensor.dtype), list(tensor.shape), tensor.requires_grad]
@@ -177,24 +150,19 @@ class _Digester:
         reference = self._by_memory.get(memory)
         if reference is None:
             self._by_memory[memory] = reference = {}
-            if tensor.is_cpu:
-                reference["digest"] = digest_of(bytes_of(tensor.resolve_conj().resolve_neg()))
-            elif tensor.numel():
-                self._on_device.append((reference, tensor_digest(tensor)))
+            self._pending.append((reference, tensor))
         return {"tensor": facts, "values": reference}
 
     def add_array(self, array: Any, path: Path) -> dict[str, Any]:
-        return {"array": [str(array.dtype), list(array.shape)], "digest": digest_of(bytes_of(array))}
+        reference: dict[str, Any] = {}
+        self._pending.append((reference, array))
+        return {"array": reference}
 
     def complete(self) -> None:
-        """Bring what was computed on devices to the host, all of one device at once."""
-        by_device: dict[torch.device, list[tuple[dict[str, Any], torch.Tensor]]] = {}
-        for reference, digest in self._on_device:
-            by_device.setdefault(digest.device, []).append((reference, digest))
-        for computed in by_device.values():
-            numbers = torch.stack([digest for _, digest in computed]).tolist()
-            for (reference, _), number in zip(computed, numbers, strict=True):
-                reference["digest"] = number
+        """Take the digests, of each device at once."""
+        digests = content_digests([source for _, source in self._pending])
+        for (reference, _), digest in zip(self._pending, digests, strict=True):
+            reference["digest"] = digest
 
 
 def _packed(path: Path, value: Any) -> tuple[Path, Any, list[Any]]:

@@ -1,11 +1,13 @@
-"""What each rank keeps over a resume: random states, gradients of an open accumulation window, loader positions."""
+"""What a resumed run takes over beside weights and optimizers: random states and gradients of each rank, positions."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
 import random
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,27 +18,24 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.distributed.tensor import DTensor
 
 from ...adapter.plumbing.devices import random_states, restore_random_states
-from .codec.tensor_bytes import bytes_of
-from .format.record_file import digest_of
+from ..hook.events import run_state_of
+from .codec.digest import content_digests
+from .selection import find_checkpoint
 from .sharded.boxes import sharded_like
 from .sharded.lazy_tensor import unsharded
 
 __all__ = [
-    "SHARDED_GRADIENTS",
-    "capture_rng",
     "HoldsBareParameters",
+    "ResumeState",
+    "capture_parts",
+    "capture_rng",
     "clear_gradients",
-    "capture_rng_of_ranks",
     "gather_gradients",
-    "gradients_of",
     "gradients_of_rank",
-    "loader_generators",
     "restore_gradients",
     "restore_rng",
     "restore_rng_of_rank",
-    "sharded_gradients_of",
-    "warn_of_lost_rng",
-    "warn_of_loaders_without_position",
+    "stands_between_batches",
 ]
 
 log = logging.getLogger(__name__)
@@ -61,11 +60,6 @@ def gather(value: Any) -> list[Any]:
     parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, parts, dst=0)
     return parts or []
-
-
-def capture_rng_of_ranks(generators: Sequence[torch.Generator] = ()) -> list[Any]:
-    """The random state of every rank on rank zero, with those of its `generators`. Collective."""
-    return gather(capture_rng(generators))
 
 
 def restore_rng_of_rank(states: list[Any], rank: int, generators: Sequence[torch.Generator] = ()) -> list[str]:
@@ -138,16 +132,6 @@ def restore_rng(state: dict[str, Any], generators: Sequence[torch.Generator] = (
     return restore_random_states(state.get("devices", {}))
 
 
-def gradients_of(module: pl.LightningModule) -> dict[str, torch.Tensor]:
-    """Gradients of this rank that a coming update will still use, by parameter name; sharded ones left out."""
-    return {name: gradient for name, gradient in _gradients(module) if not isinstance(gradient, DTensor)}
-
-
-def sharded_gradients_of(module: pl.LightningModule) -> dict[str, torch.Tensor]:
-    """The sharded ones, of which each rank saves its slice."""
-    return {name: gradient for name, gradient in _gradients(module) if isinstance(gradient, DTensor)}
-
-
 def _gradients(module: pl.LightningModule) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in _trained(module):
         if parameter.grad is not None:
@@ -170,13 +154,14 @@ def gather_gradients(gradients: dict[str, torch.Tensor]) -> list[dict[str, torch
     """
     if not (dist.is_available() and dist.is_initialized()):
         return [gradients]
-    digests = {name: _digest(gradient) for name, gradient in gradients.items()}
+    names = [name for name, gradient in gradients.items() if gradient.layout == torch.strided]
+    digests = dict(zip(names, content_digests([gradients[name].detach() for name in names]), strict=True))
     of_rank_zero = [digests]
     dist.broadcast_object_list(of_rank_zero, src=0)
     differing = {
         name: _by_itself(gradient)
         for name, gradient in gradients.items()
-        if digests[name] is None or digests[name] != of_rank_zero[0].get(name)
+        if name not in digests or digests[name] != of_rank_zero[0].get(name)
     }
     parts: list[dict[str, torch.Tensor]] = gather({} if dist.get_rank() == 0 else differing)
     return [gradients, *parts[1:]] if parts else []
@@ -186,11 +171,6 @@ def _by_itself(gradient: torch.Tensor) -> torch.Tensor:
     """`gradient` in memory of its own: a tensor that is sent takes all memory along that it is a part of."""
     is_part = gradient.layout == torch.strided and gradient.untyped_storage().nbytes() > gradient.nbytes
     return gradient.detach().clone() if is_part else gradient
-
-
-def _digest(gradient: torch.Tensor) -> str | None:
-    """Equal for equal gradients; None for one whose bytes are not all there is to it."""
-    return digest_of(bytes_of(gradient.detach())) if gradient.layout == torch.strided else None
 
 
 def gradients_of_rank(parts: list[dict[str, torch.Tensor]], rank: int, world_size: int) -> dict[str, torch.Tensor]:
@@ -243,3 +223,114 @@ def warn_of_loaders_without_position(trainer: pl.Trainer) -> None:
                 "arguments, give yours `state_dict` and `load_state_dict`, or save between epochs.",
                 type(loader).__name__,
             )
+
+
+def stands_between_batches(trainer: pl.Trainer) -> bool:
+    """Whether no batch is being trained and the epoch is not over; before the first batch that is true as well."""
+    # Lightning declares the counters as a base class with fewer fields.
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    # An epoch also ends, for Lightning, where ``max_steps`` ends the run within it; a longer run goes on with that.
+    is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    is_epoch_over = is_last and epochs.processed == epochs.started
+    return bool(batches.ready == batches.processed and not is_epoch_over)
+
+
+def capture_parts(
+    trainer: pl.Trainer,
+    pl_module: pl.LightningModule,
+    parts: dict[str, Any],
+    *,
+    is_between_batches: bool,
+) -> None:
+    """Add what `ResumeState` takes over to `parts` of a checkpoint. Collective.
+
+    Args:
+        trainer: The trainer that saves.
+        pl_module: The module that it trains.
+        parts: The checkpoint's own part of genlight.
+        is_between_batches: Whether a batch was trained to its end and the next one of its epoch not begun.
+    """
+    parts["is_between_batches"] = is_between_batches
+    parts["is_last_batch"] = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    if "rng" not in parts:
+        parts["rng"] = gather(capture_rng(loader_generators(trainer)))
+    held = dict(_gradients(pl_module)) if _needs_gradients(trainer, pl_module, is_between_batches) else {}
+    gradients = {name: gradient for name, gradient in held.items() if not isinstance(gradient, DTensor)}
+    if trainer.strategy.reduce_boolean_decision(bool(gradients), all=False):
+        parts["gradients"] = gather_gradients(gradients)
+    if sharded := {name: gradient for name, gradient in held.items() if isinstance(gradient, DTensor)}:
+        parts[SHARDED_GRADIENTS] = sharded  # of which each rank saves its slice
+
+
+def _needs_gradients(trainer: pl.Trainer, pl_module: pl.LightningModule, is_between_batches: bool) -> bool:
+    if not pl_module.automatic_optimization:
+        return True  # Only the module knows its windows; one that clears its gradients has none to store.
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    is_open = progress.current.ready % trainer.accumulate_grad_batches != 0 and not progress.is_last_batch
+    return is_open and is_between_batches
+
+
+class ResumeState:
+    """What was loaded of a checkpoint and is put back later, at the points from which a run draws on it."""
+
+    def __init__(self) -> None:
+        self._gradients: dict[str, Any] = {}
+        self._rng: list[Any] | None = None
+        self.is_within_epoch = False
+        """Whether the run goes on between two batches of an epoch."""
+        self._elapsed_before_s = 0.0
+        self._started_at_s: float | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of training so far, over all attempts."""
+        here = 0.0 if self._started_at_s is None else time.monotonic() - self._started_at_s
+        return self._elapsed_before_s + here
+
+    def load(self, trainer: pl.Trainer, parts: dict[str, Any]) -> None:
+        """Take what `capture_parts` added; random states are put back at once, and once more by `restore_rng`."""
+        self._elapsed_before_s = parts.get("elapsed_s", 0.0)
+        gradients = gradients_of_rank(parts.get("gradients", []), trainer.global_rank, trainer.world_size)
+        self._gradients = gradients | parts.get(SHARDED_GRADIENTS, {})
+        self.is_within_epoch = bool(parts.get("is_between_batches")) and not parts.get("is_last_batch")
+        if "rng" in parts:
+            # Now, for what draws before the first batch; where batches went before, once more at the next one,
+            # because making the loader's iterator anew draws what the interrupted epoch had drawn already.
+            lost = restore_rng_of_rank(parts["rng"], trainer.global_rank)
+            warn_of_lost_rng(lost, len(parts["rng"]), trainer.global_rank, trainer.world_size)
+            if parts.get("is_between_batches"):
+                self._rng = parts["rng"]
+
+    @property
+    def restores_rng_at_first_batch(self) -> bool:
+        """Whether random states are put back at the first batch.
+
+        After the last batch Lightning's loop goes on with an epoch whose iterator draws as it would have.
+        """
+        return self._rng is not None and self.is_within_epoch
+
+    def begin_training(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Put gradients back, and say on rank zero which loaders begin with their first batch again."""
+        self._started_at_s = time.monotonic()
+        if trainer.ckpt_path is not None:  # the run state of a checkpoint names the one before it
+            run_state_of(trainer).latest_checkpoint_uri = _uri_of(trainer.ckpt_path)
+        gradients, self._gradients = self._gradients, {}
+        restore_gradients(pl_module, gradients)
+        if self.is_within_epoch and trainer.is_global_zero:
+            warn_of_loaders_without_position(trainer)
+        self.is_within_epoch = False
+
+    def restore_rng(self, trainer: pl.Trainer) -> None:
+        """Put random states back; once, at the point from which a run draws as it did before."""
+        states, self._rng = self._rng, None
+        if states is not None:
+            restore_rng_of_rank(states, trainer.global_rank, loader_generators(trainer))
+
+
+def _uri_of(ckpt_path: str | os.PathLike[str]) -> str:
+    """The record that `ckpt_path` means, else itself."""
+    try:
+        return str(find_checkpoint(ckpt_path))
+    except FileNotFoundError:  # a URL
+        return os.fspath(ckpt_path)

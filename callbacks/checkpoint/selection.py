@@ -27,8 +27,8 @@ from .format.layout import (
 from .format.record import CheckpointRecord
 from .format.record_file import read_record
 from .format.verification import verify_files
-from .late_scores import read_late_scores, with_late_scores
 from .ownership import is_checkpoint_file
+from .scores import read_scores, with_scores
 
 __all__ = ["Listed", "find_checkpoint", "find_final", "folder_of_checkpoints", "list_checkpoints", "newest_valid"]
 
@@ -55,10 +55,10 @@ class Listed:
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[Listed]:
     """Every record in `directory`, oldest step first, with scores that came later; files are not proven."""
     found = []
-    scores = read_late_scores(directory)
+    scores = read_scores(directory)
     for path in record_paths(directory):
         try:
-            found.append(Listed(path, with_late_scores(read_record(path), scores)))
+            found.append(Listed(path, with_scores(read_record(path), scores)))
         except BrokenCheckpointError as error:
             found.append(Listed(path, None, error.reason))
         except FileNotFoundError:

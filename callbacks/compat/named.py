@@ -12,7 +12,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.policy import Checkpoint
 from ..early_stopping import EarlyStopping
 from ..health.diagnosis import Diagnosis
 from ..hook.cadence import crossed

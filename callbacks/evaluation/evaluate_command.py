@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import EvaluationError
 from ...adapter.plumbing.threads import DaemonThreads
-from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.format.record import CheckpointRecord
+from ..checkpoint.policy import Checkpoint
 from ..hook.cadence import NEVER, StepCadence, crossed
 from ..hook.events import callbacks_of, publish_scores
 from ..hook.hook import Hook

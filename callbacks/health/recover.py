@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import RecoveryError
 from ...reporters.events.event import ROLLED_BACK_METRIC
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.policy import Checkpoint
 from ..checkpoint.sharded.save import require_shared_directory
 from ..hook.cadence import rewind
 from ..hook.events import callbacks_of, fire, run_state_of
@@ -387,7 +387,7 @@ def _argument_faults(
 def _saver_of(trainer: pl.Trainer) -> Checkpoint | None:
     """The callback whose checkpoints a roll-back goes to: the first that saves while training."""
     savers = (callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint))
-    return next((each for each in savers if each.every_n_steps or each.every_n_epochs or each.triggers), None)
+    return next((each for each in savers if each.saves_while_training), None)
 
 
 def _start_faults(

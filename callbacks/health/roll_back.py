@@ -19,11 +19,11 @@ import lightning.pytorch as pl
 import torch
 
 from ...adapter.contract.exceptions import RecoveryError
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.capture import CONTRACT_KEY
 from ..checkpoint.format.record import CheckpointRecord
+from ..checkpoint.policy import Checkpoint
 from ..checkpoint.rank_state import clear_gradients, gradients_of_rank, restore_gradients, restore_rng_of_rank
-from ..checkpoint.retention import WRITER, is_named, own_records
-from ..checkpoint.saving import CONTRACT_KEY
+from ..checkpoint.retention import WRITER, own_records
 from ..checkpoint.selection import list_checkpoints, newest_valid
 from ..checkpoint.storage.commit import delete_checkpoint
 from ..hook.events import callbacks_of, run_state_of
@@ -68,9 +68,9 @@ def abandon_later(trainer: pl.Trainer, saver: Checkpoint, step: int) -> None:
     undone = [r for r in own_records(list_checkpoints(saver.directory)) if r.step > step]
     waits_until = time.monotonic() + UPLOAD_WAIT_S
     for record in (record for record in undone if _is_of_run(record, trainer, saver)):
-        while is_named(record, saver.reports.awaited_paths()) and time.monotonic() < waits_until:
+        while saver.is_awaited(record) and time.monotonic() < waits_until:
             time.sleep(POLL_S)
-        if is_named(record, saver.reports.awaited_paths()):
+        if saver.is_awaited(record):
             log.warning(
                 "%s was undone by a roll-back but is not removed, because it is still being uploaded", record.name
             )

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import StopReason, TrainingCanceled
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.policy import Checkpoint
 from ..hook.events import callbacks_of, run_state_of
 from ..hook.hook import Hook
 from ..hook.listeners import looks_at_no_weights, skippable

@@ -21,8 +21,9 @@ from pathlib import Path
 
 import torch
 
-from genlight.callbacks.checkpoint import DurableCheckpointIO, RecordMeta, SaveRequest, verify
-from genlight.callbacks.checkpoint.codec.tensor_digest import content_digests
+from genlight.callbacks.checkpoint import CheckpointStore, RecordMeta, verify
+from genlight.callbacks.checkpoint.codec.digest import content_digests
+from genlight.callbacks.checkpoint.frozen import Frozen, described
 
 LAYERS = 24
 
@@ -61,20 +62,19 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def run(model: Model, directory: Path, saves: int, way: str) -> dict[str, float]:
-    io, look = DurableCheckpointIO(asynchronous=True), 0.0
+    store, look = CheckpointStore(), 0.0
     if way != "whole":
-        look = seconds(lambda: io.look(directory, model.base, leave_out=way == "trained"))
-    trained = None if way == "whole" else frozenset(model.trained)
-    io.buffer.reserve(
-        sum(t.nbytes for t in model.changing()) + (0 if trained else sum(t.nbytes for t in model.base.values()))
-    )
+        base = described(model.base) if way == "trained" else None
+        look = seconds(lambda: store.begin(directory, Frozen(model.base, base=base)))
+    changing, frozen = (sum(t.nbytes for t in tensors) for tensors in (model.changing(), model.base.values()))
+    store.buffer.reserve(changing + (frozen if way == "whole" else 0), torch.device("cpu"))
     stalls = []
     for step in range(1, saves + 1):
         model.step()
         path = directory / f"step-{step:08d}.json"
-        io.expect(path, SaveRequest(RecordMeta(step=step, trained=trained)))
-        stalls.append(seconds(lambda path=path, step=step: io.save_checkpoint(model.checkpoint(step), path)))
-        io.wait()
+        state, meta = model.checkpoint(step), RecordMeta(step=step)
+        stalls.append(seconds(lambda path=path, s=state, m=meta: store.save(path, s, m, asynchronous=True)))
+        store.wait()
         verify(path)
     inodes = {status.st_ino: status.st_size for status in map(Path.stat, filter(Path.is_file, directory.rglob("*")))}
     return {

@@ -28,8 +28,9 @@ from two_ranks import Ranks
 
 from genlight.adapter.contract.types import StepResult, TrainingJobSpec
 from genlight.adapter.module.module import ContractModule
-from genlight.callbacks.checkpoint import Checkpoint, checkpoint_io, newest_valid
+from genlight.callbacks.checkpoint import Checkpoint, newest_valid
 from genlight.callbacks.checkpoint.sharded import rank_channel as rank_groups, read as slice_reading
+from genlight.callbacks.checkpoint.storage import host_buffer
 
 WIDTH = 300
 
@@ -183,7 +184,7 @@ class Counters:
 
     def __init__(self):
         self.gathered = self.copied = self.read = 0
-        gather, read, copy = DTensor.full_tensor, os.preadv, checkpoint_io.HostBuffer.copy
+        gather, read, copy = DTensor.full_tensor, os.preadv, host_buffer.HostBuffer.copy
 
         def full_tensor(tensor, **options):
             self.gathered += tensor.numel() * tensor.element_size()
@@ -200,7 +201,7 @@ class Counters:
 
         DTensor.full_tensor = full_tensor
         slice_reading.os = _OsWith(preadv)
-        checkpoint_io.HostBuffer.copy = counted_copy
+        host_buffer.HostBuffer.copy = counted_copy
 
     def take(self):
         taken = {"gathered": self.gathered, "copied": self.copied, "read": self.read}

@@ -8,9 +8,8 @@ new one is, and what is not a checkpoint's stays for good.
 Where tensors are sharded, each rank has a folder ``NAME/rank-00001/`` with its slices, in files of the names below, and
 the index of what they hold (see `parts`). The files of those names in ``NAME/`` itself hold what is not sharded.
 
-Tensors that training does not change have files of their own, ``NAME/shared/<digest>/model.safetensors``, which are
-hard links to one another in all checkpoints that have the same tensors. Where the file system has no hard links, such a
-file is ``shared/<digest>/model.safetensors`` beside the records, which name it there.
+Frozen weights have a file of their own, ``NAME/frozen.safetensors``: hard links to one another in all checkpoints that
+have the same.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from ....adapter.plumbing.durable import TEMPORARY_PREFIX
 __all__ = [
     "ARRAYS_FILE",
     "FINAL_NAME",
+    "FROZEN_FILE",
     "MODEL_FILE",
     "RECORD_SUFFIXES",
-    "SHARED_FOLDER",
     "STATE_FILE",
     "TENSORS_FILE",
     "TRAINER_FOLDER",
@@ -36,13 +35,13 @@ __all__ = [
     "folder_names",
     "is_name_of_callback",
     "is_record_of_callback",
+    "is_remote",
     "is_temporary",
+    "local_path",
     "name_of",
     "name_of_folder",
     "record_paths",
     "record_path",
-    "shared_digest",
-    "shared_name",
     "step_name",
     "step_of_name",
     "tensor_file",
@@ -50,6 +49,8 @@ __all__ = [
 
 MODEL_FILE = "model.safetensors"
 """Tensors of ``LightningModule.state_dict()`` under its own keys."""
+FROZEN_FILE = "frozen.safetensors"
+"""Those of `MODEL_FILE` that training leaves as they are, where several checkpoints share them."""
 TENSORS_FILE = "training_state.safetensors"
 """All other tensors, under the path where they sit."""
 ARRAYS_FILE = "arrays.safetensors"
@@ -58,8 +59,6 @@ STATE_FILE = "training_state.json"
 """Everything that is not a tensor, with references to the tensors."""
 TRAINER_FOLDER = "trainer"
 """What the trainer's own ``save_checkpoint`` hook wrote."""
-SHARED_FOLDER = "shared"
-"""Of files that several checkpoints have in common."""
 UNCOMMITTED_FILE = ".uncommitted"
 """Marks a data folder that no record names yet, or no longer: what a killed process leaves with it is debris."""
 
@@ -73,7 +72,6 @@ _TEMPORARY = re.compile(
     rf"{re.escape(TEMPORARY_PREFIX)}(?:.+-\d+-[0-9a-f]{{8}}|(?:{_NAME_OF_CALLBACK.pattern})[^-]*-\d+-[0-9a-f]+)",
     re.DOTALL,
 )
-_SHARED_NAME = re.compile(rf"{SHARED_FOLDER}/([0-9a-f]{{32}})/([^/]+)")
 _BEGINNING_BYTES = 64 * 1024
 
 
@@ -88,21 +86,35 @@ def step_of_name(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def shared_name(digest: str, file: str) -> str:
-    """``shared/<digest>/model.safetensors``: the path of a shared file within a data folder, or beside the records."""
-    return f"{SHARED_FOLDER}/{digest}/{file}"
-
-
-def shared_digest(name: str) -> str | None:
-    """The digest that the path of a shared file tells; None for any other file."""
-    match = _SHARED_NAME.fullmatch(name)
-    return match.group(1) if match else None
-
-
 def tensor_file(name: str) -> str:
-    """The file that references mean where the tensors lie in `name`: of a shared file its last part."""
-    match = _SHARED_NAME.fullmatch(name)
-    return match.group(2) if match else name
+    """The file that references mean where the tensors lie in `name`."""
+    return MODEL_FILE if name == FROZEN_FILE else name
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is a URL of something else than a local file."""
+    return "://" in _without_scheme(path)
+
+
+def local_path(path: str | os.PathLike[str], argument: str = "dirpath") -> Path:
+    """`path` on a local file system.
+
+    Raises:
+        ValueError: It is a URL; names the `argument` that it is.
+    """
+    if is_remote(path):
+        raise ValueError(
+            f"Invalid `{argument}`. Checkpoints are written to a local file system, because nothing else can be synced "
+            f"and renamed atomically, but received {os.fspath(path)!r}. Name a local one, and `uploads.targets` of a "
+            "job, or `targets` of UploadArtifacts, for copies elsewhere."
+        )
+    return Path(_without_scheme(path))
+
+
+def _without_scheme(path: str | os.PathLike[str]) -> str:
+    """`path` without the ``file:`` that fsspec, too, takes off; Lightning makes ``file:/a`` of ``file:///a``."""
+    text = os.fspath(path)
+    return text.removeprefix("file:").removeprefix("//") if text.startswith("file:/") else text
 
 
 def record_path(path: str | os.PathLike[str]) -> Path:
@@ -118,8 +130,7 @@ def name_of(record: Path) -> str:
 
 def folder_names(name: str) -> Iterator[str]:
     """The names that the data folder of the checkpoint `name` may have, in the order they are tried; endless."""
-    if name != SHARED_FOLDER:  # which files have that belong to several checkpoints
-        yield name
+    yield name
     yield from (f"{name}~{number}" for number in itertools.count(1))
 
 

@@ -68,9 +68,6 @@ class RecordMeta:
     """How the attempt came to be, as `run_metadata` says it."""
     parameters: frozenset[str] = frozenset()
     """Which of the model's tensors are parameters, whose values count for `finite_weights`; not stored."""
-    trained: frozenset[str] | None = None
-    """Which of them training is said to change; the others may be shared with other checkpoints. None shares none; not
-    stored."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
 """How a commit record is written and read.
 
-A record is one line of JSON whose last member is a digest of all bytes before it, so that any change of it shows. Under
-a name that ends in ``.ckpt`` a file that torch opens holds it (see `ckpt_file`); older ones are JSON there too.
-It names every file of the checkpoint by its path relative to the record's own folder, with size and digest: a folder
-that was moved still loads. Records that an older runtime of the contract wrote have no digest and no files.
+A record is one line of JSON whose last member is a digest of all bytes before it, so that any change of it shows,
+whether its name ends in ``.json`` or, where Lightning has chosen it, in ``.ckpt``. It names every file of the
+checkpoint by its path relative to the record's own folder, with size and digest: a folder that was moved still loads.
+Records that an older runtime of the contract wrote have no digest and no files.
 
 The module imports neither torch nor Lightning.
 """
@@ -26,7 +26,6 @@ import xxhash
 
 from ....adapter.contract.exceptions import BrokenCheckpointError, UnstorableStateError
 from ....adapter.plumbing.safe_open import UnsafeFileError, open_regular
-from .ckpt_file import CKPT_FILE_START, in_ckpt_file, is_torch_file, record_in
 from .layout import name_of, step_of_name
 from .record import CheckpointRecord, FileEntry, LeftOut, RecordMeta, is_path
 
@@ -35,10 +34,8 @@ __all__ = [
     "FORMAT_VERSION",
     "LARGEST_RECORD_BYTES",
     "RECORD_MARKER",
-    "SHARDED_FORMAT_VERSION",
-    "SHARED_FORMAT_VERSION",
     "digest_of",
-    "in_file",
+    "is_torch_file",
     "library_versions",
     "read_record",
     "serialise_record",
@@ -46,16 +43,14 @@ __all__ = [
 
 FORMAT = "genlight.checkpoint"
 FORMAT_VERSION = 1
-SHARDED_FORMAT_VERSION = 2
-"""Of checkpoints with parts of several ranks, which an older genlight does not know; all others stay readable to it."""
-SHARED_FORMAT_VERSION = 3
-"""Of checkpoints with files that others share, or that leave tensors out, likewise."""
-_KNOWN_VERSIONS = (FORMAT_VERSION, SHARDED_FORMAT_VERSION, SHARED_FORMAT_VERSION)
 RECORD_MARKER = b'{"format":"genlight.checkpoint"'
 """How every record begins."""
 
 LARGEST_RECORD_BYTES = 256 << 20
 """JSON takes many times its size in memory. Tensors and arrays are not in the record, so this is a lot."""
+
+_TORCH_MAGICS = (b"PK", b"\x80\x02")
+"""What a file that ``torch.save`` wrote begins with: a ZIP archive, or a bare pickle."""
 
 _OLD_KEYS = frozenset({"step", "run_id", "request_id", "final", "trainer_checkpoint", "state"})
 """Keys that a record of an older runtime may have."""
@@ -123,18 +118,13 @@ def serialise_record(
     folder: str | None,
     files: Sequence[FileEntry],
     created_at_ms: int,
-    is_sharded: bool = False,
-    is_shared: bool = False,
     left_out: Sequence[LeftOut] = (),
     finite_weights: bool | None = None,
 ) -> bytes:
     """The bytes of a record."""
-    format_version = SHARDED_FORMAT_VERSION if is_sharded else FORMAT_VERSION
-    if is_shared or left_out:
-        format_version = SHARED_FORMAT_VERSION
     content: dict[str, Any] = {
         "format": FORMAT,
-        "format_version": format_version,
+        "format_version": FORMAT_VERSION,
         "step": step,
         "run_id": meta.run_id,
         "attempt": meta.attempt,
@@ -167,11 +157,6 @@ def serialise_record(
     return body + _DIGEST_MEMBER + digest_of(body).encode() + b'"}\n'
 
 
-def in_file(path: Path, record: bytes) -> bytes:
-    """What the file at `path` holds so that it is `record`."""
-    return in_ckpt_file(record) if path.suffix == ".ckpt" else record
-
-
 def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
     """Parse the record at `path` and prove its own digest; its files are not looked at.
 
@@ -182,7 +167,6 @@ def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
     # A link (``last.ckpt``) stands for the record it points to, beside whose files it lies.
     path = Path(os.path.realpath(path))
     data = _read(path)
-    data = data if (held := record_in(data)) is None else held
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -195,14 +179,24 @@ def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
     return _new_record(path, content)
 
 
+def is_torch_file(path: Path) -> bool:
+    """Whether ``torch.save`` wrote the file at `path`.
+
+    Raises:
+        OSError: It cannot be read, or is not a regular file.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read(2) in _TORCH_MAGICS
+
+
 def _read(path: Path) -> bytes:
     try:
         descriptor = open_regular(path)
     except UnsafeFileError as error:
         raise BrokenCheckpointError(name_of(path), f"its record {path.name} cannot be read: {error.strerror}") from None
     with os.fdopen(descriptor, "rb") as file:
-        start, size = file.read(CKPT_FILE_START), os.fstat(descriptor).st_size
-        if is_torch_file(start):  # or gigabytes would be read to find that they are not JSON
+        start, size = file.read(len(RECORD_MARKER)), os.fstat(descriptor).st_size
+        if start.startswith(_TORCH_MAGICS):  # or gigabytes would be read to find that they are not JSON
             raise BrokenCheckpointError(
                 name_of(path), f"{path.name} was written by torch.save and is not a record of genlight"
             )
@@ -253,12 +247,11 @@ def _new_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
     name = name_of(path)
     if content.get("format") != FORMAT:
         raise BrokenCheckpointError(name, f"{path.name} is not a checkpoint record")
-    if content.get("format_version") not in _KNOWN_VERSIONS:
+    if content.get("format_version") != FORMAT_VERSION:
         found = content.get("format_version")
         raise BrokenCheckpointError(
             name,
-            f"it has format version {found!r}, and this genlight reads versions up to {_KNOWN_VERSIONS[-1]}; "
-            "upgrade it",
+            f"it has format version {found!r}, and this genlight reads versions up to {FORMAT_VERSION}; upgrade it",
         )
     try:
         stored = msgspec.convert(content, _StoredRecord)

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from ....adapter.contract.exceptions import CheckpointError
 from ....adapter.plumbing.durable import fsync_directory
+from ..capture import Captured, finite_weights
 from ..codec.tensor_bytes import bytes_of
 from ..codec.tensor_table import Entry
 from ..format.layout import name_of
@@ -38,16 +39,9 @@ from ..format.shard_index import (
     rank_of,
     serialise_part,
 )
-from ..saving import (
-    SPACE_FOR_THE_REST,
-    Prepared,
-    finite_weights,
-    publish,
-    write_files,
-)
-from ..storage.commit import Staging, require_space, stage
-from ..storage.tensor_files import header_of, in_order, write_tensors
+from ..storage.commit import SPACE_FOR_THE_REST, Staging, require_space, stage
 from ..storage.write_file import naming_the_checkpoint, write_file
+from ..writing import header_of, in_order, publish, write_files, write_tensors
 from .boxes import Box, make_whole
 from .rank_channel import Channel, first_problem, text_of
 
@@ -73,8 +67,7 @@ class Plan:
 def plan_save(
     channel: Channel,
     record: Path,
-    prepared: Prepared | Exception,
-    staging: Staging | None,
+    captured: Captured | Exception,
     *,
     asynchronous: bool,
 ) -> Plan:
@@ -83,50 +76,58 @@ def plan_save(
     Args:
         channel: For the training threads.
         record: Where the record will be; rank zero's counts.
-        prepared: This rank's share, or why it could not be prepared.
-        staging: Rank zero's temporary folder, where it has one already.
+        captured: This rank's share, or why there is none; rank zero's gets a temporary folder, if it has none.
         asynchronous: Whether it is written in the background; rank zero's word counts.
 
     Raises:
-        Exception: Why it could not be prepared here, or a `CheckpointError` about another rank.
+        Exception: Why there is no share of this rank, or a `CheckpointError` about another rank.
         CheckpointError: The disk has no space for all parts.
         UnwrittenCheckpointError: Rank zero could not make the folder.
     """
-    problem = prepared if isinstance(prepared, Exception) else None
-    nbytes = 0 if isinstance(prepared, Exception) else _own_bytes(prepared, channel.rank)
+    problem = captured if isinstance(captured, Exception) else None
+    nbytes = 0 if isinstance(captured, Exception) else _own_bytes(captured, channel.rank)
     said = channel.gather((text_of(problem), nbytes))
     plan: Plan | str | None = first_problem([text for text, _ in said], f"prepare {name_of(record)}")
     if channel.rank == 0 and plan is None:
-        assert isinstance(prepared, Prepared)
+        assert isinstance(captured, Captured)
         try:
             whole = sum(nbytes for _, nbytes in said)
             with naming_the_checkpoint(record, whole):
                 record.parent.mkdir(parents=True, exist_ok=True)
                 require_space(record.parent, whole + SPACE_FOR_THE_REST)
-                plan = Plan((staging or stage(record)).path, asynchronous, bool(prepared.wholes))
+                captured.staging = captured.staging or stage(record)
+                plan = Plan(captured.staging.path, asynchronous, bool(captured.wholes))
         except Exception as error:  # noqa: BLE001 - it is raised below, after the others know
             problem, plan = error, f"rank 0 could not start {name_of(record)}: {text_of(error)}"
     decided = channel.share(plan)
-    if problem is not None:
-        raise problem
-    if isinstance(decided, str):
-        raise CheckpointError(decided)
-    assert isinstance(decided, Plan)
-    return decided
+    if isinstance(decided, Plan):
+        return decided
+    raise problem or CheckpointError(decided)
 
 
-def write_together(channel: Channel, record: Path, prepared: Prepared, staging: Staging) -> CheckpointRecord | None:
+def write_together(channel: Channel, record: Path, captured: Captured) -> CheckpointRecord | None:
     """Write this rank's part and return when the whole checkpoint is durable, on rank zero with its record. Collective.
 
     Raises:
         CheckpointError: A rank could not write its part, died, or does not see the directory.
         UnwrittenCheckpointError: This rank could not write its own.
     """
-    files, problem = _try_to_write_part(channel, prepared, staging)
+    staging = captured.staging
+    assert staging is not None
     try:
-        said = channel.gather((text_of(problem), files, finite_weights(prepared)))
+        return _write_together(channel, record, captured, staging)
+    except BaseException:
         if channel.rank == 0:
-            return _commit_and_tell(channel, record, prepared, staging, said, problem)
+            staging.discard()
+        raise
+
+
+def _write_together(channel: Channel, record: Path, captured: Captured, staging: Staging) -> CheckpointRecord | None:
+    files, problem = _try_to_write_part(channel, captured, staging)
+    try:
+        said = channel.gather((text_of(problem), files, finite_weights(captured)))
+        if channel.rank == 0:
+            return _commit_and_tell(channel, record, captured, staging, said, problem)
         verdict = channel.share(None)
     except RuntimeError as error:  # What gloo raises when a connection closes.
         if problem is not None:
@@ -165,19 +166,19 @@ def require_shared_directory(channel: Channel, directory: Path) -> None:
             staging.discard()
 
 
-def _own_bytes(prepared: Prepared, rank: int) -> int:
-    return prepared.nbytes if rank == 0 else sum(entry.nbytes for entry in prepared.slices)
+def _own_bytes(captured: Captured, rank: int) -> int:
+    return captured.nbytes if rank == 0 else sum(entry.nbytes for entry in captured.slices)
 
 
 def _try_to_write_part(
-    channel: Channel, prepared: Prepared, staging: Staging
+    channel: Channel, captured: Captured, staging: Staging
 ) -> tuple[list[FileEntry], Exception | None]:
     """The files of this rank, or why they could not be written: the others wait to hear of it."""
     try:
         _wait_until_seen(staging.path, channel.rank)
-        with naming_the_checkpoint(staging.record, _own_bytes(prepared, channel.rank)):
-            files = write_files(staging, prepared) if channel.rank == 0 else []
-            return files + _write_slices(staging, channel, prepared.slices), None
+        with naming_the_checkpoint(staging.record, _own_bytes(captured, channel.rank)):
+            files = write_files(staging, captured) if channel.rank == 0 else []
+            return files + _write_slices(staging, channel, captured.slices), None
     except Exception as error:  # noqa: BLE001 - the caller raises it, once rank zero knows
         return [], error
 
@@ -212,7 +213,7 @@ def _indexed(file: str, entries: list[Entry], index: list[SliceEntry]) -> Iterat
 def _commit_and_tell(
     channel: Channel,
     record: Path,
-    prepared: Prepared,
+    captured: Captured,
     staging: Staging,
     said: list[tuple[str | None, list[FileEntry], bool | None]],
     problem: Exception | None,
@@ -228,9 +229,9 @@ def _commit_and_tell(
                 is_finite for rank, (_, part, is_finite) in enumerate(said) if is_finite is not None or not rank
             ]
             finite = False if False in verdicts else None if None in verdicts else True
-            _check_parts(staging, prepared, files)
+            _check_parts(staging, captured, files)
             with naming_the_checkpoint(record, sum(file.size for file in files)):
-                written = publish(record, prepared, staging, files, finite_weights=finite)
+                written = publish(record, captured, staging, files, finite_weights=finite)
         except Exception as error:  # noqa: BLE001 - it is raised below, after the others know
             problem, verdict = error, f"rank 0 could not commit {record.name}: {text_of(error)}"
     try:
@@ -244,9 +245,9 @@ def _commit_and_tell(
     return written
 
 
-def _check_parts(staging: Staging, prepared: Prepared, files: list[FileEntry]) -> None:
+def _check_parts(staging: Staging, captured: Captured, files: list[FileEntry]) -> None:
     """Prove that rank zero sees all parts, and that they make the sharded tensors whole."""
-    found: dict[tuple[str, str], list[SliceEntry]] = {key: [] for key in prepared.wholes}
+    found: dict[tuple[str, str], list[SliceEntry]] = {key: [] for key in captured.wholes}
     for file in files:
         rank = rank_of(file.path)
         if rank is None:
@@ -260,7 +261,7 @@ def _check_parts(staging: Staging, prepared: Prepared, files: list[FileEntry]) -
             for entry in parse_part(data):
                 found.setdefault((entry.file, entry.key), []).append(entry)
     for (file_name, key), slices in found.items():
-        expected = prepared.wholes.get((file_name, key))
+        expected = captured.wholes.get((file_name, key))
         boxes = [Box(entry.offset, entry.shape) for entry in slices]
         facts = {(entry.whole, entry.dtype) for entry in slices}
         if expected is None or facts - {(expected.whole, expected.dtype)} or not make_whole(expected.whole, boxes):
@@ -295,6 +296,6 @@ def _wait_until_seen(path: Path, rank: int, *, size: int | None = None, made_by:
     )
 
 
-def only_slices(prepared: Prepared) -> Prepared:
+def only_slices(captured: Captured) -> Captured:
     """What a rank other than zero writes."""
-    return replace(prepared, entries=[], rest=b"", state=None)
+    return replace(captured, entries=[], rest=b"", state=None, linked=None)

@@ -24,12 +24,12 @@ from typing_extensions import override
 from ...hook.events import callbacks_of
 from ...optimizer_state import map_values
 from ..checkpoint_io import DurableCheckpointIO
-from ..remote import is_remote
+from ..format.layout import is_remote, local_path
 from .boxes import sharded_like
 from .lazy_tensor import keep_sharded, whole
 from .rank_channel import RankGroups
 
-__all__ = ["keep_sharded_for", "rank_groups_of", "save_through_plugin", "sharded_url_faults"]
+__all__ = ["keep_sharded_for", "rank_groups_of", "save_through_plugin", "url_faults"]
 
 
 def save_through_plugin(strategy: Strategy) -> None:
@@ -40,10 +40,8 @@ def save_through_plugin(strategy: Strategy) -> None:
         strategy.__class__ = type(name, (_SavesThroughPlugin, type(strategy)), {})
 
 
-def sharded_url_faults(trainer: pl.Trainer) -> list[str]:
-    """Which callbacks of `trainer` would save shards to a URL, where ranks cannot write one file together."""
-    if not isinstance(trainer.strategy, ModelParallelStrategy):
-        return []
+def url_faults(trainer: pl.Trainer) -> list[str]:
+    """Which callbacks of `trainer` would save to a URL, which the checkpoint plugin refuses."""
     faults = []
     for callback in callbacks_of(trainer):
         if isinstance(callback, ModelCheckpoint):
@@ -51,9 +49,8 @@ def sharded_url_faults(trainer: pl.Trainer) -> list[str]:
             place = place or trainer.default_root_dir
             if is_remote(place):
                 faults.append(
-                    f"{type(callback).__name__} saves to {os.fspath(place)!r}, and ranks that hold shards write a "
-                    "checkpoint together, to a local file system that all see. Give it such a `dirpath`, and `targets` "
-                    "of UploadArtifacts for copies elsewhere"
+                    f"{type(callback).__name__} saves to {os.fspath(place)!r}, and durable checkpoints go to a local "
+                    "file system. Give it a local `dirpath`, and `targets` of UploadArtifacts for copies elsewhere"
                 )
     return faults
 
@@ -99,14 +96,14 @@ class _SavesThroughPlugin(ModelParallelStrategy):
         if groups is None or not isinstance(plugin, DurableCheckpointIO):
             Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
         else:
-            plugin.save_in_parts(checkpoint, filepath, groups)
+            plugin.store.save(local_path(filepath), checkpoint, asynchronous=plugin.asynchronous, groups=groups)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         groups, plugin = rank_groups_of(self), self.checkpoint_io
         if groups is None or not isinstance(plugin, DurableCheckpointIO):
             return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
-        return plugin.load_in_parts(checkpoint_path, groups)
+        return plugin.store.load_together(local_path(checkpoint_path), groups)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -6,8 +6,7 @@
 3. The record is written under a temporary name, synced, compared, renamed, and the directory synced. This is the
    commit: a rename within a directory is atomic. The mark goes.
 
-A file that is shared with earlier checkpoints is linked into the temporary folder in step 1, or lies beside the records
-already (see `shared_files`).
+A file that is shared with earlier checkpoints is linked into the temporary folder in step 1 (see `frozen`).
 
 Deleting goes the other way round: the folder is marked, and the record goes first. What a killed process leaves is
 either temporary or a marked folder that no record names; `sweep` removes both, and nothing else.
@@ -18,8 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ....adapter.contract.exceptions import CheckpointError
@@ -32,6 +30,7 @@ from ..format.layout import (
     record_path,
 )
 from ..ownership import (
+    Claims,
     DataFolder,
     claims_in,
     data_of,
@@ -40,23 +39,31 @@ from ..ownership import (
     is_data_folder,
     is_debris,
     require_replaceable,
-    shared_by,
 )
-from .shared_files import claim, release, unclaim
 from .write_file import write_file
 
-__all__ = ["Staging", "commit", "delete_checkpoint", "require_space", "stage", "sweep"]
+__all__ = [
+    "SPACE_FOR_THE_REST",
+    "Staging",
+    "commit",
+    "delete_checkpoint",
+    "require_space",
+    "stage",
+    "sweep",
+]
 
 log = logging.getLogger(__name__)
 
+SPACE_FOR_THE_REST = 1 << 20
+"""Bytes beside tensors and JSON: headers, the record, folders."""
 
-@dataclass
+
+@dataclass(frozen=True)
 class Staging:
     """The temporary folder of a checkpoint that is being made."""
 
     record: Path
     path: Path
-    _claimed: list[Path] = field(default_factory=list, compare=False)
 
     def folder(self, name: str) -> Path:
         """A folder within, made on first use."""
@@ -64,24 +71,10 @@ class Staging:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def claim(self, path: Path) -> None:
-        """Have nothing remove the shared file at `path` until the checkpoint is committed or discarded."""
-        claim(path)
-        self._claimed.append(path)
-
-    def unclaim(self) -> None:
-        """Undo each `claim`."""
-        unclaim(self._claimed)
-        self._claimed.clear()
-
     def discard(self) -> None:
         """Remove the folder; does nothing once it was committed."""
         _remove_tree(self.path)
         _live.discard(self.path.name)
-        claimed = {path.parent.name for path in self._claimed}
-        self.unclaim()
-        if claimed:
-            _try_to_release(self.record.parent, claimed)
 
 
 _live: set[str] = set()
@@ -125,7 +118,7 @@ def commit(staging: Staging, folder: str, record: bytes) -> None:
     require_replaceable(staging.record)
     directory = staging.record.parent
     target = directory / folder
-    replaced, shared = data_of(staging.record), shared_by(staging.record)
+    replaced = data_of(staging.record) if os.path.lexists(staging.record) else []
     _mark(staging.path)
     for path, _, _ in os.walk(staging.path, topdown=False):
         fsync_directory(path)
@@ -143,17 +136,18 @@ def commit(staging: Staging, folder: str, record: bytes) -> None:
         raise
     fsync_directory(directory)
     _try_to_unmark(target)
-    staging.unclaim()
     for old in replaced:
         try_to_remove_data(old)
-    if shared:
-        _try_to_release(directory, shared)
 
 
-def delete_checkpoint(path: str | os.PathLike[str]) -> None:
+def delete_checkpoint(path: str | os.PathLike[str], claims: Claims | None = None) -> None:
     """Remove a checkpoint, its record first; of a link to one, the link. One that is not there is no error.
 
     What is not of the checkpoint stays, also within its folder.
+
+    Args:
+        path: The checkpoint.
+        claims: What the records of its directory claim; None reads them all.
 
     Raises:
         CheckpointError: Something that is not a checkpoint has that name.
@@ -165,7 +159,7 @@ def delete_checkpoint(path: str | os.PathLike[str]) -> None:
     target = Path(os.path.realpath(record))
     if target.exists() and not is_checkpoint_file(target):
         raise CheckpointError(f"{record} is not a checkpoint, and is not removed")
-    folders, shared = data_of(record), shared_by(record)
+    folders = data_of(record, claims)
     for folder in folders:
         _mark(folder.path)
     record.unlink(missing_ok=True)
@@ -173,8 +167,6 @@ def delete_checkpoint(path: str | os.PathLike[str]) -> None:
     fsync_directory(record.parent)
     for folder in folders:
         remove_data(folder)
-    if shared:
-        release(record.parent, shared)
 
 
 def remove_data(folder: DataFolder) -> None:
@@ -212,14 +204,6 @@ def try_to_remove_data(folder: DataFolder) -> None:
         log.warning("Could not remove %s: %s", folder.path, error)
 
 
-def _try_to_release(directory: Path, digests: Collection[str]) -> None:
-    """Remove shared files that no record names; one that cannot be removed is left to the next sweep."""
-    try:
-        release(directory, digests)
-    except OSError as error:
-        log.warning("Could not remove what checkpoints in %s shared: %s", directory, error)
-
-
 def sweep(directory: str | os.PathLike[str]) -> list[str]:
     """Remove what killed processes left in a checkpoint directory; only the run that holds the directory may.
 
@@ -243,7 +227,6 @@ def sweep(directory: str | os.PathLike[str]) -> list[str]:
             swept.append(name)
         elif name in claims.folders and is_data_folder(path):
             _try_to_unmark(path)
-    swept += [path.relative_to(directory).as_posix() for path in release(directory)]
     if swept:
         log.info("Removed what an interrupted run had left in %s: %s", directory, ", ".join(swept))
     return swept

@@ -1,24 +1,34 @@
 """A copy of tensors into host memory that is reused from one save to the next.
 
 Copying into memory that was touched before takes a third of the time of copying into fresh memory, whose pages the
-kernel has to find and clear; for tensors of a CUDA device the memory is pinned, so that the copies run at the speed of
+kernel has to find and clear. For tensors of an accelerator the memory is pinned, so that the copies run at the speed of
 the bus and need one synchronisation for all.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from ....adapter.plumbing.text import size_text
 from ..codec.tensor_table import Entry
 
 __all__ = ["ALIGNMENT", "HostBuffer"]
 
+log = logging.getLogger(__name__)
+
 ALIGNMENT = 64
 """Every tensor of a snapshot starts at a multiple of this many bytes."""
+_PORTABLE = 1
+"""``cudaHostRegisterPortable``: pinned for all devices of this process."""
+LARGEST_PINNED = 0.5
+"""Share of the machine's memory that is pinned at most: the system cannot take pinned pages back."""
 
 
 class HostBuffer:
@@ -26,6 +36,10 @@ class HostBuffer:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._made_for = "cpu"
+        """The kind of device that copies fast to this memory."""
+        self._is_registered = False
+        """Whether CUDA was told of it."""
         self._layout: list[tuple[torch.dtype, torch.Size]] = []
         self._targets: list[torch.Tensor] = []
         """The parts of the memory that take tensors of `_layout`: most snapshots are like the one before."""
@@ -35,41 +49,81 @@ class HostBuffer:
         """Bytes held."""
         return self._memory.numel()
 
-    def reserve(self, nbytes: int, *, pinned: bool = False) -> None:
-        """Hold at least `nbytes` and touch them, so that the next copy finds them warm."""
-        if nbytes <= self.nbytes and (self._memory.is_pinned() or not pinned):
+    def reserve(self, nbytes: int, device: torch.device) -> None:
+        """Hold at least `nbytes` for copies from `device`, and touch them, so that the next copy finds them warm."""
+        if nbytes <= self.nbytes and device.type in ("cpu", self._made_for):
             return
-        self._layout, self._targets = [], []
-        self._memory = torch.empty(
-            0, dtype=torch.uint8, device="cpu"
-        )  # The old block is freed before the new one is made.
-        self._memory = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        self._release()
+        self._memory, self._made_for = torch.zeros(nbytes, dtype=torch.uint8, device="cpu"), device.type
+        if device.type != "cpu" and nbytes:
+            self._pin(device)
 
     def copy(self, entries: Sequence[Entry]) -> list[Entry]:
         """The entries with their values as of now, in this buffer; valid until the next call."""
         tensors = [entry.source for entry in entries if not isinstance(entry.source, np.ndarray)]
-        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-        targets = self._laid_out(tensors, pinned=bool(devices))
+        devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
+        targets = self._laid_out(tensors, next(iter(devices), torch.device("cpu")))
         for target, tensor in zip(targets, tensors, strict=True):
-            target.copy_(tensor, non_blocking=tensor.is_cuda)
+            target.copy_(tensor, non_blocking=not tensor.is_cpu)
         for device in devices:
-            torch.cuda.synchronize(device)
+            torch.get_device_module(device).synchronize(device)
         copies = iter(targets)
         return [_with(e, e.source.copy() if isinstance(e.source, np.ndarray) else next(copies)) for e in entries]
 
-    def _laid_out(self, tensors: Sequence[torch.Tensor], *, pinned: bool) -> list[torch.Tensor]:
+    def _laid_out(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
         """A part of the memory for each of `tensors`, of its type and shape."""
         layout = [(tensor.dtype, tensor.shape) for tensor in tensors]
         offsets, total = [], 0
         for tensor in tensors:
             offsets.append(total)
             total += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        self.reserve(total, pinned=pinned)
+        self.reserve(total, device)
         if layout != self._layout:
             parts = zip(tensors, offsets, strict=True)
             self._targets = [_like(tensor, self._memory[at : at + tensor.nbytes]) for tensor, at in parts]
             self._layout = layout
         return self._targets
+
+    def _release(self) -> None:
+        """Free the memory before other memory is taken."""
+        if self._is_registered:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[no-untyped-call]
+        self._layout, self._targets, self._made_for, self._is_registered = [], [], "cpu", False
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def __del__(self) -> None:
+        if self._is_registered:  # or CUDA would take these pages for pinned when they belong to something else
+            self._release()
+
+    def _pin(self, device: torch.device) -> None:
+        """Pin the memory for `device`; it stays as it is where that is too much, or refused.
+
+        CUDA is told of just these bytes: torch's own pinned memory is rounded up to a power of two, and kept for good.
+        """
+        nbytes, most = self.nbytes, int(LARGEST_PINNED * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        told = size_text(nbytes)
+        if nbytes > most:
+            log.info("Snapshots of %s are taken in pageable memory: at most %s are pinned", told, size_text(most))
+            return
+        try:
+            if device.type == "cuda":
+                self._register(device)
+            else:
+                self._memory = self._memory.pin_memory()
+        except RuntimeError as error:
+            log.warning("Snapshots of %s are taken in pageable memory, which is slower: %s", told, error)
+        else:
+            log.info("%s of host memory are pinned for snapshots of checkpoints", told)
+
+    def _register(self, device: torch.device) -> None:
+        with torch.cuda.device(device):
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            code = int(runtime.cudaHostRegister(self._memory.data_ptr(), self.nbytes, _PORTABLE))
+            self._is_registered = code == 0
+            if code:
+                with contextlib.suppress(RuntimeError):  # else the next kernel of the training would report it
+                    torch.zeros(1, device=device)
+                raise RuntimeError(f"cudaHostRegister returned {code}")
 
 
 def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from genlight.adapter.contract.exceptions import UnstorableStateError
 from genlight.adapter.module.state import take_own_part
 from genlight.callbacks.checkpoint import load, newest_valid
-from genlight.callbacks.checkpoint.rank_differences import differences_of_ranks, tensor_digest
+from genlight.callbacks.checkpoint.rank_differences import differences_of_ranks
 from support.rank_processes import run_ranks
 
 
@@ -74,19 +74,6 @@ def test_a_checkpoint_without_parts_of_ranks_is_taken_as_it_is():
 
     assert take_own_part(checkpoint, rank=1, world_size=2) == {}
     assert checkpoint == {"state_dict": {"a": 1}, "genlight": {"state": {"n": 1}}}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16, torch.complex64, torch.bool])
-def test_the_digest_of_a_tensor_on_a_device_tells_bits_and_places_apart(dtype):
-    tensor = torch.randn(6, 5).to(dtype)
-
-    assert tensor_digest(tensor) == tensor_digest(tensor.clone())
-    assert tensor_digest(tensor.t()) == tensor_digest(tensor.t().contiguous())
-    moved = tensor.flip(0)
-    assert torch.equal(moved, tensor) or tensor_digest(tensor) != tensor_digest(moved)
-    other = tensor.clone()
-    other[3, 3] = 1 - other[3, 3] if dtype is not torch.bool else ~other[3, 3]
-    assert tensor_digest(tensor) != tensor_digest(other)
 
 
 def test_what_cannot_be_stored_is_refused_with_its_path_on_several_ranks_too():

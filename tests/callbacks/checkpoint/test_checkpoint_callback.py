@@ -323,7 +323,7 @@ class Unwritable(pl.Callback):
         if batch_idx == 1:
             self.directory.rmdir()
             self.directory.write_text("in the way")
-        if thread := self.checkpoint._io.writer._thread:
+        if thread := self.checkpoint._store.writer._thread:
             thread.join()
 
 
@@ -420,39 +420,15 @@ def test_files_of_the_trainer_are_part_of_the_checkpoint(tmp_path, make_trainer,
     assert read_record(tmp_path / "c" / "final.json").primary_path.read_bytes() == b"3"
 
 
-def test_a_busy_writer_makes_newest_skip_to_the_newest_state(tmp_path, make_trainer, make_net, make_loader):
-    """The first save is held back until the fourth step; the second and third are left out, none after that is."""
-    release = threading.Event()
-
-    class Slow(pl.Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if batch_idx == 4:
-                release.set()
-                checkpoint._io.writer.wait()
-
-    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=1, keep_last=None, when_busy="newest", save_final=False)
-
-    def hold_back():  # asked in the thread that writes, after each save
-        release.wait()
-        return []
-
-    checkpoint.spare(hold_back)
-    make_trainer(Slow(), checkpoint, max_epochs=1).fit(make_net(), make_loader(6))
-    steps = [listed.record.step for listed in list_checkpoints(tmp_path / "c")]
-    assert steps[0] == 1
-    assert not {2, 3, 4} & set(steps)
-    assert 5 in steps
-
-
 def test_memory_for_snapshots_is_ready_before_the_first_save(tmp_path, make_trainer, make_net, make_loader):
     class Look(pl.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if batch_idx == 2:
-                checkpoint._io.writer.wait()
-                before_saving.append(checkpoint._io.buffer.nbytes)
+                checkpoint._store.writer.wait()
+                before_saving.append(checkpoint._store.buffer.nbytes)
             if batch_idx == 4:
-                checkpoint._io.writer.wait()
-                after_saving.append(checkpoint._io.buffer.nbytes)
+                checkpoint._store.writer.wait()
+                after_saving.append(checkpoint._store.buffer.nbytes)
 
     before_saving, after_saving = [], []
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=3, save_final=False)
@@ -468,7 +444,6 @@ def test_memory_for_snapshots_is_ready_before_the_first_save(tmp_path, make_trai
         ("every_n_steps", -3, "Invalid `every_n_steps`. Expected a number >= 0, but received -3."),
         ("keep_last", 0, "Invalid `keep_last`. Expected a number >= 1, but received 0."),
         ("mode", "best", "Invalid `mode`. Expected 'min' or 'max', but received 'best'."),
-        ("when_busy", "drop", "Invalid `when_busy`. Expected 'wait' or 'newest', but received 'drop'."),
         ("on_error", "x", "Invalid `on_error`. Expected 'stop' or 'continue', but received 'x'."),
     ],
 )

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pickle
 import threading
 
 import lightning.pytorch as pl
@@ -10,8 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from genlight.adapter.contract.exceptions import BrokenCheckpointError, UnwrittenCheckpointError
-from genlight.callbacks.checkpoint import DurableCheckpointIO, verify
-from genlight.callbacks.checkpoint.checkpoint_io import SaveRequest
+from genlight.callbacks.checkpoint import Checkpoint, DurableCheckpointIO, save, verify
 
 
 @pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])
@@ -87,8 +87,6 @@ class Bomb:
 
 
 def test_a_pickle_in_a_torch_file_runs_no_code(tmp_path, monkeypatch):
-    import pickle
-
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": Bomb()}, tmp_path / "a.ckpt")
     with pytest.raises(pickle.UnpicklingError):
@@ -106,9 +104,7 @@ def test_a_removal_waits_until_the_newer_one_is_durable(tmp_path):
     plugin = DurableCheckpointIO()
     plugin.save_checkpoint({"global_step": 1}, tmp_path / "old.ckpt")
     release = threading.Event()
-    request = SaveRequest(asynchronous=True, on_durable=lambda _: release.wait())
-    plugin.expect(tmp_path / "new.ckpt", request)
-    plugin.save_checkpoint({"global_step": 2}, tmp_path / "new.ckpt")
+    plugin.store.writer.start(lambda: release.wait() and save(tmp_path / "new.ckpt", {"global_step": 2}))
     plugin.remove_checkpoint(tmp_path / "old.ckpt")
     assert verify(tmp_path / "old.ckpt").step == 1
     release.set()
@@ -122,12 +118,11 @@ def test_a_removal_is_dropped_when_the_newer_one_fails(tmp_path):
     plugin.save_checkpoint({"global_step": 1}, tmp_path / "old.ckpt")
     release = threading.Event()
 
-    def fail(_):
+    def fail():
         release.wait()
         raise OSError("disk gone")
 
-    plugin.expect(tmp_path / "new.ckpt", SaveRequest(asynchronous=True, on_durable=fail))
-    plugin.save_checkpoint({"global_step": 2}, tmp_path / "new.ckpt")
+    plugin.store.writer.start(fail)
     plugin.remove_checkpoint(tmp_path / "old.ckpt")
     release.set()
     with pytest.raises(OSError, match="disk gone"):
@@ -165,8 +160,7 @@ def test_an_asynchronous_save_holds_the_values_of_its_moment(tmp_path):
     plugin = DurableCheckpointIO(asynchronous=True)
     weight, other = torch.ones(1000), torch.arange(12.0).reshape(3, 4).t()
     release = threading.Event()
-    plugin.expect(tmp_path / "first.ckpt", SaveRequest(on_durable=lambda _: release.wait()))
-    plugin.save_checkpoint({"w": weight}, tmp_path / "first.ckpt")
+    plugin.store.writer.start(release.wait)
     threading.Timer(0.05, release.set).start()
     plugin.save_checkpoint(
         {"w": weight, "o": other, "empty": torch.zeros(0, 2), "n": torch.tensor(5)}, tmp_path / "a.ckpt"
@@ -207,9 +201,25 @@ def test_what_is_not_there_is_not_found(tmp_path, name):
         DurableCheckpointIO().load_checkpoint(tmp_path / name)
 
 
-def test_a_url_that_fsspec_does_not_know_is_refused():
-    with pytest.raises(ValueError, match="Protocol not known: nowhere"):
-        DurableCheckpointIO().save_checkpoint({}, "nowhere://bucket/a.ckpt")
+@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
+def test_a_url_is_refused_with_the_way_out(tmp_path, make_trainer, make_net, make_loader):
+    for use in (DurableCheckpointIO().load_checkpoint, lambda path: DurableCheckpointIO().save_checkpoint({}, path)):
+        with pytest.raises(ValueError, match=r"received 'memory://a\.ckpt'.*`targets` of UploadArtifacts"):
+            use("memory://a.ckpt")
+    trainer = make_trainer(ModelCheckpoint("memory://kept"), Checkpoint(tmp_path), max_epochs=1)
+    with pytest.raises(ValueError, match=r"ModelCheckpoint saves to 'memory://.*`targets` of UploadArtifacts"):
+        trainer.fit(make_net(), make_loader(2))
+    with pytest.raises(ValueError, match=r"Invalid `dirpath`.*received 's3://bucket/c'"):
+        Checkpoint("s3://bucket/c")
+    plugin = DurableCheckpointIO()
+    plugin.save_checkpoint({"global_step": 1}, f"file:{tmp_path}/a.ckpt")
+    assert plugin.load_checkpoint(f"file://{tmp_path}/a.ckpt")["global_step"] == 1
+
+
+def test_torch_says_that_a_record_is_no_file_of_its_own(tmp_path):
+    DurableCheckpointIO().save_checkpoint({"global_step": 1}, tmp_path / "a.ckpt")
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "a.ckpt")
 
 
 def test_removing_a_torch_file_leaves_a_folder_of_the_same_name(tmp_path):

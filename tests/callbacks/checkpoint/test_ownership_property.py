@@ -1,6 +1,5 @@
 """Any sequence of saves, links, retentions, removals and foreign files leaves others' files and kept checkpoints."""
 
-import functools
 import os
 import shutil
 import tempfile
@@ -13,17 +12,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from genlight.adapter.contract.exceptions import CheckpointError
 from genlight.callbacks.checkpoint import (
-    DurableCheckpointIO,
+    Checkpoint,
+    CheckpointStore,
     RecordMeta,
     Retention,
-    SaveRequest,
+    list_checkpoints,
     load,
     read_record,
     sweep,
     verify,
 )
-from genlight.callbacks.checkpoint.durable_reports import DurableReports
 from genlight.callbacks.checkpoint.format.layout import record_path
+from genlight.callbacks.checkpoint.retention import Kept, own_records
 from genlight.callbacks.checkpoint.storage import commit
 
 MANY = 200 if os.environ.get("GENLIGHT_LONG_FAULTS") else 80
@@ -45,7 +45,7 @@ class Directory(RuleBasedStateMachine):
         self.base = Path(tempfile.mkdtemp(dir=MEMORY))
         self.directory = self.base / "c"
         self.directory.mkdir()
-        self.io = DurableCheckpointIO()
+        self.store = CheckpointStore()
         self.foreign: dict[Path, object] = {}
         self.kept: dict[Path, tuple[int, str]] = {}
         self.step = 0
@@ -131,15 +131,10 @@ class Directory(RuleBasedStateMachine):
     def _save(self, path, writer):
         self.step += 1
         record = record_path(path)
-        on_durable = (
-            functools.partial(DurableReports().note, retention=Retention(keep_last=2), began_s=0.0) if writer else None
-        )
-        request = SaveRequest(RecordMeta(writer=writer), on_durable=on_durable)
-        self.io.expect(path, request)
         state = {"global_step": self.step, "state_dict": {"w": torch.full((3,), float(self.step))}}
         was_link = record.is_symlink()
         try:
-            self.io.save_checkpoint(state, path)
+            record_of_it = self.store.save(path, state, RecordMeta(writer=writer)).result()
         except CheckpointError:
             assert record in self.foreign or record.is_dir()
             assert not was_link
@@ -148,12 +143,20 @@ class Directory(RuleBasedStateMachine):
                 del self.foreign[record]
             assert record not in self.foreign
             self.kept[record] = (self.step, writer)
+            if writer:
+                self.retain(record_of_it)
+
+    def retain(self, record):
+        policy, kept = Checkpoint(self.directory), Kept(Retention(keep_last=2))
+        kept.begin([r for r in own_records(list_checkpoints(self.directory)) if r.run_id == record.run_id])
+        self.store.prune(kept.surplus(), policy._unneeded)
+        self.store.writer.finish()
 
     @rule(name=records)
     def remove(self, name):
         path = self.directory / name
         is_link = path.is_symlink()
-        self.io.remove_checkpoint(path)
+        self.store.remove(path)
         if is_link and not os.path.lexists(path):
             del self.foreign[path]
         self.kept.pop(path, None)

@@ -2,14 +2,14 @@
 
 import dataclasses
 import os
+import threading
 from pathlib import Path
 
 from hypothesis import given, strategies as st
 
-from genlight.callbacks.checkpoint import save
-from genlight.callbacks.checkpoint.durable_reports import DurableReports
+from genlight.callbacks.checkpoint import CheckpointStore, delete_checkpoint, ownership, save
 from genlight.callbacks.checkpoint.format.record import CheckpointRecord
-from genlight.callbacks.checkpoint.retention import Retention, to_delete
+from genlight.callbacks.checkpoint.retention import Kept, Retention, to_delete
 
 
 def record(step, *, score=None, final=False, is_old=False):
@@ -44,11 +44,6 @@ def test_the_newest_with_finite_weights_stays_whatever_came_after():
     assert steps(to_delete(unknown, Retention(keep_last=1))) == [0, 2, 3]
 
 
-def test_multiples_stay():
-    records = [record(step) for step in range(0, 100, 10)]
-    assert steps(to_delete(records, Retention(keep_last=1, keep_every=30))) == [0, 10, 20, 40, 50, 70, 80]
-
-
 def test_the_best_stay_by_either_mode():
     records = [record(step, score=score) for step, score in enumerate([5.0, 1.0, 3.0, 9.0, 4.0])]
     assert steps(to_delete(records, Retention(keep_last=1, keep_best=2, monitor="score", mode="min"))) == [0, 3]
@@ -69,33 +64,58 @@ def test_final_and_older_runtimes_checkpoints_are_left_alone():
     scores=st.lists(st.none() | st.floats(allow_nan=True), min_size=1, max_size=12),
     keep_last=st.integers(1, 4),
     keep_best=st.integers(0, 3),
-    keep_every=st.integers(0, 5),
 )
-def test_newest_and_best_are_never_deleted(scores, keep_last, keep_best, keep_every):
+def test_newest_and_best_are_never_deleted(scores, keep_last, keep_best):
     records = [record(step, score=score) for step, score in enumerate(scores)]
-    retention = Retention(keep_last, keep_best, "score", "max", keep_every)
+    retention = Retention(keep_last, keep_best, "score", "max")
     gone = set(steps(to_delete(records, retention)))
     assert not gone & set(range(len(scores) - keep_last, len(scores)))
     finite = sorted((s for s in scores if s is not None and abs(s) < float("inf")), reverse=True)
     for step, score in enumerate(scores):
         if keep_best and finite and score == finite[0] and scores.index(score) == step:
             assert step not in gone
-    assert not any(keep_every and step and step % keep_every == 0 for step in gone)
-    assert len(scores) - len(gone) <= keep_last + keep_best + (len(scores) // keep_every if keep_every else 0)
+    assert len(scores) - len(gone) <= keep_last + keep_best
 
 
-def test_where_all_are_kept_no_other_record_is_read_when_one_becomes_durable(tmp_path, monkeypatch):
-    """Of thousands that would take seconds, in a thread that training waits for."""
-    saved = [save(tmp_path / f"step-{step:08d}", {"global_step": step}) for step in (1, 2)]
+def test_no_record_is_read_to_decide_which_ones_go(tmp_path, monkeypatch):
+    """Of thousands that would take seconds after each save."""
+    saved = [save(tmp_path / f"step-{step:08d}", {"global_step": step}) for step in (1, 2, 3)]
     opened = []
 
     def opening(path, *rest, real=os.open, **how):
         opened.append(path)
         return real(path, *rest, **how)
 
+    kept = Kept(Retention(keep_last=1))
+    kept.begin(saved[:2])
     monkeypatch.setattr(os, "open", opening)
-    reports = DurableReports()
-    reports.note(saved[1], Retention(keep_last=None), began_s=0.0)
-    assert (bool(reports), opened) == (True, [])
-    reports.note(saved[1], Retention(keep_last=1), began_s=0.0)
-    assert opened
+    kept.add(saved[2])
+    assert (steps(kept.surplus()), opened) == ([1, 2], [])
+    delete_checkpoint(saved[0].path)
+    assert steps(kept.surplus()) == [2]
+
+
+def test_old_checkpoints_are_removed_with_as_many_reads_as_there_are_records(tmp_path, monkeypatch):
+    """Quadratic reading once held a run up for minutes; a save that waits goes first."""
+    saved = [save(tmp_path / f"step-{step:08d}", {"global_step": step}) for step in range(60)]
+    read, store, begun, goes_on = [], CheckpointStore(), threading.Event(), threading.Event()
+
+    def reading(path, *, real=ownership.read_record):
+        read.append(path)
+        return real(path)
+
+    def choose(records):
+        begun.set()
+        goes_on.wait()
+        return records
+
+    monkeypatch.setattr(ownership, "read_record", reading)
+    store.prune(saved[:50], choose)
+    begun.wait()
+    goes_on.set()
+    store.save(tmp_path / "step-00000060", {"global_step": 60}, asynchronous=True)
+    store.wait()
+    assert len(list(tmp_path.glob("*.json"))) > 11
+    store.writer.finish()
+    assert len(list(tmp_path.glob("*.json"))) == 11
+    assert len(read) < 3 * 60

@@ -8,7 +8,7 @@ import pytest
 
 from genlight.adapter.contract.exceptions import CheckpointError
 from genlight.callbacks import Checkpoint
-from genlight.callbacks.checkpoint.storage.background_writer import BackgroundWriter
+from genlight.callbacks.checkpoint.store import BackgroundWriter
 from genlight.callbacks.hook.hook import Hook
 
 
@@ -42,7 +42,7 @@ class SlowDisk(Hook):
         self.writer = writer
 
     def on_train_start(self, trainer, pl_module):
-        trainer.strategy.checkpoint_io.writer = self.writer
+        trainer.strategy.checkpoint_io.store.writer = self.writer
 
     def on_train_end(self, trainer, pl_module):
         self.writer.finish()
@@ -66,13 +66,13 @@ def trainer_class(counting_trainer, writer):
 
 
 class Counted(Checkpoint):
-    """Counts the steps after which it was called to save what is due."""
+    """Counts the steps after which it was called to look for what is due."""
 
     calls = 0
 
-    def _save_if_due(self, trainer, pl_module, *, is_crossed):
+    def poll(self, trainer):
         self.calls += 1
-        super()._save_if_due(trainer, pl_module, is_crossed=is_crossed)
+        super().poll(trainer)
 
 
 class Told(Hook):
@@ -103,7 +103,7 @@ def test_a_failure_in_the_background_ends_the_run_within_a_step_whoever_saved(fi
                 trainer.strategy.checkpoint_io.asynchronous = True
                 (tmp_path / "other").mkdir()
                 trainer.save_checkpoint(tmp_path / "other" / "mine.json")
-                trainer.strategy.checkpoint_io.writer.afterwards(self.fail)
+                trainer.strategy.checkpoint_io.store.writer.afterwards(self.fail)
 
         @staticmethod
         def fail():

@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from genlight.adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
-from genlight.callbacks.checkpoint import DurableCheckpointIO, load, save, verify
+from genlight.callbacks.checkpoint import CheckpointStore, load, save, verify
+from genlight.callbacks.checkpoint.capture import capture
 from genlight.callbacks.checkpoint.format.record import RecordMeta
 from genlight.callbacks.checkpoint.format.shard_index import BLOCK, SliceEntry, block_digests
 from genlight.callbacks.checkpoint.loading import load_for_slices
-from genlight.callbacks.checkpoint.saving import prepare
 from genlight.callbacks.checkpoint.sharded.boxes import Box, make_whole
 from genlight.callbacks.checkpoint.sharded.lazy_tensor import WholeTensor, keep_sharded, whole
 from genlight.callbacks.checkpoint.sharded.rank_channel import Channel, RankGroups
@@ -171,7 +171,7 @@ def test_what_torch_saves_is_the_plain_tensor(sharded):
 
 
 def save_in_parts(directory, state) -> None:
-    DurableCheckpointIO().save_in_parts(state, directory / "step-00000001", RankGroups())
+    CheckpointStore().save(directory / "step-00000001", state, groups=RankGroups())
 
 
 def test_a_change_in_place_is_saved_whole_and_an_untouched_tensor_in_slices(sharded, tmp_path):
@@ -221,25 +221,27 @@ def test_a_save_by_rank_zero_alone_refuses_sharded_tensors_by_name(sharded, tmp_
 
 
 def test_ranks_that_hold_other_sharded_tensors_than_rank_zero_are_refused(sharded, tmp_path):
-    prepared = prepare({"state_dict": {"w": sharded}}, RecordMeta())
+    captured = capture({"state_dict": {"w": sharded}}, RecordMeta())
     channel, record = Channel(), tmp_path / "step-00000001.json"
-    plan = plan_save(channel, record, prepared, None, asynchronous=False)
-    prepared.wholes["model.safetensors", "v"] = prepared.wholes["model.safetensors", "w"]
+    plan_save(channel, record, captured, asynchronous=False)
+    captured.wholes["model.safetensors", "v"] = captured.wholes["model.safetensors", "w"]
 
     with pytest.raises(CheckpointError, match="their slices of v do not make one whole"):
-        write_together(channel, record, prepared, Staging(record, plan.staging))
+        write_together(channel, record, captured)
     assert not record.exists()
 
 
 def test_a_directory_that_a_rank_does_not_see_is_named_with_rank_and_host(sharded, tmp_path, monkeypatch):
     monkeypatch.setattr("genlight.callbacks.checkpoint.sharded.save.VISIBLE_WITHIN_S", 0.0)
-    prepared = prepare({"state_dict": {"w": sharded}}, RecordMeta())
+    captured = capture({"state_dict": {"w": sharded}}, RecordMeta())
     record = tmp_path / "step-00000001.json"
+
+    captured.staging = Staging(record, tmp_path / "on-another-node")
 
     with pytest.raises(
         CheckpointError, match=rf"rank 0 on \S+ does not see in {tmp_path} what rank 0 wrote there: .* all"
     ):
-        write_together(Channel(), record, prepared, Staging(record, tmp_path / "on-another-node"))
+        write_together(Channel(), record, captured)
 
 
 def test_a_shared_directory_is_left_as_it_was(tmp_path):
@@ -249,9 +251,9 @@ def test_a_shared_directory_is_left_as_it_was(tmp_path):
 
 def test_space_is_checked_for_all_parts_together(sharded, tmp_path, monkeypatch):
     free = os.statvfs(tmp_path).f_bavail
-    prepared = prepare({"state_dict": {"w": sharded}}, RecordMeta())
-    prepared.slices[0].nbytes = free * os.statvfs(tmp_path).f_frsize * 2
+    captured = capture({"state_dict": {"w": sharded}}, RecordMeta())
+    captured.slices[0].nbytes = free * os.statvfs(tmp_path).f_frsize * 2
 
     with pytest.raises(CheckpointError, match=r"a checkpoint needs .* MB, but the file system of"):
-        plan_save(Channel(), tmp_path / "c" / "step-00000001.json", prepared, None, asynchronous=False)
+        plan_save(Channel(), tmp_path / "c" / "step-00000001.json", captured, asynchronous=False)
     assert os.listdir(tmp_path / "c") == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import textwrap
 from pathlib import Path
@@ -13,8 +12,8 @@ import torch
 from genlight.adapter.cli import main
 from genlight.callbacks import Checkpoint, EvaluateCommand, Hook
 from genlight.callbacks.checkpoint import RecordMeta, list_checkpoints, save
-from genlight.callbacks.checkpoint.late_scores import SCORES_FILE, add_late_score, read_late_scores
 from genlight.callbacks.checkpoint.retention import WRITER
+from genlight.callbacks.checkpoint.scores import SCORES_FILE, add_score, read_scores
 from genlight.callbacks.hook.events import publish_scores
 from support.score_waiting import WaitsForScores
 
@@ -101,25 +100,13 @@ def test_a_score_of_this_step_counts_whether_it_comes_before_the_save_or_after(
     assert scores_in(folder) == {2: 0.25, 4: 0.5}
 
 
-def test_a_score_of_a_checkpoint_that_is_gone_is_told_and_nothing_else(fit, counting_trainer, tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        fit(
-            counting_trainer(),
-            [Tells({7: (2, 0.1)}), saver(tmp_path / "c", keep_last=1)],
-            steps=8,
-            enable_checkpointing=True,
-        )
-    assert "val of step 2 came when that step had no checkpoint any more" in caplog.text
-    assert list(scores_in(tmp_path / "c")) == [8]
-
-
 def record_at(folder: Path, step: int, weight: float):
     dump = {"state_dict": {"w": torch.full((2,), weight)}, "global_step": step}
     return save(folder / f"step-{step:08d}.json", dump, meta=RecordMeta(run_id="r", writer=WRITER))
 
 
 def test_a_checkpoint_that_takes_the_place_of_another_has_no_score_of_that(tmp_path):
-    add_late_score([record_at(tmp_path, 2, 1.0)], "val", 0.5)
+    add_score(record_at(tmp_path, 2, 1.0), "val", 0.5)
     assert scores_in(tmp_path) == {2: 0.5}
     record_at(tmp_path, 2, 2.0)
     assert scores_in(tmp_path) == {2: None}
@@ -127,10 +114,10 @@ def test_a_checkpoint_that_takes_the_place_of_another_has_no_score_of_that(tmp_p
 
 def test_a_torn_line_costs_no_other_score(tmp_path):
     first, second = record_at(tmp_path, 2, 1.0), record_at(tmp_path, 4, 1.0)
-    add_late_score([first], "val", 0.5)
+    add_score(first, "val", 0.5)
     with (tmp_path / SCORES_FILE).open("ab") as file:
         file.write(b'{"digest":"' + b"[" * 100)
-    add_late_score([second], "val", 0.25)
+    add_score(second, "val", 0.25)
     assert scores_in(tmp_path) == {2: 0.5, 4: 0.25}
 
 
@@ -142,7 +129,7 @@ def test_a_link_in_the_place_of_the_file_is_neither_read_nor_written(tmp_path, c
     (folder / SCORES_FILE).symlink_to(other)
     record = record_at(folder, 2, 1.0)
     with pytest.raises(OSError, match="link"):
-        add_late_score([record], "val", 0.5)
-    assert read_late_scores(folder) == {}
+        add_score(record, "val", 0.5)
+    assert read_scores(folder) == {}
     assert "cannot be read" in caplog.text
     assert other.read_text() == "of others\n"

@@ -1,7 +1,4 @@
-"""What tells whether the bytes of a tensor are still those of an earlier look, wherever they lie.
-
-Nothing less than the bytes themselves can tell. The version counter of torch misses writes through ``tensor.data`` or
-a NumPy view, those of kernels that got a bare pointer, and torch's own to the running statistics of a batch norm.
+"""What tells whether the bytes of a tensor are those of another, or of an earlier moment, wherever they lie.
 
 Bytes in host memory are hashed there (xxh3-128), at about the speed at which memory is read. Those of another device
 stay there: two sums of 64 bits over its words, each of which is mixed with its place first, and 16 bytes per tensor
@@ -23,7 +20,7 @@ from .tensor_bytes import as_uint8, bytes_of
 
 __all__ = ["content_digests", "device_digest"]
 
-_CHUNK = 1 << 23
+_CHUNK = 1 << 22
 """Words that are mixed at once: what the sums need of a device's memory is a few times their size."""
 _WORTH_THREADS = 16 << 20
 """Bytes of host memory."""
@@ -33,7 +30,7 @@ _LOW_BITS = {shift: (1 << (64 - shift)) - 1 for shift in (27, 30, 31)}
 
 
 def content_digests(sources: Sequence[Any]) -> list[str]:
-    """A text for each tensor or array, which is equal for equal bytes on the same kind of device.
+    """A text for each tensor or array, which is equal for equal types, shapes and bytes on the same kind of device.
 
     Waits for each device once.
     """
@@ -49,7 +46,7 @@ def content_digests(sources: Sequence[Any]) -> list[str]:
         read = torch.stack([number for _, number in numbers]).tolist()
         for (index, _), (first, second) in zip(numbers, read, strict=True):
             found[index] = f"{device.type}:{first % 2**64:016x}{second % 2**64:016x}"
-    return found
+    return [f"{s.dtype} {list(s.shape)} {digest}" for s, digest in zip(sources, found, strict=True)]
 
 
 def _host_digests(sources: Sequence[Any]) -> list[str]:
@@ -62,12 +59,13 @@ def _host_digests(sources: Sequence[Any]) -> list[str]:
 
 
 def _host_digest(source: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(bytes_of(source))
+    plain = source if isinstance(source, np.ndarray) else source.detach().resolve_conj().resolve_neg()
+    return xxhash.xxh3_128_hexdigest(bytes_of(plain))
 
 
 @torch.no_grad()
 def device_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Two 64-bit numbers of a tensor's bytes and their places, on its device."""
+    """Two 64-bit numbers of a dense tensor's bytes and their places, on its device, without waiting for that."""
     words = _words(tensor)
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for begin in range(0, len(words), _CHUNK):
@@ -93,7 +91,7 @@ def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's bytes as 64-bit words, of which the last may be filled up with zeros."""
-    octets = as_uint8(tensor.detach().contiguous())
+    octets = as_uint8(tensor.detach().resolve_conj().resolve_neg().contiguous())
     if octets.numel() % 8 == 0 and octets.storage_offset() % 8 == 0:
         return octets.view(torch.int64)
     filled = octets.new_zeros(-(-octets.numel() // 8) * 8)

@@ -1,7 +1,7 @@
-"""Scores that come after the checkpoint they are about was saved, from a command that runs beside training say.
+"""Scores that come after their checkpoint was saved, from a command that evaluates it while training goes on.
 
-A record is never changed. So these stand beside the records in a file of their own, a line of JSON for each, and name
-the record by its digest: a checkpoint that takes another one's place does not inherit its score.
+A record is never changed. So such scores go into a file beside the records, a line of JSON for each, and name the
+record by its digest: a checkpoint that takes another one's place does not inherit its score.
 
 The module imports neither torch nor Lightning.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from ...adapter.plumbing.durable import fsync_directory, write_all
 from ...adapter.plumbing.safe_open import open_own, read_own
 from .format.record import CheckpointRecord
 
-__all__ = ["SCORES_FILE", "add_late_score", "read_late_scores", "with_late_scores"]
+__all__ = ["SCORES_FILE", "add_score", "read_scores", "with_scores"]
 
 log = logging.getLogger(__name__)
 
@@ -39,26 +39,26 @@ class _Line(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Line).decode
 
 
-def add_late_score(records: Sequence[CheckpointRecord], name: str, value: float) -> None:
-    """Note the score `value` of `records`, which are of one step and lie in one directory; durable when this returns.
+def add_score(record: CheckpointRecord, name: str, value: float) -> None:
+    """Note the score `value` of `record`; durable when this returns.
 
     Raises:
         OSError: The file cannot be written.
     """
-    directory = records[0].path.parent
+    directory = record.path.parent
     descriptor = open_own(directory / SCORES_FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     try:
         size = os.fstat(descriptor).st_size
         is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        lines = [msgspec.json.encode(_Line(record.digest, name, value)) + b"\n" for record in records]
-        write_all(descriptor, (b"\n" if is_torn else b"") + b"".join(lines))
+        line = msgspec.json.encode(_Line(record.digest, name, value)) + b"\n"
+        write_all(descriptor, (b"\n" if is_torn else b"") + line)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
     fsync_directory(directory)
 
 
-def read_late_scores(directory: str | os.PathLike[str]) -> dict[str, dict[str, float]]:
+def read_scores(directory: str | os.PathLike[str]) -> dict[str, dict[str, float]]:
     """The scores that are noted in `directory`, by digest of the record and name; a damaged line is left out."""
     scores: dict[str, dict[str, float]] = {}
     try:
@@ -78,7 +78,7 @@ def read_late_scores(directory: str | os.PathLike[str]) -> dict[str, dict[str, f
     return scores
 
 
-def with_late_scores(record: CheckpointRecord, scores: Mapping[str, Mapping[str, float]]) -> CheckpointRecord:
+def with_scores(record: CheckpointRecord, scores: Mapping[str, Mapping[str, float]]) -> CheckpointRecord:
     """`record` with what `scores` say of it among its metrics."""
-    late = scores.get(record.digest) if record.digest else None
-    return record if late is None else replace(record, metrics={**record.metrics, **late})
+    later = scores.get(record.digest) if record.digest else None
+    return record if later is None else replace(record, metrics={**record.metrics, **later})

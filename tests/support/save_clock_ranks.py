@@ -1,4 +1,4 @@
-"""One rank of the test of saves by clock and score: ``save_triggers_ranks.py RANK WORLD_SIZE FOLDER``."""
+"""One rank of the test of saves by the clock: ``save_clock_ranks.py RANK WORLD_SIZE FOLDER``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lightning.pytorch.strategies import DDPStrategy
 from rank_environment import Ranks
 
 from genlight.callbacks import Checkpoint
-from genlight.callbacks.checkpoint import save_triggers
+from genlight.callbacks.checkpoint import policy
 
 RANK, WORLD_SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 
 
 class Net(pl.LightningModule):
-    """Its score falls on rank 0 alone; each of its steps takes 10 seconds there, and no time on rank 1."""
+    """Each of its steps takes 10 seconds on rank 0, and no time on rank 1."""
 
     def __init__(self, clock: SimpleNamespace) -> None:
         super().__init__()
@@ -32,7 +32,6 @@ class Net(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if RANK == 0:
             self.clock.now += 10.0
-        self.log("score", 100.0 - batch_idx if RANK == 0 else float(batch_idx))
         return self.layer(torch.ones(1, 1)).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -51,7 +50,7 @@ class Noting(Checkpoint):
 
 def train(checkpoint: Noting) -> list[int]:
     clock = SimpleNamespace(now=1000.0)
-    save_triggers.time = SimpleNamespace(monotonic=lambda: clock.now)
+    policy.time = SimpleNamespace(monotonic=lambda: clock.now)
     trainer = pl.Trainer(
         strategy=DDPStrategy(cluster_environment=Ranks(RANK, WORLD_SIZE), process_group_backend="gloo"),
         accelerator="cpu",
@@ -73,7 +72,6 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store", rank=RANK, world_size=WORLD_SIZE)
     found = {
         "minutes": train(Noting(dirpath=FOLDER / "minutes", every_minutes=2)),
-        "improvement": train(Noting(dirpath=FOLDER / "scores", save_on_improvement=True, monitor="score")),
     }
     (FOLDER / f"rank{RANK}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

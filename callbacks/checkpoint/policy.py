@@ -1,0 +1,663 @@
+"""The policy of checkpoints: when one is saved, which ones stay, and what a resumed run takes over."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from ...adapter.contract.exceptions import GenlightError, StartupContractError
+from ...adapter.contract.run_state import RunState
+from ...adapter.plumbing.run_metadata import metadata_of_module
+from ..hook.cadence import Boundaries, StepCadence, crossed, suppressed
+from ..hook.events import fire, run_state_of
+from ..hook.hook import Hook, ending_the_run
+from ..hook.listeners import skippable
+from ..hook.module_hook import awaits_module_hook
+from ..hook.run_context import RunContext
+from ..lightning_internals import checkpoint_connector
+from ..optimizer_state import named_values
+from .capture import CONTRACT_KEY
+from .checkpoint_io import give_back_plugin, install_plugin
+from .format.layout import FINAL_NAME, TRAINER_FOLDER, is_record_of_callback, local_path, step_name
+from .format.record import CheckpointRecord, RecordMeta
+from .frozen import Frozen, base_of, described, frozen_in
+from .ownership import is_checkpoint_file, require_replaceable
+from .rank_state import ResumeState, capture_parts, stands_between_batches
+from .retention import WRITER, Kept, Retention, best_path, is_named, own_records
+from .selection import Listed, list_checkpoints
+from .sharded.boxes import is_sharded
+from .sharded.save import require_shared_directory
+from .sharded.strategy import rank_groups_of, save_through_plugin, url_faults
+from .storage.commit import Staging, require_space, stage, sweep
+from .storage.host_buffer import ALIGNMENT
+from .storage.write_file import naming_the_checkpoint
+from .store import CheckpointStore
+
+__all__ = ["Checkpoint", "WritesTrainerFiles", "wait_after_failure"]
+
+log = logging.getLogger(__name__)
+
+_ADAM_STATES = 2
+"""Copies of the parameters that the usual optimizer adds; for the estimate before it exists."""
+_LOOK_EVERY_S = 1.0
+"""How far apart the clock is looked at, at the pace of the last steps."""
+_FURTHEST_LOOK = 10_000
+"""Steps after which it is looked at again, however fast they are."""
+
+_trained_here: set[Path] = set()
+"""Directories of checkpoints that trainings of this process write to."""
+
+
+@runtime_checkable
+class WritesTrainerFiles(Protocol):
+    """A LightningModule whose trainer has files of its own to add; asked on rank zero, inside the checkpoint."""
+
+    def save_trainer_files(self, *, output_dir: Path, step: int, final: bool) -> Mapping[str, Any] | None:
+        """Write into `output_dir`, which becomes ``trainer/`` of the checkpoint; the result goes into the record."""
+        ...
+
+
+class Checkpoint(Hook, LightningCheckpoint):
+    """Saves durable checkpoints from which a run resumes bit for bit.
+
+    ``Trainer(callbacks=[Checkpoint("checkpoints", every_n_steps=200)])`` is all you need. The callback installs
+    `DurableCheckpointIO`. It also stores the random state of every rank and the gradients of an unfinished accumulation
+    window, and restores them when you pass ``ckpt_path``. When a checkpoint is durable, every callback receives
+    ``on_checkpoint_durable``, in the training thread of rank zero. When the ranks agree to stop (``stop_reason`` of the
+    run state), the current step is saved first.
+
+    On several ranks, rank zero writes the checkpoint, including state that differs between ranks. Tensors sharded by
+    ``ModelParallelStrategy`` are not gathered: each rank writes its own slices, and the checkpoint exists once all
+    slices are durable. You can resume on any number of ranks, sharded or not; each rank reads only what it needs. State
+    that is not sharded, such as buffers, is taken from rank zero. For a `ContractModule`, values that differ on other
+    ranks are stored as well and restored on those ranks. Tensors sharded twice along one dimension (FSDP within tensor
+    parallel) are gathered.
+
+    All nodes must share `dirpath` to resume, because every rank reads the checkpoint. With sharded tensors they must
+    share it to save, too; this is checked before training starts.
+
+    Args:
+        dirpath: Where checkpoints go; None means ``<default_root_dir>/checkpoints``.
+        every_n_steps: Save when ``trainer.global_step`` crosses a multiple of this; 0 never does.
+        every_n_epochs: Save at the end of every such epoch; 0 never does.
+        every_minutes: Save when this many minutes have passed since the last save, by rank zero's clock; 0 never does.
+        keep_last: How many of the newest step checkpoints are kept; None keeps all. Only checkpoints that this callback
+            wrote in the same run count, and none is removed while a link in `dirpath` points to it.
+        keep_best: How many of the best are kept, if `monitor` is set.
+        monitor: Logged metric, or score, that decides what `keep_best` keeps. A score that comes later, from an
+            `EvaluateCommand` say, counts for the checkpoint of its own step.
+        mode: Whether a smaller (``min``) or a larger (``max``) value of `monitor` is better.
+        save_final: Save ``final`` when training has ended as planned, and wait until it is durable.
+        asynchronous: Copy the tensors, then write the checkpoint in the background while training continues. The next
+            save waits until it is written.
+        on_error: Whether a failed save ends the run (``stop``) or is logged (``continue``).
+        replace_existing: Allow training to begin at step 0 when `dirpath` holds checkpoints of another run, and replace
+            them. By default this is refused.
+        weights: ``all`` stores every weight; those that are frozen from the start (they require no gradient and no
+            optimizer holds them) are written once and shared. ``trained`` leaves those out: a resume takes them from
+            the class and verifies their digests.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+
+    ranks: Literal["zero", "all"] = "all"
+    optional_reads = ("stop_reason", "loss_stats", "eval_scores", "rolls_back")
+    writes = ("latest_checkpoint_uri",)
+    every_n_steps = StepCadence()
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        *,
+        every_n_steps: int = 0,
+        every_n_epochs: int = 0,
+        every_minutes: float = 0,
+        keep_last: int | None = 2,
+        keep_best: int = 1,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        save_final: bool = True,
+        asynchronous: bool = True,
+        on_error: Literal["stop", "continue"] = "stop",
+        replace_existing: bool = False,
+        weights: Literal["all", "trained"] = "all",
+    ) -> None:
+        wrong = []
+        if every_n_epochs < 0:
+            wrong.append(f"Invalid `every_n_epochs`. Expected a number >= 0, but received {every_n_epochs}.")
+        if not 0 <= every_minutes < math.inf:
+            wrong.append(f"Invalid `every_minutes`. Expected a number >= 0, but received {every_minutes}.")
+        for name, value, one, other in (
+            ("on_error", on_error, "stop", "continue"),
+            ("weights", weights, "all", "trained"),
+        ):
+            if value not in (one, other):
+                wrong.append(f"Invalid `{name}`. Expected {one!r} or {other!r}, but received {value!r}.")
+        if wrong:
+            raise ValueError(" ".join(wrong))
+        self.dirpath = None if dirpath is None else local_path(dirpath)
+        self.every_n_steps, self.every_n_epochs, self.every_minutes = every_n_steps, every_n_epochs, every_minutes
+        self.retention = Retention(keep_last, keep_best, monitor, mode)
+        self.save_final, self.asynchronous, self.critical = save_final, asynchronous, on_error == "stop"
+        self.replace_existing, self.weights = replace_existing, weights
+        self._trained_in: Path | None = None
+        """Known to copies in other processes, too, which a launcher makes for a second fit."""
+        self.run = RecordMeta()
+        """What every record of this run says; the runtime fills in run_id, attempt, max_steps and spec digest."""
+        self._clock = SaveClock(self.every_minutes)
+        self._kept = Kept(self.retention)
+        self._resume = ResumeState()
+        self._store: CheckpointStore | None = None
+        self._gives_plugin_back = False
+        self._boundaries = Boundaries(self)
+        self._run_state: RunState | None = None
+        self._durable: deque[tuple[CheckpointRecord, float]] = deque()
+        """Checkpoints that are durable and not reported yet, with the seconds that each took; two threads use it."""
+        self._awaited: list[Callable[[], Collection[Path]]] = []
+        self._is_warm = self._saves_after_module_hook = self._is_between_batches = False
+        self._last_saved_step: int | None = None
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        fresh: dict[str, Any] = {"_store": None, "_run_state": None, "_durable": deque(), "_awaited": []}
+        return {**super().__getstate__(), **fresh}
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if faults := url_faults(trainer):
+            raise ValueError("; ".join(faults))
+        self._gives_plugin_back, plugin = install_plugin(trainer)
+        save_through_plugin(trainer.strategy)
+        self._store = plugin.store
+        self._store.before_background_save = self._wake
+        self._store.base, self._store.notes_base = lambda: base_of(pl_module), self.weights == "trained"
+        directory = self.place_under(trainer)
+        if stage == "fit" and trainer.is_global_zero:
+            sweep(directory)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._run_state = run_state_of(trainer)
+        self._boundaries = Boundaries(self, trainer.global_step)
+        self._clock.begin(trainer.global_step)
+        self._is_warm = self._is_between_batches = self._saves_after_module_hook = False
+        self._last_saved_step = None
+        self._resume.begin_training(trainer, pl_module)
+        if not self.saves_anything or getattr(trainer, "fast_dev_run", False):
+            return
+        listed = list_checkpoints(self.directory) if trainer.is_global_zero else []
+        replaces = self.replace_existing or self._trained_in == self.directory
+        check_directory(trainer, pl_module, self.directory, listed, replaces=replaces, saves_final=self.save_final)
+        self._trained_in = self.directory
+        if trainer.is_global_zero:
+            self.run = replace(self.run, metadata=self.run.metadata or metadata_of_module(pl_module))
+            run_id = self.run.run_id or self._run_state.run_id
+            self._kept.begin([record for record in own_records(listed) if record.run_id == run_id])
+            self._begin_frozen(trainer, pl_module, listed)
+
+    def _begin_frozen(self, trainer: pl.Trainer, pl_module: pl.LightningModule, listed: list[Listed]) -> None:
+        assert self._store is not None
+        frozen = frozen_in(pl_module, trainer.optimizers)
+        base = None
+        if self.weights == "trained":
+            base = described(frozen) if self._store.built is None else self._store.built
+        newest = next((entry.record for entry in reversed(listed) if entry.record is not None), None)
+        self._store.begin(self.directory, Frozen(frozen, base=base, earlier=newest))
+
+    @skippable
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        is_settled = self._store is None or self._store.is_settled  # before the poll, which sees what ends meanwhile
+        self.poll(trainer)
+        is_due = self._boundaries.crosses(trainer.global_step)
+        if self.every_minutes:
+            is_due |= self._clock.is_due(self, trainer, pl_module)
+        if not is_settled:
+            self._wake()
+        self._is_between_batches = True
+        if (run_state := self._run_state or run_state_of(trainer)).rolls_back:
+            return  # to a checkpoint, which is then saved anew
+        if run_state.stop_reason is None and (not is_due or suppressed(pl_module)):
+            self._warm_up(trainer, pl_module)
+        elif awaits_module_hook(trainer, pl_module):  # what that changes, a moving average say, belongs to the step
+            self._saves_after_module_hook = True
+        else:
+            self._save_what_is_due(trainer, pl_module)
+
+    def _save_what_is_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if run_state_of(trainer).stop_reason is None:
+            self.save(trainer, pl_module)
+        # All ranks have agreed to end after this step; what it reached must be on disk before the run ends.
+        elif self._last_saved_step != trainer.global_step:
+            self.save(trainer, pl_module, wait=True)
+        else:
+            self.wait(trainer)
+
+    def _warm_up(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """After the first step, when optimizers have their state, reserve the memory of snapshots in the background."""
+        if not self._is_warm and self._store is not None and self.asynchronous and self.every_n_steps:
+            self._wake()
+            nbytes, device = _size_of_snapshot(trainer, pl_module), trainer.strategy.root_device
+            buffer = self._store.buffer
+            self._store.writer.when_idle([lambda: buffer.reserve(nbytes, device)])
+        self._is_warm = True
+
+    @override
+    def on_module_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._saves_after_module_hook:
+            self._saves_after_module_hook = False
+            self._save_what_is_due(trainer, pl_module)
+
+    @override
+    def on_scores(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, scores: Mapping[str, float], step: int
+    ) -> None:
+        value = float(scores.get(self.retention.monitor or "", math.nan))
+        if trainer.is_global_zero and self.retention.monitor is not None and math.isfinite(value):
+            run_state_of(trainer).extra[self._is_score] = True
+            self._kept.note_score(step, value)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        epoch = trainer.current_epoch
+        if crossed(epoch, epoch + 1, self.every_n_epochs):
+            self.save(trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.save_final:
+            self.save(trainer, pl_module, final=True, wait=True)
+        self.wait(trainer)
+        if self._store is not None:
+            self._store.writer.finish()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        wait_after_failure(lambda: self.wait(trainer))
+        if self._store is not None:
+            self._store.writer.when_idle([])  # what is left to remove, the next attempt removes
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        parts = checkpoint.setdefault(CONTRACT_KEY, {})
+        parts["elapsed_s"] = self._resume.elapsed_s
+        is_between_batches = self._is_between_batches and stands_between_batches(trainer)
+        capture_parts(trainer, pl_module, parts, is_between_batches=is_between_batches)
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
+        self._resume.load(trainer, checkpoint.get(CONTRACT_KEY, {}))
+        if self._resume.restores_rng_at_first_batch:
+            # Of the instance, and until then: a hook that is there is called in every step.
+            self.on_train_batch_start = self.restore_pending_rng  # type: ignore[method-assign, assignment]
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
+        if self._gives_plugin_back:
+            give_back_plugin(trainer)
+
+    @override
+    def join_run(self, run: RunContext) -> None:
+        if run.record is not None:
+            self.run = run.record
+            self.replace_existing = True  # the run has decided already what it goes on from
+
+    def place_under(self, trainer: pl.Trainer) -> Path:
+        """Decide where checkpoints of `trainer` go, and say it."""
+        if self.dirpath is None:
+            self.dirpath = local_path(trainer.default_root_dir) / "checkpoints"
+        self.dirpath = self.dirpath.absolute()
+        return self.dirpath
+
+    @property
+    def directory(self) -> Path:
+        """Where checkpoints go; known from ``setup`` on."""
+        assert self.dirpath is not None
+        return self.dirpath
+
+    @property
+    def best_model_path(self) -> str:
+        """The best checkpoint, or the newest without a monitor, which ``ckpt_path="best"`` asks for; empty for none."""
+        return "" if self.dirpath is None else best_path(own_records(list_checkpoints(self.directory)), self.retention)
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        # Lightning tells it in a process whose children have trained; there no `setup` says where checkpoints are.
+        if path:
+            self.dirpath = self._trained_in = Path(path).parent
+
+    @property
+    def saves_while_training(self) -> bool:
+        """Whether it saves before the end of training."""
+        return bool(self.every_n_steps or self.every_n_epochs or self.every_minutes)
+
+    @property
+    def saves_anything(self) -> bool:
+        """Whether a run with this callback saves checkpoints of its own accord."""
+        return self.saves_while_training or self.save_final
+
+    def save(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, final: bool = False, wait: bool = False
+    ) -> Path:
+        """Save a checkpoint of this moment. Collective.
+
+        Returns:
+            Where its record is, or will be once it is durable.
+
+        Raises:
+            UnstorableStateError: A value cannot be stored; names its path.
+            CheckpointError: The disk has no space for it.
+            UnwrittenCheckpointError: It, or the one before it, could not be written.
+        """
+        began_s, step = time.monotonic(), trainer.global_step
+        path = self.directory / f"{FINAL_NAME if final else step_name(step)}.json"
+        if getattr(trainer, "fast_dev_run", False):
+            return path
+        assert self._store is not None
+        self._is_warm, self._last_saved_step = True, step
+        self._clock.note_save()
+        staging, trainer_checkpoint = _trainer_files(trainer, pl_module, path, step, final)
+        try:
+            with trainer.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
+                state = checkpoint_connector(trainer).dump_checkpoint(weights_only=False)
+        except BaseException:
+            if staging is not None:
+                staging.discard()
+            raise
+        groups = rank_groups_of(trainer.strategy)
+        if trainer.is_global_zero or groups is not None:
+            meta = self._meta(trainer, trainer_checkpoint, final=final)
+            asynchronous = self.asynchronous and not wait
+            future = self._store.save(path, state, meta, staging=staging, asynchronous=asynchronous, groups=groups)
+            future.add_done_callback(lambda ended: self._note_end(ended, began_s))
+        trainer.strategy.barrier("Checkpoint.save")
+        if wait:
+            self.wait(trainer)
+        fire(trainer, "on_time_spent", "checkpoint", time.monotonic() - began_s)
+        self.poll(trainer)
+        return path
+
+    def _meta(self, trainer: pl.Trainer, trainer_checkpoint: Mapping[str, Any] | None, *, final: bool) -> RecordMeta:
+        """What the record of a checkpoint of this moment says."""
+        return replace(
+            self.run,
+            step=trainer.global_step,
+            run_id=self.run.run_id or run_state_of(trainer).run_id,
+            final=final,
+            trainer_checkpoint=trainer_checkpoint,
+            elapsed_s=self._resume.elapsed_s,
+            world_size=trainer.world_size,
+            metrics=self._metrics(trainer),
+            writer=WRITER,
+            parameters=frozenset(name for name, _ in trainer.lightning_module.named_parameters(remove_duplicate=False)),
+        )
+
+    def _metrics(self, trainer: pl.Trainer) -> dict[str, float]:
+        """The monitored value of this step; a score of an older one is that of another checkpoint."""
+        name, step = self.retention.monitor, trainer.global_step
+        if name is None:
+            return {}
+        if run_state_of(trainer).extra.get(self._is_score):
+            scored = self._kept.score_of(step)
+            return {} if scored is None else {name: scored}
+        for source in (trainer.callback_metrics, run_state_of(trainer).loss_stats or {}):
+            if name in source:
+                return {name: float(source[name])}
+        log.warning("The metric %r by which checkpoints are kept had not been logged by step %d", name, step)
+        return {}
+
+    @property
+    def _is_score(self) -> str:
+        """The fact of the run state that the monitored value is a score, which only steps have that are evaluated."""
+        return f"{self.retention.monitor} is a score"
+
+    def _note_end(self, ended: Future[CheckpointRecord | None], began_s: float) -> None:
+        """Called in the thread that wrote. What failed there, the store raises."""
+        record = None if ended.exception() is not None else ended.result()
+        if record is not None:
+            self._durable.append((record, time.monotonic() - began_s))
+
+    def wait(self, trainer: pl.Trainer) -> None:
+        """Return when the save in flight is durable and reported.
+
+        Raises:
+            Exception: It could not be written.
+        """
+        if self._store is not None:
+            self._store.wait()
+        self._report(trainer)
+
+    def poll(self, trainer: pl.Trainer) -> None:
+        """Report what became durable since the last call, and raise what a save in the background raised."""
+        if self._durable:
+            self._report(trainer)
+        if self._store is not None:
+            self._store.poll()
+
+    def _report(self, trainer: pl.Trainer) -> None:
+        """Tell all callbacks what became durable; only then may older checkpoints go."""
+        while self._durable:
+            record, seconds = self._durable.popleft()
+            run_state_of(trainer).latest_checkpoint_uri = str(record.path)
+            fire(trainer, "on_checkpoint_timed", seconds)
+            fire(trainer, "on_checkpoint_durable", record)
+            self._kept.add(record)
+        assert self._store is not None
+        if surplus := self._kept.surplus():
+            self._store.prune(surplus, self._unneeded)
+
+    def spare(self, awaited: Callable[[], Collection[Path]]) -> None:
+        """Keep checkpoints of which `awaited` names a file, because it still has to be read, by an upload say.
+
+        It is asked on rank zero, in the background, when older checkpoints are about to go; what it kept goes after
+        the first save that finds it no longer named.
+        """
+        if awaited not in self._awaited:
+            self._awaited.append(awaited)
+
+    def is_awaited(self, record: CheckpointRecord) -> bool:
+        """Whether one of the files of `record` still has to be read, by an upload say."""
+        return is_named(record, self._awaited_paths())
+
+    def _awaited_paths(self) -> set[str]:
+        return {os.path.realpath(path) for ask in self._awaited for path in ask()}
+
+    def _unneeded(self, records: list[CheckpointRecord]) -> list[CheckpointRecord]:
+        """Those of `records` that nothing waits for and no link in the directory points to."""
+        with os.scandir(self.directory) as entries:
+            needed = {os.path.realpath(entry) for entry in entries if entry.is_symlink()}
+        needed |= self._awaited_paths()
+        return [record for record in records if not is_named(record, needed)]
+
+    def restore_pending_rng(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Take over the random state that was loaded; once, at the point from which a run draws as it did before."""
+        vars(self).pop("on_train_batch_start", None)
+        self._resume.restore_rng(trainer)
+
+    def _wake(self) -> None:
+        """From now on something goes on in the background: look after each step for how it ended."""
+        self.next_due_step = 0
+
+
+class SaveClock:
+    """Whether a save is due by the clock. Rank zero decides, and tells the others.
+
+    The clock is looked at about once a second, and more often only shortly before a save. All ranks look in the same
+    steps.
+    """
+
+    def __init__(self, every_minutes: float) -> None:
+        self._every_s = 60 * every_minutes
+        self._next_look = 0
+        self._looked = (0, 0.0)
+        self._saved_s = 0.0
+
+    def begin(self, step: int) -> None:
+        """Training begins after `step`; minutes count from here."""
+        self._saved_s = time.monotonic()
+        self.rewind(step)
+
+    def rewind(self, step: int) -> None:
+        """The run was put back to `step`."""
+        self._looked, self._next_look = (step, time.monotonic()), step + 1
+
+    def note_save(self) -> None:
+        """A save of whatever reason begins."""
+        self._saved_s = time.monotonic()
+
+    def is_due(self, hook: Hook, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
+        """Whether `hook` has to save after this step, the same on all ranks; it is called again at the next look."""
+        step, is_due = trainer.global_step, False
+        if step >= self._next_look and not suppressed(pl_module):
+            answer = (self._every_s <= time.monotonic() - self._saved_s, step + self._steps_to_next_look(step))
+            is_due, self._next_look = trainer.strategy.broadcast(answer) if trainer.world_size > 1 else answer
+        hook.next_due_step = min(hook.next_due_step, self._next_look)
+        return is_due
+
+    def _steps_to_next_look(self, step: int) -> int:
+        now = time.monotonic()
+        before, then = self._looked
+        step_s = max(now - then, 1e-9) / max(step - before, 1)
+        self._looked = (step, now)
+        left_s = self._saved_s + self._every_s - now
+        left_s = left_s if left_s > 0 else self._every_s  # it is saved now
+        return int(max(1, min(_FURTHEST_LOOK, min(left_s / 2, _LOOK_EVERY_S) / step_s)))
+
+
+def check_directory(
+    trainer: pl.Trainer,
+    pl_module: pl.LightningModule,
+    directory: Path,
+    listed: list[Listed],
+    *,
+    replaces: bool,
+    saves_final: bool,
+) -> None:
+    """Refuse to train where checkpoints cannot go, rather than to fail at the first of them. Collective.
+
+    Args:
+        trainer: The trainer that is about to train.
+        pl_module: The module that it trains.
+        directory: Where the checkpoints of this training go.
+        listed: What is there.
+        replaces: Whether those of another run there may be replaced.
+        saves_final: Whether a ``final`` checkpoint is saved at the end.
+
+    Raises:
+        StartupContractError: The directory holds another run's checkpoints, and none was named to go on from.
+        CheckpointError: It has no space for one, another file has the name of one, or a rank does not see it.
+    """
+    begins_anew = trainer.ckpt_path is None and trainer.global_step == 0
+    fault = _in_use_fault(directory, listed) if begins_anew and trainer.is_global_zero and not replaces else None
+    fault = trainer.strategy.broadcast(fault)  # the other ranks would wait for rank zero
+    if fault is not None:
+        raise ending_the_run(StartupContractError("startup.artifacts_in_use", fault))
+    _trained_here.add(directory)
+    groups = rank_groups_of(trainer.strategy)
+    if groups is not None and any(isinstance(p, DTensor) for p in pl_module.parameters()):
+        require_shared_directory(groups.training, directory)
+    if trainer.is_global_zero:
+        if saves_final:
+            require_replaceable(directory / f"{FINAL_NAME}.json")
+        weights = sum(tensor.nbytes for tensor in (*pl_module.parameters(), *pl_module.buffers()))
+        trained = sum(p.nbytes for p in pl_module.parameters() if p.requires_grad)
+        require_space(directory, weights + _ADAM_STATES * trained)
+
+
+def _in_use_fault(directory: Path, listed: list[Listed]) -> str | None:
+    """Why a training must not begin at step 0 in `directory`: `Checkpoint` has left something there.
+
+    None where it has not, or where this very process has trained there.
+    """
+    if directory in _trained_here:
+        return None
+    found = [entry for entry in listed if not entry.path.is_symlink()]
+    names = [record.path.name for record in own_records(found)]
+    # A broken one may still be the user's only copy.
+    broken = [entry.path for entry in found if entry.record is None and is_record_of_callback(entry.path)]
+    names += [path.name for path in broken if is_checkpoint_file(path)]
+    if not names:
+        return None
+    return (
+        f"{os.fspath(directory)!r} holds checkpoints of another run. Go on from them with "
+        f"`trainer.fit(…, ckpt_path={os.fspath(directory / names[-1])!r})`, choose another `dirpath`, move them away, "
+        "or have them replaced with `Checkpoint(replace_existing=True)`."
+    )
+
+
+def _trainer_files(
+    trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, step: int, final: bool
+) -> tuple[Staging | None, Mapping[str, Any] | None]:
+    """Have the trainer of `pl_module` write its own files for the checkpoint whose record will be `path`.
+
+    On ranks other than zero they do not count: what a trainer asks of sharded modules needs all ranks.
+
+    Returns:
+        The folder that holds them until the checkpoint is committed, and what the hook returned; None and None where
+        there is no such trainer.
+
+    Raises:
+        UnwrittenCheckpointError: The folder cannot be made.
+    """
+    if not isinstance(pl_module, WritesTrainerFiles):
+        return None, None
+    if not trainer.is_global_zero:
+        if any(isinstance(p, DTensor) for p in pl_module.parameters()):
+            with tempfile.TemporaryDirectory() as scratch:
+                pl_module.save_trainer_files(output_dir=Path(scratch), step=step, final=final)
+        return None, None
+    with naming_the_checkpoint(path):
+        staging = stage(path)
+    try:
+        output = staging.folder(TRAINER_FOLDER)
+        return staging, pl_module.save_trainer_files(output_dir=output, step=step, final=final)
+    except BaseException:
+        staging.discard()
+        raise
+
+
+def _size_of_snapshot(trainer: pl.Trainer, module: pl.LightningModule) -> int:
+    """Bytes that this rank will copy, rounded up as in the snapshot: its slices, on rank zero also what is whole.
+
+    What is frozen is copied once, elsewhere, and shared by all checkpoints.
+    """
+    moments = (t for o in trainer.optimizers for entry in o.state.values() for _, t in named_values(entry))
+    trained = (p for p in module.parameters() if p.requires_grad)
+    tensors = (t for t in (*trained, *module.buffers(), *moments) if isinstance(t, torch.Tensor))
+    own = (t.to_local() if isinstance(t, DTensor) else t for t in tensors if is_sharded(t) or trainer.is_global_zero)
+    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in own)
+
+
+def wait_after_failure(wait: Callable[[], None]) -> None:
+    """Call what waits for the save in flight; its failure is logged, because the training has failed of another."""
+    try:
+        wait()
+    except GenlightError as error:
+        log.error("The last checkpoint was not written: %s", error)  # noqa: TRY400 - its message says all
+    except Exception:
+        log.exception("The last checkpoint was not written")

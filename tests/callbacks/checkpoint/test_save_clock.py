@@ -1,0 +1,77 @@
+"""Saves by the clock: when, and on all ranks alike."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from genlight.callbacks import Checkpoint, Hook
+from genlight.callbacks.checkpoint import list_checkpoints, policy
+from support.rank_processes import run_ranks
+
+
+def saved(directory) -> list[int]:
+    return [listed.record.step for listed in list_checkpoints(directory)]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of the triggers, which runs as a test says."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(policy, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+class Takes(Hook):
+    """Lets each step take so many seconds."""
+
+    def __init__(self, clock, seconds) -> None:
+        self.clock, self.seconds = clock, seconds
+
+    def on_train_batch_start(self, trainer, *_):
+        self.clock.now += self.seconds(trainer.global_step + 1)
+
+
+@pytest.mark.parametrize(
+    ("every_n_steps", "expected"),
+    [(0, [12, 24, 36]), (10, [10, 20, 30, 40])],  # the minutes count from the last save, whatever asked for it
+)
+def test_minutes_count_from_the_last_save(fit, counting_trainer, tmp_path, clock, every_n_steps, expected) -> None:
+    checkpoint = Checkpoint(tmp_path, every_minutes=2, every_n_steps=every_n_steps, keep_last=None, save_final=False)
+    callbacks = [checkpoint, Takes(clock, lambda step: 10.0)]
+    fit(counting_trainer(), callbacks, steps=40, batches=range(40), enable_checkpointing=True)
+    assert saved(tmp_path) == expected
+
+
+def test_the_clock_is_looked_at_seldom_and_slow_steps_are_noticed(
+    fit, counting_trainer, tmp_path, clock, monkeypatch
+) -> None:
+    looks = []
+    due = policy.SaveClock._steps_to_next_look
+
+    def noted(self, step):
+        looks.append(step)
+        return due(self, step)
+
+    monkeypatch.setattr(policy.SaveClock, "_steps_to_next_look", noted)
+    checkpoint = Checkpoint(tmp_path, every_minutes=1, keep_last=None, save_final=False)
+    callbacks = [checkpoint, Takes(clock, lambda step: 0.01 if step <= 700 else 0.5)]
+    fit(counting_trainer(), callbacks, steps=1000, batches=range(1000), enable_checkpointing=True)
+    assert looks[:5] == [1, 101, 201, 301, 401]
+    # Seven seconds of fast steps, 150 of slow ones; the change of pace may cost up to 100 slow steps once.
+    assert [step for step in saved(tmp_path) if step > 700]
+    assert len(looks) < 150
+
+
+def test_ranks_save_together_what_the_first_one_decides(tmp_path) -> None:
+    run_ranks("save_clock_ranks.py", tmp_path)
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert ranks[0] == ranks[1]
+    assert ranks[0]["minutes"] == [12, 24]  # rank 1's clock stands still
+
+
+def test_arguments_that_make_no_sense_are_named() -> None:
+    with pytest.raises(ValueError, match=r"`every_n_epochs`.*-1.*`every_minutes`.*nan"):
+        Checkpoint(every_n_epochs=-1, every_minutes=float("nan"))
