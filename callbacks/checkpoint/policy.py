@@ -180,9 +180,9 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._gives_plugin_back, plugin = install_plugin(trainer)
         if faults := url_faults(trainer):
             raise ValueError("; ".join(faults))
-        self._gives_plugin_back, plugin = install_plugin(trainer)
         save_through_plugin(trainer.strategy)
         self._store = plugin.store
         self._store.before_background_save = self._wake
@@ -467,9 +467,9 @@ class Checkpoint(Hook, LightningCheckpoint):
             fire(trainer, "on_checkpoint_timed", seconds)
             fire(trainer, "on_checkpoint_durable", record)
             self._kept.add(record)
-        assert self._store is not None
-        if surplus := self._kept.surplus():
-            self._store.prune(surplus, self._unneeded)
+            surplus = self._kept.surplus()
+            if surplus and self._store is not None:
+                self._store.prune(surplus, self._unneeded)
 
     def spare(self, awaited: Callable[[], Collection[Path]]) -> None:
         """Keep checkpoints of which `awaited` names a file, because it still has to be read, by an upload say.

@@ -41,7 +41,11 @@ def save_through_plugin(strategy: Strategy) -> None:
 
 
 def url_faults(trainer: pl.Trainer) -> list[str]:
-    """Which callbacks of `trainer` would save to a URL, which the checkpoint plugin refuses."""
+    """Which callbacks of `trainer` would save to a URL, which our plugin refuses, and which ranks cannot share."""
+    if not isinstance(trainer.strategy.checkpoint_io, DurableCheckpointIO) and not isinstance(
+        trainer.strategy, ModelParallelStrategy
+    ):
+        return []
     faults = []
     for callback in callbacks_of(trainer):
         if isinstance(callback, ModelCheckpoint):

@@ -109,7 +109,7 @@ def test_shards_that_would_be_saved_to_a_url_are_refused_before_anything_is_trai
     stock = ModelCheckpoint("memory://runs/r")
     quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "default_root_dir": tmp_path}
     trainer = pl.Trainer(strategy=ModelParallelStrategy(1, 1), callbacks=[stock], max_steps=1, **quiet)
-    said = r"ModelCheckpoint saves to 'memory://runs/r', and ranks that hold shards write .* `targets` of"
+    said = r"ModelCheckpoint saves to 'memory://runs/r', and durable checkpoints go to a local .* `targets` of"
     with pytest.raises(StartupContractError, match=said):
         check_trainer_arguments(trainer)
     with pytest.raises(ValueError, match=said):
