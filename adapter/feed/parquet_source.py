@@ -26,6 +26,8 @@ _FOOTER_THREADS = 16
 _OPEN_FILES = 16
 _SKIPPED_BYTES = 32 << 20
 _SMALL_BYTES = 1 << 20
+MOST_ROW_BYTES = 256 << 20
+"""What a row may take on average in a row group, by its metadata: nothing smaller than a row can be decoded."""
 
 
 @dataclass(frozen=True)
@@ -247,6 +249,12 @@ def _read_footer(file: DataFile, columns: Sequence[str] | None) -> _Footer | str
             metadata = pq.read_metadata(handle)
             rows = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
             sizes = _group_bytes(metadata, columns)
+            for group, (size, count) in enumerate(zip(sizes, rows, strict=True)):
+                if size > MOST_ROW_BYTES * max(count, 1):
+                    return (
+                        f"{file.name}, row group {group}: {count} rows decode to {size:,} bytes, more than "
+                        f"{MOST_ROW_BYTES:,} each; store large values in files of their own"
+                    )
             return _Footer(file, stamp, metadata.schema.to_arrow_schema(), rows, sizes, metadata)
     except InputError as error:
         return str(error)

@@ -333,3 +333,13 @@ def test_of_very_many_faults_the_first_are_listed_and_the_others_counted(tmp_pat
     assert len(lines) == 42
     assert "039.parquet" in lines[-2]
     assert lines[-1] == "- and 60 more"
+
+
+def test_rows_that_declare_more_than_can_be_decoded_one_by_one_are_refused_before_that(tmp_path, monkeypatch):
+    monkeypatch.setattr("genlight.adapter.feed.parquet_source.MOST_ROW_BYTES", 1 << 20)
+    path = tmp_path / "large.parquet"
+    pq.write_table(pa.table({"id": [1], "text": ["x" * (2 << 20)]}), path, compression="zstd", use_dictionary=False)
+    assert path.stat().st_size < 10_000
+    with pytest.raises(InputError, match=r"large\.parquet, row group 0: 1 rows decode to 2,.* than 1,048,576 each"):
+        ArrowFeed(path).check()
+    assert ArrowFeed(path, columns=["id"]).rows == 1
