@@ -20,7 +20,7 @@ from .hook.cadence import StepCadence, suppressed, wait_for_multiple
 from .hook.events import Figures, run_state_of
 from .hook.figures import FIGURES_FIELD, log_to_loggers
 from .hook.hook import Hook
-from .hook.listeners import call_listeners, listeners, skippable
+from .hook.listeners import listeners, skippable
 
 __all__ = ["LogMetrics"]
 
@@ -117,8 +117,8 @@ class LogMetrics(Hook):
                 is_cadence = False
             elif result is not None:
                 metrics = run_state.loss_stats = pl_module.metrics()  # type: ignore[operator]
-                if self._listeners:  # what `publish_metrics` does, whose search for listeners would cost each step
-                    call_listeners(self._listeners, "on_metrics", trainer, pl_module, metrics, step)
+                for hear in self._listeners or ():  # what `publish_metrics` does, whose search would cost each step
+                    hear(trainer, pl_module, metrics, step)
                 if run_state.rollout_stats is not self._told_rollout:
                     self._told_rollout = run_state.rollout_stats
                     metrics = {**metrics, **_means(run_state.rollout_stats or {})}

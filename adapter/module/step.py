@@ -1,7 +1,7 @@
 """One step of an epoch, and what a step logs.
 
 What happens in every step of every run is written out in `Step.run` instead of being called, at the price of a long
-method: with all standard callbacks a step may cost 20 µs.
+method: with all standard callbacks a step may cost 25 µs more than a bare loop.
 """
 
 from __future__ import annotations
@@ -16,13 +16,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from ...callbacks.hook.events import fire, run_state_of
-from ...callbacks.hook.listeners import (
-    after_failure,
-    call_listeners,
-    listeners,
-    may_look_at_weights,
-    skipping_hook,
-)
+from ...callbacks.hook.listeners import listeners, may_look_at_weights, skipping_hook
 from ...callbacks.lightning_internals import (
     DataFetcher,
     ProcessedTracker,
@@ -131,7 +125,7 @@ class Step:
         total.ready += 1
         self.progress.is_last_batch = index + 1 >= self.batches
         if self.has_user_hooks:
-            self._expect_logging(raw)
+            self.connector.on_batch_start(raw)
         if self.starts and not self._batch_start(raw, index):
             loop.step_in_progress = None
             return False
@@ -158,14 +152,13 @@ class Step:
                     continue
                 if may_look and settle is not None:
                     settle()
-                try:
-                    hook(trainer, module, outputs, raw, index)
-                except Exception as error:  # noqa: BLE001  # raised again where the policy of the hook says so
-                    after_failure(hook, "on_train_batch_end", error)
+                hook(trainer, module, outputs, raw, index)
             if self.has_user_hooks:
-                self._batch_end_of_user_hooks(outputs, raw, index)
-        if self.on_mb_end:
-            call_listeners(self.on_mb_end, "on_mb_end", trainer, module)
+                if self.module_on_end:
+                    self.module_on_end(outputs, raw, index)
+                self._after_module_hook()
+        for hook in self.on_mb_end:
+            hook(trainer, module)
         if self.run_state.rolls_back:  # before the step is complete, as with every save
             if settle is not None:
                 settle()
@@ -189,7 +182,8 @@ class Step:
         if self.profiled:
             return bool(call_hooks(trainer, "on_train_batch_start", raw, index) != -1)
         self.names["_current_fx_name"] = "on_train_batch_start"
-        call_listeners(self.on_start, "on_train_batch_start", trainer, module, raw, index)
+        for hook in self.on_start:
+            hook(trainer, module, raw, index)
         response = self.module_on_start(raw, index) if self.module_on_start else None
         if self.strategy_on_start is not None:
             self.strategy_on_start(raw, index)
@@ -197,25 +191,15 @@ class Step:
 
     def _batch_end_profiled(self, outputs: Any, raw: Any, index: int) -> None:
         call_hooks(self.trainer, "on_train_batch_end", outputs, raw, index)
-        if self.module_on_end:
-            call_listeners(self.after_module_hook, "on_module_batch_end", self.trainer, self.module)
+        self._after_module_hook()
+
+    def _after_module_hook(self) -> None:
+        """Tell callbacks of the module's own hook, and take over what was logged in the step."""
+        for hook in self.after_module_hook if self.module_on_end else ():
+            hook(self.trainer, self.module)
         self.names["_current_fx_name"] = None
-        if self.has_user_hooks:
-            self._take_over_what_was_logged()
-
-    def _batch_end_of_user_hooks(self, outputs: Any, raw: Any, index: int) -> None:
-        if self.module_on_end:
-            self.module_on_end(outputs, raw, index)
-            call_listeners(self.after_module_hook, "on_module_batch_end", self.trainer, self.module)
-        self.names["_current_fx_name"] = None
-        self._take_over_what_was_logged()
-
-    def _expect_logging(self, raw: Any) -> None:
-        """What the connector's ``on_batch_start`` does, which looks for the running loop by comparing enums."""
-        self.connector._first_loop_iter = self.connector._first_loop_iter is None
-        self.logged.batch, self.logged.batch_size, self.logged.dataloader_idx = raw, None, None
-
-    def _take_over_what_was_logged(self) -> None:
+        if not self.has_user_hooks:
+            return
         if len(self.logged):
             if self.settle is not None:  # loggers are called
                 self.settle()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import lightning.pytorch as pl
 
 from .events import Figures, is_rank_zero
-from .listeners import call_listeners, listeners
+from .listeners import listeners
 
 __all__ = ["FIGURES_FIELD", "log_to_loggers", "publish_figures"]
 
@@ -26,7 +26,8 @@ def publish_figures(trainer: pl.Trainer, figures: Figures, *, waits: bool = Fals
     heard = listeners(trainer, "on_figures")
     if heard:
         step = trainer.global_step
-        call_listeners(heard, "on_figures", trainer, trainer.lightning_module, figures, step, waits)
+        for hear in heard:
+            hear(trainer, trainer.lightning_module, figures, step, waits)
     elif is_rank_zero(trainer):
         log_to_loggers(trainer, figures(), trainer.global_step)
 

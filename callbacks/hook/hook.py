@@ -31,7 +31,7 @@ from .events import Figures, callbacks_of, is_rank_zero, note_rank, run_state_of
 from .ordering import in_order
 from .run_context import RunContext
 
-__all__ = ["POLICED_ATTRIBUTE", "Hook", "ending_the_run", "judge", "order_callbacks", "report_failures"]
+__all__ = ["Hook", "ending_the_run", "judge", "order_callbacks", "report_failures"]
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +41,6 @@ RUN_STATE_KEY = "genlight_run_state"
 FIELDS_OF_THE_ATTEMPT = frozenset({"attempt", "stop_reason", "rolls_back"})
 """Fields that a resumed run does not take from its checkpoint: the stop that ended the last attempt is over."""
 
-POLICED_ATTRIBUTE = "_genlight_is_policed"
-"""On a method whose exceptions and ranks the policy of its hook decides about."""
 
 _ENDS_RUN_ATTRIBUTE = "_genlight_ends_run"
 _ORDERED_ATTRIBUTE = "_genlight_callbacks_ordered"
@@ -228,7 +226,6 @@ def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             if is_last:
                 report_failures(self)
 
-    setattr(event, POLICED_ATTRIBUTE, True)
     return event
 
 

@@ -220,8 +220,9 @@ def test_a_hook_does_not_listen_in_each_step_on_a_rank_that_it_does_not_name(ran
     hook = Noting()
     hook.ranks = ranks
 
-    for listener in listeners(fake_trainer(hook, rank=rank), "on_train_batch_end"):
-        listener(None, None, None, None, 0)
+    trainer = fake_trainer(hook, rank=rank)
+    for listener in listeners(trainer, "on_train_batch_end"):
+        listener(trainer, None, None, None, 0)
 
     assert len(hook.events) == delivered
 
