@@ -16,11 +16,11 @@ from ...callbacks.lightning_internals import ddp_settings
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered, check_devices
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
-from .buffer_sync import BufferSync
-from .communication_hooks import communication_hook
-from .equal_replicas import broadcast_from_zero, check_same_on_all_ranks
+from .ddp.averaging import Averaging
+from .ddp.buckets import communication_hook
+from .ddp.buffers import BufferSync, broadcast_from_zero
+from .ddp.rank_check import check_same_on_all_ranks
 from .fsdp.step import fsdp_modules
-from .gradient_sync import GradientSync
 from .precision import cast_inputs, step_precision
 from .step import StepRouter, step_hooks
 from .update_guard import UpdateGuard
@@ -33,14 +33,12 @@ def step_router(
     module: pl.LightningModule,
     discovered: Discovered,
     rank_local: RankLocal = EVERYTHING_SHARED,
-    sync_each_batch: bool | None = None,
     before: StepRouter | None = None,
 ) -> StepRouter | None:
     """The router that this run needs, or None where plain torch does the same.
 
     To be called once, with the modules on their device and before a checkpoint is restored. On several ranks it also
-    gives every rank the weights of rank 0. `sync_each_batch` is that of `GradientSync`,
-    and `before` the router of a training before this one, whose gradients may wait for an update.
+    gives every rank the weights of rank 0. `before` is the router of a training before this one.
 
     Raises:
         ContractError: The ranks built different things, something is on another device than this rank's, or the
@@ -49,28 +47,28 @@ def step_router(
     check_devices(discovered, trainer.strategy.root_device, world_size=trainer.world_size)
     precision = step_precision(trainer.precision_plugin, discovered)
     hooks = step_hooks(trainer, module)
-    gradients, buffers, local = None, None, frozenset[int]()
+    averaging, buffers, local = None, None, frozenset[int]()
     if dist.is_available() and dist.is_initialized() and trainer.world_size > 1:
         group = _data_parallel_group(trainer)
         check_same_on_all_ranks(discovered, group, rank_local)
         broadcast_from_zero([tensor for _, tensor in rank_local.tensors(discovered)], group)
         ddp = ddp_settings(trainer.strategy).ddp_arguments if isinstance(trainer.strategy, DDPStrategy) else {}
         megabytes = ddp.get("bucket_cap_mb")
-        gradients = GradientSync(
+        averaging = Averaging(
             discovered,
+            trainer.strategy.root_device,
             group,
             rank_local,
             bucket_bytes=None if megabytes is None else int(megabytes * 2**20),  # DDP's megabytes
             hook=communication_hook(trainer.strategy),
-            gradient_as_bucket_view=bool(ddp.get("gradient_as_bucket_view")),
-            sync_each_batch=sync_each_batch,
+            is_last_step=lambda: trainer.global_step + 1 == trainer.max_steps,
         )
         buffers = BufferSync(discovered, group, rank_local)
         local = frozenset(rank_local.ids(discovered))
     if precision.cast_inputs_to is not None:
         cast_inputs([found.value for found in discovered.modules], precision.cast_inputs_to)
-    guard = _update_guard(trainer, discovered, gradients, local, scales=precision.scaler is not None)
-    needs_router = bool(precision.context or gradients or guard or hooks or fsdp_modules(discovered))
+    guard = _update_guard(trainer, discovered, averaging, local, scales=precision.scaler is not None)
+    needs_router = bool(precision.context or averaging or guard or hooks or fsdp_modules(discovered))
     if not needs_router:
         return None
     router = StepRouter(
@@ -78,21 +76,20 @@ def step_router(
         trainer.strategy.root_device,
         precision=precision,
         hooks=hooks,
-        gradients=gradients,
+        averaging=averaging,
         buffers=buffers,
         guard=guard,
         completed_steps=lambda: trainer.global_step,
-        is_last_step=lambda: trainer.global_step + 1 == trainer.max_steps,
     )
-    if router.averaging is not None and before is not None and before.averaging is not None:
-        router.averaging.waits = before.averaging.waits
+    if averaging is not None and before is not None and before.averaging is not None:
+        averaging.load_state_dict(before.averaging.state_dict())
     return router
 
 
 def _update_guard(
     trainer: pl.Trainer,
     discovered: Discovered,
-    gradients: GradientSync | None,
+    averaging: Averaging | None,
     rank_local: frozenset[int],
     *,
     scales: bool,
@@ -103,11 +100,11 @@ def _update_guard(
     if watch is None and recover is None:
         return None
     tell = None if watch is None else functools.partial(watch.on_update, trainer)
-    if gradients is None:
+    if averaging is None:
         return UpdateGuard(discovered, tell, judge=recover, scales=scales)
     if recover is not None:
-        _require_shared(discovered, gradients.shared)
-    shared, group = gradients.shared, gradients.group
+        _require_shared(discovered, averaging.shared)
+    shared, group = averaging.shared, averaging.group
     return UpdateGuard(
         discovered, tell, judge=recover, group=group, shared=shared, rank_local=rank_local, scales=scales
     )

@@ -37,14 +37,13 @@ from typing_extensions import override
 
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
-from . import autograd_patch as interception
-from .averaging import Averaging
-from .buffer_sync import BufferSync
+from . import torch_hooks
+from .ddp.averaging import Averaging
+from .ddp.buffers import BufferSync
 from .fp16 import Fp16
 from .fsdp.errors import about_sharded_update
 from .fsdp.layout import with_inner_optimizers
 from .fsdp.step import AccumulationHooks, ShardedStep
-from .gradient_sync import GradientSync
 from .precision import AutocastOff, StepPrecision, about_types
 from .step_part import BackwardCall, StepPart
 from .update_guard import UpdateGuard
@@ -60,15 +59,14 @@ class StepRouter:
         device: Root device of this rank.
         precision: What the precision plugin asks for.
         hooks: Hooks to call where Lightning would.
-        gradients: Averages gradients over the ranks; None on a single rank.
+        averaging: Averages gradients over the ranks; None on a single rank.
         buffers: Sends all ranks the buffers of rank 0; None on a single rank.
         guard: Leaves out updates; None takes them as they are.
         completed_steps: How many steps the run has behind it, for messages; None counts those of this object.
-        is_last_step: Whether the step that runs is the last one, on all ranks.
 
     Attributes:
         parts: What each call of the trainer goes through, in order.
-        averaging: Averages gradients when they are wanted; None on a single rank.
+        averaging: As given.
         buffers: Sends the buffers of rank 0; None where there are none, and on a single rank.
         in_backward: Whether one of the trainer's backward calls is running.
     """
@@ -80,11 +78,10 @@ class StepRouter:
         *,
         precision: StepPrecision,
         hooks: StepHooks | None = None,
-        gradients: GradientSync | None = None,
+        averaging: Averaging | None = None,
         buffers: BufferSync | None = None,
         guard: UpdateGuard | None = None,
         completed_steps: Callable[[], int] | None = None,
-        is_last_step: Callable[[], bool] = lambda: False,
     ) -> None:
         self._precision = precision
         self.buffers = buffers or None
@@ -92,7 +89,7 @@ class StepRouter:
         optimizers = [found.value for found in with_inner_optimizers(discovered)]
         self._managed = {id(optimizer) for optimizer in optimizers}
         parameters = {id(p) for m in discovered.modules for p in m.value.parameters()}
-        must_know = gradients is not None or precision.scaler is not None or guard is not None
+        must_know = averaging is not None or precision.scaler is not None or guard is not None
         self._unknown = _UnknownOptimizers(parameters, refuse_lasting=must_know, scales=self.scales)
         self._steps = 0
         self._completed_steps = completed_steps or (lambda: self._steps - 1)
@@ -104,7 +101,7 @@ class StepRouter:
         self._autocast = precision.context() if precision.context is not None and device_type is not None else None
         self._outside_autocast = nullcontext() if device_type is None else AutocastOff(device_type)
 
-        several = gradients is not None
+        several = averaging is not None
         scaler = precision.scaler
         fp16 = None if scaler is None else Fp16(scaler, discovered, optimizers, averages=several)
         sharded = ShardedStep(
@@ -112,21 +109,14 @@ class StepRouter:
             optimizers,
             (lambda: None) if fp16 is None else fp16.factors,
             several_ranks=several,
-            group=None if gradients is None else gradients.group,
+            group=None if averaging is None else averaging.group,
             device=device,
         )
-        self.averaging: Averaging | None = None
-        if gradients is not None:
-            self.averaging = Averaging(
-                gradients,
-                device,
-                optimizers=self._managed,
-                parameters=parameters,
-                at_once=hooks.after_backward is not None,
-                averaged=(lambda: None) if fp16 is None else fp16.check_averaged,
-                completed_steps=self._completed_steps,
-                is_last_step=is_last_step,
-            )
+        self.averaging = averaging
+        if averaging is not None:
+            averaging.after_each = hooks.after_backward is not None
+            if fp16 is not None:
+                averaging.averaged = fp16.check_averaged
         self.parts: list[StepPart] = [
             *([self.averaging] if self.averaging else []),
             *([_UpdateHook(hooks.before_optimizer_step)] if hooks.before_optimizer_step else []),
@@ -139,9 +129,9 @@ class StepRouter:
         ]
         self._skipper = next((part.may_skip for part in reversed(self.parts) if part.may_skip), "")
         for optimizer in optimizers:
-            interception.wrap(optimizer, "step", self._step)
+            torch_hooks.wrap(optimizer, "step", self._step)
             if hooks.before_zero_grad is not None:
-                interception.wrap(optimizer, "zero_grad", functools.partial(self._zero_grad, hooks.before_zero_grad))
+                torch_hooks.wrap(optimizer, "zero_grad", functools.partial(self._zero_grad, hooks.before_zero_grad))
 
     @property
     def scales(self) -> bool:
@@ -153,19 +143,9 @@ class StepRouter:
         """Updates skipped because gradients overflowed in fp16; reads from the device."""
         return 0 if self._precision.scaler is None else self._precision.scaler.overflow_steps
 
-    @property
-    def averages(self) -> bool:
-        """Whether gradients are averaged over several ranks."""
-        return self.averaging is not None
-
-    def before_collective(self, name: str) -> None:
-        """Average first what other ranks may wait for."""
-        if self.averaging is not None:
-            self.averaging.before_collective(name)
-
     def open(self) -> None:
         """Have torch's entries replaced until `close`, rather than in each step."""
-        interception.hold(self)
+        torch_hooks.hold(self)
         for part in self.parts:
             part.open()
         self._is_open = True
@@ -175,7 +155,7 @@ class StepRouter:
         self._is_closed = True
         if self._is_open:
             self._is_open = False
-            interception.release(self)
+            torch_hooks.release(self)
         for part in self.parts:
             part.close()
 
@@ -192,17 +172,17 @@ class StepRouter:
             self._context = self._autocast or self._precision.context()
             self._context.__enter__()
         if not self._is_open:
-            interception.hold(self)
+            torch_hooks.hold(self)
         step = self._completed_steps() + 1
         for part in self.parts:
             part.begin(step)
-        interception.begin(self)
+        torch_hooks.begin(self)
         return self
 
     def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
-        interception.end()
+        torch_hooks.end()
         if not self._is_open:
-            interception.release(self)
+            torch_hooks.release(self)
         context, self._context = self._context, None
         if context is not None:
             context.__exit__(exc_type, exc, traceback)
@@ -210,8 +190,13 @@ class StepRouter:
         if refusal is not None and exc is not refusal:  # raised in a thread, where the loop does not see it
             raise refusal
         if exc is None:
-            for part in self.parts:
-                part.end()
+            try:
+                for part in self.parts:
+                    part.end()
+            except BaseException:
+                for part in self.parts:
+                    part.abandon()
+                raise
             return
         for part in self.parts:
             part.abandon()
@@ -238,7 +223,7 @@ class StepRouter:
             for part in self.parts:
                 part.before_backward(call)
             with self._outside_autocast:
-                interception.run_backward(
+                torch_hooks.run_backward(
                     call.outputs, call.gradients, retain_graph, create_graph, call.inputs, *args, **kwargs
                 )
             failed = False
@@ -251,7 +236,7 @@ class StepRouter:
 
     def grad(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one call of ``torch.autograd.grad``, which accumulates nothing."""
-        run: Callable[..., Any] = interception.run_backward
+        run: Callable[..., Any] = torch_hooks.run_backward
         for part in reversed(self.parts):
             run = functools.partial(part.grad, run)
         return run(outputs, grads, *args, **kwargs)
@@ -281,15 +266,15 @@ class StepRouter:
     def _zero_grad(
         self, hook: Callable[[Optimizer], None], optimizer: Optimizer, inner: Callable[..., Any], *args: Any, **kw: Any
     ) -> Any:
-        if interception.is_active(self):
+        if torch_hooks.is_active(self):
             hook(optimizer)
         return inner(*args, **kw)
 
     def _step(self, optimizer: Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._in_update or self._is_closed:
             return inner(*args, **kwargs)
-        if not interception.is_active(self):
-            if self.averages:  # no other rank would hear of this update
+        if not torch_hooks.is_active(self):
+            if self.averaging is not None:  # no other rank would hear of this update
                 self._refusal = ContractError(
                     f"{type(optimizer).__name__}.step() is called outside of `train_step` or in another thread, where "
                     "the gradients of the ranks are not averaged. Call backward and step in `train_step`, in its own "

@@ -2,7 +2,7 @@
 
 Each name is looked up when this module is imported, so that a release of torch that no longer has it is one clear
 `ImportError`, and not a run that fails, or trains wrong, in its middle. A name that is only assigned would fail in
-silence: `autograd_patch.hold` proves, once in a process, that a backward call comes through the one that it assigns.
+silence: `torch_hooks.hold` proves, once in a process, that a backward call comes through the one that it assigns.
 
 Names of FSDP 2 differ between releases; `require_fsdp` checks them before the first module is sharded.
 """
@@ -38,6 +38,7 @@ __all__ = [
     "default_store",
     "disable_dynamo",
     "disabled_torch_function",
+    "engine_entry",
     "engine_run_backward",
     "fsdp_training_state",
     "group_timeout",
@@ -72,7 +73,7 @@ def protected(module: str, name: str) -> Any:
 
 _ENGINE = "_engine_run_backward"
 
-engine_run_backward: Callable[..., Any] = protected("torch.autograd", _ENGINE)
+engine_run_backward: Callable[..., Any] = protected("torch.autograd.graph", _ENGINE)
 """Torch's entry for all of Tensor.backward, autograd.backward and autograd.grad, also where those are imported by
 name: outputs, their gradients, then what the engine takes."""
 current_graph_task_id: Callable[[], int] = protected("torch", "_C._current_graph_task_id")
@@ -155,9 +156,15 @@ def _counts_of_one() -> tuple[int, ...]:
     return _counts([parameter.grad])[0]
 
 
+def engine_entry() -> Callable[..., Any]:
+    """What a backward call comes through now."""
+    return vars(torch.autograd)[_ENGINE]  # type: ignore[no-any-return]
+
+
 def set_engine_run_backward(entry: Callable[..., Any]) -> None:
     """Have every backward call of the process come through `entry`; `engine_run_backward` gives torch its own back."""
-    setattr(torch.autograd, _ENGINE, entry)
+    for owner in (torch.autograd, torch.autograd.graph):
+        setattr(owner, _ENGINE, entry)
 
 
 POWER_SGD_MEMORY = (
@@ -214,8 +221,10 @@ _default_store: Any = (
 )
 
 
-def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """How long a collective of `group` may take."""
+def group_timeout(group: dist.ProcessGroup | None) -> timedelta:
+    """How long a collective of `group` may take; None means that of all ranks."""
+    group = group or dist.group.WORLD
+    assert group is not None
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
 

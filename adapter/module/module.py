@@ -30,7 +30,7 @@ from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJob
 from ..discovery.bare_parameters import BareParameters
 from ..discovery.discover import Discovered, check_devices, discover
 from ..discovery.rank_local import rank_local_of
-from ..gradients.buffer_sync import BufferSync
+from ..gradients.ddp.buffers import BufferSync
 from ..gradients.fsdp.sharding import ShardPolicy, shard_for, whole_metrics
 from ..gradients.precision import contract_dtype
 from ..gradients.set_up import step_router
@@ -71,7 +71,6 @@ class ContractModule(pl.LightningModule):
         model_handles: Handed to the trainer as ``ctx.model_handles``.
         shard_policy: What becomes a unit of its own under ``ModelParallelStrategy``: ``whole`` modules, the submodules
             of named classes (``Block``), or those that a callable picks; see `gradients.fsdp.sharding.ShardPolicy`.
-        sync_each_batch: Whether ranks average gradients at the end of a step without an update too; see `GradientSync`.
         context: A context of the caller's own. Device, rank and run state are filled in; its ``dtype`` is kept.
 
     Raises:
@@ -85,7 +84,6 @@ class ContractModule(pl.LightningModule):
         *,
         model_handles: Mapping[str, Any] | None = None,
         shard_policy: ShardPolicy = "whole",
-        sync_each_batch: bool | None = None,
         context: StepContext | None = None,
     ) -> None:
         ctx = context or StepContext(
@@ -100,7 +98,6 @@ class ContractModule(pl.LightningModule):
         self._keeps_context_dtype = context is not None
         self._given_dataset = self.ctx.dataset
         self.shard_policy = shard_policy
-        self.sync_each_batch = sync_each_batch
         self.step_result: Any = None
         """What the last ``train_step`` returned."""
         self.published: dict[str, float] = {}
@@ -392,7 +389,7 @@ class ContractModule(pl.LightningModule):
         """Have steps from here on go through strategy and precision, where these change anything."""
         assert self._state is not None
         rank_local, before, discovered = rank_local_of(self.plugin), self._router, self._state.discovered
-        self._router = step_router(self.trainer, self, discovered, rank_local, self.sync_each_batch, before)
+        self._router = step_router(self.trainer, self, discovered, rank_local, before)
         if self._router is not None:
             self._router.open()
 

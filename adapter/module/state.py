@@ -34,7 +34,6 @@ from ..contract.types import StepContext, TrainerPlugin
 from ..discovery.discover import Discovered, Found, check_unchanged, discover
 from ..discovery.wrapped_optimizers import kept_by_wrappers
 from ..gradients.fsdp.sharding import shard_copies, whole_payload
-from ..gradients.hook_state import kept_hook_state
 from .plugin_loading import optional_hook
 from .trainer_files import trainer_directory
 
@@ -47,8 +46,8 @@ log = logging.getLogger(__name__)
 
 PHASE = "phase"
 """The member of a checkpoint's contract part that holds what `RolloutBatches.save` puts there."""
-_GRADIENTS_WAIT = "gradients_wait"
-"""The member that is there where gradients have not been averaged yet."""
+_AVERAGING = "averaging"
+"""The member that holds what the averaging of gradients goes by."""
 _GENERATORS = "generators"
 """The member that holds, by path, the states of generators of random numbers."""
 _RESIZED = "resized"
@@ -79,8 +78,8 @@ class ToRestore:
     """By path, the states of generators of random numbers."""
     own_weights: Mapping[str, Any] = field(default_factory=dict)
     """Weights that this rank has otherwise than rank zero."""
-    gradients_wait: bool = False
-    """Whether gradients are each rank's own, and wait for an update."""
+    averaging: Mapping[str, Any] = field(default_factory=dict)
+    """What the averaging of gradients goes by."""
     phase: Mapping[str, Any] = field(default_factory=dict)
     """The rollout that is being trained, and the state of environments."""
 
@@ -155,8 +154,8 @@ class TrainerState:
         resized = [name for name, shape in _buffer_shapes(self.module).items() if self._was_resized(name, shape)]
         if resized:
             parts[_RESIZED] = resized
-        if router is not None and router.averaging is not None and router.averaging.waits:
-            parts[_GRADIENTS_WAIT] = True
+        if router is not None and router.averaging is not None:
+            parts[_AVERAGING] = router.averaging.state_dict()
         if "lr_schedulers" in checkpoint:  # not where weights alone are saved
             kinds = [config.scheduler for config in trainer.lr_scheduler_configs]
             checkpoint["lr_schedulers"] = list(map(_without_functions, kinds, checkpoint["lr_schedulers"]))
@@ -184,7 +183,7 @@ class TrainerState:
             unmanaged=parts.get("unmanaged", {}),
             generators=parts.get(_GENERATORS, {}),
             own_weights=own_weights,
-            gradients_wait=_GRADIENTS_WAIT in parts,
+            averaging=parts.get(_AVERAGING, {}),
             phase=parts.get(PHASE, {}),
         )
 
@@ -202,8 +201,8 @@ class TrainerState:
 
     def restore(self, waiting: ToRestore, ctx: StepContext, router: StepRouter | None) -> None:
         """Hand the trainer, and what Lightning does not restore, what `waiting` holds."""
-        if router is not None and router.averaging is not None:
-            router.averaging.waits = waiting.gradients_wait
+        if router is not None and router.averaging is not None and waiting.averaging:
+            router.averaging.load_state_dict(waiting.averaging)
         _warn_of_scripted_modules(self.discovered)
         if waiting.own_weights:
             self.module.load_state_dict(waiting.own_weights, strict=False)
@@ -227,7 +226,7 @@ class TrainerState:
                 _set_random_state(found.value, waiting.generators[found.path])
 
     def _unmanaged(self) -> Iterator[tuple[str, Any]]:
-        """What Lightning does not save: scalers, other schedulers, what wrappers of optimizers and DDP's hook keep."""
+        """What Lightning does not save: scalers, other schedulers, and what wrappers of optimizers keep."""
         trainer = self.module.trainer
         managed = {id(config.scheduler) for config in trainer.lr_scheduler_configs}
         kept: list[Found[Any]] = [*self.discovered.scalers, *self.discovered.schedulers]
@@ -235,9 +234,6 @@ class TrainerState:
             if id(found.value) not in managed:
                 yield found.path, found.value
         yield from ((kept.path, kept) for kept in self._kept_by_wrappers)
-        hook_state = kept_hook_state(trainer.strategy)
-        if hook_state is not None:
-            yield "strategy.ddp_comm_state", hook_state
 
     def _was_resized(self, name: str, shape: tuple[int, ...] | None) -> bool:
         return name not in self._built_buffers or self._built_buffers[name] != shape

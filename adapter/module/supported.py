@@ -34,7 +34,7 @@ from ...callbacks.lightning_internals import WEIGHT_AVERAGING, ddp_settings, ten
 from ...callbacks.log_metrics import LogMetrics
 from ...callbacks.replicas.replica_guard import ReplicaGuard
 from ..contract.exceptions import StartupContractError
-from ..gradients.hook_state import fault_of_hook_state
+from ..gradients.ddp.buckets import fault_of_hook
 from ..job.trainer_arguments import ENDS_WITH_ITS_PROCESSES
 
 __all__ = [
@@ -117,7 +117,7 @@ def check_strategy(strategy: Strategy) -> None:
         settings = ddp_settings(strategy)
         if settings.start_method != "popen":
             raise _refusal(name, f"start_method={settings.start_method!r}: {ENDS_WITH_ITS_PROCESSES}")
-        fault = fault_of_hook_state(strategy)
+        fault = fault_of_hook(strategy)
         if fault is not None:
             raise _refusal(name, fault)
         if settings.model_averaging_period is not None:
@@ -137,7 +137,7 @@ def leave_unwrapped(strategy: Strategy) -> None:
     """Keep a `DDPStrategy` from wrapping the LightningModule, to be called before ``strategy.setup``.
 
     The wrapper's forward would never run, its buckets would cost the memory of all gradients, and it refuses modules
-    without trainable parameters. `GradientSync` does its work. Other strategies are left as they are.
+    without trainable parameters. `gradients.ddp` does its work. Other strategies are left as they are.
     """
     if isinstance(strategy, DDPStrategy):
         strategy.configure_ddp = types.MethodType(_configure_nothing, strategy)  # type: ignore[method-assign]

@@ -21,7 +21,7 @@ from torch import nn
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.adapter.contract.exceptions import RankFailedError, TrainingCanceled
 from genlight.adapter.feed.mock import MockBatches
-from genlight.adapter.gradients.buffer_sync import BufferSync
+from genlight.adapter.gradients.ddp.buffers import BufferSync
 from genlight.callbacks import Checkpoint, Evaluate, Hook, LogMetrics, StopRequests
 from genlight.callbacks.hook.events import run_state_of
 from genlight.callbacks.hook.listeners import looks_at_no_weights

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from genlight.adapter.contract.types import StepContext, TrainingJobSpec
 from support.rank_environment import Ranks
@@ -40,18 +39,9 @@ class Hook(NamedTuple):
     """Under genlight; a parameter for each bucket."""
 
 
-def power_sgd() -> PowerSGDState:
-    """That compresses from the third exchange on, even the small layers of the zoo."""
-    return PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5)
-
-
 HOOKS = {
     "fp16_compress_hook": Hook(default_hooks.fp16_compress_hook),
     "fp16_compress_wrapper": Hook(default_hooks.allreduce_hook, default_hooks.fp16_compress_wrapper),
-    # One bucket, as torch's DDP makes: what PowerSGD computes depends on what travels together.
-    "powerSGD_hook": Hook(powerSGD_hook, state=power_sgd, bucket_cap_mb=25),
-    "powerSGD_hook in fp16": Hook(powerSGD_hook, default_hooks.fp16_compress_wrapper, power_sgd, bucket_cap_mb=25),
-    "powerSGD_hook in small buckets": Hook(powerSGD_hook, state=power_sgd),
 }
 DDP: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -156,7 +146,6 @@ def hosted_run(
     resume: Path | None = None,
     resume_after: int = 2,
     save: Path | None = None,
-    sync_each_batch: bool | None = None,
     **trainer_args: Any,
 ) -> tuple[Any, Any]:
     """The class under genlight and Lightning, this rank's share of every batch; returns the module and the Trainer."""
@@ -178,7 +167,6 @@ def hosted_run(
         trainer_class(name)(),
         TrainingJobSpec(run_id=name, max_steps=steps, metric_every=0),
         shard_policy=policy or "whole",
-        sync_each_batch=sync_each_batch,
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Found .* in eval mode")
@@ -234,8 +222,8 @@ def on_two_ranks(folder: Path, jobs: Sequence[dict[str, Any]], *, timeout_s: flo
         folder: Where the ranks meet and leave their results.
         jobs: Each has ``key`` and ``name``, and may have ``strategy`` (``ddp``, ``fsdp`` or ``torch's own``),
             ``precision``, ``policy``, ``on_nonfinite``, and ``interrupted``, after how many steps to save and go on in
-            a new run, ``durable`` to save in genlight's format, ``looks`` for a callback that looks after each
-            backward call, and ``sync_each_batch``, which also asks for the gradients that are left at the end.
+            a new run, ``durable`` to save in genlight's format, and ``looks`` for a callback that looks after each
+            backward call.
         timeout_s: After this long the ranks are ended, on a loaded machine too.
     """
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -293,7 +281,6 @@ def _run_job(job: dict[str, Any], rank: int, world_size: int, folder: Path) -> W
             world_size=world_size,
             devices=world_size,
             policy=job.get("policy", "whole"),
-            sync_each_batch=job.get("sync_each_batch"),
             strategy=strategy_of(job.get("strategy", "ddp"), rank, world_size),
             **precision_of(job.get("precision", "32-true")),
             **more,
@@ -311,8 +298,6 @@ def _run_job(job: dict[str, Any], rank: int, world_size: int, folder: Path) -> W
     result = whole(weights(module.contract_state, module.plugin))
     if module._router is not None and module._router.scales:
         result["overflow_steps"] = torch.tensor(module._router.overflow_steps)
-    if "sync_each_batch" in job:
-        result |= {f"gradient of {name}": p.grad for name, p in module.named_parameters()}
     return result
 
 

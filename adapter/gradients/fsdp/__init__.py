@@ -4,6 +4,6 @@
 ``units`` decide when weights are gathered, ``gradients`` reduces what only some ranks computed, ``hooks``, ``values``
 and ``writes`` make sharded parameters behave as whole ones, ``rank_agreement`` and ``errors`` say what went wrong.
 
-May import ``gradient_sync``, ``rank_points`` and ``torch_internals`` of the folder above, discovery, and what that may
+May import ``ddp``, ``step_part`` and ``torch_internals`` of the folder above, discovery, and what that may
 import.
 """

@@ -13,9 +13,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...contract.exceptions import ContractError
-from ..collective_patch import COLLECTIVES
 
 __all__ = ["about_sharded_update", "about_sharding", "without_collectives"]
+
+COLLECTIVES = (
+    *("all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "barrier", "monitored_barrier", "gather", "scatter"),
+    *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_single"),
+    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all", "all_to_all_single"),
+    *("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"),
+    *("send", "recv", "batch_isend_irecv"),
+)
+"""The functions of ``torch.distributed`` that wait for other ranks; not all of them are there in every release."""
 
 _ADVICE = {
     r"mixed torch\.Tensor and DTensor": (

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ...contract.exceptions import ContractError
-from ..rank_points import SKIPPED_ALONE, users_line
+from ..ddp.rank_check import SKIPPED_ALONE, users_line
 
 __all__ = ["BACKWARD", "END_OF_STEP", "UPDATE", "RankAgreement"]
 

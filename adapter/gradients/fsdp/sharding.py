@@ -29,7 +29,7 @@ from ....callbacks.optimizer_state import map_values
 from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered, Found
 from ...discovery.parameter_aliases import Alias
-from ..equal_replicas import broadcast_from_zero
+from ..ddp.buffers import broadcast_from_zero
 from ..torch_internals import require_fsdp
 from . import values as sharded_values, writes as shard_writes
 from .compiled_code import keep_compiled_code_apart

@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from genlight.adapter import StepResult
 from genlight.adapter.gradients import set_up
-from genlight.adapter.gradients.buffer_sync import BufferSync
-from genlight.adapter.gradients.equal_replicas import broadcast_from_zero
+from genlight.adapter.gradients.ddp.buffers import BufferSync, broadcast_from_zero
 from genlight.callbacks import LogMetrics, ReplicaGuard
 
 from .alternating import Alternation

@@ -11,8 +11,8 @@ from torch import nn
 from genlight.adapter.discovery.discover import discover
 from genlight.adapter.feed import ArrowFeed
 from genlight.adapter.feed.mock import MockBatches
-from genlight.adapter.gradients import buffer_sync
-from genlight.adapter.gradients.buffer_sync import BufferSync
+from genlight.adapter.gradients.ddp import buffers as buffer_sync
+from genlight.adapter.gradients.ddp.buffers import BufferSync
 from genlight.adapter.module.step import runs_no_user_code
 from genlight.callbacks import Checkpoint, StopRequests
 from genlight.callbacks.hook.listeners import may_look_at_weights

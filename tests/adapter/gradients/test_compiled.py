@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from genlight.adapter.discovery.discover import discover
-from genlight.adapter.gradients.gradient_sync import GradientSync
+from genlight.adapter.gradients.ddp.averaging import Averaging
 from genlight.adapter.gradients.precision import StepPrecision
 from genlight.adapter.gradients.step import StepRouter
 
@@ -147,7 +147,9 @@ def trained(parts: Callable[..., Step], *, routed: bool) -> tuple[list[Tensor], 
     router: Any = contextlib.nullcontext()
     if routed:
         found = discover({"model": model, "optimizer": optimizer})
-        router = StepRouter(found, torch.device("cpu"), precision=StepPrecision("fp32"), gradients=GradientSync(found))
+        device = torch.device("cpu")
+        averaging = Averaging(found, device)
+        router = StepRouter(found, device, precision=StepPrecision("fp32"), averaging=averaging)
         router.open()
     try:
         for number in range(3):

@@ -258,7 +258,10 @@ def test_an_overflow_in_the_shard_of_one_rank_skips_the_update_on_all(two_ranks,
 
 @pytest.mark.slow
 def test_looking_at_gradients_between_backward_calls_on_one_rank_alone_is_an_error(two_ranks):
-    assert any("reads gradients between its backward calls" in str(rank["looking on one rank"]) for rank in two_ranks)
+    assert any(
+        "read gradients between its calls on all ranks or on none" in str(rank["looking on one rank"])
+        for rank in two_ranks
+    )
     assert all(isinstance(rank["looking on one rank"], str) for rank in two_ranks)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from genlight.adapter.discovery.discover import discover
-from genlight.adapter.gradients import autograd_patch
+from genlight.adapter.gradients import torch_hooks
 from genlight.adapter.gradients.precision import StepPrecision
 from genlight.adapter.gradients.step import StepRouter
 from genlight.adapter.gradients.torch_internals import engine_run_backward, protected, require_fsdp
@@ -20,7 +20,7 @@ def router() -> StepRouter:
 
 @pytest.fixture
 def unproven(monkeypatch):
-    monkeypatch.setattr(autograd_patch._Canary, "is_proven", False)
+    monkeypatch.setattr(torch_hooks._Canary, "is_proven", False)
 
 
 @pytest.mark.parametrize(("module", "name"), [("torch", "_C._gone"), ("torch._gone", "name")])
@@ -39,7 +39,7 @@ def test_holding_the_entry_proves_once_that_backward_comes_through_it(unproven):
     held.open()
     held.close()
 
-    assert autograd_patch._Canary.is_proven
+    assert torch_hooks._Canary.is_proven
     assert torch.equal(torch.get_rng_state(), random)
     assert torch.autograd._engine_run_backward is engine_run_backward
 
@@ -57,4 +57,30 @@ def test_a_torch_whose_backward_goes_past_the_entry_is_refused_and_left_as_it_wa
     with pytest.raises(RuntimeError, match="past the entry"):
         router().open()
     assert torch.autograd._engine_run_backward is engine_run_backward
-    assert not autograd_patch._holders
+    assert not torch_hooks._holders
+
+
+def test_an_entry_that_was_put_back_between_steps_is_ours_again_and_one_within_a_step_ends_the_run():
+    held = router()
+    held.open()
+    try:
+        torch.autograd._engine_run_backward = engine_run_backward
+        with held:
+            assert torch.autograd._engine_run_backward is not engine_run_backward
+        with pytest.raises(RuntimeError, match=r"was replaced by torch\.autograd\.graph\."), held:
+            torch.autograd._engine_run_backward = engine_run_backward
+    finally:
+        held.close()
+    assert torch.autograd._engine_run_backward is engine_run_backward
+
+
+def test_what_torch_replaces_for_a_while_puts_our_entry_back():
+    patch = getattr(torch.compiler, "_patch_engine_backward", None)
+    if patch is None:
+        pytest.skip("this torch has nothing that replaces the entry")
+    held = router()
+    with held:
+        before = torch.autograd._engine_run_backward
+        with patch():
+            pass
+        assert torch.autograd._engine_run_backward is before

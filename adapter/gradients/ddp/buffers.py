@@ -1,9 +1,9 @@
-"""Gives every rank the buffers of rank 0, such as the running statistics of a BatchNorm.
+"""What rank 0 sends to all: weights when training begins, and buffers, such as the running statistics of a BatchNorm.
 
-As with DDP each rank's forward updates its own, and rank 0's count. They are sent where a step ends, as they are then,
-and arrive while the loop counts, calls callbacks that look at no weights, and waits for the next batch. Any other code
-finds them equal: `settle` comes before it. Under Lightning's loops, in a search and wherever the caller does not ask
-for `deferred`, that is the end of the step itself.
+As with DDP each rank's forward updates its own buffers, and rank 0's count. They are sent where a step ends, as they
+are then, and arrive while the loop counts, calls callbacks that look at no weights, and waits for the next batch. Any
+other code finds them equal: `settle` comes before it. Under Lightning's loops, in a search and wherever the caller does
+not ask for `deferred`, that is the end of the step itself.
 
 Why they do not travel earlier, with the last bucket of gradients: a forward may follow that exchange, of a target
 network or a moving average, on some ranks and not on others. Rank 0 alone knows whether its buffers have changed since,
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,15 +25,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from ..contract.exceptions import RankFailedError
-from ..discovery.discover import Discovered
-from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
-from .buckets import BUCKET_BYTES, ON_THEIR_WAY_AT_MOST
-from .lost_ranks import about_missing_buffers
-from .step_part import StepPart
-from .torch_internals import NormBase
+from ...contract.exceptions import RankFailedError
+from ...discovery.discover import Discovered
+from ...discovery.rank_local import EVERYTHING_SHARED, RankLocal
+from ..step_part import StepPart
+from ..torch_internals import NormBase
+from .buckets import BUCKET_BYTES, grouped
+from .rank_check import lost_in_buffers
 
-__all__ = ["BufferSync"]
+__all__ = ["BufferSync", "broadcast_from_zero"]
+
+ON_THEIR_WAY_AT_MOST = 2
+"""How many pieces of what rank 0 sends to all are held in memory beside the tensors themselves."""
 
 _Buffer = tuple[Tensor, torch.dtype, torch.Size, torch.device]
 
@@ -162,7 +165,7 @@ class BufferSync(StepPart):
             yield
         except RuntimeError as error:
             self.let_go()
-            raise about_missing_buffers(error, self._step, self._source, self._group) from error
+            raise lost_in_buffers(error, self._step, self._source, self._group) from error
 
     def _messages(self) -> Iterator[_Message]:
         found = (owner._buffers.get(name) for owner, name in self._slots)
@@ -234,3 +237,23 @@ def _grouped(buffers: Sequence[Tensor]) -> list[list[Tensor]]:
             groups[-1].append(buffer)
             size += own
     return groups
+
+
+@torch.no_grad()
+def broadcast_from_zero(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite `tensors` with those of the group's first rank; sharded tensors are left alone."""
+    source = dist.get_global_rank(group, 0) if group is not None else 0
+    on_their_way: deque[tuple[list[Tensor], Tensor, Any]] = deque()
+    for bucket in grouped([t for t in tensors if not isinstance(t, DTensor)]):
+        if len(on_their_way) == ON_THEIR_WAY_AT_MOST:
+            _take(*on_their_way.popleft())
+        flat = torch.cat([t.detach().reshape(-1) for t in bucket])
+        on_their_way.append((bucket, flat, dist.broadcast(flat, src=source, group=group, async_op=True)))
+    while on_their_way:
+        _take(*on_their_way.popleft())
+
+
+def _take(tensors: list[Tensor], flat: Tensor, work: Any) -> None:
+    work.wait()
+    for tensor, view in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
+        tensor.detach().copy_(view.view(tensor.shape))

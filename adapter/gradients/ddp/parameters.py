@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..discovery.current_tensors import current
-from ..discovery.discover import Discovered, Found
-from ..discovery.rank_local import RankLocal
+from ...discovery.current_tensors import current
+from ...discovery.discover import Discovered, Found
+from ...discovery.rank_local import RankLocal
 
 __all__ = ["AveragedParameters"]
 
@@ -26,11 +26,11 @@ class AveragedParameters:
         rank_local: What is each rank's own.
 
     Attributes:
-        optimized: What optimizers hold; without any optimizer, everything.
-        others: What no optimizer holds.
+        always: What takes part in each exchange: what optimizers hold, without any optimizer everything, and what was
+            taken on.
+        others: The rest.
         all: Both; the same list while they are the same.
         by_hand: Ids of the tensors that no optimizer holds.
-        count_bytes: Of all gradients.
     """
 
     def __init__(self, discovered: Discovered, rank_local: RankLocal) -> None:
@@ -40,11 +40,11 @@ class AveragedParameters:
         self._in_groups: list[Tensor] | None = None
         self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
         self._bare: list[Found[Tensor]] = []
-        self.optimized: list[Tensor] = []
+        self._taken_on: dict[int, Tensor] = {}
+        self.always: list[Tensor] = []
         self.others: list[Tensor] = []
         self.all: list[Tensor] = []
         self.by_hand: frozenset[int] = frozenset()
-        self.count_bytes = 0
         self.refresh()
 
     def refresh(self) -> bool:
@@ -66,13 +66,10 @@ class AveragedParameters:
         held = {id(p) for p in in_groups}
         others = [p for _, p in self.outside_of_optimizers() if id(p) not in held]
         unique = {id(p): p for p in (*in_groups, *others) if id(p) not in left_out and not isinstance(p, DTensor)}
-        self.optimized = [p for p in unique.values() if id(p) in held]
-        self.others = [p for p in unique.values() if id(p) not in held]
-        self.by_hand = frozenset(id(p) for p in self.others)
-        if not self._discovered.optimizers:
-            self.optimized, self.others = self.others, []
-        self.all = self.optimized + self.others
-        self.count_bytes = sum(p.numel() * p.element_size() for p in self.all)
+        self.by_hand = frozenset(unique.keys() - held)
+        self._taken_on = {key: p for key, p in self._taken_on.items() if key in unique}
+        always = held | self._taken_on.keys() if self._discovered.optimizers else unique.keys()
+        self._divide(unique.values(), always)
         self._slots = [
             (m._parameters, name, p)
             for found in self._discovered.modules
@@ -83,6 +80,17 @@ class AveragedParameters:
         bare = current(self._discovered, self._discovered.tensors)
         self._bare = [each for each in bare if id(each.value) in self.by_hand]
         return True
+
+    def take_on(self, tensors: Iterable[Tensor]) -> None:
+        """Have `tensors`, which are among the others, take part in each exchange from now on."""
+        self._taken_on |= {id(tensor): tensor for tensor in tensors}
+        self._divide(self.all, {id(p) for p in self.always} | self._taken_on.keys())
+
+    def _divide(self, tensors: Iterable[Tensor], always: Collection[int]) -> None:
+        everything = list(tensors)
+        self.always = [p for p in everything if id(p) in always]
+        self.others = [p for p in everything if id(p) not in always]
+        self.all = self.always + self.others
 
     def _bare_now(self) -> list[Found[Tensor]]:
         return current(self._discovered, self._bare) if self._bare else []

@@ -1,0 +1,465 @@
+"""Who is where, who is lost and who has other parameters, among ranks that average gradients.
+
+The first bucket of each exchange has a header: a row of numbers for each rank, that say why it averages, in which step,
+how often since its last update, how many updates it has made and which parameters it trains. Summed over the ranks with
+the gradients, they show whether the ranks belong together. On a device they are read some exchanges later, so that no
+host waits for it; all ranks read the same header at the same exchange. What a message needs beside the numbers (a
+parameter's path, a line of code), and who is lost, ranks tell each other through the store where they met: that works
+also where a rank is gone, and where another one has not noticed anything yet.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import json
+import sys
+import time
+import types
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...contract.exceptions import ContractError, RankFailedError
+from ...discovery.discover import Discovered
+from ...discovery.rank_local import EVERYTHING_SHARED, RankLocal
+from ..torch_internals import default_store, group_timeout
+
+__all__ = [
+    "LATE_EXCHANGES",
+    "MARKS",
+    "NUMBERS",
+    "SKIPPED_ALONE",
+    "Point",
+    "RankCheck",
+    "Why",
+    "check_same",
+    "check_same_on_all_ranks",
+    "lost_in_buffers",
+    "users_line",
+]
+
+NUMBERS = 6
+"""How many numbers a rank has in a header."""
+LATE_EXCHANGES = 8
+"""How many exchanges a device may be behind the host before the host waits for it."""
+ANSWERED_WITHIN_S = 2.0
+"""How long a rank that still runs may take to notice that something is wrong and say so."""
+
+SKIPPED_ALONE = (
+    "`train_step` must update on all ranks or on none. Where it skips a step for a reason that only one rank has (its "
+    "own loss is nan, say), decide by something that all ranks see alike: the norm of the gradients after backward, "
+    "which are those of all ranks, or a flag that goes through torch.distributed.all_reduce; or leave the test out and "
+    "set on_nonfinite to skip, which leaves out such an update on all ranks."
+)
+"""What to do about a rank that ends its step without the update that others make."""
+
+_NAMED_AT_MOST = 4
+_MODULUS = 128
+"""Numbers are sent modulo this, which is exact in every dtype that gradients have."""
+
+MARKS = _MODULUS * _MODULUS
+"""How many values the mark of a bucket assignment has; the last one says that parameters were replaced."""
+
+_NOT_THE_USERS = ("genlight.", "torch.", "contextlib", "functools", "lightning.")
+
+
+class Why(enum.IntEnum):
+    """What had the gradients averaged."""
+
+    UPDATE = 1
+    READ = 2
+    BACKWARD = 3
+    AUTOGRAD_GRAD = 4
+    END_OF_STEP = 5
+    NOTHING = 6
+    LAST = 7
+
+
+_TEXTS = {
+    Why.UPDATE: "updates {what}",
+    Why.READ: "reads the gradient of {what}",
+    Why.BACKWARD: "calls backward",
+    Why.AUTOGRAD_GRAD: "calls torch.autograd.grad",
+    Why.END_OF_STEP: "has ended the step with gradients and without an update",
+    Why.NOTHING: "has ended the step without a backward call",
+    Why.LAST: "has ended the last step",
+}
+
+
+class Point(NamedTuple):
+    """A point of a rank's training at which it averages gradients."""
+
+    why: Why = Why.UPDATE
+    step: int = 0
+    ordinal: int = 0
+    """How many times gradients were averaged since the last update."""
+    updates: int = 0
+    """How many updates this rank has made."""
+    mark: int = 0
+    """Of the bucket assignment, below `MARKS`."""
+    what: Tensor | str = ""
+    """The parameter whose gradient is read, or the first one of those that are updated."""
+    where: str = ""
+    """A line of the trainer's code, or empty."""
+    last_update: str = ""
+    """Where the rank made its last update."""
+    before: str = ""
+    """The point before this one."""
+    trained: tuple[str, ...] = ()
+    """Paths of the parameters that want a gradient; only for a message."""
+
+    def numbers(self) -> list[int]:
+        """What is compared with other ranks."""
+        place = [int(self.why), self.step % _MODULUS, min(self.ordinal, _MODULUS - 1), self.updates % _MODULUS]
+        return [*place, *divmod(self.mark, _MODULUS)]
+
+    def __str__(self) -> str:
+        where = f" (at {self.where})" if self.where else ""
+        return _TEXTS[self.why].format(what=self.what or "parameters") + where
+
+
+class _Header(NamedTuple):
+    """A header on its way through the device."""
+
+    number: int
+    point: Point
+    before: Point | None
+    rows: Tensor
+    ready: torch.Event | None
+    """When `rows` can be read; None where that is now."""
+
+
+_runs = itertools.count()
+"""Of the checks of this process: all ranks make theirs in the same order, so that keys in the store are their own."""
+
+
+class RankCheck:
+    """Compares where the ranks are, and names those that are elsewhere or lost.
+
+    Args:
+        group: Of the ranks; None means all.
+        named: Gives a point whose parameter has its path, for a message.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, named: Callable[[Point], Point]) -> None:
+        self._group = group
+        self._named = named
+        self._rank = dist.get_rank(group)
+        self._world_size = dist.get_world_size(group)
+        self._key = f"genlight/ranks/{next(_runs)}"
+        self._on_their_way: deque[_Header] = deque()
+        self._previous: Point | None = None
+        self._count = 0
+
+    @property
+    def header_size(self) -> int:
+        """How many numbers a header has."""
+        return NUMBERS * self._world_size
+
+    def write(self, header: Tensor, at: Point) -> None:
+        """Write this rank's row into `header`, which is summed over the ranks then."""
+        header.zero_()
+        row = header[NUMBERS * self._rank :][:NUMBERS]
+        if header.device.type == "cpu":  # a buffer is read in half of the time that torch.tensor takes for a list
+            row.copy_(torch.frombuffer(array("f", at.numbers()), dtype=torch.float32))
+        else:  # pinned, so that the host does not wait and the memory lives until it was read
+            row.copy_(torch.tensor(at.numbers(), dtype=header.dtype, pin_memory=True), non_blocking=True)
+
+    def arrived(self, header: Tensor, at: Point, *, most_left: int = LATE_EXCHANGES) -> list[Why]:
+        """The sum of all headers is there, as far as the device is; compare those that can be read.
+
+        Args:
+            header: As it was written and summed.
+            at: Where this rank was.
+            most_left: Headers that may stay unread, of those that are still on a device.
+
+        Returns:
+            Why each rank averages, where that could be read at once; else nothing.
+
+        Raises:
+            ContractError: The ranks were not together.
+            RankFailedError: The device never came this far.
+        """
+        self._on_their_way.append(_Header(self._count, at, self._previous, *to_host(header)))
+        self._count += 1
+        self._previous = at
+        rows: list[list[float]] = []
+        while self._on_their_way and (len(self._on_their_way) > most_left or self._on_their_way[-1].ready is None):
+            rows = self._compare(self._on_their_way.popleft())
+        return [] if self._on_their_way else [Why(int(row[0])) for row in rows]
+
+    def _compare(self, header: _Header) -> list[list[float]]:
+        if header.ready is not None:
+            self.wait_for(header.ready, header.point)
+        numbers = (header.rows.real if header.rows.is_complex() else header.rows).tolist()
+        rows = [numbers[i : i + NUMBERS] for i in range(0, len(numbers), NUMBERS)]
+        if not _are_together(rows):
+            raise self._parted(header, rows)
+        return rows
+
+    def read(self, values: Tensor, at: Point) -> list[float]:
+        """`values` of a device, once they are there; the host waits for them.
+
+        Raises:
+            RankFailedError: They do not come.
+        """
+        host, ready = to_host(values)
+        if ready is not None:
+            self.wait_for(ready, at)
+        return (host.real if host.is_complex() else host).tolist()
+
+    def wait_for(self, ready: torch.Event, at: Point) -> None:
+        """Until the device has come to `ready`; a collective that another rank never joins keeps it from that.
+
+        Raises:
+            RankFailedError: It has not within the timeout of the process group.
+        """
+        if ready.query():
+            return
+        began = time.monotonic()
+        key = f"{self._key}/waits in step {at.step}"
+        # The library aborts the process at its timeout, without the rank's name.
+        most = 0.8 * group_timeout(self._group).total_seconds()
+        told = False
+        while not ready.query():
+            waited = time.monotonic() - began
+            if waited > 1.0 and not told:
+                told = _tell(f"{key}/{self._rank}", "here")
+            if waited > most:
+                silent = _silent(key, self._rank, self._world_size)
+                raise RankFailedError(
+                    f"the exchange of gradients did not end within {most:.0f} s in step {at.step}, where rank "
+                    f"{dist.get_rank()} {self._named(at)}; {_about(self._ranks(silent), most)}"
+                )
+            time.sleep(min(0.05, 0.0001 + waited / 10))
+
+    def _ranks(self, ranks: Sequence[int]) -> list[int]:
+        """Ranks of the group as they are numbered among all."""
+        return list(ranks) if self._group is None else [dist.get_global_rank(self._group, rank) for rank in ranks]
+
+    def broken(self, error: RuntimeError, at: Point, what: Tensor) -> RankFailedError:
+        """The error of an exchange that `error` ended; waits some seconds for the other ranks, which see it break, too.
+
+        Args:
+            error: What the process group raised.
+            at: Where this rank is.
+            what: The first parameter of the bucket that was on its way.
+        """
+        first = self._named(at._replace(what=what)).what
+        lost = _who_is_lost(at.step, self._group)
+        return RankFailedError(
+            f"the exchange of gradients broke off in step {at.step}, where rank {dist.get_rank()} {self._named(at)}, "
+            f"at the bucket of {first}; {lost} ({error})"
+        )
+
+    def _parted(self, header: _Header, rows: Sequence[Sequence[float]]) -> ContractError:
+        """The error of ranks that are not together, each of which comes here by itself."""
+        before = "" if header.before is None else str(self._named(header.before))
+        mine = self._named(header.point)._replace(before=before)
+        key = f"{self._key}/parted at {header.number}"
+        _tell(f"{key}/{self._rank}", json.dumps(mine))
+        points = [mine if rank == self._rank else _heard(f"{key}/{rank}", row, mine) for rank, row in enumerate(rows)]
+        first = points[0]
+        other = next((r for r, row in enumerate(rows) if not _are_together([rows[0], row])), 1)
+        theirs = points[other]
+        if first.mark != theirs.mark and _are_together([first.numbers(), theirs._replace(mark=first.mark).numbers()]):
+            return ContractError(_trained_differently(points, other))
+        here, there = f"rank 0 {_in_step(first)}", f"rank {other} {_in_step(theirs)}"
+        counted = ""
+        if first.ordinal == theirs.ordinal and first.updates != theirs.updates:
+            ahead = 0 if first.updates > theirs.updates else other
+            where = points[ahead].last_update
+            counted = (
+                f" Rank 0 has made {first.updates} updates, rank {other} {theirs.updates}; "
+                f"the last one of rank {ahead} is at {where or 'an unknown line'}."
+            )
+        return ContractError(f"Ranks part ways: {here}, while {there}.{counted} {_cure(first, theirs)}")
+
+
+def to_host(values: Tensor) -> tuple[Tensor, torch.Event | None]:
+    """A copy on the host, and what to wait for before it is read; `values` themselves and None where they are there."""
+    if values.device.type == "cpu":
+        return values, None
+    host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    ready = torch.Event(values.device)
+    ready.record(torch.accelerator.current_stream(values.device))
+    return host, ready
+
+
+def _are_together(rows: Sequence[Sequence[float]]) -> bool:
+    """Whether the ranks that sent these rows are at points that belong together."""
+    if any(row[1:] != rows[0][1:] for row in rows):
+        return False
+    why = {int(row[0]) for row in rows}
+    # A rank that reads a gradient before it updates does nothing that the others need to know of.
+    return len(why) == 1 or (why.isdisjoint({Why.NOTHING, Why.LAST}) and not why >= {Why.UPDATE, Why.END_OF_STEP})
+
+
+def _heard(key: str, row: Sequence[float], mine: Point) -> Point:
+    """What another rank has said of its point; where it says nothing in time, what its numbers tell."""
+    try:
+        store = default_store()
+        store.wait([key], timedelta(seconds=ANSWERED_WITHIN_S))
+        said = Point(*json.loads(store.get(key)))
+        return said._replace(why=Why(said.why), trained=tuple(said.trained))
+    except RuntimeError:
+        why, step, ordinal, updates, *mark = map(int, row)
+        near = [number - (number - low) % _MODULUS for number, low in ((mine.step, step), (mine.updates, updates))]
+        return Point(Why(why), near[0], ordinal, near[1], mark[0] * _MODULUS + mark[1])
+
+
+def _trained_differently(points: Sequence[Point], other: int) -> str:
+    named = []
+    for rank, without in ((0, other), (other, 0)):
+        alone = sorted({*points[rank].trained} - {*points[without].trained})
+        if alone:
+            named.append(f"rank {rank} trains {', '.join(alone[:_NAMED_AT_MOST])}, rank {without} does not")
+    why = "; ".join(named) or f"one of the ranks 0 and {other} has replaced parameters, the other has not"
+    return (
+        f"Ranks train different parameters in step {points[0].step}: {why}. What is frozen, unfrozen or replaced must "
+        "be decided by what is equal on all ranks, such as the step or an averaged loss."
+    )
+
+
+def _in_step(point: Point) -> str:
+    before = f", after it {point.before}" if point.ordinal else ""
+    return f"{point} in step {point.step}{before}"
+
+
+def _cure(one: Point, other: Point) -> str:
+    if one.ordinal != other.ordinal:
+        return (
+            "All ranks must call backward as often before an update, and read gradients between its calls on all ranks "
+            "or on none. A rank that has nothing to add may call it with a loss of zero: `(0 * loss).backward()`."
+        )
+    if Why.NOTHING in (one.why, other.why) or one.updates != other.updates or Why.END_OF_STEP in (one.why, other.why):
+        return SKIPPED_ALONE
+    return (
+        "All ranks must go through `train_step` alike: as many backward calls and updates, and gradients that are read "
+        "in the same places."
+    )
+
+
+def users_line() -> str:
+    """The line of the trainer's code that led here: the innermost that belongs neither to genlight nor to torch."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(_NOT_THE_USERS):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def lost_in_buffers(error: RuntimeError, step: int, source: int, group: dist.ProcessGroup | None) -> RankFailedError:
+    """The error of a rank that gets no buffers, because of `error`; waits some seconds for the other ranks.
+
+    Args:
+        error: What the process group raised.
+        step: At whose end they were sent.
+        source: The rank that sends them.
+        group: Of the ranks that get them; None means all.
+    """
+    # Other ranks may have them, and see the connection break in the exchange of the next step.
+    lost = _who_is_lost(step + 1, group)
+    return RankFailedError(
+        f"the buffers that rank {source} sends at the end of step {step} did not arrive; {lost} ({error})"
+    )
+
+
+def _who_is_lost(step: int, group: dist.ProcessGroup | None) -> str:
+    """Which ranks of `group` do not say that they have seen an exchange of `step` break off."""
+    here, key = dist.get_rank(group), f"genlight/exchange that broke off in step {step}"
+    ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
+    if _tell(f"{key}/{here}", "here"):
+        silent = _silent(key, here, len(ranks))
+    else:  # the store is kept by a rank that is gone, which torchrun and Lightning make the first one
+        silent = [0] if here != 0 else list(range(1, len(ranks)))
+    return _about([ranks[rank] for rank in silent], ANSWERED_WITHIN_S)
+
+
+def _about(lost: Sequence[int], seconds: float) -> str:
+    if not lost:
+        return "all ranks still run, so it is the connection between them that broke"
+    names = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}"
+    return f"{names} did not answer within {seconds:.0f} s: lost, or waiting for one that is"
+
+
+def _silent(key: str, here: int, world_size: int) -> list[int]:
+    """Those of the other ranks that have not said "here" under `key`."""
+    deadline = time.monotonic() + ANSWERED_WITHIN_S
+    return [rank for rank in range(world_size) if rank != here and not _answers(f"{key}/{rank}", deadline)]
+
+
+def _answers(key: str, deadline: float) -> bool:
+    try:
+        default_store().wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _tell(key: str, text: str) -> bool:
+    """Put `text` where other ranks find it; False where the store is gone with the rank that keeps it."""
+    try:
+        default_store().set(key, text)
+    except RuntimeError:
+        return False
+    return True
+
+
+def check_same_on_all_ranks(
+    discovered: Discovered, group: dist.ProcessGroup | None = None, rank_local: RankLocal = EVERYTHING_SHARED
+) -> None:
+    """Refuse ranks whose trainers built different things.
+
+    Raises:
+        ContractError: Names the first entry that differs and the two ranks.
+    """
+    check_same(_inventory(discovered, rank_local), group, _BUILT)
+
+
+_BUILT = (
+    "Ranks 0 and {rank} built different things: rank 0 has {here}, rank {rank} has {there}. `configure` must build the "
+    "same modules and optimizers, in the same order, on every rank; what is meant to differ is named in the trainer's "
+    "`rank_local`."
+)
+
+
+def check_same(mine: list[str], group: dist.ProcessGroup | None, text: str) -> None:
+    """Refuse ranks whose lists differ.
+
+    Args:
+        mine: This rank's lines.
+        group: Process group; None means all ranks.
+        text: Of the error, with places for ``rank``, ``here`` and ``there``.
+
+    Raises:
+        ContractError: Two ranks differ.
+    """
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, mine, group=group)
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            here, there = next(
+                (a, b) for a, b in zip([*everyone[0], "nothing"], [*other, "nothing"], strict=False) if a != b
+            )
+            raise ContractError(text.format(rank=rank, here=here, there=there))
+
+
+def _inventory(discovered: Discovered, rank_local: RankLocal) -> list[str]:
+    tensors = rank_local.tensors(discovered)
+    frozen = {id(p) for found in discovered.modules for p in found.value.parameters() if not p.requires_grad}
+    lines = [f"{path} {tuple(t.shape)} {t.dtype}{' frozen' if id(t) in frozen else ''}" for path, t in tensors]
+    for found in rank_local.shared(discovered):
+        shapes = [[tuple(p.shape) for p in group["params"]] for group in found.value.param_groups]
+        lines.append(f"{found.path} {type(found.value).__name__} over {shapes}")
+    return lines
