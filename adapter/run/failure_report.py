@@ -14,22 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from ..contract.exceptions import (
-    CheckpointError,
-    ContractError,
-    EvaluationError,
-    EventLogError,
-    HookOrderError,
-    InputError,
-    MonitorError,
-    RankFailedError,
-    ShadowMismatchError,
-    StartupContractError,
-    ThreadLimitError,
-    TrainingCanceled,
-    TrainingHungError,
-    UploadError,
-)
+from ..contract.exceptions import GenlightError, ReplayWriterError, StartupContractError
 from ..plumbing.durable import write_bytes_durably
 from ..plumbing.failures import Failure
 from ..plumbing.redaction import hide_secrets, text_of, traceback_of
@@ -49,23 +34,6 @@ _LONGEST_LINE = 1000
 _MOST_FRAMES = 20
 _OURS: Final = tuple(Path(__file__).resolve().parents[2] / name for name in ("adapter", "callbacks", "reporters"))
 _INSTALLED: Final = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib"))
-_SAY_ALL = (
-    StartupContractError,
-    InputError,
-    ContractError,
-    CheckpointError,
-    EvaluationError,
-    EventLogError,
-    HookOrderError,
-    MonitorError,
-    UploadError,
-    RankFailedError,
-    ShadowMismatchError,
-    ThreadLimitError,
-    TrainingHungError,
-    TrainingCanceled,
-)
-"""Failures whose message says all; a traceback would bury it."""
 
 
 def log_failure(
@@ -90,7 +58,8 @@ def log_failure(
     def hide(text: str) -> str:
         return hide_secrets(text, secrets=secrets, environ=environ)
 
-    if isinstance(error, _SAY_ALL):
+    # Ours say all, and a traceback would bury it; but of a write from a wrong thread, where that was.
+    if isinstance(error, GenlightError) and not isinstance(error, ReplayWriterError):
         text = hide(text_of(error))
     elif tracebacks is None:
         text = hide(traceback_of(error))

@@ -217,8 +217,9 @@ class Session:
             self._claim_in_training_thread()
             error = self.cause = self._stop_behind(error) or error
             own = self._describe(error)
-            # What another rank was told to do is told there as well.
             first = own if isinstance(error, TrainingCanceled) else self._first_cause(own)
+            if first is not own:
+                error = self.cause = FailedElsewhere(first)
             return self._report(error, first)
         except BaseException as problem:  # noqa: BLE001 - no other code may report this attempt
             self.cause = problem

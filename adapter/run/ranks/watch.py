@@ -79,7 +79,7 @@ class FailedElsewhere(RankFailedError):
     """Another rank failed, which is reported as `failure`."""
 
     def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.text)
+        super().__init__(failure.text.removeprefix(f"{failure.category}:"))
         self.failure = failure
 
 

@@ -225,10 +225,14 @@ def torchrun_environs():
 def fit(job, kill_after):
     """Starts ``genlight fit`` with a data module, arguments of the Trainer, and variables."""
 
-    def started(data, *, at="train_step:3", rank=0, environ=None, **trainer):
+    def started(data, *, at="train_step:3", rank=0, plan=None, environ=None, **trainer):
         checkpoint = {"class_path": "genlight.callbacks.Checkpoint", "init_args": {"dirpath": "checkpoints"}}
         usual = {"max_steps": 4000, "accelerator": "cpu", "logger": False, "callbacks": [checkpoint]}
-        trained = {"run_id": "faulty", "max_steps": 4000, "hyperparams": {"at": at, "rank": rank, "holds": 60.0}}
+        trained = {
+            "run_id": "faulty",
+            "max_steps": 4000,
+            "hyperparams": {"at": at, "rank": rank, **(plan or {"holds": 60.0})},
+        }
         module = {"plugin": "fault_trainer:Faulty", "job": trained}
         config = {
             "trainer": usual | trainer,
