@@ -222,10 +222,14 @@ _default_store: Any = (
 
 
 def group_timeout(group: dist.ProcessGroup | None) -> timedelta:
-    """How long a collective of `group` may take; None means that of all ranks."""
+    """How long a collective of `group` may take; None means that of all ranks.
+
+    Torch's own limit, where a backend of others does not say.
+    """
     group = group or dist.group.WORLD
     assert group is not None
-    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    timeout: timedelta = dist.default_pg_timeout if options is None else options._timeout
     return timeout
 
 

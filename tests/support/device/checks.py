@@ -18,6 +18,7 @@ import datetime as dt
 import importlib
 import inspect
 import json
+import logging
 import sys
 import traceback
 import warnings
@@ -66,6 +67,7 @@ def main(rank: int, world_size: int, module: str, folder: Path) -> None:
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
     sim = load()
     sim.set_device(rank)
     outcomes: dict[str, str] = {}

@@ -1,0 +1,151 @@
+"""Trainer classes on the device, and what runs of them are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from zoo.runs import precision_of
+
+from genlight.adapter.contract.types import StepResult, TrainingJobSpec
+from genlight.adapter.module.module import ContractModule
+from support.device import PROCESS_GROUP, Wait, waits
+from support.device.training import SimDDPStrategy, one_device
+from support.rank_environment import Ranks
+
+
+class Regression:
+    """A network with dropout, whose batches come over while it trains."""
+
+    def setup(self, ctx: Any) -> None:
+        torch.manual_seed(0)
+
+    def configure(self, ctx: Any) -> dict[str, Any]:
+        network = nn.Sequential(nn.Linear(6, 12), nn.Dropout(0.1), nn.Tanh(), nn.Linear(12, 1)).to(ctx.device)
+        return {"network": network, "optimizer": torch.optim.AdamW(network.parameters(), lr=0.01)}
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
+        return {name: column.to(ctx.device, non_blocking=True) for name, column in raw.items()}
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        loss = (state["network"](batch["x"]) - batch["y"]).square().mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
+
+
+class Penalised(Regression):
+    """Differentiates a gradient once more, as critics of a GAN do."""
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        inputs = batch["x"].requires_grad_()
+        output = state["network"](inputs)
+        (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+        loss = (output - batch["y"]).square().mean() + slope.square().sum(1).mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class Pinned:
+    """A loader of this rank's pinned rows, that knows where it is."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.next_step = steps, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        while self.next_step < self.steps:
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(self.next_step))
+            self.next_step += 1
+            rows = slice(rank * 8 // size, (rank + 1) * 8 // size)
+            yield {"x": x[rows].pin_memory(), "y": x.sum(1, keepdim=True).tanh()[rows].pin_memory()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next_step": self.next_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next_step = state["next_step"]
+
+
+def strategy_of(kind: str) -> dict[str, Any]:
+    """The arguments of a trainer: ``one``, ``ddp``, ``ddp of one bucket``, ``fsdp``."""
+    if kind == "one":
+        return one_device()
+    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    strategy: Any
+    if kind == "fsdp":
+        strategy = ModelParallelStrategy(2, 1, save_distributed_checkpoint=False, process_group_backend=PROCESS_GROUP)
+        strategy.cluster_environment = ranks
+    else:
+        size = 25 if "one bucket" in kind else 1e-6
+        strategy = SimDDPStrategy(cluster_environment=ranks, process_group_backend=PROCESS_GROUP, bucket_cap_mb=size)
+    return {"accelerator": "sim", "devices": 2, "strategy": strategy}
+
+
+def fit(
+    plugin: Any, kind: str, *, steps: int, callbacks: Sequence[Any] = (), precision: str = "32-true", **more: Any
+) -> ContractModule:
+    """Train on the device; `more` goes to ``Trainer.fit``."""
+    trainer = pl.Trainer(
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=any(isinstance(each, pl.callbacks.Checkpoint) for each in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=list(callbacks),
+        **strategy_of(kind),
+        **precision_of(precision, "sim"),
+    )
+    module = ContractModule(plugin, TrainingJobSpec(run_id="device", max_steps=steps, metric_every=0))
+    trainer.fit(module, Pinned(steps), **more)
+    return module
+
+
+class CountWaits(pl.Callback):
+    """Lists the waits between two steps, all hooks included."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+        self.found: list[Wait] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.first:
+            self.counting = waits()
+            self.found = self.counting.__enter__()
+        if batch_idx == self.last:
+            self.counting.__exit__(None, None, None)
+
+
+def standard_callbacks(folder: Path) -> list[Any]:
+    """All callbacks that a job may have by name and that need no input of their own, far from their cadences."""
+    from genlight import callbacks
+
+    often = 1000
+    return [
+        callbacks.StopRequests(),
+        callbacks.LogMetrics(every_n_steps=often),
+        callbacks.JobProgress(),
+        callbacks.Goodput(),
+        callbacks.SystemMonitor(),
+        callbacks.WatchNonfinite("stop", every_n_steps=often),
+        callbacks.WatchHangs(directory=folder / "hangs"),
+        callbacks.Checkpoint(folder / "checkpoints", every_n_steps=often, save_final=False),
+        callbacks.ReplicaGuard(),
+        callbacks.Heartbeat(),
+        callbacks.Diagnosis(often),
+    ]
