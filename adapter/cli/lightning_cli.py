@@ -350,7 +350,7 @@ class GenlightCLI(LightningCLI):
                 "--resume auto needs the callback genlight.callbacks.Checkpoint in the configuration"
             )
         try:
-            record, warnings = newest_valid(directory)
+            record, warnings = newest_valid(directory, knows_types=True)
         except OSError as error:
             raise _unreadable(error) from error
         for warning in warnings:

@@ -8,6 +8,7 @@ syncs it may become durable before the bytes it names.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import secrets
 from pathlib import Path
@@ -38,10 +39,13 @@ def temporary_name(name: str) -> str:
 
 
 def fsync_directory(directory: str | os.PathLike[str]) -> None:
-    """Make renames and new names within `directory` durable."""
+    """Make renames and new names within `directory` durable, where its file system can sync a directory."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # what file systems answer that have no such thing, and need none
+            raise
     finally:
         os.close(descriptor)
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...callbacks.checkpoint.format.contents import check_contents
 from ...callbacks.checkpoint.format.layout import is_record_of_callback, record_paths
 from ...callbacks.checkpoint.format.record import CheckpointRecord
 from ...callbacks.checkpoint.format.verification import verify
@@ -23,7 +24,14 @@ from ..job.config import RunConfig
 from ..job.identity import changes_between, numbers_of
 from ..plumbing.durable import write_bytes_durably
 
-__all__ = ["RUNS_FILE", "Start", "decide_start", "move_checkpoints_aside", "move_old_artifacts_aside"]
+__all__ = [
+    "RUNS_FILE",
+    "Start",
+    "decide_start",
+    "move_checkpoints_aside",
+    "move_old_artifacts_aside",
+    "start_that_loads",
+]
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +77,25 @@ def decide_start(config: RunConfig, *, resume_checkpoint: Path | None = None, al
         raise InputError(f"{error.filename}: {error.strerror}; let this user read it, or move it away") from error
 
 
-def _start(config: RunConfig, allow_changed: bool) -> Start:
+def start_that_loads(config: RunConfig, start: Start, *, allow_changed: bool) -> Start:
+    """`start` once the trainer is imported, whose types its checkpoint may hold; else an older one that can be loaded.
+
+    A checkpoint that was named stays: loading says what is wrong with it.
+
+    Raises:
+        StartupContractError: As of `decide_start`.
+    """
+    is_named = config.resume_checkpoint_path is not None or config.inputs.resume_checkpoint_ref is not None
+    if start.record is None or is_named:
+        return start
+    try:
+        check_contents(start.record, knows_types=True)
+    except BrokenCheckpointError:
+        return _start(config, allow_changed, knows_types=True)
+    return start
+
+
+def _start(config: RunConfig, allow_changed: bool, *, knows_types: bool = False) -> Start:
     if not config.resume_from_latest:
         _refuse_to_overwrite(config)
         return Start()
@@ -81,7 +107,7 @@ def _start(config: RunConfig, allow_changed: bool) -> Start:
         target = final.max_steps if final.max_steps is not None else final.step
         if config.job.max_steps <= max(target, final.step):
             return Start(final, is_finished=True, finished_step=final.step)
-    record, warnings = newest_valid(config.checkpoints_dir)
+    record, warnings = newest_valid(config.checkpoints_dir, knows_types=knows_types)
     if record is not None:
         _check_is_ours(record, config, allow_changed)
     elif warnings:

@@ -26,7 +26,7 @@ from ..plumbing.redaction import text_of
 from ..plumbing.run_metadata import project_folder, run_metadata
 from .preflight import prepare_training
 from .results import shown_path, working_directory
-from .resume import Start, decide_start
+from .resume import Start, decide_start, start_that_loads
 from .session import Completion, Session
 from .shadow import check_shadow_start, shadowed
 from .uploads import queue_record
@@ -73,7 +73,13 @@ def train(config: RunConfig, session: Session, *, allow_changed: bool = False, s
     if config.seed is not None:
         seed_everything(config.seed)
     with on_sys_path([path for path in (config.spec_dir, working_directory()) if path is not None]):
-        return _fit(config, session, _load_trainer(config), inputs, start.record, shadow)
+        plugin = _load_trainer(config)
+        loadable = start_that_loads(config, start, allow_changed=allow_changed)
+        if loadable is not start:
+            start = loadable
+            for warning in start.warnings:
+                log.warning(warning)
+        return _fit(config, session, plugin, inputs, start.record, shadow)
 
 
 def _already_finished(config: RunConfig, session: Session, start: Start) -> Completion:

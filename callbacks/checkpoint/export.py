@@ -5,9 +5,12 @@ Each is whole or absent, like a checkpoint; the checkpoint is proven before anyt
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ import safetensors.torch
 import torch
 
 from ...adapter.contract.exceptions import CheckpointError
-from ...adapter.plumbing.durable import fsync_directory, temporary_name
+from ...adapter.plumbing.durable import TEMPORARY_PREFIX, fsync_directory, temporary_name
 from .capture import CONTRACT_KEY
 from .codec.tensor_bytes import bytes_of
 from .format.layout import MODEL_FILE
@@ -29,6 +32,10 @@ from .selection import find_checkpoint
 from .storage.write_file import write_file
 
 __all__ = ["export_huggingface", "export_lightning", "export_safetensors", "read_base"]
+
+
+_STALE_S = 600
+"""How long nothing was written to a temporary file whose process may be one of another machine."""
 
 
 def export_safetensors(
@@ -145,10 +152,27 @@ def _configuration(hyper_parameters: Any, record: CheckpointRecord) -> dict[str,
     return config
 
 
+def _remove_stale(target: Path) -> None:
+    """Remove what an export to `target` left that was killed: its process is gone, and nobody writes there."""
+    own = re.compile(rf"{re.escape(TEMPORARY_PREFIX + target.name)}-(\d+)-[0-9a-f]{{8}}")
+    for path in target.parent.iterdir():
+        match = own.fullmatch(path.name)
+        if match is None or path.is_symlink() or time.time() - path.stat().st_mtime < _STALE_S:
+            continue
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(int(match.group(1)), 0)
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
 def _whole(target: Path, write: Callable[[Path], None]) -> Path:
     """Run `write` on a temporary name beside `target`, and rename the result."""
     target = target.absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(target)
     temporary = target.with_name(temporary_name(target.name))
     try:
         write(temporary)

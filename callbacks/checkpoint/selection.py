@@ -69,13 +69,18 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[Listed]:
 
 
 def newest_valid(
-    directory: str | os.PathLike[str], *, accept: Callable[[CheckpointRecord], bool] = lambda _: True
+    directory: str | os.PathLike[str],
+    *,
+    accept: Callable[[CheckpointRecord], bool] = lambda _: True,
+    knows_types: bool = False,
 ) -> tuple[CheckpointRecord | None, list[str]]:
     """The newest checkpoint that proves whole, and a warning for each newer one that does not.
 
     Args:
         directory: Where the records are.
         accept: Which records to consider, by run or spec digest say; asked before the files are proven.
+        knows_types: Whether this process has imported what it trains, so that a checkpoint with a type that is not
+            known cannot be loaded.
 
     Returns:
         The record, None if there is none, and the warnings: which checkpoint is broken, and why.
@@ -96,7 +101,7 @@ def newest_valid(
             if not accept(listed.record):
                 continue
             verify_files(listed.record)
-            check_contents(listed.record)
+            check_contents(listed.record, knows_types=knows_types)
         except BrokenCheckpointError as error:
             warnings.append(f"{error}{FALLS_BACK}")
             continue

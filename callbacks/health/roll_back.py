@@ -52,7 +52,7 @@ def last_good_checkpoint(trainer: pl.Trainer, saver: Checkpoint, before: int) ->
         def is_good(record: CheckpointRecord) -> bool:
             return _is_of_run(record, trainer, saver) and record.finite_weights is not False and record.step < before
 
-        record, warnings = newest_valid(saver.directory, accept=is_good)
+        record, warnings = newest_valid(saver.directory, accept=is_good, knows_types=True)
         for warning in warnings:
             log.warning("%s", warning)
         target = None if record is None else (record.step, record.path)

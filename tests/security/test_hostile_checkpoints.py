@@ -20,7 +20,7 @@ from genlight.adapter.contract.exceptions import (
     UnstorableStateError,
 )
 from genlight.adapter.module.trainer_files import trainer_directory
-from genlight.adapter.run.resume import decide_start
+from genlight.adapter.run.resume import decide_start, start_that_loads
 from genlight.callbacks.checkpoint import RecordMeta, load, newest_valid, save, verify
 from genlight.callbacks.checkpoint.codec.state_tree import MAX_DEPTH
 from genlight.callbacks.checkpoint.format import record_file as record_module
@@ -357,6 +357,14 @@ VALUES = [
     {"$dataclass": ["x"]},
     {"$enum": [1, 2]},
     {"$torch": 7},
+    {"$torch": "load"},
+    {"$unheard": 1},
+    {"$enum": ["enum:Flag", "NONE"]},
+    {"$dataclass": ["dataclasses:Field", {}]},
+    {"$namedtuple": ["os:stat_result", []]},
+    {"$wrapper": ["os:PathLike", {}]},
+    {"$device": "cuda:99999999999"},
+    {"$device": "nowhere"},
     {"$device": []},
     {"$size": "x"},
     {"$size": [-1]},
@@ -376,6 +384,27 @@ VALUES = [
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:60])
 def test_a_value_that_cannot_be_is_a_broken_checkpoint(checkpoints, value):
     _with_state(checkpoints, {"a": value})
+    _passed_over(checkpoints)
+
+
+@pytest.mark.parametrize("tag", ["$enum", "$dataclass", "$namedtuple", "$wrapper"])
+def test_a_type_that_the_trainer_does_not_have_is_passed_over_once_that_is_imported(checkpoints, config_of, tag):
+    content = {"$enum": "A", "$dataclass": {}, "$namedtuple": [], "$wrapper": {}}[tag]
+    _with_state(checkpoints, {"a": {tag: ["trainer_of_job:Kind", content]}})
+    config = config_of(f"checkpoints_dir={checkpoints}", resume_from_latest=True)
+    start = decide_start(config)
+    assert start.record.step == 2  # the trainer may have it
+
+    start = start_that_loads(config, start, allow_changed=False)
+    assert start.record.step == 1
+    assert "trainer_of_job" in start.warnings[0]
+
+
+def test_a_key_that_is_there_twice_is_a_broken_checkpoint(checkpoints):
+    path = newest_valid(checkpoints)[0].path
+    text = path.read_bytes()
+    body = text[: text.rindex(b',"digest"')].replace(b'"step":2', b'"step":1,"step":2')
+    path.write_bytes(body + b',"digest":"xxh3_128:' + digest_of(body).encode() + b'"}\n')
     _passed_over(checkpoints)
 
 

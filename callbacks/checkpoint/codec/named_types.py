@@ -10,15 +10,18 @@ from __future__ import annotations
 import dataclasses
 import enum
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = [
     "UnknownTypeError",
     "build_dataclass",
     "build_named_tuple",
+    "dataclass_of",
     "enum_member",
     "find_type",
     "is_named_tuple",
+    "named_tuple_of",
     "type_name",
 ]
 
@@ -55,11 +58,11 @@ def enum_member(name: str, member: str) -> enum.Enum:
     return kind._member_map_[member]
 
 
-def build_dataclass(name: str, values: dict[str, Any]) -> Any:
-    """An instance of a dataclass with exactly these fields, made without its constructor.
+def dataclass_of(name: str, values: Mapping[str, Any]) -> type:
+    """The dataclass of that name, whose fields are exactly those of `values`.
 
     Raises:
-        UnknownTypeError: There is no such dataclass, or its fields have other names.
+        UnknownTypeError: There is none, or its fields have other names.
     """
     kind = find_type(name)
     if not dataclasses.is_dataclass(kind):
@@ -69,24 +72,42 @@ def build_dataclass(name: str, values: dict[str, Any]) -> Any:
         raise UnknownTypeError(
             f"{name} has the fields {sorted(expected)} in this process, but {sorted(values)} in the checkpoint"
         )
-    instance = object.__new__(kind)
+    return kind
+
+
+def build_dataclass(name: str, values: dict[str, Any]) -> Any:
+    """An instance of a dataclass with exactly these fields, made without its constructor.
+
+    Raises:
+        UnknownTypeError: As of `dataclass_of`.
+    """
+    instance: Any = object.__new__(dataclass_of(name, values))
     for field, value in values.items():
         object.__setattr__(instance, field, value)
     return instance
 
 
-def build_named_tuple(name: str, items: list[Any]) -> Any:
-    """An instance of a named tuple.
+def named_tuple_of(name: str, items: Sequence[Any]) -> type[tuple[Any, ...]]:
+    """The named tuple of that name, which has as many fields as there are `items`.
 
     Raises:
-        UnknownTypeError: There is no such named tuple, or it has another number of fields.
+        UnknownTypeError: There is none, or it has another number of fields.
     """
     kind = find_type(name)
     if not is_named_tuple(kind):
         raise UnknownTypeError(f"{name} is not a named tuple")
     if len(kind._fields) != len(items):  # type: ignore[attr-defined]
         raise UnknownTypeError(f"{name} has different fields in this process and in the checkpoint")
-    return tuple.__new__(kind, items)
+    return kind
+
+
+def build_named_tuple(name: str, items: list[Any]) -> Any:
+    """An instance of a named tuple.
+
+    Raises:
+        UnknownTypeError: As of `named_tuple_of`.
+    """
+    return tuple.__new__(named_tuple_of(name, items), items)
 
 
 def find_type(name: str) -> type:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ _DEEPEST_TREE = 2 * MAX_DEPTH + 10
 """Stored values within stored values: a container may be stored as an object with a list in it."""
 
 _INLINE_INT_BITS = 63
+_DEVICE = re.compile(r"[a-z]{1,32}(:\d{1,3})?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,14 +88,20 @@ def decode(tree: Any, source: TensorSource) -> Any:
     return _Decoder(source).decode(tree)
 
 
-def check(tree: Any, source: TensorSource) -> None:
-    """Go through a stored tree as `decode` would, without a type of this process being made or looked for.
+def check(tree: Any, source: TensorSource, *, knows_types: bool) -> None:
+    """Go through a stored tree as `decode` would, without a type of the user's being made.
+
+    Args:
+        tree: What `encode` gave.
+        source: Gives tensors, or anything in their place.
+        knows_types: Whether all modules are imported whose types the tree may name. If not, a type of a module that is
+            not imported may still come to be known.
 
     Raises:
-        CheckpointError: It has a tag that is not known here.
+        CheckpointError: It has a tag, or names a type, that is not known here.
         Exception: Whatever the content of the tree makes a constructor raise.
     """
-    _Checker(source).decode(tree)
+    _Checker(source, knows_types).decode(tree)
 
 
 def format_path(path: Path) -> str:
@@ -280,11 +288,12 @@ class _Decoder:
 
 
 class _Checker(_Decoder):
-    """Decodes what Python's own library can hold, and of everything else just looks whether it is well formed."""
+    """Decodes what Python's own library and torch can hold, and looks for the types that all else is made of."""
 
-    def __init__(self, source: TensorSource) -> None:
+    def __init__(self, source: TensorSource, knows_types: bool) -> None:
         super().__init__(source)
         self._depth = 0
+        self._knows_types = knows_types
 
     def decode(self, tree: Any) -> Any:
         # Before Python's own limit, which depends on who calls: loading has a deeper stack below it than a check.
@@ -302,16 +311,41 @@ class _Checker(_Decoder):
             if not isinstance(name, str) or isinstance(inner, str) is not (tag == "$enum"):
                 raise TypeError(f"{tag} has no name and content")
             self.decode({} if tag == "$enum" else inner)
+            if self._knows_types or name.partition(":")[0] in sys.modules:
+                _look_for_type(tag, name, inner)
             return object()
-        if tag in ("$torch", "$device"):
-            if not isinstance(content, str):
-                raise TypeError(f"{tag} is not a string")
-            return object()
+        if tag in ("$torch", "$device", "$size"):
+            return self._of_torch(tag, content)
+        return super()._tagged(tag, content)
+
+    def _of_torch(self, tag: str, content: Any) -> Any:
         if tag == "$size":
             if not isinstance(content, list) or not all(type(size) is int and 0 <= size < 2**63 for size in content):
                 raise TypeError("a size is not a list of numbers")
-            return object()
-        return super()._tagged(tag, content)
+        elif not isinstance(content, str):
+            raise TypeError(f"{tag} is not a string")
+        elif tag == "$device" and not _DEVICE.fullmatch(content):
+            raise ValueError(f"there is no device {content!r}")
+        if "torch" in sys.modules:
+            return super()._tagged(tag, content)
+        return object()
+
+
+def _look_for_type(tag: str, name: str, inner: Any) -> None:
+    """Raise where this process has no such type as a tagged value names, or one that is made of other parts."""
+    try:
+        if tag == "$enum":
+            known_types.enum_member(name, inner)
+        elif tag == "$dataclass":
+            known_types.dataclass_of(name, inner)
+        elif tag == "$namedtuple":
+            known_types.named_tuple_of(name, inner)
+        else:
+            from .wrapper_tensors import wrapper_of
+
+            wrapper_of(name)
+    except known_types.UnknownTypeError as error:
+        raise CheckpointError(f"the checkpoint cannot be loaded here: {error}") from None
 
 
 def _decode_wrapper(name: str, parts: dict[str, Any]) -> Any:

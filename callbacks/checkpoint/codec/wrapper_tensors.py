@@ -14,7 +14,7 @@ import torch
 
 from .named_types import UnknownTypeError, find_type
 
-__all__ = ["build_wrapper", "is_wrapper", "take_wrapper_apart", "wrapped_tensors"]
+__all__ = ["build_wrapper", "is_wrapper", "take_wrapper_apart", "wrapped_tensors", "wrapper_of"]
 
 
 def is_wrapper(tensor: object) -> bool:
@@ -29,15 +29,25 @@ def take_wrapper_apart(tensor: Any) -> dict[str, Any]:
     return {"tensors": tensors, "context": context, "shape": list(tensor.shape), "stride": list(tensor.stride())}
 
 
+def wrapper_of(kind: str) -> Any:
+    """The class of wrappers of that name.
+
+    Raises:
+        UnknownTypeError: There is none in this process.
+    """
+    cls = find_type(kind)
+    if not issubclass(cls, torch.Tensor) or not _is_wrapper_class(cls):
+        raise UnknownTypeError(f"{kind} is not a class of tensors that wraps others")
+    return cls
+
+
 def build_wrapper(kind: str, parts: Mapping[str, Any]) -> Any:
     """The wrapper that `take_wrapper_apart` took apart.
 
     Raises:
         UnknownTypeError: There is no such class of wrappers in this process.
     """
-    cls: Any = find_type(kind)
-    if not issubclass(cls, torch.Tensor) or not _is_wrapper_class(cls):
-        raise UnknownTypeError(f"{kind} is not a class of tensors that wraps others")
+    cls = wrapper_of(kind)
     shape, stride = torch.Size(parts["shape"]), tuple(parts["stride"])
     return cls.__tensor_unflatten__(parts["tensors"], parts["context"], shape, stride)
 

@@ -10,7 +10,6 @@ The module imports neither torch nor Lightning, unless the checkpoint holds slic
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from typing import Any
@@ -21,15 +20,20 @@ from ..codec.state_tree import check
 from .layout import MODEL_FILE, STATE_FILE, TRAINER_FOLDER, tensor_file
 from .record import CheckpointRecord, FileEntry
 from .references import Stored, check_array, check_tensor
-from .safetensors_header import ELEMENT_BYTES, HEADER_LIMIT, TypedShape, parse_header
+from .safetensors_header import ELEMENT_BYTES, HEADER_LIMIT, TypedShape, parse_header, parse_json
 from .shard_index import rank_of
 from .verification import find_file, read_proven
 
 __all__ = ["check_contents", "parse_state_file", "read_header"]
 
 
-def check_contents(record: CheckpointRecord) -> None:
-    """Prove that the parts of a checkpoint, whose digests hold, fit together.
+def check_contents(record: CheckpointRecord, *, knows_types: bool = False) -> None:
+    """Prove that the parts of a checkpoint, whose digests hold, fit together and can be restored in this process.
+
+    Args:
+        record: The checkpoint.
+        knows_types: Whether the modules are imported whose types it may name. If not, a type of a module that is not
+            imported may still come to be known.
 
     Raises:
         BrokenCheckpointError: They don't; says which file, or which value.
@@ -63,11 +67,11 @@ def check_contents(record: CheckpointRecord) -> None:
         ("state", record.state),
     ):
         try:
-            check(tree, source)
+            check(tree, source, knows_types=knows_types)
         except (BrokenCheckpointError, OSError, MemoryError):
             raise
-        except CheckpointError:
-            continue  # of a type that this process may still come to know: loading says so
+        except CheckpointError as error:
+            raise BrokenCheckpointError(record.name, str(error)) from error
         except Exception as error:
             raise BrokenCheckpointError(record.name, f"its {where} is malformed: {error!r:.500}") from error
 
@@ -99,7 +103,7 @@ def parse_state_file(record: CheckpointRecord, data: bytes) -> dict[str, Any]:
         BrokenCheckpointError: It is not an object with a checkpoint in it.
     """
     try:
-        content = json.loads(data)
+        content = parse_json(data)
     except (ValueError, RecursionError) as error:
         raise BrokenCheckpointError(record.name, f"its {STATE_FILE} is not JSON: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("checkpoint"), dict):

@@ -28,6 +28,7 @@ from ....adapter.contract.exceptions import BrokenCheckpointError, UnstorableSta
 from ....adapter.plumbing.safe_open import UnsafeFileError, open_regular
 from .layout import name_of, step_of_name
 from .record import CheckpointRecord, FileEntry, LeftOut, RecordMeta, is_path
+from .safetensors_header import parse_json
 
 __all__ = [
     "FORMAT",
@@ -168,7 +169,7 @@ def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
     path = Path(os.path.realpath(path))
     data = _read(path)
     try:
-        content = json.loads(data)
+        content = parse_json(data)
     except (ValueError, RecursionError) as error:
         raise BrokenCheckpointError(name_of(path), f"its record {path.name} is not JSON: {error}") from None
     if not isinstance(content, dict):

@@ -23,6 +23,7 @@ __all__ = [
     "build_header",
     "numpy_type",
     "parse_header",
+    "parse_json",
 ]
 
 RAW = "U8"
@@ -107,6 +108,24 @@ def build_header(
     return len(text).to_bytes(8, "little") + text
 
 
+def parse_json(data: bytes) -> Any:
+    """What JSON of a checkpoint says; of a key that is there twice, no reader could tell which one was meant.
+
+    Raises:
+        ValueError: It is not JSON, or an object has a key twice.
+        RecursionError: It is nested too deeply.
+    """
+    return json.loads(data, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+    return found
+
+
 class _Entry(msgspec.Struct, frozen=True):
     """One tensor as a header describes it."""
 
@@ -128,7 +147,7 @@ def parse_header(text: bytes, data_bytes: int) -> dict[str, TypedShape]:
     if len(text) > HEADER_LIMIT:
         raise ValueError(f"a header of {len(text)} bytes is longer than the format allows")
     try:
-        header = msgspec.convert(json.loads(text), dict[str, Any])
+        header = msgspec.convert(parse_json(text), dict[str, Any])
         entries = {key: msgspec.convert(entry, _Entry) for key, entry in header.items() if key != "__metadata__"}
     except (ValueError, RecursionError) as error:  # as msgspec's own are
         raise ValueError(f"its safetensors header is malformed: {error}") from None

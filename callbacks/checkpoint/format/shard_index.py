@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 import msgspec
 import xxhash
 
+from .safetensors_header import parse_json
+
 __all__ = [
     "BLOCK",
     "PART_FILE",
@@ -94,7 +96,7 @@ def parse_part(data: bytes) -> list[SliceEntry]:
         ValueError: It is none, or one of a later version.
     """
     try:
-        content = json.loads(data)
+        content = parse_json(data)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(content, Mapping) or content.get("format") != _FORMAT:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import os
 import stat
 
@@ -139,3 +141,14 @@ def test_temporary_names_never_repeat_and_can_be_told_from_data():
 
     assert len(names) == 100
     assert all(name.startswith(TEMPORARY_PREFIX + "a.json-") for name in names)
+
+
+def test_a_file_system_that_cannot_sync_a_directory_needs_no_sync(tmp_path, monkeypatch):
+    def refuse(descriptor, *, code=errno.EINVAL):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    fsync_directory(tmp_path)
+    monkeypatch.setattr(os, "fsync", functools.partial(refuse, code=errno.EIO))
+    with pytest.raises(OSError, match="Input/output"):
+        fsync_directory(tmp_path)
