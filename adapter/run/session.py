@@ -67,6 +67,8 @@ class Completion:
     stopped: str | None = None
     finite: bool = True
     """Whether no weight of the final checkpoint is known to be nan or infinite."""
+    was_told: bool = False
+    """Whether an older runtime ended the run, and sent the terminal message."""
 
 
 class Session:
@@ -347,7 +349,7 @@ class Session:
             raise error
 
     def _tell_completed(self, completion: Completion) -> None:
-        if self.uploader is None or self.event_log is None:
+        if self.uploader is None or self.event_log is None or completion.was_told:
             return
         final = None if completion.final_checkpoint is None else str(completion.final_checkpoint)
         payload = TerminalPayload("completed", completion.step, final, attempt=self.event_log.attempt)
@@ -356,7 +358,7 @@ class Session:
             raise error
 
     def _tell_failed(self, failure: Failure, step: int) -> None:
-        """Deliver what the run has left to deliver, and how it ended; what cannot be delivered stays in the spool."""
+        """Deliver what the run has left to deliver, and how it ended; what cannot be delivered stays in the queue."""
         if self.uploader is None or self.event_log is None:
             return
         if not self._settled:  # else that was waited for already

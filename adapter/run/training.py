@@ -193,7 +193,8 @@ def _completion(config: RunConfig, step: int, stopped: str | None = None) -> Com
         return Completion(step, None, stopped)
     except BrokenCheckpointError:  # of an earlier run, where this one saves none
         return Completion(step, path, stopped)
-    return Completion(step, record.reported_path, stopped, finite=record.finite_weights is not False)
+    finite = record.finite_weights is not False
+    return Completion(step, record.reported_path, stopped, finite=finite, was_told=record.is_old)
 
 
 def _load_trainer(config: RunConfig) -> TrainerPlugin:

@@ -86,4 +86,6 @@ def _queue(uploader: Uploader, record: CheckpointRecord) -> None:
     files = [record.path.parent / file.path for file in record.files]
     named = record.primary_path  # an older runtime's record may name what is gone
     primary = named if named is not None and named.exists() else None
-    uploader.enqueue_checkpoint(record.path, files, record.step, record.final, primary)
+    # An older runtime has told its receivers of its end, but knew no targets.
+    told = record.is_old and record.final
+    uploader.enqueue_checkpoint(record.path, files, record.step, record.final, primary, to_targets_alone=told)

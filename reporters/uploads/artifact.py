@@ -56,6 +56,8 @@ class Artifact:
     main: str
     """The commit record, sample or only file, by the path with which it was queued."""
     final: bool = False
+    to_targets_alone: bool = False
+    """Whether the endpoints and the file store have it already, from the runtime before genlight."""
 
     def is_same(self, other: Artifact) -> bool:
         """Whether `other` is about the same files, which may be held by other links."""
@@ -117,6 +119,7 @@ def pack(
     reported: str | None = None,
     final: bool = False,
     main_reported: str | None = None,
+    to_targets_alone: bool = False,
 ) -> Artifact:
     """Look at the files of an artifact and put them in order.
 
@@ -128,6 +131,7 @@ def pack(
         primary: The path that the message describes instead of `main`; a file or a directory.
         reported: What the message calls the path it describes; None for its own.
         final: Whether this is the end of the run.
+        to_targets_alone: Whether the endpoints and the file store have it already.
         main_reported: What `main` is called where it is a link of ours; None for its own path.
 
     Raises:
@@ -142,7 +146,7 @@ def pack(
     subject = None if subject_path.is_dir() else ordered.index(subject_path)
     local_path = stored_path(subject_path if reported is None else reported, root)
     named_main = stored_path(main_path if main_reported is None else main_reported, root)
-    return Artifact(local_path, packed, subject, size, named_main, final)
+    return Artifact(local_path, packed, subject, size, named_main, final, to_targets_alone)
 
 
 def stored_path(path: str | os.PathLike[str], root: Path) -> str:

@@ -107,6 +107,8 @@ class Delivery:
         self._remember(entry, artifact)
 
     def _parts(self, entry: Entry, artifact: Artifact) -> list[str]:
+        if artifact.to_targets_alone:
+            return [f"to:{name}" for name in self._targets]
         files = [f"put:{index}" for index in range(len(artifact.files))] if self._config.stores_files() else []
         messages = self._messages(entry, artifact) if self._config.url_of(entry.kind) else []
         return [*files, *(f"to:{name}" for name in self._targets), *messages]

@@ -283,6 +283,7 @@ class Uploader:
         primary_path: StrPath | None = None,
         *,
         hold: bool = False,
+        to_targets_alone: bool = False,
     ) -> None:
         """Queue a checkpoint that is durable; the record goes last.
 
@@ -292,6 +293,7 @@ class Uploader:
             step: Completed steps.
             final: Whether this is the end of the run.
             primary_path: The file or folder that is reported instead of the record.
+            to_targets_alone: Whether the endpoints and the file store have it already, from an older runtime.
             hold: Whether the files may be deleted without asking `pending_paths`; hard links keep their content then.
 
         Raises:
@@ -317,6 +319,7 @@ class Uploader:
             reported=str(subject),
             main_reported=str(main),
             final=final,
+            to_targets_alone=to_targets_alone,
         )
         self._enqueue_artifact("checkpoint", step, artifact, seq)
 

@@ -283,6 +283,15 @@ def test_an_older_final_record_that_names_what_is_gone_is_uploaded_all_the_same(
     assert [path.name for path in (project.folder / "store").rglob("*.json")] == ["final.json"]
 
 
+def test_an_older_final_record_posts_nothing_again(project: Any, upload_server: Any) -> None:
+    """The older runtime told its receivers of the end itself."""
+    older_run(project.out / "checkpoints", final=True)
+    uploads = {f"{kind}_url": f"{upload_server.url}/{kind}" for kind in ("checkpoint", "terminal")}
+    assert project.run(max_steps=9, resume_from_latest=True, uploads=uploads) == 0
+    assert [event["event"] for event in project.events] == ["started", "completed"]
+    assert upload_server.requests() == []
+
+
 def test_the_primary_path_of_an_older_record_moves_with_its_folder(tmp_path: Path) -> None:
     """A name of the hook's that has the folder's name in it is followed below the folder where it lies now."""
     folder = older_run(tmp_path / "c", primary="/old/{name}/x/{name}/weights.txt")
