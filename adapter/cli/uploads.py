@@ -22,10 +22,10 @@ from ...reporters.uploads.targets import open_target
 from ..contract.exceptions import StartupContractError, UploadError
 from ..job.config import RunConfig, read_run_config
 from ..job.environment import JOB_VARIABLE
-from ..job.spec import UPLOAD_URLS
 from ..plumbing.redaction import redact
 from ..plumbing.safe_open import open_regular
 from ..plumbing.urls import safe_url
+from ..run.uploads import upload_config
 from .terminal import complain, say
 
 __all__ = ["add_arguments", "run"]
@@ -146,16 +146,13 @@ def _config(args: argparse.Namespace, spool: Path, about: Description) -> Upload
     settings = _settings(args.job)
     places = (settings.checkpoints_dir, settings.samples_dir)
     chosen = settings.source_of("checkpoints_dir"), settings.source_of("samples_dir")
-    return UploadConfig(
+    return upload_config(
+        settings,
         run_id=about.run_id,
         owner=settings.owner or about.owner,
         spool_dir=spool,
-        token=settings.token,
-        file_store_url=settings.file_store_url,
-        **{name: getattr(settings.uploads, name) for name in UPLOAD_URLS},
         targets=tuple(dict.fromkeys((*settings.uploads.targets, *(args.target or ())))),
         roots=(*(args.root or ()), *(place for place, of in zip(places, chosen, strict=True) if of != "default")),
-        token_origins=sorted(settings.token_origins),
         deadline_s=args.deadline,
     )
 

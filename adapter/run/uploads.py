@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import shlex
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from ...callbacks.checkpoint.format.record import CheckpointRecord
 from ...callbacks.checkpoint.retention import never_queued
@@ -13,9 +16,29 @@ from ...reporters.uploads.queue import read_entries
 from ..contract.exceptions import StartupContractError, UploadError
 from ..job.config import RunConfig
 
-__all__ = ["open_uploader", "queue_record"]
+__all__ = ["open_uploader", "queue_record", "upload_config"]
 
 log = logging.getLogger(__name__)
+
+
+def upload_config(config: RunConfig, **changes: Any) -> UploadConfig:
+    """The uploads that the settings of a run ask for, with `changes` of `UploadConfig`.
+
+    Raises:
+        ValueError: As `UploadConfig`.
+    """
+    asked: dict[str, Any] = {
+        "run_id": config.run_id,
+        "spool_dir": config.artifacts_dir / SPOOL_DIRECTORY,
+        "owner": config.owner,
+        "token": config.token,
+        "file_store_url": config.file_store_url,
+        "token_origins": sorted(config.token_origins),
+        "roots": (config.checkpoints_dir, config.samples_dir),
+        "deadline_s": config.upload_deadline_s,
+        **msgspec.structs.asdict(config.uploads),
+    }
+    return UploadConfig(**(asked | changes))
 
 
 def open_uploader(config: RunConfig) -> Uploader | None:
@@ -26,21 +49,7 @@ def open_uploader(config: RunConfig) -> Uploader | None:
         StartupContractError: Another run has the queue open; the queue cannot be written; a target is not a place for
             uploads; or the environment's proxies cannot be used.
     """
-    wanted = UploadConfig(
-        run_id=config.run_id,
-        spool_dir=config.artifacts_dir / SPOOL_DIRECTORY,
-        owner=config.job.owner,
-        token=config.token,
-        metrics_url=config.uploads.metrics_url,
-        checkpoint_url=config.uploads.checkpoint_url,
-        sample_url=config.uploads.sample_url,
-        terminal_url=config.uploads.terminal_url,
-        file_store_url=config.file_store_url,
-        token_origins=sorted(config.token_origins),
-        targets=config.uploads.targets,
-        roots=(config.checkpoints_dir, config.samples_dir),
-        deadline_s=config.upload_deadline_s,
-    )
+    wanted = upload_config(config)
     lacking = wanted.lacks_for_files()
     if lacking and bool(wanted.owner) != bool(wanted.token):  # else the store is there for `cozy:` references
         log.warning("%s", lacking)
