@@ -33,7 +33,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 log = logging.getLogger(__name__)
 
 FOLDER = ".ranks"
-EXIT_FILE = ".rank-zero-exit.json"
+EXIT_FILE = ".rank-zero-exit"
+"""Not ``.json``: of a fit the folder is that of its checkpoints, where it would be looked at as a record."""
 LAUNCH_ID = "GENLIGHT_LAUNCH_ID"
 """Where nothing else tells one launch from the next, what starts the ranks sets this, alike for all."""
 LAUNCH = (LAUNCH_ID, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")

@@ -47,6 +47,7 @@ def test_all_ranks_of_a_fit_that_stops_end_alike(job, fit, torchrun_environs):
 
     assert [process.wait(120) for process in ranks] == [75, 75], shown(job)
     assert list((job.folder / "checkpoints").glob("step-*.json"))
+    assert {path.name[:5] for path in (job.folder / "checkpoints").glob("*.json")} == {"step-"}
 
 
 def test_a_fit_that_is_told_to_stop_while_it_waits_for_a_rank_that_never_comes_ends(job, fit, torchrun_environs):
