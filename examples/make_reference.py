@@ -21,7 +21,13 @@ import docstring_parser
 import genlight.callbacks
 import genlight.callbacks.compat
 import genlight.reporters
-from genlight.adapter.job.reference import SCHEMA_FILE, job_reference, schema_text
+from genlight.adapter.job.reference import (
+    SCHEMA_FILE,
+    callbacks_reference,
+    job_reference,
+    schema_text,
+    variables_reference,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -94,7 +100,11 @@ def classes_of(package: object) -> list[type]:
 
 
 PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
-    "adapter/README.md": [("job keys", job_reference)],
+    "adapter/jobs.md": [
+        ("job keys", job_reference),
+        ("standard callbacks", callbacks_reference),
+        ("variables", variables_reference),
+    ],
     "callbacks/README.md": [
         ("callbacks", lambda: classes_reference(classes_of(genlight.callbacks))),
         ("six hooks", lambda: classes_reference(classes_of(genlight.callbacks.compat))),

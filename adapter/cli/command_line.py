@@ -147,7 +147,7 @@ def build_parser(words: Sequence[str] = ()) -> CommandParser:
     """
     set_parsing_settings(add_print_completion_argument=True)
     parser = CommandParser(prog="genlight", description="Runs trainer classes on PyTorch Lightning.")
-    parser.see_also = f"reference: {reference('commands')}"
+    parser.see_also = f"reference: {reference('all-commands')}"
     parser.add_argument("--version", action="version", version=version_text())
     commands = parser.add_subcommands(required=False)
     for name, summary in COMMANDS.items():

@@ -72,7 +72,7 @@ def job_reference() -> str:
 
 
 def _table(title: str, keys: Iterable[Key]) -> Iterator[str]:
-    yield from (f"#### {title}", "", "| key | what | default | meaning | example |", "|---|---|---|---|---|")
+    yield from (f"### {title}", "", "| key | what | default | meaning | example |", "|---|---|---|---|---|")
     for key in keys:
         example = f"`{json.dumps(key.examples[0], ensure_ascii=False)}`" if key.examples else ""
         alias = f" Also `{key.alias}`." if key.alias else ""

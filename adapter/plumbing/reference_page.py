@@ -1,4 +1,4 @@
-"""Where the reference lies: the README of this package, which is installed with it."""
+"""Where the reference lies: pages of this package, which are installed with it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Final, Literal
 
 __all__ = ["reference", "reference_for"]
 
-_PAGE: Final = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "README.md")
+_FOLDER: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PAGES: Final = {"a-jobs-keys": "jobs.md", "all-commands": "commands.md", "the-hooks": "README.md"}
 
 
-def reference(section: Literal["a-jobs-keys", "commands", "the-hooks"]) -> str:
-    """The path of the reference, with the heading of one of its sections as a link has it."""
-    return f"{_PAGE}#{section}"
+def reference(section: Literal["a-jobs-keys", "all-commands", "the-hooks"]) -> str:
+    """The path of the page that has a section, with the section's heading as a link has it."""
+    return f"{os.path.join(_FOLDER, _PAGES[section])}#{section}"
 
 
 def reference_for(code: str) -> str | None:

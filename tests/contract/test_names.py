@@ -223,10 +223,11 @@ def test_a_subprocess_contract_survives_its_file(tmp_path: Path) -> None:
 
 
 REFERENCE = (Path(genlight.adapter.__file__).parent / "README.md").read_text()
+OLD_NAMES = (Path(genlight.adapter.__file__).parent / "old_names.md").read_text()
 NAMED = sorted(
     {
         name
-        for row in REFERENCE.partition("### Names")[2].partition("### Behaviour")[0].splitlines()
+        for row in OLD_NAMES.partition("## Names")[2].partition("## Behaviour")[0].splitlines()
         if row.startswith("| `")
         for name in re.findall(r"`(\w+)`", row.split("|")[1])
     }
@@ -239,7 +240,7 @@ def test_a_name_of_the_reference_imports(name: str) -> None:
     """From the older path; and where the table says "same", it is genlight's own."""
     module = importlib.import_module("gen_worker.trainer")
     assert getattr(module, name) is not None
-    (row,) = [row for row in REFERENCE.splitlines() if row.startswith("| `") and f"`{name}`" in row.split("|")[1]]
+    (row,) = [row for row in OLD_NAMES.splitlines() if row.startswith("| `") and f"`{name}`" in row.split("|")[1]]
     if row.split("|")[2].strip() == "same":
         assert getattr(module, name) is getattr(genlight.adapter, name)
 
@@ -247,7 +248,7 @@ def test_a_name_of_the_reference_imports(name: str) -> None:
 def test_the_reference_has_every_name_and_module_of_the_older_path() -> None:
     """And none that there is not."""
     assert set(NAMED) == {name for _, name in PAIRS}
-    listed = REFERENCE.partition("## The old contract")[2].partition("### Names")[0]
+    listed = OLD_NAMES.partition("# The old contract")[2].partition("## Names")[0]
     assert set(compat.MODULES) <= set(re.findall(r"`([\w.]+)`", listed))
     assert {module.removeprefix(".") for module in OLD if module} <= set(compat.MODULES)
 

@@ -1,4 +1,4 @@
-"""Writes what every class does in every mode into adapter/README.md: ``python -m zoo.table``, from the tests' folder.
+"""Writes what every class does in every mode into adapter/classes.md: ``python -m zoo.table``, from the tests' folder.
 
 With names of classes, those rows are measured anew and the others kept; with ``--write``, nothing is measured.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from . import known
 from .harness import MODES, PRECISIONS, STRATEGIES, THEMES, Cell, run_cells, zoo
 
-README = Path(__file__).parents[2] / "adapter" / "README.md"
+PAGE = Path(__file__).parents[2] / "adapter" / "classes.md"
 CELLS = Path(__file__).with_name("cells.json")
 BEGIN, END = "<!-- classes and strategies: begin -->", "<!-- classes and strategies: end -->"
 
@@ -98,11 +98,11 @@ def _general(message: str) -> str:
 def write(cells: dict[str, dict[str, str]]) -> None:
     """Keep the statuses, and put the section between its marks."""
     CELLS.write_text(json.dumps({name: cells[name] for name in sorted(cells)}, indent=1, ensure_ascii=False) + "\n")
-    text = README.read_text() if README.exists() else "# genlight.adapter\n"
+    text = PAGE.read_text() if PAGE.exists() else "# Classes and strategies\n"
     if BEGIN not in text:
         text = f"{text.rstrip()}\n\n## Classes and strategies\n\n{BEGIN}\n{END}\n"
     before, _, rest = text.partition(BEGIN)
-    README.write_text(f"{before}{BEGIN}\n{section(cells)}\n{END}{rest.partition(END)[2]}")
+    PAGE.write_text(f"{before}{BEGIN}\n{section(cells)}\n{END}{rest.partition(END)[2]}")
 
 
 def main(names: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The table of classes and strategies in adapter/README.md is true."""
+"""The table of classes and strategies in adapter/classes.md is true."""
 
 from __future__ import annotations
 
@@ -93,4 +93,4 @@ def test_every_wrong_cell_has_a_cause_and_every_cause_a_wrong_cell():
     assert facts["complete"]
     assert not facts["unknown"]
     assert not facts["mended"], "take these out of tests/zoo/known.py"
-    assert facts["written"], "adapter/README.md is not what `python -m zoo.table` writes"
+    assert facts["written"], "adapter/classes.md is not what `python -m zoo.table` writes"

@@ -397,7 +397,7 @@ def test_the_command_runs_as_a_module_too():
 
 @pytest.mark.parametrize(
     ("words", "section"),
-    [([], "commands"), (["run"], "a-jobs-keys"), (["doctor"], "a-jobs-keys"), (["check"], "the-hooks")],
+    [([], "all-commands"), (["run"], "a-jobs-keys"), (["doctor"], "a-jobs-keys"), (["check"], "the-hooks")],
 )
 def test_help_says_where_the_reference_is(words, section, capsys):
     with pytest.raises(SystemExit):
@@ -418,7 +418,7 @@ def test_a_job_that_cannot_be_used_says_where_the_reference_is(job, section, tmp
     with caplog.at_level("INFO"):
         assert main(["run", str(tmp_path / "job.json")]) == 2
 
-    assert any(f"README.md#{section}" in record.getMessage() for record in caplog.records)
+    assert any(f".md#{section}" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.slow

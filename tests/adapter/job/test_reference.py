@@ -80,7 +80,7 @@ def test_the_outline_and_the_tables_have_every_key():
 def test_the_defaults_of_the_table_are_those_that_a_run_has(tmp_path):
     (tmp_path / "job.json").write_text('{"run_id": "r", "trainer": "m:T", "max_steps": 1, "mock_batches": [1]}')
     config = resolve_run_config(spec_path=tmp_path / "job.json", environ={})
-    rows = [line for line in job_reference().partition("#### `recover`")[0].splitlines() if line.startswith("| `")]
+    rows = [line for line in job_reference().partition("### `recover`")[0].splitlines() if line.startswith("| `")]
     for name in ("metric_every", "checkpoint_every", "sample_every", "on_nonfinite", "max_runtime_seconds"):
         (row,) = [row for row in rows if row.startswith(f"| `{name}`")]
         assert f"| `{json.dumps(getattr(config, name))}` |" in row
