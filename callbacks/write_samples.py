@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from .hook.hook import Hook
 from .hook.listeners import skippable
 
 __all__ = ["WriteSamples"]
+
+log = logging.getLogger(__name__)
 
 _TEXTS = ("prompt", "negative_prompt", "instruction", "source_image", "task")
 
@@ -129,6 +132,14 @@ class WriteSamples(Hook):
         self._boundaries = Boundaries(self, trainer.global_step)
         if self.every_n_steps:
             _sweep(self.directory)
+            plugin = getattr(pl_module, "plugin", None)
+            if plugin is not None and find_generator(getattr(pl_module, "contract_state", None)) is None:
+                log.warning(
+                    "Samples every %d steps will hold their requests alone: the state of %s has no `generate_sample`. "
+                    "Put a function of that name into the state, or set `sample_every` to 0.",
+                    self.every_n_steps,
+                    type(plugin).__name__,
+                )
 
     @skippable
     @override

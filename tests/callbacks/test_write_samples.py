@@ -163,6 +163,20 @@ def test_without_requests_there_is_one_text_and_with_a_generator_its_record_too(
     assert (tmp_path / "without" / "step-00000004.txt").read_text() == "run-7 step 4\n"
 
 
+def test_a_cadence_without_a_generator_is_told_once(fit, sampling, counting_trainer, tmp_path, caplog):
+    def told():
+        messages = [record.getMessage() for record in caplog.records]
+        return [message for message in messages if "has no `generate_sample`" in message]
+
+    fit(sampling(lambda: None), [WriteSamples(tmp_path / "with", 1)], job=JOB)
+    fit(counting_trainer(), [WriteSamples(tmp_path / "off", 0)], job=JOB)
+    assert not told()
+    fit(counting_trainer(), [WriteSamples(tmp_path / "without", 1)], job=JOB)
+    (message,) = told()
+    assert message.startswith("Samples every 1 steps will hold their requests alone: the state of ")
+    assert message.endswith("or set `sample_every` to 0.")
+
+
 @pytest.mark.parametrize(("every", "written"), [(0, 0), (3, 1), (1, 4)])
 def test_the_cadence_counts_steps_and_zero_is_off(fit, sampling, tmp_path, every, written):
     fit(sampling(lambda: None), [WriteSamples(tmp_path / "s", every, requests=[{}])], job=JOB)
