@@ -22,9 +22,9 @@ import shlex
 import shutil
 import threading
 from collections.abc import Iterable
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -147,7 +147,9 @@ class Queue:
             make_directory(self.directory / DELIVERED)
             self._sweep()
             self._entries = {entry.seq: entry for entry in read_entries(self.directory)}
+            self._of_kind: dict[Kind, dict[int, Entry]] = {kind: {} for kind in get_args(Kind)}
             for entry in self._entries.values():
+                self._of_kind[entry.kind][entry.seq] = entry
                 entry.failure, entry.auth, entry.attempted = None, False, True  # a new start is a new chance
             self._next_seq = count(max(self._entries, default=0) + 1)
             self._drop_links()
@@ -168,7 +170,7 @@ class Queue:
         entry = Entry(self.new_seq() if seq is None else seq, kind, step, body, parts={}, attempted=False)
         self.save(entry)
         with self._mutex:
-            self._entries[entry.seq] = entry
+            self._entries[entry.seq] = self._of_kind[kind][entry.seq] = entry
         return entry
 
     def save(self, entry: Entry) -> None:
@@ -197,8 +199,10 @@ class Queue:
             if self._closed:
                 raise UploadError(f"The upload queue {self.directory} is closed.")
             self._entries.pop(entry.seq, None)
+            self._of_kind[entry.kind].pop(entry.seq, None)
             self._drop_file(entry.seq)
-        self.release(entry.seq)
+        if entry.kind == "checkpoint":
+            self.release(entry.seq)
 
     def _drop_file(self, seq: int) -> None:
         try:
@@ -210,11 +214,26 @@ class Queue:
     def entries(self, kind: Kind | None = None) -> list[Entry]:
         """The entries that wait, oldest first."""
         with self._mutex:
-            return [entry for entry in self._entries.values() if kind is None or entry.kind == kind]
+            return list((self._entries if kind is None else self._of_kind[kind]).values())
 
     def head(self, kind: Kind) -> Entry | None:
         """The oldest entry of `kind` that can be tried."""
-        return next((entry for entry in self.entries(kind) if entry.failure is None), None)
+        with self._mutex:
+            return next((entry for entry in self._of_kind[kind].values() if entry.failure is None), None)
+
+    def newest(self, kind: Kind) -> Entry | None:
+        """The entry of `kind` that was added last."""
+        with self._mutex:
+            return next(reversed(self._of_kind[kind].values()), None)
+
+    def drop_oldest(self, kind: Kind, *, keep: int) -> int:
+        """Remove the oldest entries of `kind` beyond the newest `keep`; returns how many these were."""
+        with self._mutex:
+            excess = len(self._of_kind[kind]) - keep
+            oldest = list(islice(self._of_kind[kind].values(), max(excess, 0)))
+        for entry in oldest:
+            self.remove(entry)
+        return len(oldest)
 
     def add_receipt(self, receipt: Receipt) -> None:
         """Remember a delivery beyond the life of its entry; the newest 1024 are kept."""

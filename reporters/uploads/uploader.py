@@ -263,13 +263,12 @@ class Uploader:
             return
         values = {name: float(value) for name, value in metrics.items()}
         with self.condition:
-            waiting = self.queue.entries("metrics")
-            if waiting and waiting[-1].step == step and not waiting[-1].attempted:
-                waiting[-1].body = {"metrics": {**waiting[-1].body["metrics"], **values}}
-                self.queue.save(waiting[-1])
+            newest = self.queue.newest("metrics")
+            if newest is not None and newest.step == step and not newest.attempted:
+                newest.body = {"metrics": {**newest.body["metrics"], **values}}
+                self.queue.save(newest)
                 return
-            for oldest in waiting[: max(0, len(waiting) + 1 - self.config.max_pending_metrics)]:
-                self.queue.remove(oldest)
+            for _ in range(self.queue.drop_oldest("metrics", keep=self.config.max_pending_metrics - 1)):
                 self._count_lost_metrics("too many wait for an endpoint that is away")
             self.queue.add("metrics", step, {"metrics": values})
             self.condition.notify_all()
