@@ -6,14 +6,20 @@ Imports neither torch nor Lightning.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from .layout import name_of
 
 __all__ = ["CheckpointRecord", "FileEntry", "LeftOut", "RecordMeta", "is_path"]
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 
 
 @dataclass(frozen=True)
@@ -22,11 +28,11 @@ class FileEntry:
 
     path: str
     """Relative to the record's folder, with slashes."""
-    size: int
+    size: _Count
     """Bytes."""
-    xxh3_128: str
+    xxh3_128: _Digest
     """Hexadecimal, of the content as it was in memory."""
-    sha256: str | None = None
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")] | None = None
     """Hexadecimal, where the file was uploaded."""
 
 
@@ -37,8 +43,8 @@ class LeftOut:
     key: str
     dtype: str
     """The element type in a file."""
-    shape: tuple[int, ...]
-    xxh3_128: str
+    shape: tuple[_Count, ...]
+    xxh3_128: _Digest
     """Hexadecimal, of its bytes in row-major order."""
 
 
@@ -72,34 +78,37 @@ class RecordMeta:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecord:
-    """A parsed record. `is_old` tells one of an older runtime, whose files cannot be checked."""
+    """A parsed record, whose annotations are what one that is read must keep to; a later genlight may write more.
+
+    `is_old` tells one of an older runtime, whose files cannot be checked.
+    """
 
     path: Path
-    step: int
+    step: _Count
     run_id: str
     state: Any
     """The trainer's state payload as stored: `load` turns it into values, except an old record's, which is plain."""
-    attempt: int = 1
+    attempt: _Count = 1
     final: bool = False
-    max_steps: int | None = None
+    max_steps: _Count | None = None
     spec_digest: str | None = None
     spec: Mapping[str, Any] = field(default_factory=dict)
     trainer_checkpoint: Mapping[str, Any] | None = None
     """What the hook returned; a relative ``primary_path`` is relative to `trainer_folder`."""
-    elapsed_s: float = 0.0
-    world_size: int = 1
+    elapsed_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=2**31)] = 1
     metrics: Mapping[str, float | None] = field(default_factory=dict)
-    created_at_ms: int = 0
-    """Milliseconds since 1970, of the commit."""
+    created_at_ms: Annotated[int, msgspec.Meta(ge=-62_000_000_000_000, le=253_000_000_000_000)] = 0
+    """Milliseconds since 1970, of the commit; of the years 5 to 9987, which a date can hold in each time zone."""
     folder: str | None = None
     """Name of the data folder beside the record."""
-    files: Sequence[FileEntry] = ()
+    files: tuple[FileEntry, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     digest: str = ""
     writer: str | None = None
     """None where the record says nothing of it: an older runtime or genlight wrote it."""
     is_old: bool = False
-    left_out: Sequence[LeftOut] = ()
+    left_out: tuple[LeftOut, ...] = ()
     """Tensors that the process which loads it must already have."""
     finite_weights: bool | None = None
     """Whether no parameter is nan or infinite; None where that is not known, as of older checkpoints."""

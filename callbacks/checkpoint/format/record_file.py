@@ -10,16 +10,16 @@ The module imports neither torch nor Lightning.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import xxhash
@@ -56,54 +56,10 @@ _TORCH_MAGICS = (b"PK", b"\x80\x02")
 _OLD_KEYS = frozenset({"step", "run_id", "request_id", "final", "trainer_checkpoint", "state"})
 """Keys that a record of an older runtime may have."""
 _DIGEST_MEMBER = b',"digest":"xxh3_128:'
-
-
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-
-
-class _StoredFile(msgspec.Struct, frozen=True):
-    """A file as a record has it."""
-
-    path: str
-    size: _Count
-    xxh3_128: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
-    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")] | None = None
-
-
-class _StoredLeftOut(msgspec.Struct, frozen=True):
-    """A tensor that is left out as a record has it."""
-
-    key: str
-    dtype: str
-    shape: tuple[_Count, ...]
-    xxh3_128: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
-
-
-class _StoredRecord(msgspec.Struct, frozen=True):
-    """The members of a record that are read; a later genlight may write more."""
-
-    step: _Count
-    run_id: str
-    attempt: _Count
-    final: bool
-    max_steps: _Count | None
-    spec_digest: str | None
-    spec: dict[str, Any]
-    created_at_ms: Annotated[int, msgspec.Meta(ge=-62_000_000_000_000, le=253_000_000_000_000)]
-    """Of the years 5 to 9987, which a date can hold in each time zone."""
-    elapsed_s: Annotated[float, msgspec.Meta(ge=0)]
-    world_size: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
-    metrics: dict[str, float | None]
-    versions: dict[str, str]
-    trainer_checkpoint: dict[str, Any] | None
-    state: Any
-    folder: str | None
-    files: list[_StoredFile]
-    digest: str
-    writer: str | None = None
-    finite_weights: bool | None = None
-    left_out: list[_StoredLeftOut] = []
-    metadata: dict[str, Any] = {}
+_REQUIRED = frozenset(field.name for field in dataclasses.fields(CheckpointRecord)) - {
+    *("path", "is_old", "writer", "finite_weights", "left_out", "metadata"),
+}
+"""Members that every record has."""
 
 
 def digest_of(data: bytes | memoryview) -> str:
@@ -127,11 +83,7 @@ def serialise_record(
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "step": step,
-        "run_id": meta.run_id,
-        "attempt": meta.attempt,
-        "final": meta.final,
-        "max_steps": meta.max_steps,
-        "spec_digest": meta.spec_digest,
+        **{name: getattr(meta, name) for name in ("run_id", "attempt", "final", "max_steps", "spec_digest")},
         "spec": dict(meta.spec),
         "created_at_ms": created_at_ms,
         "elapsed_s": meta.elapsed_s,
@@ -150,7 +102,7 @@ def serialise_record(
         ],
     }
     if left_out:
-        content["left_out"] = [asdict(entry) for entry in left_out]
+        content["left_out"] = [dataclasses.asdict(entry) for entry in left_out]
     body = json.dumps(content, separators=(",", ":"), allow_nan=False)[:-1].encode()
     if len(body) > LARGEST_RECORD_BYTES - 100:
         hint = f"it takes {len(body):,} bytes of JSON, and a record has room for {LARGEST_RECORD_BYTES:,}; use tensors"
@@ -254,20 +206,19 @@ def _new_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
             name,
             f"it has format version {found!r}, and this genlight reads versions up to {FORMAT_VERSION}; upgrade it",
         )
+    if missing := _REQUIRED - content.keys():
+        raise BrokenCheckpointError(name, f"its record {path.name} lacks {', '.join(sorted(missing))}")
     try:
-        stored = msgspec.convert(content, _StoredRecord)
+        record = msgspec.convert({**content, "path": path, "is_old": False}, CheckpointRecord)
     except (ValueError, RecursionError) as error:  # as msgspec's own are
-        raise BrokenCheckpointError(name, f"its record {path.name} lacks or misspells a member: {error}") from None
-    for named in [entry.path for entry in stored.files] + ([] if stored.folder is None else [stored.folder]):
+        raise BrokenCheckpointError(name, f"its record {path.name} misspells a member: {error}") from None
+    for named in [entry.path for entry in record.files] + ([] if record.folder is None else [record.folder]):
         _refuse_outside(name, named)
-    if stored.folder is not None and len(PurePosixPath(stored.folder).parts) > 1:
-        raise BrokenCheckpointError(name, f"its record names a folder within another one: {stored.folder!r}")
-    if len({PurePosixPath(entry.path) for entry in stored.files}) < len(stored.files):
+    if record.folder is not None and len(PurePosixPath(record.folder).parts) > 1:
+        raise BrokenCheckpointError(name, f"its record names a folder within another one: {record.folder!r}")
+    if len({PurePosixPath(entry.path) for entry in record.files}) < len(record.files):
         raise BrokenCheckpointError(name, "its record names a file twice")
-    members = {member: getattr(stored, member) for member in stored.__struct_fields__}
-    members["files"] = tuple(FileEntry(**msgspec.structs.asdict(entry)) for entry in stored.files)
-    members["left_out"] = tuple(LeftOut(**msgspec.structs.asdict(entry)) for entry in stored.left_out)
-    return CheckpointRecord(path=path, **members)
+    return record
 
 
 def _refuse_outside(checkpoint: str, path: str) -> None:
