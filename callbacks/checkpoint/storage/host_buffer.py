@@ -106,18 +106,18 @@ class HostBuffer:
             log.info("Snapshots of %s are taken in pageable memory: at most %s are pinned", told, size_text(most))
             return
         try:
-            if device.type == "cuda":
-                self._register(device)
+            runtime: Any = torch.cuda.cudart() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+            if hasattr(runtime, "cudaHostRegister"):
+                self._register(runtime, device)
             else:
                 self._memory = self._memory.pin_memory()
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - without it copies are slower, and training goes on
             log.warning("Snapshots of %s are taken in pageable memory, which is slower: %s", told, error)
         else:
             log.info("%s of host memory are pinned for snapshots of checkpoints", told)
 
-    def _register(self, device: torch.device) -> None:
+    def _register(self, runtime: Any, device: torch.device) -> None:
         with torch.cuda.device(device):
-            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             code = int(runtime.cudaHostRegister(self._memory.data_ptr(), self.nbytes, _PORTABLE))
             self._is_registered = code == 0
             if code:
