@@ -144,6 +144,7 @@ class Session:
         self._held = contextlib.ExitStack()
         self._claim = threading.Lock()
         self._owner = 0
+        self._cause_elsewhere: Failure | None = None
         self._settled = False
         self._end_by: float | None = None
 
@@ -219,7 +220,7 @@ class Session:
             self._claim_in_training_thread()
             error = self.cause = self._stop_behind(error) or error
             own = self._describe(error)
-            first = own if isinstance(error, TrainingCanceled) else self._first_cause(own)
+            first = self.first_cause(own)
             if first is not own:
                 error = self.cause = FailedElsewhere(first)
             return self._report(error, first)
@@ -279,10 +280,14 @@ class Session:
     def _has_checkpoint_of(self, step: int) -> bool:
         return self.checkpoints_dir is not None and (self.checkpoints_dir / f"{step_name(step)}.json").exists()
 
-    def _first_cause(self, own: Failure) -> Failure:
-        if not self.expects_ranks or self.notes is None:
+    def first_cause(self, own: Failure) -> Failure:
+        """What to report of a failure of this rank: an earlier one of another rank, of which it failed; asks once."""
+        if not self.expects_ranks or self.notes is None or own.exit_code == EXIT_STOPPED:
             return own
-        return first_cause(own, time.time(), self.notes, self.processes)
+        if self._cause_elsewhere is None:
+            self._cause_elsewhere = first_cause(own, time.time(), self.notes, self.processes)
+        is_own = self._cause_elsewhere.text == own.text
+        return own if is_own else replace(self._cause_elsewhere, resumable=own.resumable)
 
     def _describe(self, error: BaseException) -> Failure:
         own = describe_failure(

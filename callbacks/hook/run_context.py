@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from ...adapter.plumbing.failures import Failure
     from ...reporters.events.event_log import EventLog
     from ..checkpoint.format.record import RecordMeta
     from ..stop.sources import StopSources
@@ -23,6 +24,10 @@ class RunContext(Protocol):
     """What every checkpoint of the run says of it; None where that is not known beforehand."""
     event_log: EventLog | None
     """The log of this attempt, open, on rank zero; None where an `EventLogger` keeps its own."""
+
+    def first_cause(self, own: Failure) -> Failure:
+        """What to report of a failure of this rank: an earlier one of another rank, of which it failed."""
+        ...
 
     def end_now(self, error: BaseException) -> NoReturn:
         """Report a failure from a thread that watches the training, and end the process."""

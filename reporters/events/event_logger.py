@@ -88,6 +88,7 @@ class EventLogger(Logger):
         self._last_step = 0
         self._warned = False
         self._left_out: set[str] = set()
+        self._run: _HasEventLog | None = None
 
     @classmethod
     def attached(cls, event_log: EventLog) -> Self:
@@ -100,7 +101,8 @@ class EventLogger(Logger):
         return logger
 
     def join_run(self, run: _HasEventLog) -> None:
-        """Add metrics to the log of `run`, as `attached` does; called by the runtime of a job, on each rank."""
+        """Add metrics to the log of `run`, as `attached` does, where it has one; called on each rank."""
+        self._run = run
         if run.event_log is not None:
             self._attach(run.event_log)
 
@@ -112,7 +114,7 @@ class EventLogger(Logger):
 
     def __getstate__(self) -> dict[str, Any]:
         if not self._owns_log:
-            return vars(self).copy()
+            return {**vars(self), "_run": None}
         # The copy opens the log at its own first use.
         nothing: dict[str, Any] = {
             "_log": None,
@@ -120,6 +122,7 @@ class EventLogger(Logger):
             "_trainer": None,
             "_pending": [],
             "_recorder": None,
+            "_run": None,
         }
         return {**vars(self), **nothing}
 
@@ -287,6 +290,7 @@ class EventLogger(Logger):
             resumed = self._trainer is not None and self._trainer.ckpt_path is not None
             has_checkpoint = event_log.last_checkpoint is not None or resumed
             failure = describe_failure(error, has_checkpoint=has_checkpoint, lost_steps=step > 0, secrets=secrets)
+            failure = failure if self._run is None else self._run.first_cause(failure)
         event_log.record_failure(failure, step)
 
 
@@ -296,6 +300,10 @@ class _HasEventLog(Protocol):
     @property
     def event_log(self) -> EventLog | None:
         """The log of the run's attempt, open, on rank zero."""
+        ...
+
+    def first_cause(self, own: Failure) -> Failure:
+        """What to report of a failure: an earlier one of another rank, of which this one failed."""
         ...
 
 

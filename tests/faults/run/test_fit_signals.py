@@ -70,6 +70,8 @@ def test_a_rank_of_a_fit_that_is_killed_is_named_and_ends_it_with_its_whole_log(
         other.kill()
 
     assert process.wait(120) == 1, shown(job)
-    assert ("rank 1 ended with exit code 9" if trains else "rank 1 was killed by signal 9") in shown(job)
+    cause = "rank 1 ended with exit code 9" if trains else "rank 1 was killed by signal 9"
+    assert cause in shown(job)
     *_, last = read_events(job.folder / "events.jsonl")
     assert (last["event"], last["category"]) == ("failed", "train-step")
+    assert cause in last["error"]
