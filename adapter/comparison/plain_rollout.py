@@ -9,7 +9,7 @@ from ..contract.exceptions import ContractError
 from ..contract.run_state import RunState
 from ..contract.types import StepContext
 from ..module.plugin_loading import optional_hook
-from ..module.rollout import Phase, parted
+from ..module.rollout import Phase, collected, parted
 
 __all__ = ["rollout_batches"]
 
@@ -35,7 +35,7 @@ def rollout_batches(trainer: Any, state: Any, ctx: StepContext, fire: Callable[[
         fire("on_rollout_start")
         batches, run_state.rollout_stats = parted(trainer.rollout(state, ctx))
         if isinstance(batches, Iterator) and optional_hook(trainer, "rollout_state") is not None:
-            batches = _collected(batches, run_state)  # as a run does, so that a checkpoint can hold them
+            batches = collected(batches, run_state)  # as a run does, so that a checkpoint can hold them
         run_state.agent_step = counted + int(
             (run_state.rollout_stats or {}).get("agent_steps", run_state.agent_step - counted)
         )
@@ -60,12 +60,3 @@ def _pass(phase: Phase, run_state: RunState) -> Iterator[Any]:
             return
     if phase.update_epoch == 0 and phase.minibatch_index == 0:
         raise ContractError("the rollout gave no batches: there is nothing to compare")
-
-
-def _collected(batches: Iterator[Any], run_state: RunState) -> list[Any]:
-    collected = []
-    for batch in batches:
-        collected.append(batch)
-        if run_state.stop_rollout:
-            break
-    return collected

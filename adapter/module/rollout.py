@@ -16,6 +16,7 @@ from ...callbacks.checkpoint.codec.state_tree import encode
 from ...callbacks.checkpoint.codec.tensor_table import TensorTable
 from ...callbacks.hook.events import fire, run_state_of
 from ..contract.exceptions import ContractError, UnstorableStateError
+from ..contract.run_state import RunState
 from ..feed.minibatches import Minibatches
 from .plugin_loading import optional_hook
 from .state import PHASE
@@ -23,7 +24,7 @@ from .state import PHASE
 if TYPE_CHECKING:
     from .module import ContractModule
 
-__all__ = ["Phase", "RolloutBatches", "parted"]
+__all__ = ["Phase", "RolloutBatches", "collected", "parted"]
 
 log = logging.getLogger(__name__)
 
@@ -176,27 +177,13 @@ class RolloutBatches:
         returned = module.plugin.rollout(module.contract_state, module.ctx)  # type: ignore[attr-defined]
         batches, run_state.rollout_stats = parted(returned)
         if isinstance(batches, Iterator) and optional_hook(module.plugin, "rollout_state") is not None:
-            batches = self._collected(batches)
+            batches = collected(batches, run_state)
         if isinstance(batches, list | tuple) and not batches:
             raise self._empty()
         self._count_agent_steps(run_state.rollout_stats)
         self.metrics["trainer/rollout_seconds"] = time.monotonic() - began_s
         fire(module.trainer, "on_rollout_end")
         return Phase(batches, update_epochs)
-
-    def _collected(self, batches: Iterator[Any]) -> list[Any]:
-        """What a generator gives until its end, or until the rollout is to stop."""
-        run_state = run_state_of(self._module.trainer)
-        collected: list[Any] = []
-        try:
-            for batch in batches:
-                collected.append(batch)
-                if run_state.stop_rollout:
-                    break
-        except Exception as error:
-            error.add_note(f"raised by the trainer's rollout after {len(collected)} batches")
-            raise
-        return collected
 
     def _count_agent_steps(self, stats: Mapping[str, Any] | None) -> None:
         """Add what the ranks have collected: what a rollout says, or else what the trainer added to the run state."""
@@ -238,6 +225,20 @@ class RolloutBatches:
             f"the rollout after step {step} gave no batches: there is nothing to train. Collect until there is a "
             "batch, or end the run by `max_steps`"
         )
+
+
+def collected(batches: Iterator[Any], run_state: RunState) -> list[Any]:
+    """What a generator gives until its end, or until the rollout is to stop."""
+    found: list[Any] = []
+    try:
+        for batch in batches:
+            found.append(batch)
+            if run_state.stop_rollout:
+                break
+    except Exception as error:
+        error.add_note(f"raised by the trainer's rollout after {len(found)} batches")
+        raise
+    return found
 
 
 def parted(returned: Any) -> tuple[Iterable[Any], dict[str, Any] | None]:
