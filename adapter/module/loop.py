@@ -350,11 +350,11 @@ class ContractEpochLoop(TrainingEpochLoop):
     @override
     def run(self, data_fetcher: DataFetcher) -> None:
         sync = self.module.buffer_sync
-        with nullcontext() if sync is None else sync.deferred() as settle:
-            self._run(data_fetcher, settle)
+        with nullcontext() if sync is None else sync.deferred() as await_buffers:
+            self._run(data_fetcher, await_buffers)
 
-    def _run(self, data_fetcher: DataFetcher, settle: Callable[[], None] | None) -> None:
-        """An epoch; `settle` comes before all that may look at buffers, except for what a step itself calls."""
+    def _run(self, data_fetcher: DataFetcher, await_buffers: Callable[[], None] | None) -> None:
+        """An epoch; `await_buffers` comes before all that may look at buffers, except for what a step itself calls."""
         self.reset()
         self.on_run_start(data_fetcher)
         self.module.restore_rng()
@@ -364,7 +364,7 @@ class ContractEpochLoop(TrainingEpochLoop):
         run_state = run_state_of(trainer)
         if self.restarting:
             self._make_up_for_what_the_checkpoint_preceded(data_fetcher)
-        step = Step(self, data_fetcher, settle)
+        step = Step(self, data_fetcher, await_buffers)
         current, batches = step.current, step.batches
         signals = signal_connector(trainer)
         is_first = True
@@ -381,20 +381,20 @@ class ContractEpochLoop(TrainingEpochLoop):
             if not step.run():
                 self.exhausted = progress.is_last_batch = True
                 self.loader_ended = current.ready == current.completed  # or else the module refused a batch
-                if settle is not None:
-                    settle()
+                if await_buffers is not None:
+                    await_buffers()
                 self._validate_after_unknown_length(data_fetcher)
                 break
             if is_first:
                 is_first = False
                 if self.global_step >= self._next_check:
                     self._next_check = self.global_step + CHECK_EVERY_N_STEPS
-                    if settle is not None:
-                        settle()
+                    if await_buffers is not None:
+                        await_buffers()
                     module.check_unchanged()
             if self.global_step == self.updates_due:
-                if settle is not None:
-                    settle()
+                if await_buffers is not None:
+                    await_buffers()
                 module.warn_if_not_updated(UPDATES_WITHIN_STEPS)
             if (
                 self.validates_within
@@ -402,8 +402,8 @@ class ContractEpochLoop(TrainingEpochLoop):
                 or trainer.should_stop
                 or signals.received_sigterm
             ) and run_state.stop_reason is None:
-                if settle is not None:
-                    settle()
+                if await_buffers is not None:
+                    await_buffers()
                 self.on_advance_end(data_fetcher)
             else:
                 self._batches_that_stepped += 1
@@ -413,8 +413,8 @@ class ContractEpochLoop(TrainingEpochLoop):
                 raise TrainingCanceled(run_state.stop_reason)
             control = getattr(module.step_result, "control", None)
             if control is not None and not self.done:
-                if settle is not None:  # a pause asks the caller whether to stop
-                    settle()
+                if await_buffers is not None:  # a pause asks the caller whether to stop
+                    await_buffers()
                 self._pause(getattr(control, "backoff_seconds", None))
         else:
             self.exhausted = self.exhausted or current.ready >= batches

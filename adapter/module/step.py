@@ -52,12 +52,12 @@ class Step:
     Args:
         loop: Whose steps these are.
         data_fetcher: Fetches the batches.
-        settle: Waits for the buffers of rank 0, which are on their way when a step has ended; called before any code
-            that may look at them. None where none are sent.
+        await_buffers: Waits for the buffers of rank 0, which are on their way when a step has ended; called before any
+            code that may look at them. None where none are sent.
     """
 
     def __init__(
-        self, loop: ContractEpochLoop, data_fetcher: DataFetcher, settle: Callable[[], None] | None = None
+        self, loop: ContractEpochLoop, data_fetcher: DataFetcher, await_buffers: Callable[[], None] | None = None
     ) -> None:
         trainer, module = loop.trainer, loop.module
         self.loop = loop
@@ -70,9 +70,9 @@ class Step:
         self.batches = trainer.num_training_batches
         self.connector = logger_connector(trainer)
         self.logged = loop._results
-        self.settle = settle
+        self.await_buffers = await_buffers
         self.next_batch = _next_batch(trainer, data_fetcher)
-        self.settles_before_batch = settle is not None and not all(
+        self.awaits_before_batch = await_buffers is not None and not all(
             map(runs_no_user_code, data_fetcher.combined_loader.flattened)
         )
         self.profiler = profiler_of(trainer)
@@ -80,7 +80,9 @@ class Step:
         self.train = self._train_profiled if self.profiled else module.train_raw_batch
         self.on_start = listeners(trainer, "on_train_batch_start")
         on_end = listeners(trainer, "on_train_batch_end")
-        self.on_end = [(hook, skipping_hook(hook), settle is not None and may_look_at_weights(hook)) for hook in on_end]
+        self.on_end = [
+            (hook, skipping_hook(hook), await_buffers is not None and may_look_at_weights(hook)) for hook in on_end
+        ]
         for _, waits, _ in self.on_end:
             if waits is not None:
                 waits.next_due_step = 0
@@ -108,16 +110,16 @@ class Step:
         """Train one batch; False if there is none left or the module ended the epoch."""
         loop, trainer, module, current, total = self.loop, self.trainer, self.module, self.current, self.total
         step = loop.step_in_progress = loop.global_step + 1
-        settle = self.settle
-        if self.settles_before_batch and settle is not None:
-            settle()
+        await_buffers = self.await_buffers
+        if self.awaits_before_batch and await_buffers is not None:
+            await_buffers()
         try:
             raw = self.next_batch()
         except StopIteration:
             loop.step_in_progress = None
             return False
-        if settle is not None:
-            settle()
+        if await_buffers is not None:
+            await_buffers()
         index = current.ready
         if self.counts_minibatches:
             self.run_state.minibatch_index = index
@@ -140,8 +142,8 @@ class Step:
         current.processed += 1
         total.processed += 1
         loop.global_step = step
-        if settle is not None and self.others_look:
-            settle()
+        if await_buffers is not None and self.others_look:
+            await_buffers()
         if self.profiled:
             self._batch_end_profiled(outputs, raw, index)
         else:
@@ -150,8 +152,8 @@ class Step:
             for hook, waits, may_look in self.on_end:
                 if waits is not None and step < waits.next_due_step and run_state.stop_reason is None:
                     continue
-                if may_look and settle is not None:
-                    settle()
+                if may_look and await_buffers is not None:
+                    await_buffers()
                 hook(trainer, module, outputs, raw, index)
             if self.has_user_hooks:
                 if self.module_on_end:
@@ -160,8 +162,8 @@ class Step:
         for hook in self.on_mb_end:
             hook(trainer, module)
         if self.run_state.rolls_back:  # before the step is complete, as with every save
-            if settle is not None:
-                settle()
+            if await_buffers is not None:
+                await_buffers()
             fire(trainer, "on_roll_back_due")
             module.check_unchanged()
         current.completed += 1
@@ -201,8 +203,8 @@ class Step:
         if not self.has_user_hooks:
             return
         if len(self.logged):
-            if self.settle is not None:  # loggers are called
-                self.settle()
+            if self.await_buffers is not None:  # loggers are called
+                self.await_buffers()
             self.connector.on_batch_end()
             self.connector.update_train_step_metrics()
         else:
