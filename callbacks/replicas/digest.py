@@ -50,8 +50,15 @@ def digest_of_all(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         numbers.setdefault(where, []).extend(_numbers(_flattened(some)))
     # Of integers alone, which have the same hash in every process.
     shapes = hash(tuple((tensor.element_size(), *tensor.shape) for tensor in tensors))
-    digests = [_weighted(torch.cat(those)).to(device) for those in numbers.values()]
-    return _weighted(torch.stack([torch.tensor(shapes, device=device), *digests]))
+    digests = [_on(device, _weighted(torch.cat(those))) for those in numbers.values()]
+    return _weighted(torch.stack([torch.full((), shapes, dtype=torch.int64, device=device), *digests]))
+
+
+def _on(device: torch.device, number: Tensor) -> Tensor:
+    """`number` on `device`; one of the host is written by a kernel, since a copy would make the host wait."""
+    if number.device.type != "cpu" or device.type == "cpu":
+        return number.to(device)
+    return torch.full((), int(number), dtype=torch.int64, device=device)
 
 
 def _flattened(tensors: list[Tensor]) -> Tensor:

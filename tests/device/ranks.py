@@ -6,8 +6,8 @@ from device.runs import CountWaits, Penalised, fit, standard_callbacks
 
 
 def _no_step_waits(kind, folder):
-    counted = CountWaits(9, 15)
-    fit(Penalised(), kind, steps=17, callbacks=[counted, *standard_callbacks(folder)])
+    counted = CountWaits(9, 22)  # replicas are compared after step 16
+    fit(Penalised(), kind, steps=24, callbacks=[counted, *standard_callbacks(folder)])
     assert not counted.found, "\n".join(map(str, counted.found))
 
 

@@ -15,6 +15,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace sim {
@@ -200,11 +201,10 @@ uint64_t number_now() {
 
 // Recorded behind all that the stream was asked for. The device is late: an event is not done when first asked about.
 struct Event {
-  static constexpr int kAskedTwice = 2;
   Stream stream;
   uint64_t number;
   std::chrono::steady_clock::time_point time = std::chrono::steady_clock::now();
-  int asked = 0;
+  bool was_asked = false;
 
   bool is_done() const {
     Lock lock(state);
@@ -279,7 +279,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* pointer) const override {
     if (pointer == nullptr || event(pointer)->is_done()) return true;
-    if (event(pointer)->asked++ < Event::kAskedTwice) return false;
+    if (!std::exchange(event(pointer)->was_asked, true)) return false;
     finish_until(event(pointer)->stream, event(pointer)->number);
     return true;
   }
