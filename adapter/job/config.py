@@ -321,6 +321,14 @@ def _without_effect(settings: Settings, errors: ConfigErrors) -> None:
         errors.warn("`uploads.sample_url` has no effect, since `sample_every` is 0.")
     if settings.token_origins and not settings.capability_token:
         errors.warn("`token_origins` has no effect, since there is no token.")
+    if any(target.startswith("hf://") for target in settings.uploads.targets):
+        from huggingface_hub import get_token  # takes a moment
+
+        if get_token() is None:
+            errors.warn(
+                "`uploads.targets` has a repository of the Hugging Face hub, and nobody is logged in: set `HF_TOKEN`, "
+                "or run `hf auth login`."
+            )
     for name, value in settings.hyperparams.items():
         if isinstance(value, str) and _NUMBER.fullmatch(value):
             shown = render_value(name)[1:-1]

@@ -243,7 +243,10 @@ def _check_conforms(target: Any, import_path: str) -> None:
     named = f"trainer {import_path!r}: {kind} {getattr(target, '__name__', type(target).__name__)}"
     missing = missing_hooks(target)
     if missing:
-        raise ContractError(f"{named} lacks the hooks {', '.join(missing)}")
+        own = [name for name in dir(target) if not name.startswith("_") and name not in REQUIRED_HOOKS]
+        offers = [(like, hook) for hook in missing if (like := closest(hook, own)) is not None]
+        renamed = "".join(f"; rename `{like}` to `{hook}`" for like, hook in offers)
+        raise ContractError(f"{named} lacks the hooks {', '.join(missing)}{renamed}")
     waiting = async_hooks(target)
     if waiting:
         raise ContractError(

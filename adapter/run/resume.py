@@ -165,7 +165,7 @@ def _check_is_ours(record: CheckpointRecord, config: RunConfig, allow_changed: b
         numbers = numbers_of(config.job.hyperparams)
         changed = ", ".join(changes_between(config.spec_fields, _texts(record.spec), numbers)) or "unknown fields"
         raise StartupContractError(
-            IN_USE,
+            "startup.job_changed",
             f"run {config.run_id!r} was started with another job. Changed since {record.name}: {changed}. Change it "
             "back, choose another run_id or directory, or resume all the same with `genlight run --allow-changed`.",
         )

@@ -355,6 +355,14 @@ def test_what_only_the_environment_says_is_named_where_a_job_file_says_it(parse)
     assert sorted(warnings) == [said.format(name, name.upper(), name) for name in ("artifacts_dir", "shared_artifacts")]
 
 
+def test_a_target_on_the_hub_without_a_login_is_said_before_anything_is_trained(parse, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    (warning,) = parse(uploads={"targets": ["hf://me/digits"]})[2]
+    assert "set `HF_TOKEN`, or run `hf auth login`" in warning
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_1")
+    assert parse(uploads={"targets": ["hf://me/digits"]})[2] == []
+
+
 def test_a_number_that_is_written_as_a_text_is_said(parse):
     assert parse(hyperparams={"lr": "0.01", "name": "v1"})[2] == [
         '`hyperparams.lr` is the text "0.01". If the class expects a number, write it without quotes.'

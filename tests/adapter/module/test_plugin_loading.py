@@ -305,3 +305,11 @@ def test_an_object_that_is_no_trainer_is_refused(given, said):
 def test_a_file_in_place_of_a_module_is_refused_with_the_form_that_is_meant(path):
     with pytest.raises(ContractError, match=r"names a file; write it as 'module:Class', such as 'user_trainer:Class'"):
         load_trainer_plugin(path)
+
+
+def test_a_hook_under_lightnings_name_is_told_what_it_is_called_here(module):
+    hooks = HOOKS.replace("def train_step", "def training_step")
+    module(f"class Ported:\n{hooks}")
+
+    with pytest.raises(ContractError, match="lacks the hooks train_step; rename `training_step` to `train_step`"):
+        load_trainer_plugin("user_trainer:Ported")

@@ -471,15 +471,15 @@ def test_a_higher_step_limit_goes_on_from_the_final_checkpoint(
 def test_artifacts_of_another_run_are_not_touched(write_job: Callable[..., Path]) -> None:
     """Without a resume, with another run_id, or with another job the directory is refused, with the ways out."""
     assert run(write_job()) == 0
-    for fields in (
-        {},
-        {"resume_from_latest": True, "run_id": "other"},
-        {"resume_from_latest": True, "hyperparams": {"sleep": 0.0}},
+    for code, fields in (
+        ("artifacts_in_use", {}),
+        ("artifacts_in_use", {"resume_from_latest": True, "run_id": "other"}),
+        ("job_changed", {"resume_from_latest": True, "hyperparams": {"sleep": 0.0}}),
     ):
         job = write_job(**fields)
         assert run(job) == 2
         failed = list(read_events(job.parent / "out" / "metrics" / "events.jsonl"))[-1]
-        assert "startup.artifacts_in_use" in failed["error"]
+        assert f"startup.{code}" in failed["error"]
     assert "another job. Changed since final: hyperparams.sleep. Change it back" in failed["error"]
     assert run(job, allow_changed=True) == 0
 
