@@ -22,7 +22,7 @@ from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.adapter.contract.exceptions import RankFailedError, TrainingCanceled
 from genlight.adapter.feed.mock import MockBatches
 from genlight.adapter.gradients.ddp.buffers import BufferSync
-from genlight.callbacks import Checkpoint, Evaluate, Hook, LogMetrics, StopRequests
+from genlight.callbacks import Checkpoint, DurableCheckpointIO, Evaluate, Hook, LogMetrics, StopRequests
 from genlight.callbacks.hook.events import run_state_of
 from genlight.callbacks.hook.listeners import looks_at_no_weights
 
@@ -253,7 +253,10 @@ def resumed():
     """The buffers at the end of a run, and those of one that goes on after its third step."""
     folder = FOLDER / "resumed"
     plain = fit(Normed(), Checkpoint(folder, every_n_steps=3, save_final=False))
-    return {"plain": plain, "resumed": fit(Normed(), ckpt_path=folder / "step-00000003.json")}
+    return {
+        "plain": plain,
+        "resumed": fit(Normed(), ckpt_path=folder / "step-00000003.json", plugins=[DurableCheckpointIO()]),
+    }
 
 
 def lost():
