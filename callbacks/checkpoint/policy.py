@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -180,6 +181,11 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy):
+            raise TypeError(
+                f"Checkpoint does not save under {type(trainer.strategy).__name__}, which has a format of its own that "
+                "no plugin writes. Use Lightning's ModelCheckpoint, or ModelParallelStrategy (FSDP 2) with Checkpoint."
+            )
         self._gives_plugin_back, plugin = install_plugin(trainer)
         if faults := url_faults(trainer):
             raise ValueError("; ".join(faults))

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
 from torch.utils.data import DataLoader, IterableDataset
 
 from genlight.adapter import ContractModule
@@ -436,6 +437,16 @@ def test_memory_for_snapshots_is_ready_before_the_first_save(tmp_path, make_trai
     make_trainer(Look(), checkpoint, max_epochs=1).fit(net, make_loader(5))
     weights_and_moments = sum(t.nbytes for t in net.state_dict().values()) + 2 * sum(p.nbytes for p in net.parameters())
     assert weights_and_moments < before_saving[0] < after_saving[0]  # The random state comes on top.
+
+
+def test_a_strategy_with_a_format_of_its_own_is_refused_with_the_way_out(tmp_path, make_trainer, make_net):
+    class Sharding(SingleDeviceStrategy, FSDPStrategy):
+        """One process of it."""
+
+    trainer = make_trainer()
+    trainer.strategy.__class__ = Sharding
+    with pytest.raises(TypeError, match=r"does not save under Sharding.*ModelCheckpoint, or ModelParallelStrategy"):
+        Checkpoint(tmp_path).setup(trainer, make_net(), "fit")
 
 
 @pytest.mark.parametrize(

@@ -213,15 +213,6 @@ def test_files_of_the_trainers_own_hook_belong_to_the_checkpoint(ranks):
     assert "trainer/weight.json" in {record.file_name(file) for file in record.files}
 
 
-def test_only_records_with_parts_of_several_ranks_have_the_new_version(ranks):
-    versions = {
-        name: json.loads((ranks.folder / name / "step-00000003.json").read_bytes())["format_version"]
-        for name in ("c", "d", "one")
-    }
-    assert versions == {"c": 2, "d": 1, "one": 2}
-    assert verify(ranks.folder / "c" / "step-00000003").world_size == 2
-
-
 def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_after_the_same_step(ranks):
     first, second = ranks.results("two", "full disk")
 
