@@ -88,14 +88,11 @@ class StopRequests(Hook):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_undo": ExitStack()}
 
-    def share(self, sources: StopSources) -> None:
-        """Look at `sources` from now on, which include this callback's own."""
-        sources.include(self.sources)
-        self.sources = sources
-
     @override
     def join_run(self, run: RunContext) -> None:
-        self.share(run.stop)
+        """Look at the sources of `run` from now on, which include this callback's own."""
+        run.stop.include(self.sources)
+        self.sources = run.stop
 
     def add_check(self, check: Callable[[], str | None]) -> None:
         """Also stop when `check`, called at most every 50 ms, returns a reason."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -105,8 +106,8 @@ def test_one_object_holds_the_sources_of_all_that_share_it(tmp_path):
     shared = StopSources(max_runtime_s=process_age_s() + 9000)
     early = StopRequests(first, max_runtime_s=process_age_s() + 10)
     late = StopRequests(second, max_runtime_s=process_age_s() + 5000)
-    early.share(shared)
-    late.share(shared)
+    early.join_run(SimpleNamespace(stop=shared))
+    late.join_run(SimpleNamespace(stop=shared))
 
     assert shared.deadline.at == pytest.approx(time.monotonic() + 10, abs=5)
     assert (early.requested(), late.requested(), shared.reason()) == (None, None, None)
