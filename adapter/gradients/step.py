@@ -90,7 +90,7 @@ class StepRouter:
         self._managed = {id(optimizer) for optimizer in optimizers}
         parameters = {id(p) for m in discovered.modules for p in m.value.parameters()}
         must_know = averaging is not None or precision.scaler is not None or guard is not None
-        self._unknown = _UnknownOptimizers(parameters, refuse_lasting=must_know, scales=self.scales)
+        self._unknown = _UnknownOptimizers(parameters, refuse_lasting=must_know)
         self._steps = 0
         self._completed_steps = completed_steps or (lambda: self._steps - 1)
         self._refusal: ContractError | None = None
@@ -254,6 +254,8 @@ class StepRouter:
             return
         if id(optimizer) not in self._managed:
             self._unknown.check(optimizer, self._steps)
+            for part in self.parts:
+                part.before_foreign_update(optimizer)
             return
         if self._skipper:
             raise ContractError(
@@ -428,12 +430,10 @@ class _UnknownOptimizers:
     Args:
         parameters: Ids of the parameters of the known modules.
         refuse_lasting: Whether to refuse one that is used in a second step: where gradients are averaged or scaled.
-        scales: Whether to refuse all of them: the gradients of tensors that are made in a step have the loss's scale.
     """
 
-    def __init__(self, parameters: Collection[int], *, refuse_lasting: bool, scales: bool) -> None:
+    def __init__(self, parameters: Collection[int], *, refuse_lasting: bool) -> None:
         self._parameters = parameters
-        self._scales = scales
         self._refuse_lasting = refuse_lasting
         self._first_used: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -443,12 +443,6 @@ class _UnknownOptimizers:
         Raises:
             ContractError: It is one to refuse.
         """
-        if self._scales:
-            raise ContractError(
-                f"`train_step` updates by a {type(optimizer).__name__} that was not there after `configure`, by "
-                "gradients that have the scale of 16-mixed. Build every module and optimizer in `configure`, and "
-                "keep it in the state or on the trainer; or use bf16-mixed or 32-true."
-            )
         if self._refuse_lasting and self._first_used.setdefault(optimizer, step) != step:
             raise ContractError(
                 f"`train_step` updates by an optimizer ({type(optimizer).__name__}) that is neither in the state "

@@ -67,6 +67,9 @@ class StepPart:
         """
         return True
 
+    def before_foreign_update(self, optimizer: Optimizer) -> None:
+        """An optimizer that the step made itself, of a clone or a latent say, is about to update."""
+
     def after_update(self, optimizer: Optimizer) -> None:
         """The update was made or left out, or a closure of it is about to be evaluated."""
 

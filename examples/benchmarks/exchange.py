@@ -156,14 +156,14 @@ def record(chosen: argparse.Namespace) -> Iterator[None]:
     """Write down when each backward call of genlight ran, and when each of its buckets was on its way."""
     import torch
 
-    from genlight.adapter.gradients.buckets import Bucket
+    from genlight.adapter.gradients.ddp.buckets import Bucket
     from genlight.adapter.gradients.step import StepRouter
 
     spans: list[dict[str, Any]] = []
-    send, backward = Bucket.send_as_it_is, StepRouter.backward
+    send, backward = Bucket.take_part, StepRouter.backward
 
     def sent(bucket: Bucket) -> None:
-        span = {"what": id(bucket), "bytes": bucket._flat.nbytes, "begin": time.perf_counter()}
+        span = {"what": id(bucket), "bytes": bucket._whole.nbytes, "begin": time.perf_counter()}
         send(bucket)
         bucket._works[0].get_future().then(lambda _: span.update(end=time.perf_counter()))
         spans.append(span)
@@ -173,11 +173,11 @@ def record(chosen: argparse.Namespace) -> Iterator[None]:
         backward(router, *args, **kwargs)
         spans.append({"what": "backward", "begin": begin, "end": time.perf_counter()})
 
-    Bucket.send_as_it_is, StepRouter.backward = sent, called  # type: ignore[method-assign]
+    Bucket.take_part, StepRouter.backward = sent, called  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Bucket.send_as_it_is, StepRouter.backward = send, backward  # type: ignore[method-assign]
+        Bucket.take_part, StepRouter.backward = send, backward  # type: ignore[method-assign]
         if chosen.rank == 0 and torch.distributed.is_initialized():
             Path(chosen.timeline).with_suffix(".json").write_text(json.dumps(spans[-40:]))
 

@@ -16,7 +16,6 @@ pytestmark = [
 MODULE = "zoo.precision_methods"
 NAMES = list(precision_methods.ZOO)
 REFUSED = {
-    ("FirstOrderMaml", "16-mixed"): "by a SGD that was not there after `configure`, by gradients that have the scale",
     ("SamWithClosure", "16-mixed"): r"16-mixed cannot host Sam.step\(closure\).*or use bf16-mixed or 32-true",
     ("PerSampleGradients", "16-mixed"): r"mixes types: under fp16-mixed.*p.grad = g.to\(p.dtype\)",
     ("PerSampleGradients", "bf16-mixed"): r"mixes types: under bf16-mixed.*p.grad = g.to\(p.dtype\)",
