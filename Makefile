@@ -8,10 +8,9 @@ INSTALLED := $(VENV)/.installed
 # What depends on protected names of Lightning and torch.
 TESTS_OF_VERSIONS := tests/adapter/module tests/adapter/gradients \
 	tests/adapter/test_training_loop.py tests/callbacks/test_lightning_internals.py
-LOWEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\).*/\1/p' pyproject.toml)
 LIGHTNING := $(shell sed -n 's/.*"\(lightning>=[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test test-all check format reference zoo faults security shake lowest-torch newest-lightning lock clean
+.PHONY: demo test test-all check format reference zoo faults security shake versions newest-lightning lock clean
 
 demo: $(INSTALLED)  ## train the digits model through the whole path
 	$(BIN)/genlight run --fresh examples/digits/job.json
@@ -47,9 +46,8 @@ security: $(INSTALLED)  ## the attacks of SECURITY.md, with long runs of generat
 shake: $(INSTALLED)  ## the tests while processes pause, disks are slow and threads start late
 	$(BIN)/python tests/shaken
 
-lowest-torch: $(INSTALLED)  ## what depends on torch, under the lowest supported release; several GB
-	$(BIN)/python -m pip install --quiet --upgrade --target .versions/torch "torch==$(LOWEST_TORCH).*"
-	PYTHONPATH=$(CURDIR)/.versions/torch $(BIN)/python -m pytest -m "not gpu" $(TESTS_OF_VERSIONS)
+versions: $(INSTALLED)  ## what depends on torch, under the lowest and the newest release; writes CONTRIBUTING.md; several GB
+	$(BIN)/python tests/versions.py $(TESTS_OF_VERSIONS)
 
 newest-lightning: $(INSTALLED)  ## what depends on Lightning, under the newest release of the supported range
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .versions/lightning "$(LIGHTNING)"

@@ -37,7 +37,9 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 __all__ = [
+    "NEWEST_TORCH",
     "SUPPORTED",
+    "is_untested_torch",
     "WEIGHT_AVERAGING",
     "CheckpointConnector",
     "DataFetcher",
@@ -74,8 +76,17 @@ WEIGHT_AVERAGING: tuple[type[pl.Callback], ...] = tuple(
 )
 """Lightning's callback that trains with averages beside the weights; since 2.6."""
 
-SUPPORTED = {"lightning": "lightning>=2.5.6,<2.7", "torch": "torch>=2.13,<2.14"}
+SUPPORTED = {"lightning": "lightning>=2.5.6,<2.7", "torch": "torch>=2.9"}
 """The releases that genlight's own requirements name."""
+
+NEWEST_TORCH = "2.15"
+"""The newest release that the tests have passed on; a later one is used with a warning."""
+
+
+def is_untested_torch() -> bool:
+    """Whether torch is later than what was tested; a development build of the next release is."""
+    installed, tested = ([int(part) for part in each.split(".")[:2]] for each in (version("torch"), NEWEST_TORCH))
+    return installed > tested
 
 
 def require_names(package: Literal["lightning", "torch"], owner: type, *names: str) -> None:

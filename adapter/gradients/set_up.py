@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Collection
+from importlib.metadata import version
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from ...callbacks.health.recover import Recover
 from ...callbacks.health.watch_nonfinite import WatchNonfinite
 from ...callbacks.hook.events import callbacks_of
-from ...callbacks.lightning_internals import ddp_settings
+from ...callbacks.lightning_internals import NEWEST_TORCH, ddp_settings, is_untested_torch
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered, check_devices
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
@@ -26,6 +28,18 @@ from .step import StepRouter, step_hooks
 from .update_guard import UpdateGuard
 
 __all__ = ["step_router"]
+
+log = logging.getLogger(__name__)
+
+
+@functools.cache
+def _warn_of_untested_torch() -> None:
+    if is_untested_torch():
+        log.warning(
+            "torch %s is later than %s, the newest release that genlight was tested with",
+            version("torch"),
+            NEWEST_TORCH,
+        )
 
 
 def step_router(
@@ -44,6 +58,7 @@ def step_router(
         ContractError: The ranks built different things, something is on another device than this rank's, or the
             precision cannot host the trainer.
     """
+    _warn_of_untested_torch()
     check_devices(discovered, trainer.strategy.root_device, world_size=trainer.world_size)
     precision = step_precision(trainer.precision_plugin, discovered)
     hooks = step_hooks(trainer, module)

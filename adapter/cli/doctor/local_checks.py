@@ -210,6 +210,12 @@ def check_devices(lightning: Mapping[str, Any]) -> Iterator[Finding]:
     """Whether this machine has the devices that the job's ``lightning`` block asks for."""
     import torch
 
+    from ....callbacks.lightning_internals import NEWEST_TORCH, is_untested_torch
+
+    if is_untested_torch():
+        yield Finding(
+            "torch", "warn", f"torch {torch.__version__} is later than {NEWEST_TORCH}, the newest that was tested"
+        )
     cuda, mps = torch.cuda.device_count(), torch.backends.mps.is_available()
     names = [torch.cuda.get_device_name(index) for index in range(cuda)]
     found = ", ".join(names) if names else "one Apple GPU" if mps else "no GPU"
