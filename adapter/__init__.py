@@ -87,7 +87,7 @@ if TYPE_CHECKING:
         ReplayFeed as ReplayFeed,
     )
     from .feed.mock import MockDataModule as MockDataModule
-    from .gradients.fsdp.sharding import ShardPolicy as ShardPolicy
+    from .gradients.fsdp.strategy import FSDP2Strategy as FSDP2Strategy
     from .helpers import (
         OptimizerBundle as OptimizerBundle,
         build_default_adamw_bundle as build_default_adamw_bundle,
@@ -178,7 +178,7 @@ else:
                 "ReplayFeed",
             ),
             ".feed.mock": ("MockDataModule",),
-            ".gradients.fsdp.sharding": ("ShardPolicy",),
+            ".gradients.fsdp.strategy": ("FSDP2Strategy",),
             ".helpers": (
                 "OptimizerBundle",
                 "build_default_adamw_bundle",

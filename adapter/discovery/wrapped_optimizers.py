@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from ...callbacks.checkpoint.sharded.boxes import sharded_like
 from ...callbacks.checkpoint.sharded.lazy_tensor import whole
 from ...callbacks.optimizer_state import map_values, named_values
-from .discover import Found
+from .discover import Discovered, Found, walk
 
-__all__ = ["KeptByWrapper", "kept_by_wrappers"]
+__all__ = ["KeptByWrapper", "kept_by_wrappers", "known_parts", "with_inner_optimizers"]
 
 
 @dataclass(frozen=True)
@@ -92,3 +92,22 @@ def _beside(parameter: torch.Tensor, name: str, value: Any) -> Any:
     if isinstance(parameter, DTensor) and value.shape == parameter.shape:
         return sharded_like(value, parameter)
     return value.clone() if name == "step" else value.to(parameter.device, copy=True)
+
+
+def with_inner_optimizers(discovered: Discovered) -> list[Found[Optimizer]]:
+    """The optimizers, and those that they wrap, as a Lookahead does."""
+    found = {id(each.value): each for each in discovered.optimizers}
+    waiting = list(discovered.optimizers)
+    while waiting:
+        each = waiting.pop()
+        for path, value in walk(vars(each.value), f"{each.path}.__dict__", seen=known_parts(each.value)):
+            if isinstance(value, Optimizer) and id(value) not in found:
+                found[id(value)] = inner = Found(path, each.name, value)
+                waiting.append(inner)
+    return list(found.values())
+
+
+def known_parts(optimizer: Optimizer) -> dict[int, Any]:
+    """Groups and state of `optimizer`, by id, which a search of what else it keeps leaves out."""
+    own = vars(optimizer)
+    return {id(own[name]): own[name] for name in ("param_groups", "state", "defaults") if name in own}

@@ -37,13 +37,13 @@ from typing_extensions import override
 
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
+from ..discovery.wrapped_optimizers import with_inner_optimizers
 from . import torch_hooks
 from .ddp.averaging import Averaging
 from .ddp.buffers import BufferSync
 from .fp16 import Fp16
-from .fsdp.errors import about_sharded_update
-from .fsdp.layout import with_inner_optimizers
-from .fsdp.step import AccumulationHooks, ShardedStep
+from .fsdp.refused import about_sharded_update
+from .fsdp.step import ShardedStep
 from .precision import AutocastOff, StepPrecision, about_types
 from .step_part import BackwardCall, StepPart
 from .update_guard import UpdateGuard
@@ -107,7 +107,6 @@ class StepRouter:
         sharded = ShardedStep(
             discovered,
             optimizers,
-            (lambda: None) if fp16 is None else fp16.factors,
             several_ranks=several,
             group=None if averaging is None else averaging.group,
             device=device,
@@ -124,7 +123,6 @@ class StepRouter:
             *([sharded] if sharded else []),
             *([fp16] if fp16 else []),
             *([_BackwardHooks(hooks)] if hooks.before_backward or hooks.after_backward else []),
-            *([AccumulationHooks(sharded)] if sharded else []),
             *([self.buffers] if self.buffers else []),
         ]
         self._skipper = next((part.may_skip for part in reversed(self.parts) if part.may_skip), "")

@@ -40,18 +40,18 @@ __all__ = [
     "disabled_torch_function",
     "engine_entry",
     "engine_run_backward",
-    "fsdp_training_state",
     "group_timeout",
     "held_by_parameters_alone",
     "is_gradtrackingtensor",
+    "initialize_sharded",
     "keep_out_of_graphs",
     "post_accumulate_hooks",
     "power_sgd_state_class",
     "protected",
+    "reduce_sharded_gradients",
     "require_fsdp",
     "runs_compiled_code",
     "set_engine_run_backward",
-    "set_requires_grad_if_needed",
     "without_torch_function_of_subclasses",
 ]
 
@@ -233,32 +233,6 @@ def group_timeout(group: dist.ProcessGroup | None) -> timedelta:
     return timeout
 
 
-_FSDP = "torch.distributed.fsdp._fully_shard"
-_OF_FSDP: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    (
-        "_fsdp_state",
-        "FSDPState",
-        (
-            *("_fsdp_param_groups", "_lazy_init", "_pre_forward", "_post_forward", "_training_state", "_is_root"),
-            *("_reset_iter_state", "_root_post_backward_final_callback"),
-        ),
-    ),
-    (
-        "_fsdp_param_group",
-        "FSDPParamGroup",
-        (
-            *("fsdp_params", "unshard", "wait_for_unshard", "is_unsharded", "_to_sharded", "post_backward"),
-            *("reduce_scatter_unused_params", "_training_state"),
-        ),
-    ),
-    (
-        "_fsdp_param",
-        "FSDPParam",
-        ("_setattr_on_modules", "_unsharded_param", "sharded_param", "_module_info", "unsharded_accumulated_grad"),
-    ),
-)
-
-
 @functools.cache
 def require_fsdp() -> None:
     """Make sure that this torch has what genlight uses of FSDP 2.
@@ -266,14 +240,16 @@ def require_fsdp() -> None:
     Raises:
         ImportError: It lacks some; names the release that is installed, and those to install.
     """
-    for module, name, attributes in _OF_FSDP:
-        require_names("torch", protected(f"{_FSDP}.{module}", name), *attributes)
+    state = protected("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState")
+    require_names("torch", state, "_lazy_init", "_root_post_backward_final_callback")
     require_names("torch", protected("torch.distributed.fsdp", "FSDPModule"), "_get_fsdp_state")
 
 
-fsdp_training_state: Any = protected(f"{_FSDP}._fsdp_common", "TrainingState")
-"""What a unit of FSDP is doing: idle, in a forward, before or after a backward."""
-set_requires_grad_if_needed: Callable[[Tensor, Tensor], None] = protected(
-    f"{_FSDP}._fsdp_param", "set_requires_grad_if_needed"
-)
-"""Gives the second tensor the ``requires_grad`` of the first."""
+def initialize_sharded(root: Any) -> None:
+    """Make `root` the outermost unit of FSDP 2; else that would be the part that is called first."""
+    root._get_fsdp_state()._lazy_init()
+
+
+def reduce_sharded_gradients(root: Any) -> None:
+    """Reduce the gradients that backward left in the units of `root` while it was not to reduce any."""
+    root._get_fsdp_state()._root_post_backward_final_callback()

@@ -76,7 +76,7 @@ def _their_arguments(config: RunConfig) -> Mapping[str, Any]:
     theirs = config.lightning
     strategy = theirs.get("strategy")
     name = str(strategy.get("class_path") if isinstance(strategy, Mapping) else strategy).rpartition(".")[2]
-    if name != "ModelParallelStrategy" or str(theirs.get("precision")) not in ("16", "16-mixed"):
+    if name not in ("ModelParallelStrategy", "FSDP2Strategy") or str(theirs.get("precision")) not in ("16", "16-mixed"):
         return theirs
     from ..plumbing.devices import accelerator
 

@@ -31,7 +31,8 @@ from ..discovery.bare_parameters import BareParameters
 from ..discovery.discover import Discovered, check_devices, discover
 from ..discovery.rank_local import rank_local_of
 from ..gradients.ddp.buffers import BufferSync
-from ..gradients.fsdp.sharding import ShardPolicy, shard_for, whole_metrics
+from ..gradients.fsdp.state import whole_metrics
+from ..gradients.fsdp.strategy import shard_for
 from ..gradients.precision import contract_dtype
 from ..gradients.set_up import step_router
 from ..gradients.step import StepRouter
@@ -69,8 +70,6 @@ class ContractModule(pl.LightningModule):
         job: Identity, cadences and hyperparameters. None takes the step limit of the Lightning trainer and the
             contract's defaults.
         model_handles: Handed to the trainer as ``ctx.model_handles``.
-        shard_policy: What becomes a unit of its own under ``ModelParallelStrategy``: ``whole`` modules, the submodules
-            of named classes (``Block``), or those that a callable picks; see `gradients.fsdp.sharding.ShardPolicy`.
         context: A context of the caller's own. Device, rank and run state are filled in; its ``dtype`` is kept.
 
     Raises:
@@ -83,7 +82,6 @@ class ContractModule(pl.LightningModule):
         job: TrainingJobSpec | None = None,
         *,
         model_handles: Mapping[str, Any] | None = None,
-        shard_policy: ShardPolicy = "whole",
         context: StepContext | None = None,
     ) -> None:
         ctx = context or StepContext(
@@ -97,7 +95,6 @@ class ContractModule(pl.LightningModule):
         self.job = job
         self._keeps_context_dtype = context is not None
         self._given_dataset = self.ctx.dataset
-        self.shard_policy = shard_policy
         self.step_result: Any = None
         """What the last ``train_step`` returned."""
         self.published: dict[str, float] = {}
@@ -354,7 +351,7 @@ class ContractModule(pl.LightningModule):
 
     def _shard(self) -> None:
         if self._state is not None:
-            self._state.is_sharded = shard_for(self.trainer.strategy, self._state.discovered, self.shard_policy)
+            self._state.is_sharded = shard_for(self.trainer.strategy, self._state.discovered)
 
     def replicated_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What must be equal on all ranks, by path: parameters, trained tensors, buffers and optimizer states."""

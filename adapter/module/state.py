@@ -34,7 +34,7 @@ from ..contract.exceptions import CheckpointError, ContractError
 from ..contract.types import StepContext, TrainerPlugin
 from ..discovery.discover import Discovered, Found, check_unchanged, discover
 from ..discovery.wrapped_optimizers import kept_by_wrappers
-from ..gradients.fsdp.sharding import shard_copies, whole_payload
+from ..gradients.fsdp.state import whole_payload
 from .plugin_loading import optional_hook
 from .trainer_files import trainer_directory
 
@@ -240,11 +240,9 @@ class TrainerState:
         load_checkpoint = optional_hook(self.plugin, "load_checkpoint")
         if directory is not None and load_checkpoint is not None:
             load_checkpoint(state=self.value, checkpoint_dir=str(directory), payload=payload or {}, ctx=ctx)
-        if not (self.is_sharded or waiting.generators):
+        if not waiting.generators:
             return
         now = discover(self.value, self.plugin, reserved=dir(self.module), host=self.module)
-        if self.is_sharded:
-            shard_copies(now)
         for found in now.generators:  # last: those that the class restores by itself have this state already
             if found.path in waiting.generators:
                 _set_random_state(found.value, waiting.generators[found.path])

@@ -33,10 +33,10 @@ PUBLIC = {
     "genlight.adapter": """
         TRAINER_API_VERSION ArrowDataModule ArrowFeed ArtifactUploader ArtifactWriter AuthError BatchSource
         BrokenCheckpointError CheckpointError CompletedContext ContractError ContractModule EvaluationError
-        EventLogError GenlightError HookOrderError HttpLifecycleClient InputError JobContext Minibatches MonitorError
-        NonfiniteError
+        EventLogError FSDP2Strategy GenlightError HookOrderError HttpLifecycleClient InputError JobContext Minibatches
+        MonitorError NonfiniteError
         OptimizerBundle RankFailedError RecoveryError ReplayBuffer ReplayFeed ReplayWriterError ReplicaDriftError
-        RunBeginContext RunEndContext RunOptions RunState ShadowMismatchError ShardPolicy StartupContractError
+        RunBeginContext RunEndContext RunOptions RunState ShadowMismatchError StartupContractError
         StepContext StepControlHints StepResult ThreadLimitError TrainerAuthContext TrainerPathError TrainerPlugin
         TrainingCanceled
         TrainingHungError TrainingJobSpec TrainingReporter UnstorableStateError UnwrittenCheckpointError UploadError
@@ -176,7 +176,7 @@ def test_names_of_the_vocabulary_load_neither_torch_nor_lightning():
         "OptimizerBundle",
         "ReplayBuffer",
         "ReplayFeed",
-        "ShardPolicy",
+        "FSDP2Strategy",
     }
     heavy |= set(genlight.adapter.helpers.__all__)
     light = sorted(set(genlight.adapter.__all__) - heavy - {"ArrowFeed", "load_components"})

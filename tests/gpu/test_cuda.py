@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from zoo import runs, small as zoo
 
+from genlight.adapter import FSDP2Strategy
 from support.rank_environment import Ranks
 
 pytestmark = [
@@ -88,14 +89,14 @@ def test_an_fp16_overflow_on_cuda_skips_the_update_and_is_counted():
 
 
 @pytest.mark.parametrize("name", [name for name in zoo.ZOO if name not in UNSHARDED])
-@pytest.mark.parametrize("policy", ["whole", "Linear"])
-def test_fsdp2_of_one_rank_on_cuda_ends_where_plain_torch_does(one_rank, name, policy):
-    if policy == "Linear" and name in ("Untrainable", "WithoutTorch"):
+@pytest.mark.parametrize("units", [(), ("Linear",)])
+def test_fsdp2_of_one_rank_on_cuda_ends_where_plain_torch_does(one_rank, name, units):
+    if units and name in ("Untrainable", "WithoutTorch"):
         pytest.skip("nothing to shard by blocks")
-    strategy = ModelParallelStrategy(1, 1, save_distributed_checkpoint=False)
+    strategy = FSDP2Strategy(units=units)
     strategy.cluster_environment = Ranks(0, 1)
 
-    actual, _ = run(name, strategy=strategy, policy=policy)
+    actual, _ = run(name, strategy=strategy)
 
     assert_near(actual, runs.plain_run(name), 1e-4 if not name.startswith("Own") else 0.02)
 

@@ -268,56 +268,12 @@ class Muon(torch.optim.Optimizer):
             self.work(group["params"])
 
 
-class GatheringMuon(Muon):
-    """Each rank orthogonalises its share of the parameters, and the ranks gather the updates by hand."""
-
-    def work(self, parameters: list[Any]) -> None:
-        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        for first in range(0, len(parameters), ranks):
-            row = parameters[first : first + ranks]
-            mine = row[min(rank, len(row) - 1)]
-            update = orthogonalised(mine.grad).contiguous() if mine.dim() == 2 else mine.grad
-            updates = [torch.empty_like(update) for _ in range(ranks)]
-            torch.distributed.all_gather(updates, update)
-            for p, u in zip(row, updates, strict=False):
-                p.add_(u.view_as(p), alpha=-0.02)
-
-
 class WithMuon(Base):
     cls: type[Muon] = Muon
 
     def configure(self, ctx):
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 1))
         return {"model": model, "optimizer": self.cls(p for p in model.parameters())}
-
-
-class WithGatheringMuon(WithMuon):
-    """Rank 0 works on weights, rank 1 on biases."""
-
-    cls = GatheringMuon
-
-
-class WithGatheringMuonOfOneShape(WithMuon):
-    """All weights have one shape, so that nothing but their order tells what the ranks mix up."""
-
-    cls = GatheringMuon
-
-    def configure(self, ctx):
-        model = nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(4)])
-        return {"model": model, "optimizer": self.cls(p for p in model.parameters())}
-
-
-class OwnCollective(Muon):
-    """All ranks work on all parameters, and average the shards as if they were replicas."""
-
-    def work(self, parameters: list[Any]) -> None:
-        for p in parameters:
-            torch.distributed.all_reduce(p.grad.to_local())
-            p.sub_(0.01 * p.grad)
-
-
-class WithOwnCollective(WithMuon):
-    cls = OwnCollective
 
 
 class ReadsNormOnOneRank(Base):
@@ -543,9 +499,6 @@ FAULTS = (
     HeadsInPythonList,
     HeadsOfOtherSizes,
     HeadOnOneRank,
-    WithGatheringMuon,
-    WithGatheringMuonOfOneShape,
-    WithOwnCollective,
     ReadsNormOnOneRank,
     KeepsItsBestWeights,
 )

@@ -142,7 +142,6 @@ def hosted_run(
     world_size: int = 1,
     steps: int = STEPS,
     callbacks: Any = (),
-    policy: Any = None,
     resume: Path | None = None,
     resume_after: int = 2,
     save: Path | None = None,
@@ -166,7 +165,6 @@ def hosted_run(
     module = ContractModule(
         trainer_class(name)(),
         TrainingJobSpec(run_id=name, max_steps=steps, metric_every=0),
-        shard_policy=policy or "whole",
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Found .* in eval mode")
@@ -179,8 +177,10 @@ def hosted_run(
     return module, trainer
 
 
-def strategy_of(kind: str, rank: int, world_size: int, device: str = "cpu") -> Any:
-    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+def strategy_of(kind: str, rank: int, world_size: int, device: str = "cpu", **sharding: Any) -> Any:
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from genlight.adapter.gradients.fsdp.strategy import FSDP2Strategy
 
     environment, group = Ranks(rank, world_size), "gloo"
     if device == "sim":
@@ -199,7 +199,7 @@ def strategy_of(kind: str, rank: int, world_size: int, device: str = "cpu") -> A
     if kind in DDP:
         settings: Any = DDP[kind]
         return DDPStrategy(cluster_environment=environment, process_group_backend=group, **settings)
-    strategy = ModelParallelStrategy(world_size, 1, save_distributed_checkpoint=False, process_group_backend=group)
+    strategy = FSDP2Strategy(process_group_backend=group, **sharding)
     strategy.cluster_environment = environment
     return strategy
 
@@ -221,9 +221,9 @@ def on_two_ranks(folder: Path, jobs: Sequence[dict[str, Any]], *, timeout_s: flo
     Args:
         folder: Where the ranks meet and leave their results.
         jobs: Each has ``key`` and ``name``, and may have ``strategy`` (``ddp``, ``fsdp`` or ``torch's own``),
-            ``precision``, ``policy``, ``on_nonfinite``, and ``interrupted``, after how many steps to save and go on in
-            a new run, ``durable`` to save in genlight's format, and ``looks`` for a callback that looks after each
-            backward call.
+            ``precision``, ``sharding`` (the arguments of FSDP2Strategy), ``on_nonfinite``, and ``interrupted``, after
+            how many steps to save and go on in a new run, ``durable`` to save in genlight's format, and ``looks`` for a
+            callback that looks after each backward call.
         timeout_s: After this long the ranks are ended, on a loaded machine too.
     """
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -280,8 +280,7 @@ def _run_job(job: dict[str, Any], rank: int, world_size: int, folder: Path) -> W
             rank=rank,
             world_size=world_size,
             devices=world_size,
-            policy=job.get("policy", "whole"),
-            strategy=strategy_of(job.get("strategy", "ddp"), rank, world_size),
+            strategy=strategy_of(job.get("strategy", "ddp"), rank, world_size, **job.get("sharding", {})),
             **precision_of(job.get("precision", "32-true")),
             **more,
         )

@@ -1,46 +1,210 @@
 """What a training step does beside the trainer's own code, where modules are sharded.
 
-Ranks agree on each call that talks to the others, weights that were gathered are given up before they change, and
-parameters that only some ranks used get their gradients from all of them.
+FSDP 2's own hooks gather weights in the call of a unit and reduce gradients in backward. Around them::
+
+    a call of a unit         its parameters are its own; ranks that call other units are told
+    autograd.grad with       from here on weights are gathered before each backward of the step and gradients are
+    create_graph             reduced after it: the graph of gradients reads weights through no hook
+    backward                 ranks that used other parameters are told; gradients that were not reduced are refused
+    an update                ranks that make another are told
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from ....callbacks.checkpoint.sharded.boxes import Box, slice_of
 from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered
 from ..step_part import BackwardCall, StepPart
-from . import values as sharded_values, writes as shard_writes
-from .errors import about_sharding, without_collectives
-from .gradients import ShardGradients
-from .rank_agreement import BACKWARD, END_OF_STEP, UPDATE, RankAgreement
-from .units import units_of
-
-__all__ = ["AccumulationHooks", "ShardedStep", "fsdp_modules"]
-
-_DIFFERENTIATED_AGAIN = (
-    "`train_step` does what sharded modules cannot: it differentiates gradients by sharded parameters once more "
-    "(torch.autograd.grad or backward with create_graph, as MAML does), which are whole within the calls of their "
-    "modules alone. Use ddp, or leave out create_graph, as first-order MAML does."
+from ..torch_internals import (
+    current_graph_task_id,
+    disable_dynamo,
+    initialize_sharded,
+    reduce_sharded_gradients,
+    without_torch_function_of_subclasses,
 )
-_HAS_NO_GRAPH = "does not require grad and does not have a grad_fn"
-"""What torch says of a tensor that is to be differentiated."""
+from . import tensors
+from .ranks import BACKWARD, END_OF_STEP, UPDATE, USED, RankAgreement
+from .refused import explained, refusal
+from .shard import sharding_of
+
+__all__ = ["ShardedStep", "fsdp_modules"]
+
+WATCHED_CALLS = 3
+"""Calls of a unit after which its weights are compared with what was gathered, to find modules that write to them."""
 
 
 def fsdp_modules(discovered: Discovered) -> list[FSDPModule]:
     """The modules that FSDP 2 shards, among those that the trainer built and their submodules."""
     return [m for found in discovered.modules for m in found.value.modules() if isinstance(m, FSDPModule)]
+
+
+class _Unit:
+    """Modules whose parameters are gathered together.
+
+    Args:
+        module: The module that was given to ``fully_shard``.
+        path: As the trainer's author would write it.
+        is_root: Whether no other unit is around it.
+    """
+
+    def __init__(self, module: FSDPModule, path: str, *, is_root: bool) -> None:
+        assert isinstance(module, nn.Module)
+        self.module, self.path, self.is_root = module, path, is_root
+        self.sharding = sharding_of(module)
+        self.agree: Callable[[str], None] = lambda _: None
+        self.depth = 0
+        """How many calls are running; a unit may call itself."""
+        self.places: list[tuple[nn.Module, str]] = [
+            (part, name)
+            for part in _parts(module)
+            for name, parameter in part._parameters.items()
+            if _is_sharded(parameter)
+        ]
+        """Where its shards are, and in a call what is gathered; a tied one has several."""
+        self.shards: list[DTensor] = []
+        self.gathered: list[Tensor] = []
+        """What calls compute with in place of each shard; always the same objects, without memory between calls."""
+        self.used: set[int] = set()
+        """Of which a backward call left gradients on this rank."""
+        self._noted: set[int] = set()
+        self._calls = 0
+        self._versions: list[int] = []
+        self._undo: list[Callable[[], None]] = []
+
+    def open(self, agree: Callable[[str], None]) -> None:
+        """Training begins; all ranks do it together, once."""
+        self.agree = agree
+        self.shards = [part._parameters[name] for part, name in self.places]  # type: ignore[misc]
+        self.module.unshard()
+        self.gathered = [part._parameters[name] for part, name in self.places]  # type: ignore[misc]
+        self.module.reshard()
+        with contextlib.suppress(AttributeError):  # torch 2.13 and later
+            self.module.set_reduce_scatter_unused_params(True, recurse=False)
+        begin: RemovableHandle = self.module.register_forward_pre_hook(_outside_of_graphs(self._begin), prepend=True)
+        end: RemovableHandle = self.module.register_forward_hook(_outside_of_graphs(self._end))
+        look: RemovableHandle = self.module.register_forward_hook(_outside_of_graphs(self._look), prepend=True)
+        self._undo = [begin.remove, end.remove, look.remove]
+        for name in self.sharding.forward_methods:
+            if (method := vars(self.module).get(name)) is not None:
+                setattr(self.module, name, self._as_call(method))
+                self._undo.append(functools.partial(setattr, self.module, name, method))
+
+    def note_gradients(self) -> None:
+        """Begin to note which parameters a backward call leaves gradients of."""
+        self.used.clear()
+        for index, gathered in enumerate(self.gathered):
+            if index not in self._noted and gathered.requires_grad:  # which may change between steps
+                self._noted.add(index)
+                note = gathered.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda _, index=index: self.used.add(index)
+                )
+                self._undo.append(note.remove)
+
+    def close(self) -> None:
+        """Training is over."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _as_call(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._begin()
+            output = method(*args, **kwargs)
+            self._end()
+            return output
+
+        return call
+
+    def _begin(self, *_: Any) -> None:
+        if current_graph_task_id() != -1:  # a checkpointed segment is computed again within a backward
+            return
+        self.depth += 1
+        if self.depth > 1:
+            return
+        for (part, name), shard in zip(self.places, self.shards, strict=True):
+            if id(part._parameters.get(name)) != id(shard):
+                raise refusal("other parameters", f"{self.path} in `train_step`")
+        if not self.sharding.reshard_after_forward:
+            self.module.reshard()  # weights may have changed since
+        self.agree(f"call {self.path}")
+
+    def _look(self, *_: Any) -> None:
+        """Refuse what a call wrote to gathered weights, where it would be lost.
+
+        A write by ``.data`` leaves no trace, so first calls are looked at.
+        """
+        if self.depth != 1 or current_graph_task_id() != -1:
+            return
+        self._calls += 1
+        versions = [gathered._version for gathered in self.gathered]
+        if self._calls <= WATCHED_CALLS or versions != self._versions:
+            for place, shard, gathered in zip(self.places, self.shards, self.gathered, strict=True):
+                if gathered.dtype == shard.dtype and not _has_part(gathered, shard):
+                    raise refusal("written in forward", f"{self.path}, its {place[1]}")
+        self._versions = versions
+
+    def _end(self, *_: Any) -> None:
+        if current_graph_task_id() != -1:
+            return
+        self.depth -= 1
+        if self.depth == 0 and not self.sharding.reshard_after_forward:
+            # What is gathered is kept for backward alone: the trainer sees, and writes to, its shards.
+            for (part, name), shard in zip(self.places, self.shards, strict=True):
+                part._parameters[name] = shard  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def _has_part(gathered: Tensor, shard: DTensor) -> bool:
+    part = slice_of(shard).within(gathered, of=Box((0,) * gathered.dim(), tuple(gathered.shape)))
+    return gathered.untyped_storage().size() == 0 or torch.equal(part, shard.to_local().to(part.device))
+
+
+def _is_sharded(parameter: Any) -> bool:
+    return isinstance(parameter, DTensor)
+
+
+def _parts(unit: nn.Module) -> list[nn.Module]:
+    """The modules in `unit`, itself included, without those of units inside of it."""
+    units = [part for part in unit.modules() if isinstance(part, FSDPModule)]
+    inner = {id(part) for other in units if id(other) != id(unit) for part in other.modules()}
+    return [part for part in unit.modules() if id(part) not in inner]
+
+
+def _outside_of_graphs(call: Callable[..., None]) -> Callable[..., None]:
+    def hook(*args: Any) -> None:
+        call(*args)
+
+    uncompiled: Callable[..., None] = disable_dynamo(hook)
+    return uncompiled
+
+
+def _units_of(discovered: Discovered) -> list[_Unit]:
+    found: dict[int, _Unit] = {}
+
+    def visit(module: nn.Module, path: str, *, is_inside: bool) -> None:
+        if isinstance(module, FSDPModule) and id(module) not in found:
+            found[id(module)] = _Unit(module, path, is_root=not is_inside)
+        for name, child in module.named_children():
+            visit(child, f"{path}.{name}", is_inside=is_inside or isinstance(module, FSDPModule))
+
+    for each in discovered.modules:
+        visit(each.value, each.path, is_inside=False)
+    return list(found.values())
 
 
 class ShardedStep(StepPart):
@@ -49,8 +213,6 @@ class ShardedStep(StepPart):
     Args:
         discovered: What the trainer built.
         optimizers: All optimizers, those inside of others included.
-        scale_factors: What gradients are scaled by in the running backward call, and the inverse; None where they are
-            not scaled.
         several_ranks: Whether there are others to agree with.
         group: These ranks; None means all.
         device: Where messages between them are.
@@ -60,137 +222,113 @@ class ShardedStep(StepPart):
         self,
         discovered: Discovered,
         optimizers: Sequence[Optimizer],
-        scale_factors: Callable[[], tuple[Tensor, Tensor] | None],
         *,
         several_ranks: bool,
         group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
-        self._several_ranks, self._group, self._device = several_ranks, group, device
-        self._updating: contextlib.AbstractContextManager[None] | None = None
-        self._modules = fsdp_modules(discovered)
-        self._units = units_of(found.value for found in discovered.modules)
-        self._is_to_differentiate_again = False
-        """Whether a backward call of the step was told to keep the graph of gradients."""
+        self._units = _units_of(discovered)
+        self._shards: set[int] = set()
         self._keeps_graph = False
-        """Whether there is a graph of gradients, of which weights may be read in each call of the engine."""
-        self._kept: contextlib.ExitStack | None = None
-        self._scale_factors = scale_factors
-        self.optimizers = [
-            optimizer
+        """Whether there is a graph of gradients, of which weights may be read in each call of torch's engine."""
+        self._backward = contextlib.ExitStack()
+        """What ends with the backward call that runs."""
+        self._had: list[bool] = []
+        self._updates_shards = any(
+            isinstance(p, DTensor)
             for optimizer in optimizers
-            if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
-        ]
-        """The optimizers that update sharded parameters."""
+            for group in optimizer.param_groups
+            for p in group["params"]
+        )
+        self._several_ranks, self._group, self._device = several_ranks, group, device
         self._agreement: RankAgreement | None = None
-        self._gradients: ShardGradients | None = None
+        self._has_failed = self._in_update = False
 
     def __bool__(self) -> bool:
-        return bool(self._modules or self._units or self.optimizers)
-
-    def agree(self, what: str) -> None:
-        """Go on together with the other ranks, which are about to do `what` too.
-
-        Raises:
-            ContractError: They are not; says which rank does what.
-        """
-        if self._agreement is not None:
-            self._agreement(what)
+        return bool(self._units) or self._updates_shards
 
     @override
     def open(self) -> None:
-        if self._units and self._several_ranks:
+        if self._several_ranks:
             self._agreement = RankAgreement(self._group, self._device)
-            self._gradients = ShardGradients(self._units, self._group, self._device)
         for unit in self._units:
-            try:
-                unit.begin_training(self._touched)
-            except AssertionError as error:  # parameters of several types in one unit, for example
-                raise about_sharding(error, "The trainer cannot be sharded") or error from error
-            unit.scale = self._scale_factors
-            unit.agree = self.agree
-        if self._units:
-            sharded_values.hold(self, self.agree)
-            sharded_values.number(p.sharded_param for unit in self._units for p in unit.parameters)
+            if unit.is_root:
+                try:
+                    initialize_sharded(unit.module)
+                except AssertionError as error:
+                    raise explained(error, unit.path) or error from error
+        for unit in self._units:
+            unit.open(self._agree)
+        self._shards = {id(shard) for unit in self._units for shard in unit.shards}
+        tensors.hold()
 
     @override
     def close(self) -> None:
-        """Training is over; operations on sharded tensors are torch's own again."""
-        if self._units:
-            sharded_values.release(self)
+        tensors.release()
+        for unit in self._units:
+            unit.close()
+        if self._agreement is not None:
+            self._agreement.close(failed=self._has_failed)
 
     @override
     def begin(self, step: int) -> None:
-        self._is_to_differentiate_again = self._keeps_graph = False
-        for unit in self._units:
-            unit.begin_step()
+        self._keeps_graph = False
         if self._agreement is not None:
             self._agreement.begin_step(step)
+        tensors.begin_step(self._agree, self._note)
 
     @override
     def end(self) -> None:
-        if self._units:
-            self.agree(END_OF_STEP)
-            self.give_up_gathered()
-        self.abandon()
+        tensors.end_step()
+        for unit in self._units:
+            if unit.depth:
+                raise refusal("failed call", f"{unit.path} in `train_step`")
+        self._agree(END_OF_STEP)
+        if self._agreement is not None:
+            self._agreement.end_step(failed=False)
 
     @override
     def abandon(self) -> None:
+        tensors.end_step()
+        self._has_failed = True
         if self._agreement is not None:
-            self._agreement.end_step()
+            self._agreement.end_step(failed=True)
 
     @override
     def before_backward(self, call: BackwardCall) -> None:
-        self._is_to_differentiate_again |= call.create_graph
-        if self._gradients is not None:
-            self.agree(BACKWARD)
-            self._gradients.begin()
-            if call.inputs:
-                call.inputs = self._gradients.with_gathered(call.inputs)
+        if call.create_graph:
+            raise refusal("differentiated gradients", "`train_step`")
+        self._refuse_shards(call.inputs)
+        self._agree(BACKWARD)
         if self._keeps_graph:
-            self._kept = contextlib.ExitStack()
-            self._kept.enter_context(self._gathered_throughout())
+            self._backward.enter_context(self._gathered_throughout())
+        self._had = [_grad(shard) is not None for unit in self._units for shard in unit.shards]
+        for unit in self._units:
+            unit.note_gradients()
 
     @override
     def leave_backward(self, *, failed: bool) -> None:
-        if not failed:
-            return
-        self._end_keeping()
-        if self._gradients is not None:
-            self._gradients.abandon()
+        self._backward.close()
 
     @override
     def after_backward(self) -> None:
         """The backward call has ended: gradients are those of all ranks when this returns."""
-        if self._end_keeping():
-            for root in dict.fromkeys(unit.root for unit in self._units):
-                root._root_post_backward_final_callback()
-        if self._gradients is not None:
-            self._gradients.end()
-
-    def _end_keeping(self) -> bool:
-        """Weights need not stay gathered from here on; whether they were to."""
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            kept.close()
-        return kept is not None
-
-    def call_hooks(self) -> None:
-        """Call what the trainer registered for after the accumulation of a gradient."""
-        if self._gradients is not None:
-            self._gradients.call_hooks()
-
-    @override
-    def before_update(self, optimizer: Optimizer, *, in_backward: bool) -> bool:
-        self._updating = self._around_update(optimizer)
-        self._updating.__enter__()
-        return True
-
-    @override
-    def after_update(self, optimizer: Optimizer) -> None:
-        updating, self._updating = self._updating, None
-        if updating is not None:
-            updating.__exit__(None, None, None)
+        if self._keeps_graph:
+            for unit in self._units:
+                if unit.is_root:
+                    reduce_sharded_gradients(unit.module)
+        had = iter(self._had)
+        used = []
+        for unit in self._units:
+            for index, (shard, gathered) in enumerate(zip(unit.shards, unit.gathered, strict=True)):
+                if gathered.grad is not None:
+                    raise refusal("not reduced", f"{unit.path} in `train_step`")
+                if not next(had) and index not in unit.used and not unit.sharding.unused_parameters:
+                    shard.grad = None  # of zeros, which ranks reduce in case that others have used it
+            if not unit.sharding.unused_parameters:
+                used += [f"{unit.path} {index}" for index in sorted(unit.used)]
+        code = zlib.crc32(" ".join(used).encode())
+        self._agree(f"{USED} {len(used)} sharded parameters ({code:08x})")
 
     @override
     def grad(
@@ -201,36 +339,46 @@ class ShardedStep(StepPart):
         retain_graph: bool,
         create_graph: bool,
         inputs: Sequence[Tensor] = (),
-        allow_unused: bool = False,
+        *args: Any,
         **kwargs: Any,
     ) -> Any:
         """One call of ``torch.autograd.grad``; `run` is torch's engine, the rest what it takes.
 
         Raises:
-            ContractError: Gradients by sharded parameters are to be differentiated again, or ranks part ways.
+            ContractError: It asks for gradients by sharded parameters, or ranks part ways.
         """
+        self._refuse_shards(inputs)
+        self._agree("call torch.autograd.grad")
+        with self._gathered_throughout() if self._keeps_graph else contextlib.nullcontext():
+            self._keeps_graph |= create_graph
+            return run(outputs, grads, retain_graph, create_graph, inputs, *args, **kwargs)
 
-        def differentiate(by: Sequence[Tensor], allow: bool = True) -> Any:
-            with self._differentiating(again=create_graph):
-                return run(outputs, grads, retain_graph, create_graph, by, allow, **kwargs)
+    @override
+    def before_update(self, optimizer: Optimizer, *, in_backward: bool) -> bool:
+        self._agree(f"{UPDATE} {type(optimizer).__name__}")
+        self._in_update = True
+        return True
 
-        if self._gradients is None or not any(map(self._gradients.has, inputs)):
-            return differentiate(inputs, allow_unused)
-        if create_graph:
-            raise ContractError(_DIFFERENTIATED_AGAIN)
-        self.agree("call torch.autograd.grad")
-        return self._gradients.grad(differentiate, inputs, allow_unused=allow_unused)
+    @override
+    def after_update(self, optimizer: Optimizer) -> None:
+        self._in_update = False
 
-    @contextlib.contextmanager
-    def _differentiating(self, *, again: bool) -> Iterator[None]:
-        """Around a call of ``torch.autograd.grad``; `again` says whether its result is to be differentiated again."""
-        self._keeps_graph |= again
-        try:
-            with self._gathered_throughout() if self._keeps_graph else contextlib.nullcontext():
-                yield
-        finally:
-            for unit in self._units:
-                unit.show_shards()
+    @override
+    def explained(self, error: BaseException) -> ContractError | None:
+        return explained(error) if self._units else None
+
+    def _refuse_shards(self, inputs: Sequence[Tensor]) -> None:
+        if any(id(tensor) in self._shards for tensor in inputs):
+            raise refusal("gradients by parameters", "`train_step`")
+
+    def _agree(self, what: str) -> None:
+        if self._agreement is not None:
+            self._agreement(what)
+
+    def _note(self, what: str) -> None:
+        # An optimizer may be compiled on one rank before another, where what it writes comes by no other way.
+        if self._agreement is not None and not self._in_update:
+            self._agreement.note(what)
 
     @contextlib.contextmanager
     def _gathered_throughout(self) -> Iterator[None]:
@@ -238,52 +386,22 @@ class ShardedStep(StepPart):
 
         That graph reads weights through no hook that could gather them, and FSDP's hook at the inputs of a module runs
         before all gradients of its weights are there: on a device, where backward is in a thread of its own, always.
-        So all weights are whole before the call, and their gradients are reduced after it.
+        So all weights are whole before the call, and gradients are reduced after it.
         """
-        for module in self._modules:
+        modules = [unit.module for unit in self._units]
+        for module in modules:
             module.unshard()
             module.set_reshard_after_backward(False, recurse=False)
             module.set_requires_gradient_sync(False, recurse=False)
         try:
             yield
         finally:
-            for module in self._modules:
+            for module in modules:
                 module.set_reshard_after_backward(True, recurse=False)
                 module.set_requires_gradient_sync(True, recurse=False)
-
-    def _around_update(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
-        """Around an update by `optimizer`, which all ranks make, and after which what is gathered is stale."""
-        if not self._units:
-            return contextlib.nullcontext()
-        self.agree(f"{UPDATE} {type(optimizer).__name__}")
-        self.give_up_gathered()
-        if optimizer not in self.optimizers:
-            return contextlib.nullcontext()
-        return without_collectives(f"{type(optimizer).__name__}.step()", self.agree)
-
-    def give_up_gathered(self) -> None:
-        """Sharded weights are about to change: what is gathered of them is stale then."""
-        shard_writes.settle_all()
-        for unit in self._units:
-            unit.give_up()
-
-    @override
-    def explained(self, error: BaseException) -> ContractError | None:
-        if self._is_to_differentiate_again and _HAS_NO_GRAPH in str(error):
-            return ContractError(_DIFFERENTIATED_AGAIN)
-        return about_sharding(error) if self._units else None
-
-    def _touched(self, shard: DTensor) -> None:
-        if self._gradients is not None:
-            self._gradients.touch(shard)
+                module.reshard()
 
 
-class AccumulationHooks(StepPart):
-    """Calls what the trainer registered on sharded parameters, once all other parts are done with a backward call."""
-
-    def __init__(self, sharded: ShardedStep) -> None:
-        self._sharded = sharded
-
-    @override
-    def after_backward(self) -> None:
-        self._sharded.call_hooks()
+def _grad(shard: DTensor) -> Tensor | None:
+    with without_torch_function_of_subclasses():
+        return shard.grad

@@ -61,7 +61,7 @@ INTERRUPTED = {
     "ddp": {"name": "Scheduled"},
     "ddp 16-mixed": {"name": "Accumulating", "precision": "16-mixed"},
     "fsdp": {"name": "WithEma", "strategy": "fsdp"},
-    "blocks": {"name": "Gan", "strategy": "fsdp", "policy": "Linear"},
+    "blocks": {"name": "Gan", "strategy": "fsdp", "sharding": {"units": ["Linear"]}},
     "fsdp 16-mixed": {"name": "Accumulating", "strategy": "fsdp", "precision": "16-mixed"},
 }
 
@@ -72,7 +72,8 @@ def two_ranks(tmp_path_factory):
     jobs = [{"key": f"ddp {name}", "name": name} for name in zoo.ZOO]
     jobs += [{"key": f"small buckets {name}", "name": name, "strategy": "small buckets"} for name in zoo.ZOO]
     jobs += [{"key": f"fsdp {name}", "name": name, "strategy": "fsdp"} for name in SHARDED]
-    jobs += [{"key": f"blocks {name}", "name": name, "strategy": "fsdp", "policy": "Linear"} for name in BLOCKS]
+    blocks = {"strategy": "fsdp", "sharding": {"units": ["Linear"]}}
+    jobs += [{"key": f"blocks {name}", "name": name, **blocks} for name in BLOCKS]
     for precision in ("bf16-mixed", "16-mixed", "bf16-true"):
         jobs += [{"key": f"{precision} {name}", "name": name, "precision": precision} for name in HALF]
     jobs += [{"key": f"refused {name}", "name": name} for name in ("Hidden", "InThread", "InPrepareBatch")]

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.discovery.discover import discover
-from genlight.adapter.gradients.fsdp import values as sharded_values
-from genlight.adapter.gradients.fsdp.sharding import shard, whole_metrics
+from genlight.adapter.gradients.fsdp import tensors
+from genlight.adapter.gradients.fsdp.shard import Sharding, shard
+from genlight.adapter.gradients.fsdp.state import whole_metrics
 
 
 @pytest.fixture
@@ -78,21 +79,20 @@ def test_state_that_an_optimizer_had_before_goes_with_its_parameter(mesh):
 
 
 @pytest.mark.parametrize(
-    ("policy", "units"),
+    ("units", "sharded"),
     [
-        ("whole", [""]),
-        ("Block", ["", "0", "1"]),
-        (["Block", "Linear"], ["", "0", "0.linear", "1", "1.linear", "2"]),
-        (lambda name, module: name == "2", ["", "2"]),
+        ((), [""]),
+        (("Block",), ["", "0", "1"]),
+        (("Block", "Linear"), ["", "0", "0.linear", "1", "1.linear", "2"]),
     ],
-    ids=["whole", "class", "classes", "callable"],
+    ids=["whole", "class", "classes"],
 )
-def test_the_policy_names_the_units(mesh, policy, units):
+def test_units_are_named_by_their_classes(mesh, units, sharded):
     state = trained({"model": network()})
 
-    shard(discover(state), mesh, policy)
+    shard(discover(state), mesh, Sharding(units=units))
 
-    assert [name for name, m in state["model"].named_modules() if isinstance(m, FSDPModule)] == units
+    assert [name for name, m in state["model"].named_modules() if isinstance(m, FSDPModule)] == sharded
 
 
 def test_a_unit_with_a_tied_parameter_stays_with_its_parent(mesh):
@@ -100,32 +100,90 @@ def test_a_unit_with_a_tied_parameter_stays_with_its_parent(mesh):
     model[1].linear.weight = model[0].linear.weight
     state = trained({"model": nn.Sequential(model, Block())})
 
-    shard(discover(state), mesh, "Block")
+    shard(discover(state), mesh, Sharding(units=["Block"]))
 
     assert [n for n, m in state["model"].named_modules() if isinstance(m, FSDPModule)] == ["", "1"]
     step(state)
     assert model[1].linear.weight is model[0].linear.weight
 
 
-def test_a_policy_that_matches_nothing_is_refused(mesh):
-    with pytest.raises(ContractError, match=r'\'Blok\' matches none in state\["model"\]'):
-        shard(discover(trained({"model": network()})), mesh, "Blok")
+@pytest.mark.parametrize(
+    ("sharding", "said"),
+    [
+        (Sharding(units=["Blok"]), r"`units` has 'Blok', which is the class of no module; there are Block, Linear"),
+        (Sharding(forward_methods=["encode"]), r"`forward_methods` has 'encode', which no unit has \(state\[.model.\]"),
+        (
+            Sharding(ignored=["head.*"]),
+            r"`ignored` has 'head.\*', which fits the name of no parameter; there are 0.l",
+        ),
+    ],
+)
+def test_settings_that_fit_nothing_are_refused(mesh, sharding, said):
+    with pytest.raises(ContractError, match=said):
+        shard(discover(trained({"model": network()})), mesh, sharding)
 
 
-def test_a_container_that_nobody_calls_is_gathered_as_one_by_a_call_of_any_part(mesh):
-    state = trained({"model": nn.ModuleDict({"a": Block(), "many": nn.ModuleList([Block()])})})
+def test_a_type_that_torch_has_not_is_refused_when_it_is_set():
+    with pytest.raises(ValueError, match=r"Invalid `param_dtype`: 'bf16'\. Expected a floating-point type of torch"):
+        Sharding(param_dtype="bf16")
+
+
+def test_what_a_container_holds_are_units_and_its_own_parameters_stay_whole(mesh):
+    container = nn.ModuleDict({"a": Block(), "many": nn.ModuleList([Block()])})
+    container.scale = nn.Parameter(torch.ones(3))
+    state = trained({"model": container})
 
     shard(discover(state), mesh)
 
-    assert all(isinstance(p, DTensor) for p in state["model"].parameters())
-    assert type(state["model"]["many"][0](torch.ones(2, 4))) is torch.Tensor
-    assert all(isinstance(p, DTensor) for p in state["model"].parameters()), "outside of calls there are shards"
+    units = [name for name, m in state["model"].named_modules() if isinstance(m, FSDPModule)]
+    assert units == ["a", "many.0"]
+    assert type(container.scale) is nn.Parameter
+    assert type(container["many"][0](torch.ones(2, 4))) is torch.Tensor
+    assert all(isinstance(p, DTensor) for p in container["many"].parameters()), "outside of calls there are shards"
+
+
+def test_named_parameters_and_numbers_stay_whole(mesh):
+    model = network()
+    model.scale = nn.Parameter(torch.ones(()))
+    state = trained({"model": model})
+
+    shard(discover(state), mesh, Sharding(ignored=["2.*"]))
+
+    whole = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    assert whole == ["scale", "2.weight", "2.bias"]
+
+
+def test_types_of_parameters_and_outputs_are_those_of_the_policy(mesh):
+    state = trained({"model": network()})
+
+    shard(discover(state), mesh, Sharding(param_dtype="bfloat16", reduce_dtype="float32", output_dtype="float64"))
+
+    seen = []
+    state["model"][2].register_forward_hook(lambda module, args, output: seen.append((args[0].dtype, output.dtype)))
+    assert state["model"](torch.ones(2, 4)).dtype is torch.float64
+    assert seen == [(torch.bfloat16, torch.bfloat16)]
+    step(state)
+    assert {p.dtype for p in state["model"].parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in state["model"].parameters()} == {torch.float32}
+
+
+def test_a_method_of_a_unit_computes_with_whole_weights(mesh):
+    class Coder(Block):
+        def encode(self, x):
+            return self.linear(x)
+
+    state = trained({"model": Coder()})
+    expected = state["model"].encode(torch.ones(2, 4))
+
+    shard(discover(state), mesh, Sharding(forward_methods=["encode"]))
+
+    torch.testing.assert_close(state["model"].encode(torch.ones(2, 4)), expected)
 
 
 def test_ema_copies_are_sharded_like_their_model_and_teachers_are_not(mesh):
     model = network()
     averaged = torch.optim.swa_utils.AveragedModel(model)
-    state = trained({"model": model, "ema": copy.deepcopy(model), "averaged": averaged, "teacher": nn.Linear(4, 1)})
+    state = trained({"model": model, "ema": copy.deepcopy(model), "averaged": averaged, "teacher": nn.Linear(4, 2)})
 
     shard(discover(state), mesh)
 
@@ -138,7 +196,7 @@ def test_ema_copies_are_sharded_like_their_model_and_teachers_are_not(mesh):
 def test_state_dicts_are_whole_of_modules_of_their_parts_and_of_optimizers(mesh):
     state = trained({"model": network()})
     shapes = {name: tuple(t.shape) for name, t in state["model"].state_dict().items()}
-    shard(discover(state), mesh, "Block")
+    shard(discover(state), mesh, Sharding(units=["Block"]))
     step(state)
 
     whole, part = state["model"].state_dict(), state["model"][0].linear.state_dict()
@@ -155,7 +213,7 @@ def test_whole_state_dicts_load_into_sharded_modules_and_optimizers(mesh):
     source = trained({"model": network()})
     step(source)
     target = trained({"model": network()})
-    shard(discover(target), mesh, "Block")
+    shard(discover(target), mesh, Sharding(units=["Block"]))
     step(target)
     given = source["model"].state_dict()
 
@@ -177,8 +235,16 @@ def with_tuple_of_parameters(state):
     state["params"] = tuple(state["model"].parameters())
 
 
-def with_average_in_a_tuple(state):
-    state["average"] = tuple(p.detach().clone() for p in state["model"].parameters())
+def with_average_in_a_list(state):
+    state["average"] = [p.detach().clone() for p in state["model"].parameters()]
+
+
+def with_hook(state):
+    state["model"][2].weight.register_hook(lambda gradient: gradient * 2)
+
+
+def with_other_type(state):
+    state["model"].scale = nn.Parameter(torch.ones(2, dtype=torch.float64))
 
 
 def with_ddp(state):
@@ -188,11 +254,13 @@ def with_ddp(state):
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (with_lbfgs, r'state\["opt"\] is LBFGS'),
-        (with_tuple_of_parameters, r'state\["params"\]\[0\] is a parameter of state\["model"\].0.linear.weight'),
-        (with_tuple_of_parameters, r"weight, which sharding .*; and 1 more like these"),
-        (with_average_in_a_tuple, r'state\["average"\]\[0\] is a copy of a parameter in a tuple'),
-        (with_ddp, r'state\["model"\] is a DistributedDataParallel of its own'),
+        (with_lbfgs, r'state\["opt"\]: LBFGS needs all parameters'),
+        (with_tuple_of_parameters, r'state\["params"\]\[0\]: a parameter stands in a place that cannot be changed'),
+        (with_tuple_of_parameters, r"; and 1 more like these; or use `strategy: ddp`"),
+        (with_average_in_a_list, r'state\["average"\]: a list or dict has a copy of each parameter'),
+        (with_hook, r'state\["model"\].2.weight: a gradient hook on a parameter'),
+        (with_other_type, r'state\["model"\]: parameters of several types are sharded together'),
+        (with_ddp, r'state\["model"\]: a DistributedDataParallel of the class.s own'),
     ],
 )
 def test_what_sharding_would_break_is_refused_by_its_path(mesh, spoil, said):
@@ -203,28 +271,26 @@ def test_what_sharding_would_break_is_refused_by_its_path(mesh, spoil, said):
         shard(discover(state), mesh)
 
 
-def test_dicts_by_parameter_and_copies_of_parameters_follow_them(mesh):
+def test_dicts_by_parameter_follow_them(mesh):
     state = trained({"model": network()})
     state["rates"] = {p: i for i, p in enumerate(state["model"].parameters())}
-    state["average"] = {name: p.detach().clone() for name, p in state["model"].named_parameters()}
 
     shard(discover(state), mesh)
 
     assert list(state["rates"].values()) == [*range(6)]
     assert all(a is b for a, b in zip(state["rates"], state["model"].parameters(), strict=True))
-    assert all(isinstance(t, DTensor) for t in state["average"].values())
 
 
-def test_modules_that_share_a_parameter_are_one_unit_and_go_on_sharing_it(mesh):
-    state = {"model": network(), "head": nn.Linear(4, 1)}
+def test_modules_that_share_a_parameter_stay_whole_and_say_so(mesh, caplog):
+    state = {"model": network(), "head": nn.Linear(4, 1), "other": network()}
     state["head"].weight = state["model"][2].weight
-    trained(state)
+    state["opt"] = torch.optim.Adam(dict.fromkeys(p for m in state.values() for p in m.parameters()))
 
     shard(discover(state), mesh)
 
-    state["head"](state["model"][0](torch.ones(2, 4))).sum().backward()
-    assert state["head"].weight is state["model"][2].weight
-    assert isinstance(state["head"].weight.grad, DTensor)
+    assert not any(isinstance(p, DTensor) for name in ("model", "head") for p in state[name].parameters())
+    assert all(isinstance(p, DTensor) for p in state["other"].parameters())
+    assert 'state["model"] and state["head"] share parameters' in caplog.text
 
 
 def test_weights_that_change_after_a_forward_without_backward_count_in_the_next(mesh):
@@ -237,34 +303,85 @@ def test_weights_that_change_after_a_forward_without_backward_count_in_the_next(
         for p in state["model"].parameters():
             p.mul_(2.0)
     doubled = state["model"](x).detach()
-    for value in state["model"].state_dict().values():
-        value.data.mul_(0.5)
+    for p in state["model"].parameters():
+        p.data.mul_(0.5)
 
     assert not torch.equal(doubled, before)
     torch.testing.assert_close(state["model"](x).detach(), before)
 
 
-def test_sharded_values_read_and_compute_like_whole_ones_while_held(mesh):
+@pytest.fixture
+def in_step():
+    """Tensors behave as in a training step; what was agreed on and noted is in the lists."""
+    agreed, noted = [], []
+    own = DTensor.__dict__["__torch_function__"]
+    tensors.hold()
+    tensors.begin_step(agreed.append, noted.append)
+    yield agreed, noted
+    tensors.release()
+    assert DTensor.__dict__["__torch_function__"] is own
+
+
+def test_within_a_step_state_dicts_are_the_weights_themselves(mesh, in_step):
+    state = trained({"model": network(), "target": network().requires_grad_(False)})
+    shard(discover(state), mesh)
+
+    for name, value in state["target"].state_dict().items():
+        value.copy_(state["model"].state_dict()[name])
+
+    for mine, theirs in zip(state["target"].parameters(), state["model"].parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), theirs.full_tensor())
+
+
+def test_numbers_of_a_step_are_read_from_the_whole_tensor(mesh, in_step):
     state = trained({"model": network()})
     shard(discover(state), mesh)
     weight = state["model"][2].weight
-    own = DTensor.__torch_function__
-    sharded_values.hold(mesh)
-    try:
-        torch.manual_seed(3)
-        nn.init.normal_(weight)
-        torch.manual_seed(3)
-        expected = nn.init.normal_(torch.empty(1, 4))
-        with torch.no_grad():
-            weight.add_(torch.ones(1, 4))
-        weight.data = weight.data - 1
-        texts = f"{weight.detach().norm():.4f}", f"{float(weight.detach().max()):.4f}"
-    finally:
-        sharded_values.release(mesh)
+    expected = weight.full_tensor().detach().norm()
 
-    torch.testing.assert_close(weight.full_tensor(), expected)
-    assert texts == (f"{expected.norm():.4f}", f"{float(expected.max()):.4f}")
-    assert DTensor.__torch_function__ == own
+    assert f"{weight.detach().norm():.4f}" == f"{expected:.4f}"
+    assert float(weight.detach().norm()) == pytest.approx(float(expected))
+    assert "compute `__float__` of a sharded tensor of shape ()" in in_step[0]
+
+
+def assign_data(p):
+    p.data = p.data - 1
+
+
+def assign_whole_gradient(p):
+    p.grad = torch.ones(p.shape)
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (torch.randn_like, "`randn_like` in `train_step`: random numbers in the shape of a shard"),
+        (nn.init.normal_, "`normal_` in `train_step`: random numbers"),
+        (nn.init.kaiming_uniform_, "random numbers in the shape of a shard"),
+        (lambda p: p.register_hook(print), "`register_hook` in `train_step`: a gradient hook on a parameter"),
+        (assign_data, "`.data` of a parameter is replaced"),
+        (assign_whole_gradient, "a tensor that is not sharded is assigned to `.grad`"),
+    ],
+)
+def test_what_shards_cannot_do_in_a_step_is_refused(mesh, in_step, use, said):
+    state = trained({"model": network()})
+    shard(discover(state), mesh)
+
+    with pytest.raises(ContractError, match=said):
+        use(state["model"][2].weight)
+
+
+def test_writes_to_shards_are_noted_and_products_are_placed_as_they_are(mesh, in_step):
+    state = trained({"model": network()})
+    shard(discover(state), mesh)
+    weight = state["model"][0].linear.weight
+    before = weight.full_tensor().detach().clone()
+
+    with torch.no_grad():
+        weight.add_(weight.T @ weight)
+
+    assert in_step[1] == ["add_ (4, 4)"]
+    torch.testing.assert_close(weight.full_tensor().detach(), before + before.T @ before)
 
 
 class Frozen:

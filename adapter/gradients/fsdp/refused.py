@@ -1,0 +1,88 @@
+"""What a trainer class cannot do while FSDP 2 shards its modules, in one table: the reason and the way out of each.
+
+Sharding, a training step and ``genlight check`` raise these errors, and the reference lists them. All that is not in
+the table works, or torch itself fails with an error; `explained` adds the way out to that.
+"""
+
+from __future__ import annotations
+
+import re
+from types import MappingProxyType
+
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ...contract.exceptions import ContractError
+
+__all__ = ["REFUSED", "about_sharded_update", "explained", "refusal"]
+
+WITH_DDP = "or use `strategy: ddp`"
+
+REFUSED = MappingProxyType(
+    {
+        "lbfgs": "LBFGS needs all parameters in one vector; use another optimizer",
+        "sparse": "an embedding has sparse gradients; leave out `sparse=True`",
+        "torchscript": "a module of TorchScript cannot be sharded; leave out torch.jit",
+        "own ddp": "a DistributedDataParallel of the class's own; leave it out, since genlight keeps the ranks equal",
+        "types": "parameters of several types are sharded together; give each type a unit of its own by `units`, or "
+        "name some in `ignored`",
+        "parameter in a tuple": "a parameter stands in a place that cannot be changed, and sharding replaces it; ask "
+        "the module for its parameters when you need them, or keep them in a list",
+        "copies": "a list or dict has a copy of each parameter (an average, masks); keep averages in a module, as "
+        "copy.deepcopy(model) or torch's AveragedModel, which is sharded too",
+        "hook": "a gradient hook on a parameter, which autograd never calls with a shard; change `.grad` between "
+        "backward and step",
+        "data": "`.data` of a parameter is replaced, which would leave its shard as it was; write in place under "
+        "torch.no_grad(), as in parameter.copy_(value)",
+        "whole gradient": "a tensor that is not sharded is assigned to `.grad`; change the gradients that backward "
+        "left in place",
+        "random": "random numbers in the shape of a shard, equal on all ranks or not those of one process; draw them "
+        "in `configure`, before modules are sharded",
+        "gradients by parameters": "gradients are asked for by parameters (torch.autograd.grad, or backward with "
+        "`inputs`), and modules compute with gathered ones; use backward() and read `.grad`",
+        "differentiated gradients": "backward(create_graph=True): the gradients of shards have no graph; a penalty on "
+        "gradients by inputs (torch.autograd.grad) is fine",
+        "other parameters": "a module is called with other parameters than its own, as torch.func does; use the "
+        "module's own parameters",
+        "not reduced": "a backward left gradients that FSDP 2 did not reduce: the outputs of the module are nothing "
+        "that torch finds tensors in, or what was used was kept by a hook or an attribute; return tensors, or tuples, "
+        "dicts and dataclasses of them, from the module",
+        "written in forward": "a module writes to its own parameters in its forward, where they are gathered copies; "
+        "keep what moves by itself (a codebook, an average) in a buffer",
+        "failed call": "a call of a module failed and the error was caught, which leaves weights gathered; let "
+        "`train_step` fail",
+        "collective": "ranks do different things with sharded modules (calls, backward, updates, values of sharded "
+        "tensors), which take part in all of them; do the same on every rank",
+        "unused parameters": "ranks used different parameters; set `unused_parameters` of FSDP2Strategy where ranks "
+        "choose among parts of a module (experts, heads)",
+    }
+)
+"""By a short name: what is refused and why; and what to do instead."""
+
+
+def refusal(name: str, what: str = "") -> ContractError:
+    """The error for the entry `name`; `what` says where, or which rank does what."""
+    return ContractError(f"FSDP 2 cannot train this class as it is: {what and f'{what}: '}{REFUSED[name]}, {WITH_DDP}.")
+
+
+_OF_SHARDS = re.compile(r"DTensor|[Ss]hard|placement|_local_tensor|storage of size 0|FSDP|c10d::")
+
+
+def explained(error: BaseException, what: str = "`train_step`") -> ContractError | None:
+    """An error that says what to do about `error`, raised in `what`; None where it is not about sharding."""
+    if isinstance(error, ContractError) or not _OF_SHARDS.search(str(error)):
+        return None
+    first = str(error).strip().partition("\n")[0]
+    return ContractError(
+        f"{what} does what FSDP 2 cannot: torch has no such operation on sharded parameters, optimizer states and "
+        "gradients, or it mixes them with tensors that are whole. A part of a module that is called by itself is made "
+        f"a unit by `units` of FSDP2Strategy, a method by `forward_methods`; {WITH_DDP}. torch says: "
+        f"{type(error).__name__}: {first}"
+    )
+
+
+def about_sharded_update(error: BaseException, optimizer: Optimizer) -> ContractError | None:
+    """The same for an error of ``optimizer.step``; None where its parameters are not sharded."""
+    if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+        return None
+    return explained(error, f"{type(optimizer).__name__}.step()")

@@ -1,0 +1,346 @@
+"""Shards the modules of a trainer class over the ranks by FSDP 2, after ``configure`` built them as for one device.
+
+The trainer notices nothing: its modules stay the same objects, its optimizers hold the sharded parameters, and so do
+its lists of parameters. What is called becomes a unit: each module with a ``forward``, those in a container each by
+itself, and parts of them by name. What no call of a unit gathers stays whole, and DDP's averaging does the rest:
+scalars, parameters of a container itself, modules that share parameters, and what `Sharding.ignored` names.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.compiler.config
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
+
+from ....callbacks.optimizer_state import map_values
+from ...contract.exceptions import ContractError
+from ...discovery.discover import Discovered, Found, walk
+from ...discovery.parameter_aliases import Alias, aliases
+from ...discovery.wrapped_optimizers import known_parts, with_inner_optimizers
+from ..ddp.buffers import broadcast_from_zero
+from ..torch_internals import post_accumulate_hooks, require_fsdp
+from .refused import REFUSED, WITH_DDP
+from .state import like, whole_optimizer_states, whole_state_dicts
+
+__all__ = ["Sharding", "shard", "sharding_of"]
+
+log = logging.getLogger(__name__)
+
+SHOWN_FAULTS = 5
+"""How many of the reasons are named why a trainer cannot be sharded."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How modules are sharded; see `FSDP2Strategy`, which has the same arguments."""
+
+    units: Sequence[str] = ()
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    output_dtype: str | None = None
+    cast_forward_inputs: bool = True
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+    ignored: Sequence[str] = ()
+    forward_methods: Sequence[str] = ()
+    unused_parameters: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            _dtype(name, getattr(self, name))
+
+    @property
+    def mixed_precision(self) -> MixedPrecisionPolicy:
+        """In torch's words."""
+        return MixedPrecisionPolicy(
+            param_dtype=_dtype("param_dtype", self.param_dtype),
+            reduce_dtype=_dtype("reduce_dtype", self.reduce_dtype),
+            output_dtype=_dtype("output_dtype", self.output_dtype),
+            cast_forward_inputs=self.cast_forward_inputs,
+        )
+
+
+def _dtype(argument: str, name: str | None) -> torch.dtype | None:
+    found = None if name is None else getattr(torch, name.removeprefix("torch."), None)
+    if name is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(f"Invalid `{argument}`: {name!r}. Expected a floating-point type of torch, such as 'bfloat16'")
+    return found
+
+
+_shardings: WeakKeyDictionary[nn.Module, Sharding] = WeakKeyDictionary()
+
+
+def sharding_of(unit: nn.Module) -> Sharding:
+    """How `unit` was sharded."""
+    return _shardings[unit]
+
+
+def shard(
+    discovered: Discovered, mesh: DeviceMesh, sharding: Sharding | None = None, device: torch.device | None = None
+) -> None:
+    """Shard the trained modules and their EMA copies over `mesh`, beginning with the weights of its first rank.
+
+    An EMA copy is an untrained module whose parameters have the names and shapes of a trained one's; other untrained
+    modules stay whole on every rank. State that an optimizer already holds is sharded with its parameter.
+
+    Args:
+        discovered: What the trainer built.
+        mesh: The ranks; of two dimensions, the first replicates what the second shards.
+        sharding: How; None takes the defaults.
+        device: Of this rank, to which all modules are moved; None is the host.
+
+    Raises:
+        ContractError: Names what cannot be sharded, by its path, or a setting that fits nothing.
+    """
+    require_fsdp()
+    sharding, device = sharding or Sharding(), device or torch.device("cpu")
+    optimizers = with_inner_optimizers(discovered)
+    modules = [*discovered.trained, *_averages(discovered)]
+    kept = _kept_by_themselves(discovered, optimizers)
+    called = [unit for found in modules for unit in _called(found.path, found.value)]
+    whole = _to_stay_whole(modules, called, sharding)
+    units = _units(called, sharding, whole)
+    faults = [
+        *_faults(discovered, modules, kept),
+        *_faults_of_types(units, whole),
+        *_faults_of_settings(modules, units, sharding),
+    ]
+    if faults:
+        more = f"; and {len(faults) - SHOWN_FAULTS} more like these" if len(faults) > SHOWN_FAULTS else ""
+        raise ContractError(f"FSDP 2 cannot shard this class: {'; '.join(faults[:SHOWN_FAULTS])}{more}; {WITH_DDP}.")
+    # Each rank keeps its slice of its own weights, so they must be equal before they are sliced; and on the device
+    # before they are sent, since a group of a device may have no way to send what is on the host.
+    for found in discovered.modules:
+        found.value.to(device)
+    tensors = [t for found in discovered.modules for t in (*found.value.parameters(), *found.value.buffers())]
+    broadcast_from_zero(tensors, dist.group.WORLD if mesh.ndim > 1 else mesh.get_group())
+    before = {found.path: _by_place(found.value) for found in modules}
+    for _, unit in units:
+        _shard_unit(unit, mesh, sharding, whole)
+    replaced: dict[int, Tensor] = {}
+    for found in modules:
+        after = _by_place(found.value)
+        replaced |= {id(old): after[place] for place, old in before[found.path].items() if after[place] is not old}
+        whole_state_dicts(found.value)
+    _keep_compiled_code_apart(replaced.values())
+    for alias in kept:
+        if alias.put is not None and id(alias.value) in replaced:
+            alias.put(replaced[id(alias.value)])
+    for optimizer in optimizers:
+        _repoint(optimizer.value, replaced)
+        whole_optimizer_states(optimizer.value)
+
+
+def _shard_unit(unit: nn.Module, mesh: DeviceMesh, sharding: Sharding, whole: Collection[nn.Parameter]) -> None:
+    fully_shard(
+        unit,
+        mesh=mesh,
+        # Also of the outermost unit, where torch's default is not to: outside of calls the trainer sees shards alone,
+        # so that what it writes to weights (an average that is swapped in, clipping) is never lost.
+        reshard_after_forward=sharding.reshard_after_forward,
+        mp_policy=sharding.mixed_precision,
+        offload_policy=CPUOffloadPolicy() if sharding.cpu_offload else OffloadPolicy(),
+        ignored_params={p for p in unit.parameters() if p in whole},
+    )
+    for name in sharding.forward_methods:
+        if hasattr(unit, name):
+            register_fsdp_forward_method(unit, name)
+    _shardings[unit] = sharding
+
+
+def _called(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules that can be called: `module`, or those in it where it has no ``forward``."""
+    is_scripted = isinstance(module, torch.jit.ScriptModule)
+    if is_scripted or type(module).forward is not nn.Module.forward or "forward" in vars(module):
+        yield path, module
+    else:
+        for name, child in module.named_children():
+            yield from _called(f"{path}.{name}", child)
+
+
+def _to_stay_whole(
+    modules: Sequence[Found[nn.Module]], called: Sequence[tuple[str, nn.Module]], sharding: Sharding
+) -> set[nn.Parameter]:
+    owners = Counter(p for _, module in called for p in set(module.parameters()))
+    shared = [path for path, module in called if any(owners[p] > 1 for p in module.parameters())]
+    if shared:
+        log.warning(
+            "%s share parameters, which FSDP 2 gathers for one of them alone: they stay whole on every rank. Put them "
+            "into one module that is called to have them sharded",
+            " and ".join(shared),
+        )
+    whole = {p for path, module in called if path in shared for p in module.parameters()}
+    for found in modules:
+        for name, parameter in found.value.named_parameters(remove_duplicate=False):
+            is_ignored = any(fnmatch.fnmatch(name, pattern) for pattern in sharding.ignored)
+            if parameter.dim() == 0 or parameter not in owners or is_ignored:
+                whole.add(parameter)
+    return whole
+
+
+def _units(
+    called: Sequence[tuple[str, nn.Module]], sharding: Sharding, whole: Collection[nn.Parameter]
+) -> list[tuple[str, nn.Module]]:
+    """What is sharded together, inner units first: ``fully_shard`` gives one what no unit inside of it has taken."""
+    found: dict[nn.Module, str] = {}
+    for path, module in called:
+        if all(p in whole for p in module.parameters()):
+            continue
+        inner = [
+            (f"{path}.{name}", part)
+            for name, part in module.named_modules()
+            if name and type(part).__name__ in sharding.units and not _is_tied_outside(part, module)
+        ]
+        found |= {part: where for where, part in reversed(inner) if any(p not in whole for p in part.parameters())}
+        found[module] = path
+    return [(path, module) for module, path in found.items()]
+
+
+def _is_tied_outside(part: nn.Module, module: nn.Module) -> bool:
+    """Whether a parameter of `part` is also one outside of it; FSDP wants both in one unit."""
+    inside, parts = set(part.parameters()), set(part.modules())
+    return any(p in inside for other in module.modules() if other not in parts for p in other._parameters.values())
+
+
+def _averages(discovered: Discovered) -> list[Found[nn.Module]]:
+    """The untrained modules that are copies: each part that is called has the parameters of a trained module's part."""
+    trained = {_shapes(part) for found in discovered.trained for part in found.value.modules()}
+
+    def is_copy(module: nn.Module) -> bool:
+        called = [part for _, part in _called("", module) if next(part.parameters(), None) is not None]
+        return bool(called) and all(_shapes(part) in trained or _shapes(module) in trained for part in called)
+
+    return [found for found in discovered.untrained if is_copy(found.value)]
+
+
+def _shapes(module: nn.Module) -> tuple[Any, ...]:
+    return tuple((tuple(p.shape), p.dtype) for p in module.parameters())
+
+
+def _by_place(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+    """Every place in `module` that holds a parameter."""
+    return {(m, name): p for m in module.modules() for name, p in m._parameters.items() if p is not None}
+
+
+def _kept_by_themselves(discovered: Discovered, optimizers: Sequence[Found[Optimizer]]) -> list[Alias]:
+    """Where trainer and optimizers keep tensors by themselves."""
+    found = [*discovered.aliases]
+    for each in optimizers:
+        nodes = [*walk(vars(each.value), f"{each.path}.__dict__", seen=known_parts(each.value))]
+        found += aliases(nodes, {id(value) for _, value in nodes if isinstance(value, Tensor)})
+    return found
+
+
+def _faults(discovered: Discovered, modules: Sequence[Found[nn.Module]], kept: Sequence[Alias]) -> Iterator[str]:
+    """What sharding would break, by its path."""
+    for optimizer in discovered.optimizers:
+        if isinstance(optimizer.value, LBFGS):
+            yield f"{optimizer.path}: {REFUSED['lbfgs']}"
+    for found in modules:
+        for name, part in found.value.named_modules():
+            path = f"{found.path}{name and f'.{name}'}"
+            if isinstance(part, DistributedDataParallel):
+                yield f"{path}: {REFUSED['own ddp']}"
+            if isinstance(part, torch.jit.ScriptModule):
+                yield f"{path}: {REFUSED['torchscript']}"
+            if getattr(part, "sparse", False) is True:
+                yield f"{path}: {REFUSED['sparse']}"
+        for name, parameter in found.value.named_parameters():
+            if parameter._backward_hooks or post_accumulate_hooks(parameter):
+                yield f"{found.path}.{name}: {REFUSED['hook']}"
+    parameters = {id(p) for found in modules for p in found.value.parameters()}
+    for alias in kept:
+        if alias.put is None and id(alias.value) in parameters:
+            yield f"{alias.path}: {REFUSED['parameter in a tuple']}"
+    yield from (f"{path}: {REFUSED['copies']}" for path in _containers_of_copies(discovered, kept, parameters))
+
+
+def _containers_of_copies(discovered: Discovered, kept: Sequence[Alias], parameters: Collection[int]) -> Iterator[str]:
+    """Lists and dicts with a tensor in the shape of each parameter."""
+    containers: dict[str, list[tuple[int, ...]]] = {}
+    for alias in kept:
+        if alias.path.endswith("]") and alias.value.is_floating_point() and id(alias.value) not in parameters:
+            containers.setdefault(alias.path.rpartition("[")[0], []).append(tuple(alias.value.shape))
+    rows = [list(found.value.parameters()) for found in discovered.trained]
+    rows += [[p for p in row if p.requires_grad] for row in rows]
+    rows += [group["params"] for found in discovered.optimizers for group in found.value.param_groups]
+    shapes = [[tuple(p.shape) for p in row] for row in rows if len(row) > 1]
+    yield from (path for path, held in containers.items() if held in shapes)
+
+
+def _faults_of_types(units: Sequence[tuple[str, nn.Module]], whole: Collection[nn.Parameter]) -> Iterator[str]:
+    taken: set[nn.Parameter] = set()
+    for path, unit in units:
+        own = [p for p in unit.parameters() if p not in taken and p not in whole]
+        taken.update(own)
+        if len({p.dtype for p in own if p.requires_grad}) > 1:
+            yield f"{path}: {REFUSED['types']}"
+
+
+def _faults_of_settings(
+    modules: Sequence[Found[nn.Module]], units: Sequence[tuple[str, nn.Module]], sharding: Sharding
+) -> Iterator[str]:
+    parts = {type(part).__name__ for _, unit in units for part in unit.modules()}
+    names = [name for found in modules for name, _ in found.value.named_parameters()]
+    for missing in sorted(set(sharding.units) - parts):
+        yield f"`units` has {missing!r}, which is the class of no module; there are {', '.join(sorted(parts))}"
+    for method in sharding.forward_methods:
+        if not any(callable(getattr(unit, method, None)) for _, unit in units):
+            yield f"`forward_methods` has {method!r}, which no unit has ({', '.join(path for path, _ in units)})"
+    for pattern in sharding.ignored:
+        if not fnmatch.filter(names, pattern):
+            yield f"`ignored` has {pattern!r}, which fits the name of no parameter; there are {', '.join(names[:5])}…"
+
+
+@torch.no_grad()
+def _repoint(optimizer: Optimizer, replaced: dict[int, Tensor]) -> None:
+    """Let `optimizer` hold the sharded parameters, with the state that it had for the whole ones."""
+    for group in optimizer.param_groups:
+        for i, old in enumerate(group["params"]):
+            new = replaced.get(id(old))
+            if new is None:
+                continue
+            group["params"][i] = new
+            if old in optimizer.state:
+                optimizer.state[new] = map_values(functools.partial(like, parameter=new), optimizer.state.pop(old))
+
+
+def _keep_compiled_code_apart(tensors: Collection[Tensor]) -> None:
+    """From here on, compile for this rank alone if one of `tensors` has shards of different sizes.
+
+    torch's caches of compiled code on disk go by the whole shape of a sharded tensor. Where shards differ in size, a
+    rank would find and run the code of another: an update that changes nothing, or writes past the end of its shard.
+    """
+    if any(isinstance(tensor, DTensor) and _is_uneven(tensor) for tensor in tensors):
+        own = f"rank {dist.get_rank()}"
+        if not torch.compiler.config.cache_key_tag.endswith(own):
+            torch.compiler.config.cache_key_tag += f" {own}"
+
+
+def _is_uneven(tensor: DTensor) -> bool:
+    return any(
+        tensor.shape[placement.dim] % tensor.device_mesh.size(dimension)  # type: ignore[attr-defined]
+        for dimension, placement in enumerate(tensor.placements)
+        if placement.is_shard()
+    )

@@ -1,0 +1,100 @@
+"""What ``state_dict`` and ``load_state_dict`` of sharded modules and optimizers give and take.
+
+Within a training step the tensors are the weights themselves, as torch has it: what is written to them is written to
+the weights, and another sharded module loads them. Elsewhere they are whole, for files and for code that knows nothing
+of sharding, and whole ones load into shards. For a checkpoint they are whole in looks only, and nothing is gathered
+unless the trainer uses their values. All ranks must ask for whole tensors together.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from ....callbacks.checkpoint.sharded.boxes import sharded_like
+from ....callbacks.checkpoint.sharded.lazy_tensor import WholeTensor, whole
+from ....callbacks.optimizer_state import map_values
+from .tensors import is_in_step
+
+__all__ = ["like", "whole_metrics", "whole_optimizer_states", "whole_payload", "whole_state_dicts"]
+
+
+def whole_metrics(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`metrics` without sharded values, such as the norm that clipping returns; to be called by all ranks.
+
+    A rank that read such a value alone, for a log, would wait for the others for ever.
+    """
+    if not any(isinstance(value, DTensor) for value in metrics.values()):
+        return metrics
+    return {name: whole(value) for name, value in metrics.items()}
+
+
+def whole_payload(payload: dict[str, Any]) -> dict[str, Any]:
+    """What a trainer's ``state_dict`` returned, without tensors that look like one rank's part."""
+    made: dict[str, Any] = tree_map(whole, payload)
+    return made
+
+
+def like(value: Any, parameter: Tensor) -> Any:
+    """`value` sharded as `parameter` is, where it is a tensor of the same shape, such as a moment."""
+    if not isinstance(value, Tensor) or not isinstance(parameter, DTensor) or isinstance(value, DTensor):
+        return value
+    if value.shape != parameter.shape:
+        return value
+    if isinstance(value, WholeTensor):
+        return sharded_like(value, parameter)
+    value = value.detach().to(device=parameter.device)
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+
+
+def whole_state_dicts(module: nn.Module) -> None:
+    """Have state dicts of `module` and its parts be as this module's text says."""
+    for part in module.modules():
+        part.register_state_dict_post_hook(_whole_module_state)  # type: ignore[no-untyped-call]
+        part.register_load_state_dict_pre_hook(_sharded_module_state)  # type: ignore[no-untyped-call]
+
+
+def whole_optimizer_states(optimizer: Optimizer) -> None:
+    """The same for an optimizer."""
+    # A wrapper around another optimizer may have plain dicts for its hooks, or none.
+    for name in ("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks"):
+        hooks = getattr(optimizer, name, None)
+        if not isinstance(hooks, OrderedDict):
+            setattr(optimizer, name, OrderedDict(hooks or {}))
+    optimizer.register_state_dict_post_hook(_whole_optimizer_state)
+    optimizer.register_load_state_dict_pre_hook(_sharded_optimizer_state)
+
+
+def _whole_module_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    for name in module._parameters if not is_in_step() else ():
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = whole(state_dict[prefix + name])
+
+
+def _sharded_module_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, parameter in module._parameters.items():
+        if prefix + name in state_dict and parameter is not None:
+            state_dict[prefix + name] = like(state_dict[prefix + name], parameter)
+
+
+def _whole_optimizer_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    if is_in_step():
+        return state_dict
+    # The inner dicts are the optimizer's own and must not be changed.
+    return {**state_dict, "state": {i: map_values(whole, entry) for i, entry in state_dict["state"].items()}}
+
+
+def _sharded_optimizer_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    numbered = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    state = {
+        i: map_values(functools.partial(like, parameter=numbered[i]), entry) if i in numbered else entry
+        for i, entry in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}

@@ -1,0 +1,148 @@
+"""The strategy that shards a trainer class by FSDP 2, with the settings that its modules need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch import nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from ....callbacks.checkpoint.sharded.strategy import save_through_plugin
+from ...contract.exceptions import ContractError
+from ...discovery.discover import Discovered
+from .shard import Sharding, shard
+
+__all__ = ["FSDP2Strategy", "shard_for"]
+
+
+class FSDP2Strategy(ModelParallelStrategy):
+    """Shards the modules of a trainer class over all ranks by torch's ``fully_shard``.
+
+    Lightning's own `ModelParallelStrategy` does the same with the defaults.
+
+    Args:
+        units: Class names of parts of modules that are gathered by themselves, such as the blocks of a transformer,
+            and that may be called by themselves. Without any, each module is one unit.
+        param_dtype: What parameters are gathered and computed with, such as ``bfloat16``; None leaves their type.
+        reduce_dtype: What gradients are reduced in; None takes `param_dtype`.
+        output_dtype: What the outputs of units are cast to; None leaves their type.
+        cast_forward_inputs: Whether inputs of units are cast to `param_dtype`.
+        reshard_after_forward: Whether units give up gathered weights after their forward and gather them anew in
+            backward, which costs time and saves memory.
+        cpu_offload: Whether shards, their gradients and optimizer states are kept in host memory.
+        replicas: How many times the weights are there: more than one shards each copy over a part of the ranks (HSDP),
+            of which the first `world_size / replicas` ranks are one. Give one for each node, for example.
+        ignored: Patterns of names of parameters, such as ``head.*``, that stay whole on every rank.
+        forward_methods: Methods of units, such as ``encode``, that compute with their parameters beside ``forward``.
+        unused_parameters: Whether ranks may use different parts of a unit (experts, heads). Parameters that no rank
+            used get gradients of zeros then, as torch has it, and not None.
+        process_group_backend: As Lightning's.
+        timeout: As Lightning's.
+
+    Raises:
+        ValueError: A type is not one of torch's.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[str] = (),
+        param_dtype: str | None = None,
+        reduce_dtype: str | None = None,
+        output_dtype: str | None = None,
+        cast_forward_inputs: bool = True,
+        reshard_after_forward: bool = True,
+        cpu_offload: bool = False,
+        replicas: int = 1,
+        ignored: Sequence[str] = (),
+        forward_methods: Sequence[str] = (),
+        unused_parameters: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(
+            data_parallel_size="auto",
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=False,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self.replicas = replicas
+        self.sharding = Sharding(
+            units=tuple(units),
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            output_dtype=output_dtype,
+            cast_forward_inputs=cast_forward_inputs,
+            reshard_after_forward=reshard_after_forward,
+            cpu_offload=cpu_offload,
+            ignored=tuple(ignored),
+            forward_methods=tuple(forward_methods),
+            unused_parameters=unused_parameters,
+        )
+
+    @override
+    def setup_environment(self) -> None:
+        ranks = self.num_nodes * self.num_processes
+        if self.replicas < 1 or ranks % self.replicas:
+            raise ContractError(
+                f"Invalid `replicas` of FSDP2Strategy: {self.replicas}. Expected a divisor of the {ranks} ranks."
+            )
+        device = self.root_device.type
+        if self.sharding.cpu_offload and device == "cpu":
+            raise ContractError("FSDP2Strategy keeps shards in host memory anyway on a CPU; leave out `cpu_offload`.")
+        if self.sharding.cpu_offload and self._process_group_backend is None:
+            from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device
+
+            # Norms of gradients in host memory are sent from there.
+            backend = _get_default_process_group_backend_for_device(self.root_device)
+            self._process_group_backend = f"cpu:gloo,{device}:{backend}"
+        self._data_parallel_size = ranks
+        super().setup_environment()
+
+    @override
+    def model_to_device(self) -> None:
+        if not self.sharding.cpu_offload:
+            super().model_to_device()
+            return
+        assert self.model is not None
+        for module in self.model.modules():
+            _move_whole(module, self.root_device)
+
+    def shard_mesh(self) -> DeviceMesh:
+        """The ranks as modules are sharded over them."""
+        if self.replicas == 1:
+            return self.device_mesh["data_parallel"]
+        ranks = self.device_mesh["data_parallel"].size()
+        shape, names = (self.replicas, ranks // self.replicas), ("replicate", "shard")
+        return init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+
+
+def _move_whole(module: nn.Module, device: Any) -> None:
+    for tensors in (module._parameters, module._buffers):
+        for tensor in tensors.values():
+            if tensor is not None and not isinstance(tensor, DTensor):
+                tensor.data = tensor.data.to(device)
+
+
+def shard_for(strategy: Strategy, discovered: Discovered) -> bool:
+    """Shard what was discovered where `strategy` asks for it, and say whether it did.
+
+    To be called in ``configure_model``, right after ``configure``, on every rank.
+
+    Raises:
+        ContractError: As `shard` does.
+    """
+    if not isinstance(strategy, ModelParallelStrategy):
+        return False
+    if isinstance(strategy, FSDP2Strategy):
+        shard(discovered, strategy.shard_mesh(), strategy.sharding, strategy.root_device)
+    else:
+        shard(discovered, strategy.device_mesh["data_parallel"], device=strategy.root_device)
+    save_through_plugin(strategy)
+    return True
