@@ -8,6 +8,8 @@ INSTALLED := $(VENV)/.installed
 # What depends on protected names of Lightning and torch.
 TESTS_OF_VERSIONS := tests/adapter/module tests/adapter/gradients \
 	tests/adapter/test_training_loop.py tests/callbacks/test_lightning_internals.py
+# What compares numbers, which other processors round otherwise.
+TESTS_OF_NUMBERS := tests/adapter/gradients tests/adapter/module tests/callbacks/checkpoint tests/zoo
 LIGHTNING := $(shell sed -n 's/.*"\(lightning>=[^"]*\)".*/\1/p' pyproject.toml)
 
 .PHONY: demo test test-all check format reference zoo faults security shake versions newest-lightning lock clean
@@ -43,8 +45,10 @@ faults: $(INSTALLED)  ## the long fault-injection runs
 security: $(INSTALLED)  ## the attacks of SECURITY.md, with long runs of generated input
 	GENLIGHT_LONG_FAULTS=1 $(BIN)/python -m pytest -m "not gpu" tests/security
 
-shake: $(INSTALLED)  ## the tests while processes pause, disks are slow and threads start late
+shake: $(INSTALLED)  ## the tests while processes pause, disks are slow and threads start late; and with older kernels
 	$(BIN)/python tests/shaken
+	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(BIN)/python tests/shaken $(TESTS_OF_NUMBERS)
+	ATEN_CPU_CAPABILITY=avx2 $(BIN)/python tests/shaken $(TESTS_OF_NUMBERS)
 
 versions: $(INSTALLED)  ## what depends on torch, under the lowest and the newest release; writes CONTRIBUTING.md; several GB
 	$(BIN)/python tests/versions.py $(TESTS_OF_VERSIONS)

@@ -44,7 +44,7 @@ def measure(release: str, tests: list[str]) -> str:
         check=True,
     )
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", "-p", "no:cacheprovider", *tests],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
         cwd=ROOT,
         env=environ,
         stdout=subprocess.PIPE,
