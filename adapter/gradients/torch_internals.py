@@ -13,7 +13,6 @@ import functools
 import importlib
 import operator
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib.metadata import version
@@ -29,10 +28,8 @@ from torch.optim import Optimizer
 from ...callbacks.lightning_internals import SUPPORTED, require_names
 
 __all__ = [
-    "POWER_SGD_MEMORY",
     "NormBase",
     "TensorBase",
-    "WrappedHook",
     "amp_foreach_non_finite_check_and_unscale",
     "current_graph_task_id",
     "default_store",
@@ -41,12 +38,10 @@ __all__ = [
     "engine_entry",
     "engine_run_backward",
     "group_timeout",
-    "held_by_parameters_alone",
     "is_gradtrackingtensor",
     "initialize_sharded",
     "keep_out_of_graphs",
     "post_accumulate_hooks",
-    "power_sgd_state_class",
     "protected",
     "reduce_sharded_gradients",
     "require_fsdp",
@@ -92,17 +87,11 @@ amp_foreach_non_finite_check_and_unscale: Callable[[Sequence[Tensor], Tensor, Te
     "torch", "_amp_foreach_non_finite_check_and_unscale_"
 )
 """The kernel of torch's own gradient scaler."""
-WrappedHook: type[Any] = protected("torch.nn.modules.module", "_WrappedHook")
-"""What ``Module.register_backward_hook`` makes of a hook."""
 NormBase: type[nn.Module] = protected("torch.nn.modules.batchnorm", "_NormBase")
 """The base of layers with running statistics."""
 
-_storage_use_count: Callable[[int], int] = protected("torch", "_C._storage_Use_Count")
-"""How many tensors and other objects hold the memory that has this ``_cdata``."""
-
 _OF_CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
-    (Tensor, ("_backward_hooks", "_post_accumulate_grad_hooks", "_use_count", "_version", "_values")),
-    (torch.UntypedStorage, ("_cdata",)),
+    (Tensor, ("_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_values")),
     (nn.Module, ("_parameters", "_buffers", "_forward_pre_hooks", "_apply", "_save_to_state_dict")),
     (nn.Module, ("_load_from_state_dict",)),
     (GradScaler, ("_device", "_scale", "_unscale_grads_")),
@@ -120,42 +109,6 @@ post_accumulate_hooks: Callable[[Tensor], Any] = operator.attrgetter("_post_accu
 """The hooks of a parameter that run when its gradient was added to; None or empty where there are none."""
 
 
-def held_by_parameters_alone(gradients: list[Tensor]) -> list[bool]:
-    """Whether nothing refers to each of these tensors, or to memory of theirs, but a parameter and the list itself.
-
-    Then nobody can tell whether it was changed or another took its place. A name, a container, a graph, ``detach()``, a
-    slice, ``numpy()`` and a second parameter with the same gradient all count; weak references do not.
-
-    Args:
-        gradients: Each is the gradient of one parameter. Several may be parts of the same memory.
-    """
-    return [count == _counts_of_one() for count in _counts(gradients)]
-
-
-def _counts(gradients: list[Tensor]) -> list[tuple[int, ...]]:
-    """References to each gradient from Python and from C++, and beside `gradients` to its memory from both."""
-    storages = {s._cdata: s for s in [g.untyped_storage() for g in gradients]}
-    keys = [g.untyped_storage()._cdata for g in gradients]
-    parts = Counter(keys)
-    return [
-        (
-            sys.getrefcount(gradients[i]),
-            gradients[i]._use_count(),  # type: ignore[attr-defined]
-            sys.getrefcount(storages[key]),
-            _storage_use_count(key) - parts[key],
-        )
-        for i, key in enumerate(keys)
-    ]
-
-
-@functools.cache
-def _counts_of_one() -> tuple[int, ...]:
-    """What `_counts` gives for the gradient of a parameter that nobody else holds."""
-    parameter = nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
-    return _counts([parameter.grad])[0]
-
-
 def engine_entry() -> Callable[..., Any]:
     """What a backward call comes through now."""
     return vars(torch.autograd)[_ENGINE]  # type: ignore[no-any-return]
@@ -165,25 +118,6 @@ def set_engine_run_backward(entry: Callable[..., Any]) -> None:
     """Have every backward call of the process come through `entry`; `engine_run_backward` gives torch its own back."""
     for owner in (torch.autograd, torch.autograd.graph):
         setattr(owner, _ENGINE, entry)
-
-
-POWER_SGD_MEMORY = (
-    *("error_dict", "p_memory_dict", "q_memory_dict", "iter", "next_stats_report"),
-    *("total_numel_before_compression", "total_numel_after_compression"),
-)
-"""What a ``PowerSGDState`` keeps from exchange to exchange, beside its generator ``rng``."""
-
-
-@functools.cache
-def power_sgd_state_class() -> type[Any]:
-    """The class of the state of torch's PowerSGD hook.
-
-    Raises:
-        ImportError: It lacks something that genlight saves; names the release that is installed, and those to install.
-    """
-    state: type[Any] = protected("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "PowerSGDState")
-    require_names("torch", state, *POWER_SGD_MEMORY, "rng")
-    return state
 
 
 @functools.cache
