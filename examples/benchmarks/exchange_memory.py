@@ -34,7 +34,6 @@ HOSTS: dict[str, dict[str, Any]] = {
     "bare DDP": {},
     "bare DDP, gradient_as_bucket_view": {"gradient_as_bucket_view": True},
     "genlight": {},
-    "genlight, gradient_as_bucket_view": {"gradient_as_bucket_view": True},
 }
 """And the arguments of their DDP."""
 
