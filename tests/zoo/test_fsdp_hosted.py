@@ -42,7 +42,7 @@ SET = {
     "blocks": ("Clip", {"units": ["Linear"]}),
     "kept for backward": ("ModuleListOfBlocks", {"reshard_after_forward": False}),
     "kept for a look at features": ("FeaturesOfAHook", {"reshard_after_forward": False}),
-    "some stay whole": ("Clip", {"ignored": ["image.*"]}),
+    "some stay whole": ("ModuleListOfBlocks", {"ignored": ["1.*"]}),
     "each rank has all": ("ModuleListOfBlocks", {"replicas": 2}),
 }
 
