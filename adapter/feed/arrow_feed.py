@@ -60,12 +60,16 @@ class ArrowFeed:
         world_size: Number of shares.
         per_epoch: One iteration is one epoch.
         shuffle_window: Rows that are permuted among each other, and held decoded for it.
-        readahead_bytes: Decoded bytes kept ready, beyond the chunk that is in use and the one being decoded.
         filesystem: A pyarrow or fsspec file system that all paths belong to; None finds it from each path.
         collate: Called with each record batch, in the training thread; its result is handed out instead. ``torch`` is
             `to_torch`, ``module:function`` is imported.
         workers: Processes that decode and collate, through a torch data loader; 0 does it in this process. Order and
             position are the same for any number.
+        pin_memory: Hand out tensors of `collate` in pinned memory, from which ``.to(device, non_blocking=True)`` does
+            not wait; None does so where there is an accelerator.
+        copy_ahead: Hand out tensors on this process's accelerator, each batch copied while the step before trains.
+            Needs ``collate="torch"`` or `workers`: another `collate` would be called a step early, and would draw
+            other random numbers after a resume.
 
     Raises:
         ValueError: An argument is out of range.
@@ -88,10 +92,11 @@ class ArrowFeed:
         world_size: int = 1,
         per_epoch: bool = False,
         shuffle_window: int = 65_536,
-        readahead_bytes: int = 256 << 20,
         filesystem: Any = None,
         collate: Collate | str | None = None,
         workers: int = 0,
+        pin_memory: bool | None = None,
+        copy_ahead: bool = False,
     ) -> None:
         self._options = FeedOptions(
             batch_size=batch_size,
@@ -105,12 +110,18 @@ class ArrowFeed:
             world_size=world_size,
             per_epoch=per_epoch,
             shuffle_window=shuffle_window,
-            readahead_bytes=readahead_bytes,
             workers=workers,
+            pin_memory=pin_memory,
+            copy_ahead=copy_ahead,
         )
         self._given, self._columns, self._filesystem = source, checked_columns(columns), filesystem
         self._filters = as_expression(filters)
         self._collate = collate_function(collate)
+        if copy_ahead and (self._collate is None or not self.runs_no_user_code):
+            raise ValueError(
+                "Invalid `copy_ahead`. It needs batches of tensors made without code of yours in this process: "
+                "`collate` 'torch', or any `collate` with `workers`."
+            )
         self._source: Source | None = None
         self._layout: Layout | None = None
         self._position: Position | None = None
@@ -263,13 +274,25 @@ class ArrowFeed:
         self._position, self._step = position, position.step
         done = False
         try:
-            for batch in supply.epoch():
+            for batch in self._for_device(supply.epoch()):
                 self._step += 1
                 yield batch
             done = True
         finally:
             if not done and self._supply is supply:
                 self.close()
+
+    def _for_device(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches as an accelerator takes them best; record batches, and those of a host alone, as they are."""
+        if self._collate is None or not (self._options.copy_ahead or self._options.pin_memory is not False):
+            return batches
+        from ..plumbing.devices import accelerator
+        from .to_device import copied_ahead, pinned
+
+        if self._options.copy_ahead:
+            return copied_ahead(batches)
+        is_wanted = self._options.pin_memory or accelerator() is not None
+        return map(pinned, batches) if is_wanted else batches
 
     def _supply_from(self, position: Position) -> Supply:
         if self._supply is not None and self._supply.position == position:
@@ -293,7 +316,6 @@ class ArrowFeed:
             rank=self._options.rank,
             epochs=self._options.epochs,
             readahead=self._options.readahead,
-            readahead_bytes=self._options.readahead_bytes,
             collate=self._collate,
         )
 

@@ -16,8 +16,10 @@ from .sources import Source
 
 __all__ = ["CLOSED", "Block", "Spec", "Supply", "ThreadSupply", "batches_of", "blocks", "chunks_of"]
 
-_CHUNK_BYTES = 32 << 20
-_FIRST_CHUNK_BYTES = 1 << 18
+CHUNK_BYTES = 32 << 20
+FIRST_CHUNK_BYTES = 1 << 18
+READAHEAD_BYTES = 256 << 20
+"""Decoded bytes kept ready, beyond the chunk that is in use and the one being decoded."""
 CLOSED = "The feed was closed or iterated again while one of its iterators was in use."
 
 
@@ -30,13 +32,7 @@ class Spec:
     rank: int
     epochs: int | None
     readahead: int
-    readahead_bytes: int
     collate: Callable[[pa.RecordBatch], Any] | None
-
-    @property
-    def chunk_bytes(self) -> int:
-        """How large a chunk should be."""
-        return min(_CHUNK_BYTES, self.readahead_bytes)
 
 
 @dataclass(frozen=True)
@@ -160,7 +156,7 @@ class Cutter:
 
 def batches_of(spec: Spec, block: Block) -> Iterator[pa.RecordBatch]:
     """The batches of one block, decoded here and now."""
-    cutter = Cutter(chunks_of(spec, block, ChunkSize(spec.chunk_bytes)), spec.rank)
+    cutter = Cutter(chunks_of(spec, block, ChunkSize(CHUNK_BYTES)), spec.rank)
     return cutter.steps(spec.layout.share(block.position.rows), block)
 
 
@@ -172,11 +168,11 @@ class ThreadSupply:
         self._collate = spec.collate
         self._layout = spec.layout
         self._blocks = blocks(spec, position)
-        size = ChunkSize(spec.chunk_bytes, _FIRST_CHUNK_BYTES)
+        size = ChunkSize(CHUNK_BYTES, FIRST_CHUNK_BYTES)
         self._reader = ReadAhead(
             lambda: (chunk for block in blocks(spec, position) for chunk in chunks_of(spec, block, size)),
             spec.readahead,
-            spec.readahead_bytes,
+            READAHEAD_BYTES,
         )
         self._cutter = Cutter(self._reader, spec.rank)
 

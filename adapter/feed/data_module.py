@@ -32,11 +32,12 @@ class ArrowDataModule(LightningDataModule):
         drop_last: Leave out the rows of an epoch that do not fill a step of all ranks.
         shard: ``rows`` (all ranks decode everything and share each step) or ``row_groups`` (each decodes its own part).
         shuffle_window: Rows that are permuted among each other.
-        readahead_bytes: Decoded bytes kept ready.
         val_paths: Files of the validation data, read in order; None means no validation.
         collate: What makes of a record batch what the module gets: None hands out the record batch, ``torch`` a
             dictionary of tensors, a callable or ``module:function`` its own result.
         workers: Processes that decode and collate; 0 does it in this process.
+        pin_memory: Tensors lie in pinned memory; None means where there is an accelerator.
+        copy_ahead: Tensors lie on the accelerator, copied while the step before trains; see `ArrowFeed`.
 
     Raises:
         ValueError: An argument is out of range, `filters` has another form, or `collate` cannot be imported.
@@ -56,11 +57,12 @@ class ArrowDataModule(LightningDataModule):
         drop_last: bool = False,
         shard: Shard = "rows",
         shuffle_window: int = 65_536,
-        readahead_bytes: int = 256 << 20,
         val_paths: str | Sequence[str] | None = None,
         # The text first: jsonargparse would save it as an instance that cannot be serialized.
         collate: str | Callable[[pa.RecordBatch], Any] | None = None,
         workers: int = 0,
+        pin_memory: bool | None = None,
+        copy_ahead: bool = False,
     ) -> None:
         super().__init__()
         self._paths, self._val_paths = parquet_paths, val_paths
@@ -70,9 +72,10 @@ class ArrowDataModule(LightningDataModule):
             "columns": columns,
             "filters": filters,
             "shard": shard,
-            "readahead_bytes": readahead_bytes,
             "collate": collate,
             "workers": workers,
+            "pin_memory": pin_memory,
+            "copy_ahead": copy_ahead,
         }
         self._training: dict[str, Any] = {
             "shuffle": shuffle,

@@ -18,7 +18,6 @@ _LEAST = {
     "epochs": 1,
     "world_size": 1,
     "shuffle_window": 1,
-    "readahead_bytes": 1,
     "workers": 0,
 }
 
@@ -43,8 +42,9 @@ class FeedOptions:
     world_size: int
     per_epoch: bool
     shuffle_window: int
-    readahead_bytes: int
     workers: int
+    pin_memory: bool | None
+    copy_ahead: bool
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in _LEAST if not (name == "epochs" and self.epochs is None)}

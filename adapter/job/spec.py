@@ -253,6 +253,12 @@ class DatasetSpec(Block, frozen=True, kw_only=True):
     """Size of the window, in rows, within which rows are shuffled."""
     workers: Count = 0
     """Processes that decode and collate; 0 uses the training process."""
+    pin_memory: bool | None = None
+    """Hand out the tensors of `collate` in pinned memory, from which `.to(device, non_blocking=True)` does not wait; by
+    default where there is an accelerator."""
+    copy_ahead: bool = False
+    """Hand out tensors on the accelerator, copied while the step before trains; needs `collate` `torch`, or
+    `workers`."""
     collate: Annotated[Collate, _example("torch")] | None = None
     """Converts record batches: `torch` gives a dictionary of tensors, `module:function` is yours; by default the
     trainer gets the record batch."""

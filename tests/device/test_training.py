@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from device import alone, ranks
+from device import alone, feeds, ranks
 from support.device import Waiting
 from support.device.checks import names_of, outcomes_of
 
 one_rank = outcomes_of(alone)
+feed = outcomes_of(feeds)
 two_ranks = outcomes_of(ranks, world_size=2, waiting=Waiting.STREAM)
 
 
 @pytest.mark.parametrize("name", names_of(alone))
 def test_on_one_device(one_rank, name):
     one_rank(name)
+
+
+@pytest.mark.parametrize("name", names_of(feeds))
+def test_batches_of_a_feed(feed, name):
+    feed(name)
 
 
 @pytest.mark.parametrize("name", names_of(ranks))

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, strategies as st
 
-from genlight.adapter.feed import ArrowFeed
+from genlight.adapter.feed import ArrowFeed, batching
 from genlight.adapter.feed.epoch_order import Order, permutation
 
 
@@ -57,10 +57,12 @@ def test_row_groups_come_in_random_order(ids):
     assert np.abs(np.argsort(places, axis=1).mean(axis=0) - 24.5).max() < 6
 
 
-def test_the_size_of_decoded_chunks_does_not_change_the_order(rows_file, ids):
+def test_the_size_of_decoded_chunks_does_not_change_the_order(rows_file, ids, monkeypatch):
     path = rows_file(40, 3, 60)
     options = {"batch_size": 7, "shuffle": True, "shuffle_window": 16, "epochs": 1}
-    assert ids(ArrowFeed(path, readahead_bytes=100, **options)) == ids(ArrowFeed(path, **options))
+    whole = ids(ArrowFeed(path, **options))
+    monkeypatch.setattr(batching, "CHUNK_BYTES", 100)
+    assert ids(ArrowFeed(path, **options)) == whole
 
 
 def test_a_window_that_would_fill_the_memory_is_warned_of():

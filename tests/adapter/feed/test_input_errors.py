@@ -13,7 +13,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from genlight.adapter.contract.exceptions import InputError
-from genlight.adapter.feed import ArrowFeed
+from genlight.adapter.feed import ArrowFeed, batching
 
 
 def spoil_row_group(path: Path, group: int) -> None:
@@ -248,9 +248,10 @@ def test_two_columns_of_one_name_are_one_fault(tmp_path):
     assert str(caught.value).count("2 columns are named 'a'") == 1
 
 
-def test_a_file_that_goes_away_while_it_is_read_is_named_with_the_row_group(rows_file, ids):
+def test_a_file_that_goes_away_while_it_is_read_is_named_with_the_row_group(rows_file, ids, monkeypatch):
     path = rows_file(*[50_000] * 3)
-    batches = iter(ArrowFeed(path, batch_size=50_000, epochs=1, readahead=0, readahead_bytes=1))
+    monkeypatch.setattr(batching, "CHUNK_BYTES", 1)
+    batches = iter(ArrowFeed(path, batch_size=50_000, epochs=1, readahead=0))
     assert len(ids(batches, 1)) == 1
     path.unlink()
     with pytest.raises(InputError, match=r"Cannot read .*data\.parquet, row group \d: .* does not exist"):

@@ -12,7 +12,6 @@ from genlight.adapter.job.spec import DatasetSpec
 
 OF_A_JOB_ALONE = {"parquet_paths", "epochs"}
 """`ArrowDataModule` leaves the number of epochs to the Trainer."""
-OF_CODE_ALONE = {"readahead_bytes"}
 
 
 def defaults_of(made):
@@ -23,14 +22,14 @@ def test_a_job_may_set_every_option_of_the_data_module_with_the_same_default():
     """A feed option that a job cannot name would be lost to users of job files."""
     options = {key.name: key.default for key in keys_of(DatasetSpec).values() if key.name not in OF_A_JOB_ALONE}
     of_module = defaults_of(ArrowDataModule)
-    assert {*options} | {"parquet_paths", "val_paths"} | OF_CODE_ALONE == {*of_module}
+    assert {*options} | {"parquet_paths", "val_paths"} == {*of_module}
     assert options == {name: of_module[name] for name in options}
 
 
 def test_the_data_module_and_the_feed_agree_on_every_default():
     of_module, of_feed = defaults_of(ArrowDataModule), defaults_of(ArrowFeed)
     shared = of_module.keys() & of_feed.keys()
-    assert len(shared) == 12
+    assert len(shared) == 13
     assert {name: of_module[name] for name in shared} == {name: of_feed[name] for name in shared}
 
 
@@ -47,3 +46,10 @@ def test_options_that_cannot_be_used_are_named_together_where_they_are_given(mak
         make("rows.parquet", collate="torhc")
     with pytest.raises(ValueError, match=r"`filters`.*not a valid operator"):
         make("rows.parquet", filters=[["a", ">>", 1]])
+
+
+@pytest.mark.parametrize("collate", [None, len])
+def test_batches_are_copied_ahead_only_where_that_changes_nothing(collate):
+    with pytest.raises(ValueError, match=r"`copy_ahead`.*`collate` 'torch', or any `collate` with `workers`"):
+        ArrowFeed("rows.parquet", collate=collate, copy_ahead=True)
+    ArrowFeed("rows.parquet", collate="torch", copy_ahead=True)

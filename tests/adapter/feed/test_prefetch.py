@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pyarrow as pa
 import pytest
 
-from genlight.adapter.feed import ArrowDataModule, ArrowFeed
+from genlight.adapter.feed import ArrowDataModule, ArrowFeed, batching
 from genlight.adapter.feed.decode import Chunk
 from genlight.adapter.feed.prefetch import ReadAhead
 
@@ -149,8 +149,10 @@ def test_waiting_for_data_is_measured(rows_file, readahead):
     assert feed.wait_seconds > 0
 
 
-def test_batches_do_not_keep_more_than_their_own_chunk_alive(rows_file):
-    feed = ArrowFeed(rows_file(*[2000] * 40), batch_size=100, readahead=1, readahead_bytes=1 << 16, epochs=1)
+def test_batches_do_not_keep_more_than_their_own_chunk_alive(rows_file, monkeypatch):
+    monkeypatch.setattr(batching, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(batching, "READAHEAD_BYTES", 1 << 16)
+    feed = ArrowFeed(rows_file(*[2000] * 40), batch_size=100, readahead=1, epochs=1)
     gc.collect()
     before = pa.total_allocated_bytes()
     most = max(pa.total_allocated_bytes() - before for _ in feed)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.contract.exceptions import InputError
-from genlight.adapter.feed import ArrowFeed
+from genlight.adapter.feed import ArrowFeed, batching
 from genlight.adapter.feed.files import expand
 
 
@@ -220,10 +220,10 @@ def test_every_value_of_every_type_arrives_whatever_the_row_groups(tmp_path_fact
             columns = [pa.array(range(start, start + count)), pa.array(rows[start : start + count], kind)]
             writer.write_batch(pa.record_batch(columns, schema=schema))
             start += count
-    feed = ArrowFeed(
-        path, batch_size=batch_size, epochs=1, shuffle=shuffle, shuffle_window=3, readahead_bytes=chunk_bytes
-    )
-    batches = list(feed)
+    feed = ArrowFeed(path, batch_size=batch_size, epochs=1, shuffle=shuffle, shuffle_window=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batching, "CHUNK_BYTES", chunk_bytes)
+        batches = list(feed)
     assert all(batch.schema.equals(schema) for batch in batches)
     assert [batch.num_rows for batch in batches[:-1]] == [batch_size] * (len(batches) - 1)
     seen = pa.Table.from_batches(batches).to_pylist()

@@ -1,0 +1,65 @@
+"""Batches of a feed on their way to the device."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import torch
+
+from genlight.adapter import ArrowFeed
+from support.device import waits
+
+ROWS = 23
+TABLE = pa.table({"x": pa.array(range(ROWS), pa.float32()), "text": ["row"] * ROWS})
+
+
+def _summed(feed: ArrowFeed) -> tuple[list[float], list]:
+    """The sums of all batches, computed on the device, and the waits until then."""
+    with waits() as found:
+        sums = [batch["x"].to("sim", non_blocking=True).double().sum() for batch in feed]
+    return [float(each.cpu()) for each in sums], found
+
+
+def _expected(batch_size: int) -> list[float]:
+    return [float(sum(range(at, min(at + batch_size, ROWS)))) for at in range(0, ROWS, batch_size)]
+
+
+def check_tensors_are_pinned_by_default_and_their_copies_are_not_waited_for(folder):
+    sums, found = _summed(ArrowFeed(TABLE, batch_size=4, epochs=1, collate="torch"))
+    assert sums == _expected(4)
+    assert not found, "\n".join(map(str, found))
+
+
+def check_without_pinned_memory_each_copy_is_waited_for(folder):
+    sums, found = _summed(ArrowFeed(TABLE, batch_size=4, epochs=1, collate="torch", pin_memory=False))
+    assert sums == _expected(4)
+    assert len(found) == len(sums)
+
+
+def check_copied_ahead_batches_lie_on_the_device_and_nothing_waits(folder):
+    feed = ArrowFeed(TABLE, batch_size=4, epochs=1, collate="torch", copy_ahead=True)
+    with waits() as found:
+        batches = list(feed)
+        assert {batch["x"].device.type for batch in batches} == {"sim"}
+        sums = [batch["x"].double().sum() for batch in batches]
+    assert [float(each.cpu()) for each in sums] == _expected(4)
+    assert batches[0]["text"] == ["row"] * 4
+    assert not found, "\n".join(map(str, found))
+
+
+def check_a_feed_that_copies_ahead_resumes_after_the_last_batch_handed_out(folder):
+    options = {"batch_size": 4, "epochs": 2, "collate": "torch", "copy_ahead": True, "shuffle": True}
+    whole = [batch["x"].tolist() for batch in ArrowFeed(TABLE, **options)]
+    for steps in range(len(whole)):
+        feed = ArrowFeed(TABLE, **options)
+        iterator = iter(feed)
+        taken = [next(iterator)["x"].tolist() for _ in range(steps)]
+        state = feed.state_dict()
+        iterator.close()
+        again = ArrowFeed(TABLE, **options)
+        again.load_state_dict(state)
+        assert taken + [batch["x"].tolist() for batch in again] == whole
+
+
+def check_a_batch_of_another_collate_is_pinned_too(folder):
+    feed = ArrowFeed(TABLE, batch_size=4, epochs=1, collate=lambda batch: [torch.from_numpy(batch["x"].to_numpy())])
+    assert all(batch[0].is_pinned() for batch in feed)
