@@ -16,7 +16,7 @@ from .config_files import is_configuration_name
 from .terminal import complain, say
 
 if TYPE_CHECKING:
-    from ..conformance.subject import Subject
+    from ..check.subject import Subject
     from ..plumbing.finding import Finding
 
 __all__ = ["add_arguments", "run"]
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         subject = _subject(args)
     except (StartupContractError, InputError, OSError, ValueError) as error:
         return complain("check", str(error))
-    from ..conformance.checks import run_checks
+    from ..check.checks import run_checks
 
     findings = run_checks(subject)
     shown = _print_json(findings) if args.json else _print_table(findings)
@@ -76,7 +76,7 @@ def _subject(args: argparse.Namespace) -> Subject:
     if trainer is None:
         raise ValueError("name a trainer, as MODULE:CLASS or by --job JOB.json")
     search_path = [str(Path.cwd())] if job is None else [str(job.spec_dir), str(Path.cwd())]
-    from ..conformance.subject import Subject
+    from ..check.subject import Subject
 
     return Subject(
         import_path=trainer,
@@ -88,7 +88,7 @@ def _subject(args: argparse.Namespace) -> Subject:
 
 
 def _subject_of_configuration(args: argparse.Namespace) -> Subject:
-    from ..conformance.subject import Subject
+    from ..check.subject import Subject
     from .configured_fit import parse_configuration
     from .lightning_cli import UnusableConfigurationError
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .parser import add_overrides
 from .terminal import complain, say
 
 if TYPE_CHECKING:
-    from ..conformance.compare import Comparison
+    from ..check.compare import Comparison
 
 __all__ = ["add_arguments", "run"]
 
@@ -67,13 +68,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> Comparison | None:
     from ..job.config import resolve_run_config
+    from ..module.plugin_loading import find_trainer, on_sys_path
+    from ..run.preflight import check_plugin
 
     config = resolve_run_config(spec_path=args.job, overrides=args.set)
+    with on_sys_path([config.spec_dir, Path.cwd()]):
+        check_plugin(config, find_trainer(config.trainer))
     if args.against is not None:
-        from ..conformance.against import compare_with_function
+        from ..check.against import compare_with_function
 
         return compare_with_function(config, args.against, updates=args.steps, rtol=args.rtol, seed=args.seed)
-    from ..conformance.compare import compare_job
+    from ..check.compare import compare_job
 
     return compare_job(config, steps=args.steps, rtol=args.rtol, seed=args.seed)
 

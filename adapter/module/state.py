@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedBuffer
+from torch.nn.parameter import UninitializedBuffer, is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -119,7 +119,7 @@ class TrainerState:
 
     def watch_updates(self) -> None:
         """Remember what steps are to change, for `warn_if_not_updated`."""
-        self._samples = [_Sample.of(tensor) for tensor in self.discovered.updated()]
+        self._samples = [_Sample.of(tensor) for tensor in self.discovered.updated() if not is_lazy(tensor)]
 
     def warn_if_not_updated(self, steps: int) -> None:
         """Say once, on rank zero, that no weight has changed in `steps` steps; not of a class without weights."""

@@ -20,9 +20,8 @@ from ..module.plugin_loading import find_trainer
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from ..comparison.causes import Circumstances
-    from ..comparison.differences import Difference, StepDistances
-    from ..comparison.facts import Recording
+    from ..check.causes import Circumstances
+    from ..check.snapshot import Difference, Recording, StepDistances
 
 __all__ = ["SHADOW_METRIC", "check_shadow_start", "shadowed"]
 
@@ -82,8 +81,8 @@ def shadowed(
         StartupContractError: ``startup.invalid_trainer``: the class cannot be copied, or cannot be compared.
     """
     from ...callbacks.hook.events import callbacks_of
-    from ..comparison.reference_loop import circumstances_of
-    from ..comparison.watch import StepComparison, default_rtol
+    from ..check.plain_loop import circumstances_of
+    from ..check.watch import StepComparison, default_rtol
 
     how = circumstances_of(trainer)
     recording = None
@@ -119,7 +118,7 @@ def _recorded(
     model_handles: Mapping[str, Any],
     look: Callable[[], None],
 ) -> Recording:
-    from ..comparison.reference_loop import recorded_plain_loop
+    from ..check.plain_loop import recorded_plain_loop
 
     refusal = (
         "Dropout layers draw other numbers on each rank. Use `genlight compare`, which turns them off in both loops."

@@ -9,12 +9,11 @@ import lightning.pytorch as pl
 import pytest
 
 from genlight.adapter import ContractModule, TrainingJobSpec
-from genlight.adapter.comparison.causes import Circumstances
-from genlight.adapter.comparison.differences import Difference
-from genlight.adapter.comparison.facts import Recording
-from genlight.adapter.comparison.isolation import quiet, seeded
-from genlight.adapter.comparison.plain_loop import plain_steps
-from genlight.adapter.comparison.watch import StepComparison
+from genlight.adapter.check.causes import Circumstances
+from genlight.adapter.check.isolation import quiet, seeded
+from genlight.adapter.check.plain_loop import plain_steps
+from genlight.adapter.check.snapshot import Difference, Recording
+from genlight.adapter.check.watch import StepComparison
 from zoo.harness import zoo
 from zoo.runs import STEPS, context
 from zoo.worker import Shares

@@ -116,10 +116,6 @@ def _whole(tensor: Any) -> Any:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _local(tensor: Any) -> Any:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def hosted(
     name: str, strategy: str, precision: str, rank: int, size: int, folder: Path, device: str, *, resume: bool
 ) -> Any:
@@ -202,13 +198,14 @@ def _resume_verdict(
     device: str,
     left: dict[str, Any],
 ) -> str:
-    from genlight.adapter.conformance.snapshot import differences
+    from genlight.adapter.check.snapshot import Snapshot
 
     try:
         again = hosted(name, strategy, precision, rank, size, folder, device, resume=True)
         state, plugin = again.contract_state, again.plugin
         found = tensors(state, plugin) | everything(again)
-        differing = differences(left, {path: found[path] for path in left if path in found})
+        after = Snapshot({"value": {path: found[path] for path in left if path in found}})
+        differing = Snapshot({"value": left}).differences(after)
     except Exception as error:
         return f"{type(error).__name__}: {_line(error)}"
     return "exact" if not differing else f"{differing[0]} ({len(differing)} of {len(left)})"
@@ -216,9 +213,10 @@ def _resume_verdict(
 
 def everything(module: Any) -> dict[str, Any]:
     """All that a resume has to bring back, the scaler's progress too; of sharded tensors what this rank holds."""
-    from genlight.adapter.conformance.snapshot import snapshot
+    from genlight.adapter.check.snapshot import snapshot
 
-    found = {path: _local(value) for path, value in snapshot(module.contract_state, module.plugin).items()}
+    kept = snapshot(module.contract_state, module.plugin, host=module)
+    found = {path: value for values in kept.values.values() for path, value in values.items()}
     scaler = getattr(module.trainer.precision_plugin, "scaler", None)
     if scaler is not None:
         found |= {f"scaler.{name}": value for name, value in scaler.state_dict().items()}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from genlight.adapter import ContractError, StepResult
-from genlight.adapter.comparison.causes import Circumstances
-from genlight.adapter.comparison.plain_loop import plain_steps
+from genlight.adapter.check.causes import Circumstances
+from genlight.adapter.check.plain_loop import plain_steps
 from genlight.adapter.contract.run_state import RunState
 from genlight.adapter.contract.types import StepContext, TrainingJobSpec
 from genlight.callbacks import Checkpoint, TrainerHook, TrainerHookAdapter

@@ -136,7 +136,7 @@ def test_a_setting_for_a_configuration_is_refused(configuration, ends, capsys):
 
 
 def test_check_takes_class_hyperparameters_and_data_from_a_configuration(configuration, ends, monkeypatch, capsys):
-    monkeypatch.setattr("genlight.adapter.conformance.checks.check_ranks", lambda *_: iter(()))
+    monkeypatch.setattr("genlight.adapter.check.checks.check_ranks", lambda *_: iter(()))
     job = {"run_id": "r", "max_steps": 2, "hyperparams": {"lr": 1}}
     assert ends("check", "--job", configuration(job=job), "--steps", "1", "--json") == 0
     assert json.loads(capsys.readouterr().out)["counts"]["pass"] > 5

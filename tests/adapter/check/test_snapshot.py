@@ -9,13 +9,13 @@ import pyarrow as pa
 import pytest
 import torch
 
-from genlight.adapter.comparison.batches import joined
-from genlight.adapter.comparison.differences import compare_facts, described, distance
+from genlight.adapter.check.batches import joined
+from genlight.adapter.check.snapshot import KINDS, Snapshot, compare_snapshots, described, distance
 from genlight.adapter.contract.exceptions import ContractError
 
 
-def facts(**kinds):
-    return {kind: kinds.get(kind.replace(" ", "_"), {}) for kind in ("metric", "setting", "optimizer state", "weight")}
+def reached(**kinds):
+    return Snapshot({kind: kinds.get(kind.replace(" ", "_"), {}) for kind in KINDS})
 
 
 @pytest.mark.parametrize(
@@ -37,28 +37,28 @@ def test_a_distance_is_relative_and_infinite_where_values_cannot_be_compared(a, 
 
 
 def test_a_value_that_one_side_lacks_is_infinitely_far():
-    found = compare_facts(1, facts(weight={"w": torch.ones(2)}), facts(weight={"v": torch.ones(2)}))
+    found = compare_snapshots(1, reached(weight={"w": torch.ones(2)}), reached(weight={"v": torch.ones(2)}))
 
     assert found.distances["weight"] == {"w": math.inf, "v": math.inf}
     assert found.beyond(1e9) == ("weight", "w", math.inf)
 
 
 def test_the_first_kind_that_differs_is_named_though_a_later_one_differs_more():
-    plain = facts(metric={"train/loss": torch.tensor(1.0)}, weight={"w": torch.tensor(1.0)})
-    hosted = facts(metric={"train/loss": torch.tensor(1.1)}, weight={"w": torch.tensor(9.0)})
+    plain = reached(metric={"train/loss": torch.tensor(1.0)}, weight={"w": torch.tensor(1.0)})
+    hosted = reached(metric={"train/loss": torch.tensor(1.1)}, weight={"w": torch.tensor(9.0)})
 
-    assert compare_facts(3, plain, hosted).beyond(1e-3)[:2] == ("metric", "train/loss")
+    assert compare_snapshots(3, plain, hosted).beyond(1e-3)[:2] == ("metric", "train/loss")
 
 
 def test_rounding_of_a_gradient_that_is_zero_is_no_difference_on_several_ranks_and_is_one_on_a_single_rank():
     def state(noise):
         moments = {"state.opt[state.m.bias].exp_avg": noise, "state.opt[state.m.weight].exp_avg": torch.ones(3)}
-        return facts(optimizer_state=moments, weight={"state.m.bias": 1e6 * noise, "state.m.weight": torch.ones(3)})
+        return reached(optimizer_state=moments, weight={"state.m.bias": 1e6 * noise, "state.m.weight": torch.ones(3)})
 
     plain, hosted = state(torch.tensor([1e-9])), state(torch.tensor([-1e-9]))
 
-    assert compare_facts(1, plain, hosted, exact=False).beyond(1e-5) is None
-    assert compare_facts(1, plain, hosted, exact=True).beyond(1e-5)[:2] == ("weight", "state.m.bias")
+    assert compare_snapshots(1, plain, hosted, exact=False).beyond(1e-5) is None
+    assert compare_snapshots(1, plain, hosted, exact=True).beyond(1e-5)[:2] == ("weight", "state.m.bias")
 
 
 def test_tensors_are_told_by_shape_and_norm_and_numbers_as_they_are():

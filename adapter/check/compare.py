@@ -11,19 +11,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from ..comparison.causes import Circumstances
-from ..comparison.differences import Difference, StepDistances
-from ..comparison.facts import KINDS, Recording
-from ..comparison.isolation import WithoutDropout, quiet, seeded
-from ..comparison.reference_loop import circumstances_of, recorded_plain_loop
-from ..comparison.watch import StepComparison, default_rtol
 from ..inputs import MaterializedInputs, materialize_inputs
 from ..job.config import RunConfig
 from ..job.lightning_config import instantiate_alone, make_data
 from ..module.module import ContractModule
 from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path
-from ..run.preflight import check_plugin
-from ..run.ranks.this_rank import is_rank_zero
+from .causes import Circumstances
+from .isolation import WithoutDropout, quiet, seeded
+from .plain_loop import circumstances_of, recorded_plain_loop
+from .snapshot import KINDS, Difference, Recording, StepDistances
+from .watch import StepComparison, default_rtol
 
 __all__ = ["ComparedJob", "Comparison", "compare_job", "compared_job"]
 
@@ -102,11 +99,9 @@ def compared_job(config: RunConfig, *, seed: int) -> ComparedJob:
 
     Raises:
         ContractError: The import path does not lead to one conforming trainer.
-        StartupContractError: Hooks of the class cannot be called, or the job needs one that is not there.
         InputError: Inputs are missing.
     """
     target = find_trainer(config.trainer)
-    check_plugin(config, target)
     return ComparedJob(config, target, materialize_inputs(config), seed)
 
 
@@ -143,7 +138,7 @@ def compare_job(config: RunConfig, *, steps: int, rtol: float | None = None, see
         def at_start(trainer: pl.Trainer) -> None:
             watch.how, watch.told = circumstances_of(trainer), told
             watch.rtol = default_rtol(watch.how) if rtol is None else rtol
-            if not is_rank_zero():
+            if not trainer.is_global_zero:
                 return
             with seeded(seed):
                 watch.recording = recorded_plain_loop(

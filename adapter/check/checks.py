@@ -1,7 +1,7 @@
 """The checks of ``genlight check``, in the order in which they are printed.
 
-hooks · source · configure, first step · devices · storable state · state round trip · reproducible · resume ·
-two ranks · sharded · batch size · bf16-mixed · step time. What a fault makes meaningless is skipped and says so.
+hooks · configure, first step · devices · storable state · state round trip · reproducible · resume ·
+two ranks · sharded · batch size · bf16-mixed. What a fault makes meaningless is skipped and says so.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -23,17 +23,16 @@ from ..discovery.discover import Discovered, check_unchanged
 from ..module.module import ContractModule
 from ..module.plugin_loading import HOOK_ARGUMENTS, misspelled_hooks, optional_hook, signature_faults
 from ..plumbing.finding import Finding
-from .forgotten import Snapshots, forgotten_values
 from .ranks import SHARDED, RanksError, Refused, halves, train_on_ranks
-from .snapshot import differences, flatten, snapshot
-from .source import check_source
+from .snapshot import Snapshot, compare_snapshots, flatten, snapshot
 from .subject import Subject, Trained
-from .timing import step_times
 
 __all__ = ["run_checks"]
 
 SAME = 1e-5
 """Relative difference of weights that rounding explains."""
+NOTHING = 1e-6
+"""Weights of this norm and below are taken for zeros."""
 CLOSE = 0.05
 """Relative difference of weights that bf16 explains over a few steps."""
 
@@ -50,7 +49,6 @@ def run_checks(subject: Subject) -> Iterator[Finding]:
         return
     yield check_hooks(trainer)
     yield from (Finding("hooks", "warn", misspelled) for misspelled in misspelled_hooks(trainer))
-    yield from check_source(trainer)
     if not subject.batches and optional_hook(trainer, "rollout") is None:
         yield Finding(
             "steps", "skip", "training was not checked: there is no data", "Give --data FILES or --job JOB.json."
@@ -75,11 +73,10 @@ def _dynamic(subject: Subject, folder: Path) -> Iterator[Finding]:
     yield from _guarded("resume", lambda: check_resume(subject, whole, middle, folder / "resume"))
     if not subject.batches:
         reason = "the class collects its own batches, of which each rank and each precision has others"
-        yield Finding("ranks", "skip", f"not compared, nor bf16-mixed and step time: {reason}")
+        yield Finding("ranks", "skip", f"not compared, nor bf16-mixed: {reason}")
         return
     yield from _guarded("ranks", lambda: check_ranks(subject, whole, folder / "ranks"))
     yield from _guarded("bf16-mixed", lambda: check_bf16(subject, whole))
-    yield from _guarded("step time", lambda: check_time(subject))
 
 
 def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -135,19 +132,20 @@ def check_state(subject: Subject, trained: Trained, folder: Path) -> Iterator[Fi
         yield Finding("state", "fail", str(error), "Return numbers, texts, tensors, arrays, dicts and lists of them.")
         return
     stored = flatten(payload, "payload")
-    yield Finding("state", "pass", f"can be stored, without pickle ({len(stored)} values)")
+    count = len(stored["value"])
+    yield Finding("state", "pass", f"can be stored, without pickle ({count} values)")
     trainer = subject.make()
     trainer.setup(module.ctx)
     state = trainer.configure(module.ctx)
     trainer.load_state_dict(state, load(folder / "state")[CONTRACT_KEY]["state"], module.ctx)
-    lost = differences(stored, flatten(trainer.state_dict(state), "payload"))
+    lost = stored.differences(flatten(trainer.state_dict(state), "payload"))
     if not lost:
-        yield Finding("state round trip", "pass", f"{len(stored)} values come back bit-equal")
+        yield Finding("state round trip", "pass", f"{count} values come back bit-equal")
         return
     yield Finding(
         "state round trip",
         "fail",
-        f"{lost[0]} differs after load_state_dict ({len(lost)} of {len(stored)} values)",
+        f"{lost[0]} differs after load_state_dict ({len(lost)} of {count} values)",
         "Restore everything that state_dict returns in load_state_dict.",
     )
 
@@ -156,7 +154,7 @@ def check_resume(subject: Subject, whole: Trained, middle: Snapshots, folder: Pa
     """Whether a run that was interrupted and resumed ends with the same bits."""
     repeated: Snapshots = {}
     again = subject.train(at_step=_keep(repeated))
-    unequal = differences(whole.weights(), again.weights())
+    unequal = whole.reached("weight").differences(again.reached("weight"))
     if unequal:
         yield Finding(
             "reproducible",
@@ -183,7 +181,7 @@ def _resume_finding(
     restored: Snapshots,
 ) -> Finding:
     steps = f"{2 * subject.steps} steps against {subject.steps} + resume + {subject.steps}"
-    unequal = differences(whole.weights(), resumed.weights())
+    unequal = whole.reached("weight").differences(resumed.reached("weight"))
     if not unequal and not subject.batches:
         # Environments have values of their own, such as whether a wrapper has warned, that no later rollout depends on.
         if resumed.rollouts:
@@ -199,7 +197,7 @@ def _resume_finding(
         modules = [found.path for found in whole.module.discovered.modules]
         forgotten = forgotten_values(middle, repeated, restored, at=subject.steps, said=steps, modules=modules)
         return forgotten or Finding("resume", "pass", f"{steps}: bit-equal")
-    lost = differences(middle[subject.steps], restored[subject.steps])
+    lost = middle[subject.steps].differences(restored[subject.steps])
     if lost:
         return Finding(
             "resume",
@@ -220,12 +218,12 @@ def _resume_finding(
 
 def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Finding]:
     """Whether two gloo processes end with the weights of one, dropout aside, which draws as each rank is seeded."""
-    expected = _as_on_ranks(subject, whole).weights()
+    expected = _as_on_ranks(subject, whole).reached("weight", "optimizer state")
     pairs = [halves(batch) for batch in subject.batches]
     jobs = {"same": [list(subject.batches)] * 2}
-    if expected and all(pair is not None for pair in pairs):
+    if expected["weight"] and all(pair is not None for pair in pairs):
         jobs["halves"] = [[pair[i] for pair in pairs if pair is not None] for i in range(2)]
-    if expected:
+    if expected["weight"]:
         jobs[SHARDED] = jobs["same"]  # last, because an error there leaves the ranks out of step
     try:
         results = train_on_ranks(subject, jobs, folder)
@@ -235,12 +233,14 @@ def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Find
         remedy = "" if says_what_to_do else "Make the same calls on every rank, whatever its rows are."
         yield Finding("ranks", "fail", str(error), remedy)
         return
-    if not expected:
+    if not expected["weight"]:
         yield Finding("ranks", "pass", "two processes come to an end; no weights were found that have to be kept equal")
         return
     sharded = results.pop(SHARDED, None)
     for name, (first, second) in results.items():
-        apart = differences(first, second)
+        assert isinstance(first, Snapshot)
+        assert isinstance(second, Snapshot)
+        apart = first.differences(second)
         if apart:
             yield Finding(
                 "ranks",
@@ -249,7 +249,7 @@ def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Find
                 "Look for random numbers or rank-dependent code that changes weights outside of an optimizer.",
             )
             return
-    distance, path = _distance(results["same"][0], expected)
+    distance, path = _furthest(results["same"][0], expected)
     if distance > SAME:
         yield Finding(
             "ranks",
@@ -264,16 +264,16 @@ def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Find
     if "halves" not in results:
         yield Finding("batch size", "skip", "the raw batches cannot be cut in half")
         return
-    yield _batch_size_finding(*_distance(results["halves"][0], expected))
+    yield _batch_size_finding(*_furthest(results["halves"][0], expected))
 
 
-def _sharded_finding(results: list[dict[str, torch.Tensor]], expected: dict[str, torch.Tensor]) -> Finding:
+def _sharded_finding(results: list[Snapshot | Refused], expected: Snapshot) -> Finding:
     refused = next((result.refusal for result in results if isinstance(result, Refused)), None)
     if refused is not None:
         return Finding(
             "sharded", "warn", f"FSDP 2 over two processes: {refused}", "Use ddp, or do what the message says."
         )
-    distance, path = _distance(results[0], expected)
+    distance, path = _furthest(results[0], expected)
     if distance > SAME:
         return Finding(
             "sharded",
@@ -309,14 +309,14 @@ def _batch_size_finding(distance: float, path: str) -> Finding:
 
 def check_bf16(subject: Subject, whole: Trained) -> Iterator[Finding]:
     """Whether bf16-mixed stays finite and near fp32."""
-    half = subject.train(bf16=True).weights()
-    broken = [path for path, tensor in half.items() if not torch.isfinite(tensor).all()]
+    half = subject.train(bf16=True).reached("weight", "optimizer state")
+    broken = [path for path, tensor in half["weight"].items() if not torch.isfinite(tensor).all()]
     if broken:
         yield Finding(
             "bf16-mixed", "fail", f"{broken[0]} is not finite", "Compute losses, norms and logarithms in fp32."
         )
         return
-    distance, path = _distance(half, whole.weights())
+    distance, path = _furthest(half, whole.reached("weight", "optimizer state"))
     if distance > CLOSE:
         yield Finding(
             "bf16-mixed",
@@ -328,19 +328,9 @@ def check_bf16(subject: Subject, whole: Trained) -> Iterator[Finding]:
         yield Finding("bf16-mixed", "pass", f"finite, and {distance:.1e} away from fp32")
 
 
-def check_time(subject: Subject) -> Iterator[Finding]:
-    """Where the time of a step goes."""
-    times = step_times(subject)
-    total = sum(times.values())
-    parts = ", ".join(f"{name} {100 * seconds / total:.0f}%" for name, seconds in times.items())
-    slow = times["prepare"] > 0.5 * total
-    remedy = "Let prepare_batch do less: decode and normalise ahead, in the feed." if slow else ""
-    yield Finding("step time", "warn" if slow else "pass", f"{total * 1e3:.2f} ms a step: {parts}", remedy)
-
-
 def _keep(snapshots: Snapshots) -> Callable[[int, ContractModule], None]:
     def keep(step: int, module: ContractModule) -> None:
-        snapshots[step] = snapshot(module.contract_state, module.plugin)
+        snapshots[step] = snapshot(module.contract_state, module.plugin, host=module)
 
     return keep
 
@@ -370,18 +360,14 @@ def _forgotten(discovered: Discovered) -> list[str]:
     ]
 
 
-def _distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """The largest relative difference of a tensor, and its path."""
-    worst, where = 0.0, ""
-    for path, tensor in b.items():
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            continue
-        kind = torch.cdouble if tensor.is_complex() else torch.double
-        scale = max(float(tensor.to(kind).norm()), 1e-6)
-        distance = float((a[path].to(kind) - tensor.to(kind)).norm()) / scale
-        if distance > worst or not where:
-            worst, where = distance, path
-    return worst, where
+def _furthest(found: Snapshot | Refused, expected: Snapshot) -> tuple[float, str]:
+    """The weight that is furthest from what was expected: its relative distance, and its path."""
+    assert isinstance(found, Snapshot)
+    apart = compare_snapshots(0, expected, found, kinds=("weight",), exact=False, floor=NOTHING).distances["weight"]
+    counts = {
+        path for path, value in expected["weight"].items() if not (value.is_floating_point() or value.is_complex())
+    }
+    return max(((size, path) for path, size in apart.items() if path not in counts), default=(0.0, ""))
 
 
 def _size(module: torch.nn.Module) -> str:
@@ -390,3 +376,48 @@ def _size(module: torch.nn.Module) -> str:
         if count >= size:
             return f"{count / size:.1f}{unit} parameters"
     return f"{count} parameters"
+
+
+Snapshots = dict[int, Snapshot]
+"""What a trainer keeps, by path, for each step."""
+
+
+def forgotten_values(
+    whole: Snapshots, again: Snapshots, resumed: Snapshots, *, at: int, said: str, modules: Sequence[str] = ()
+) -> Finding | None:
+    """A finding where a resume loses what no step has read yet: an average, a best value, a counter, statistics.
+
+    Args:
+        whole: Of an uninterrupted run.
+        again: Of a second one; what differs between the two, such as a clock, is no fault of the class.
+        resumed: Of a run from the checkpoint of step `at`.
+        at: The step of the interruption.
+        said: What was run, in words.
+        modules: Paths of modules, whose own attributes a first call may set (a lazy layer's sizes).
+    """
+    end = max(whole)
+    unstable = {path for step in (at, end) for path in whole[step].differences(again[step])}
+    lost = [path for path in whole[end].differences(resumed[end]) if path not in unstable]
+    if lost:
+        return Finding(
+            "resume",
+            "fail",
+            f"{said}: the weights are bit-equal, but {lost[0]} differs at the end ({len(lost)} values): it matters "
+            "to later steps, or to what uses it",
+            f"Return {lost[0]} from state_dict and restore it in load_state_dict.",
+        )
+    both = whole[at].digests.keys() & resumed[at].digests.keys()
+    written_anew = [
+        path
+        for path in whole[at].differences(resumed[at])
+        if path in both and path not in unstable and not path.startswith(tuple(f"{module}." for module in modules))
+    ]
+    if written_anew:
+        return Finding(
+            "resume",
+            "warn",
+            f"{said}: bit-equal, but {written_anew[0]} was not restored ({len(written_anew)} values) and came out the "
+            "same because a later step wrote it",
+            "Save it if it is more than the last step's value, such as the best loss so far.",
+        )
+    return None

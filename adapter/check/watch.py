@@ -13,8 +13,16 @@ from ...callbacks.hook.hook import Hook
 from ...callbacks.hook.listeners import skippable
 from ..module.module import ContractModule
 from .causes import Circumstances, likely_cause
-from .differences import Difference, StepDistances, compare_facts, described
-from .facts import KINDS, Facts, Recording, facts_of
+from .snapshot import (
+    KINDS,
+    Difference,
+    Recording,
+    Snapshot,
+    StepDistances,
+    compare_snapshots,
+    described,
+    snapshot,
+)
 
 __all__ = ["StepComparison", "default_rtol", "first_difference"]
 
@@ -25,7 +33,7 @@ _OF_THE_RUN = "trainer/"
 
 
 class StepComparison(Hook):
-    """Takes the facts of the first steps, and hands them on with what the plain loop had.
+    """Takes a snapshot after each of the first steps, and hands it on with what the plain loop had.
 
     Args:
         steps: How many.
@@ -71,20 +79,20 @@ class StepComparison(Hook):
 
     def _compare(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> None:
         assert isinstance(pl_module, ContractModule)
-        assert pl_module.discovered is not None
         sharded = isinstance(trainer.strategy, ModelParallelStrategy)
         if self.recording is None and not sharded:
             return
         metrics = {} if step == 0 else pl_module.metrics()
         self.how.overflow_steps = int(metrics.get("trainer/overflow_steps", 0))
         metrics = {name: value for name, value in metrics.items() if not name.startswith(_OF_THE_RUN)}
-        hosted = facts_of(pl_module.discovered, metrics)
+        state, plugin = pl_module.contract_state, pl_module.plugin
+        hosted = snapshot(state, plugin, metrics, kinds=KINDS, whole=sharded, host=pl_module)
         if self.recording is None or step >= len(self.recording):
             return
         plain = self.recording[step]
         # On several ranks each has the metrics of its own rows.
         kinds = KINDS if self.how.world_size == 1 else KINDS[1:]
-        found = compare_facts(step, plain, hosted, kinds=kinds, exact=self.how.is_exact)
+        found = compare_snapshots(step, plain, hosted, kinds=kinds, exact=self.how.is_exact)
         before = self.recording[step - 1] if step else None
         self.told(trainer, found, first_difference(found, plain, hosted, before, self.how, self.rtol))
 
@@ -95,7 +103,7 @@ def default_rtol(how: Circumstances) -> float:
 
 
 def first_difference(
-    found: StepDistances, plain: Facts, hosted: Facts, before: Facts | None, how: Circumstances, rtol: float
+    found: StepDistances, plain: Snapshot, hosted: Snapshot, before: Snapshot | None, how: Circumstances, rtol: float
 ) -> Difference | None:
     """The difference beyond `rtol` that stands nearest to its cause, with that; None where there is none.
 

@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from ...callbacks.checkpoint import Checkpoint
-from ..comparison.facts import live_weights
-from ..comparison.isolation import WithoutDropout, quiet, seeded
 from ..contract.types import TrainerPlugin, TrainingJobSpec
 from ..feed.mock import MockDataModule
 from ..module.module import ContractModule
 from ..module.plugin_loading import load_trainer_plugin
+from .isolation import WithoutDropout, quiet, seeded
+from .snapshot import Snapshot, snapshot
 
 __all__ = ["Subject", "Trained"]
 
@@ -105,11 +104,10 @@ class Trained:
     rollouts: int = 0
     """How many were begun."""
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of all modules that were found, and bare parameters, by path."""
-        discovered = self.module.discovered
-        assert discovered is not None
-        return {path: tensor.detach().clone() for path, tensor in live_weights(discovered).items()}
+    def reached(self, *kinds: str) -> Snapshot:
+        """What the class has at the end, of these kinds alone; a collective where it is sharded."""
+        module = self.module
+        return snapshot(module.contract_state, module.plugin, kinds=kinds, whole=True, host=module)
 
 
 class _Watch(pl.Callback):

@@ -1,4 +1,4 @@
-"""Two processes of one machine that train together: ``python -m genlight.adapter.conformance.ranks FOLDER RANK``."""
+"""Two processes of one machine that train together: ``python -m genlight.adapter.check.ranks FOLDER RANK``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from .snapshot import Snapshot
 from .subject import Subject
 
 __all__ = ["SHARDED", "RanksError", "Refused", "halves", "start_rank", "train_on_ranks"]
@@ -35,7 +36,7 @@ class RanksError(RuntimeError):
 
 def train_on_ranks(
     subject: Subject, jobs: dict[str, list[list[Any]]], folder: Path, *, timeout_s: float = 120.0
-) -> dict[str, list[dict[str, torch.Tensor]]]:
+) -> dict[str, list[Snapshot | Refused]]:
     """Train on two processes with gloo, under DDP or, for the job called `SHARDED`, which comes last, FSDP 2.
 
     Dropout layers drop nothing.
@@ -47,7 +48,7 @@ def train_on_ranks(
         timeout_s: How long all of it may take.
 
     Returns:
-        By the job's name, the weights of each rank; `Refused` where FSDP 2 cannot train the class.
+        By the job's name, the weights and optimizer states of each rank; `Refused` where FSDP 2 cannot train the class.
 
     Raises:
         RanksError: With the trainer's own error where there is one.
@@ -68,9 +69,9 @@ def train_on_ranks(
         if process.returncode != 0:
             said = _log(folder, rank).read_text(errors="replace")
             raise RanksError(f"rank {rank} ended with code {process.returncode}: {said[-500:]}")
-    results = [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD_SIZE)]
+    results = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(WORLD_SIZE)]
     return {
-        name: [Refused(result[name]) if isinstance(result[name], str) else result[name] for result in results]
+        name: [Refused(result[name]) if isinstance(result[name], str) else Snapshot(result[name]) for result in results]
         for name in jobs
     }
 
@@ -138,12 +139,11 @@ def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> None:
         time.sleep(0.05)
 
 
-class Refused(dict[str, torch.Tensor]):
+@dataclass(frozen=True)
+class Refused:
     """In place of weights, why there are none."""
 
-    def __init__(self, refusal: str) -> None:
-        super().__init__()
-        self.refusal = refusal
+    refusal: str
 
 
 class _Environment(LightningEnvironment):
@@ -196,19 +196,19 @@ def main(folder: Path, rank: int) -> int:
     return 0
 
 
-def _replicated(subject: Subject, batches: list[Any], rank: int) -> dict[str, torch.Tensor]:
+def _replicated(subject: Subject, batches: list[Any], rank: int) -> Any:
     strategy = DDPStrategy(cluster_environment=_Environment(rank), process_group_backend="gloo")
-    return subject.train(batches=batches, dropout=False, strategy=strategy, devices=WORLD_SIZE).weights()
+    trained = subject.train(batches=batches, dropout=False, strategy=strategy, devices=WORLD_SIZE)
+    return dict(trained.reached("weight", "optimizer state").values)
 
 
-def _sharded(subject: Subject, batches: list[Any], rank: int) -> dict[str, torch.Tensor] | str:
+def _sharded(subject: Subject, batches: list[Any], rank: int) -> Any:
     """The whole weights after training by FSDP 2, or the error that says why it cannot be."""
     strategy = ModelParallelStrategy(WORLD_SIZE, 1, process_group_backend="gloo")
     strategy.cluster_environment = _Environment(rank)
     try:
         trained = subject.train(batches=batches, dropout=False, strategy=strategy, devices=WORLD_SIZE)
-        weights = trained.weights()
-        return {path: t.full_tensor() if isinstance(t, DTensor) else t for path, t in weights.items()}
+        return dict(trained.reached("weight", "optimizer state").values)
     except Exception as error:  # noqa: BLE001  # as above
         return f"{type(error).__name__}: {error}"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .facts import Facts
+from .snapshot import Snapshot, as_numbers
 
 __all__ = ["Circumstances", "likely_cause"]
 
@@ -46,7 +46,7 @@ class Circumstances:
 
 
 def likely_cause(
-    kind: str, name: str, step: int, plain: Facts, hosted: Facts, before: Facts | None, how: Circumstances
+    kind: str, name: str, step: int, plain: Snapshot, hosted: Snapshot, before: Snapshot | None, how: Circumstances
 ) -> str:
     """The most probable reason of a difference, and the way out.
 
@@ -119,11 +119,11 @@ def _random(how: Circumstances) -> str:
     )
 
 
-def _is_share(kind: str, name: str, plain: Facts, hosted: Facts, before: Facts, world_size: int) -> bool:
+def _is_share(kind: str, name: str, plain: Snapshot, hosted: Snapshot, before: Snapshot, world_size: int) -> bool:
     """Whether the update under genlight is one part of `world_size` of the plain one."""
-    a, b = plain[kind][name].double(), hosted[kind][name].double()
+    a, b = as_numbers(plain[kind][name]), as_numbers(hosted[kind][name])
     if kind == "weight":
-        start = before[kind][name].double()
+        start = as_numbers(before[kind][name])
         a, b = a - start, b - start
     elif kind != "optimizer state":
         return False

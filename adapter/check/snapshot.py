@@ -1,0 +1,430 @@
+"""Everything that a trainer class keeps, by path, with digests, and how far two such snapshots are apart.
+
+``genlight check``, ``genlight compare`` and ``genlight run --shadow`` judge by it alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import random
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ...callbacks.checkpoint.codec.tensor_bytes import as_uint8
+from ...callbacks.checkpoint.codec.wrapper_tensors import is_wrapper, wrapped_tensors
+from ...callbacks.optimizer_state import named_values
+from ..discovery.children import uncompiled
+from ..discovery.current_tensors import currently_trained
+from ..discovery.discover import Discovered, Found, discover, walk
+from ..discovery.parameter_aliases import key_text
+
+__all__ = [
+    "EVERYTHING",
+    "KINDS",
+    "Difference",
+    "Recording",
+    "Snapshot",
+    "StepDistances",
+    "as_numbers",
+    "compare_snapshots",
+    "described",
+    "distance",
+    "flatten",
+    "leaves",
+    "live_weights",
+    "snapshot",
+    "whole_copy",
+]
+
+KINDS: Final = ("metric", "setting", "optimizer state", "weight")
+"""What two loops are compared by, in the order in which a step makes them: a difference stands next to its cause."""
+
+EVERYTHING: Final = ("weight", "optimizer state", "setting", "value")
+"""What a resume has to bring back; a value is whatever else the class keeps: averages, counters, generators, texts."""
+
+NOISE = 1e-5
+"""Below this share of the largest first moment, a gradient is the rounding of one that is zero."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a trainer class kept at one moment; copies, on the CPU."""
+
+    values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By kind, then by path: tensors, arrays, numbers, texts."""
+
+    def __getitem__(self, kind: str) -> Mapping[str, Any]:
+        """The values of a kind, by path."""
+        return self.values.get(kind, {})
+
+    @functools.cached_property
+    def digests(self) -> Mapping[str, str]:
+        """For each path a digest of the type, the shape and the bits that stand there."""
+        return {path: _digest(value) for values in self.values.values() for path, value in values.items()}
+
+    def differences(self, other: Snapshot) -> list[str]:
+        """Paths at which two snapshots are not bit-equal, or of which only one has something; in order."""
+        mine, theirs = self.digests, other.digests
+        return [path for path in dict.fromkeys([*mine, *theirs]) if mine.get(path) != theirs.get(path)]
+
+
+def snapshot(
+    state: Any,
+    trainer: object,
+    metrics: Mapping[str, float] | None = None,
+    *,
+    kinds: Iterable[str] = EVERYTHING,
+    whole: bool = False,
+    host: nn.Module | None = None,
+) -> Snapshot:
+    """Copies of everything that `state` and `trainer` lead to.
+
+    Args:
+        state: What ``configure`` returned.
+        trainer: The trainer instance.
+        metrics: Of the last step, under their reported names.
+        kinds: Of `KINDS` and `EVERYTHING` those that are wanted.
+        whole: Whether sharded tensors are put together, for which every rank has to ask; else the part of this rank.
+        host: A module that hosts the trainer, and is not part of what it keeps.
+    """
+    discovered = discover(state, trainer, host=host)
+    weights = live_weights(discovered)
+    names = {id(tensor): name for name, tensor in weights.items()}
+    values: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
+
+    def add(kind: str, path: str, value: Any) -> None:
+        if kind in values:
+            for name, leaf, is_code in leaves(path, value, whole=whole):
+                values.setdefault("code" if is_code else kind, {})[name] = leaf
+
+    for name, value in (metrics or {}).items():
+        add("metric", name, value)
+    for name, tensor in weights.items():
+        add("weight", name, tensor)
+    for found in discovered.optimizers:
+        for kind, path, value in _of_optimizer(found, names):
+            # What a wrapper calls its state may be that of the optimizer which it wrapped before a resume.
+            if not (kind == "optimizer state" and "value" in values and _has_own_state_dict(found.value)):
+                add(kind, path, value)
+    if "value" in values:
+        seen: dict[int, Any] = {id(host): host}
+        for path, node in (*walk(state, "state", seen=seen, without=trainer), *walk(trainer, "trainer", seen=seen)):
+            if isinstance(node, LRScheduler | GradScaler) or _has_own_state_dict(node):
+                values["value"] |= flatten(node.state_dict(), path)["value"]
+            elif id(node) not in names and not isinstance(node, Mapping | list | tuple | deque):
+                add("value", path, node)
+    return Snapshot(values)
+
+
+def flatten(value: Any, path: str) -> Snapshot:
+    """The leaves of a payload that could be stored, by path; of what stands at two places, those of both."""
+    return Snapshot({"value": {name: leaf for name, leaf, _ in leaves(path, value)}})
+
+
+def live_weights(discovered: Discovered) -> dict[str, Tensor]:
+    """Parameters and buffers of all modules that were found, and bare parameters, by path."""
+    tensors = {
+        f"{found.path}.{name}": tensor
+        for found in discovered.modules
+        for module in [_unwrapped(found.value)]
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    }
+    bare = list(discovered.parameters)
+    if not discovered.optimizers:
+        bare += currently_trained(discovered)
+    return tensors | {found.path: found.value for found in bare}
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The module in a DistributedDataParallel of the trainer's own, which has it on several ranks alone."""
+    return uncompiled(module.module if isinstance(module, DistributedDataParallel) else module)
+
+
+def _of_optimizer(found: Found[Optimizer], names: Mapping[int, str]) -> Iterator[tuple[str, str, Any]]:
+    places: dict[int, str] = {}
+    for g, group in enumerate(found.value.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            places.setdefault(id(parameter), names.get(id(parameter), f"param_groups[{g}][{i}]"))
+        yield from (
+            ("setting", f"{found.path}.param_groups[{g}].{key}", value)
+            for key, value in group.items()
+            if key != "params"
+        )
+    state: Mapping[Any, Any] = found.value.state
+    for i, (key, entry) in enumerate(state.items()):
+        place = places.get(id(key), f"state {i}" if isinstance(key, Tensor) else key_text(key))
+        for name, value in named_values(entry):
+            yield "optimizer state", f"{found.path}[{place}].{name}", value
+
+
+def _has_own_state_dict(node: Any) -> bool:
+    return isinstance(node, Optimizer) and type(node).state_dict is not Optimizer.state_dict
+
+
+def leaves(path: str, value: Any, *, whole: bool = False) -> Iterator[tuple[str, Any, bool]]:
+    """Copies of the tensors, arrays, numbers, texts and random generators in `value`, by path.
+
+    Mappings, lists and tuples are entered at each place where they stand: two groups of an optimizer may hold one and
+    the same pair of betas.
+
+    Yields:
+        The path, the value, and whether it is a code of a quantized tensor, which is no measure of anything.
+    """
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from leaves(f"{path}[{key_text(key)}]", entry, whole=whole)
+    elif isinstance(value, list | tuple | deque):
+        for i, entry in enumerate(value):
+            yield from leaves(f"{path}[{i}]", entry, whole=whole)
+    elif isinstance(value, Tensor):
+        if is_lazy(value) or value.is_meta:  # of a lazy module before its first batch, or of a skeleton
+            return
+        if is_wrapper(value):
+            for name, part in wrapped_tensors(path, value):
+                yield from ((n, leaf, not part.is_floating_point()) for n, leaf, _ in leaves(name, part, whole=whole))
+        else:
+            yield path, whole_copy(value) if whole or not isinstance(value, DTensor) else _local_copy(value), False
+    elif isinstance(value, np.ndarray):
+        yield path, value.copy(), False
+    elif isinstance(value, np.generic):
+        yield path, value.item(), False
+    elif isinstance(value, torch.Generator):
+        yield path, value.get_state(), False
+    elif isinstance(value, np.random.Generator):
+        yield path, repr(value.bit_generator.state), False
+    elif isinstance(value, random.Random | np.random.RandomState):
+        state = value.getstate() if isinstance(value, random.Random) else value.get_state()
+        yield path, repr(state), False
+    elif isinstance(value, bool | int | float | complex | str | bytes):
+        yield path, value, False
+
+
+def whole_copy(tensor: Tensor) -> Tensor:
+    """A copy on the CPU, not sparse, and of a sharded tensor all of it, for which every rank has to ask."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.to_dense().cpu().clone() if tensor.is_sparse else tensor.cpu().clone()
+
+
+def _local_copy(tensor: DTensor) -> Tensor:
+    local: Tensor = tensor.to_local()
+    return local.detach().cpu().clone()
+
+
+def _digest(value: Any) -> str:
+    if isinstance(value, Tensor):
+        # Bits: NaNs are unequal to themselves, and torch compares not every type.
+        head, data = f"{value.dtype} {tuple(value.shape)}", _bits(value)
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        head, data = f"array {value.dtype} {value.shape}", value.tobytes()
+    else:
+        head, data = f"{type(value).__name__} {value!r}", b""
+    digest = hashlib.blake2b(head.encode(), digest_size=16)
+    digest.update(data)
+    return digest.hexdigest()
+
+
+def _bits(tensor: Tensor) -> bytes:
+    return as_uint8(tensor.resolve_conj().resolve_neg().contiguous()).numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first value that two loops do not share."""
+
+    step: int
+    """Completed steps, or updates where optimizers are compared; 0 is before the first."""
+    kind: str
+    """One of `KINDS`, ``gradient``, or ``steps``."""
+    name: str
+    distance: float
+    """Relative; infinite where one loop lacks the value, or it is not finite in one of them, or of another shape."""
+    plain: str
+    """What the plain loop has, in words."""
+    hosted: str
+    """What genlight has."""
+    cause: str
+    """What it probably comes from, and what to do."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The difference as a JSON object; an infinite distance is null."""
+        return {**asdict(self), "distance": self.distance if math.isfinite(self.distance) else None}
+
+
+@dataclass(frozen=True)
+class StepDistances:
+    """All distances of one step."""
+
+    step: int
+    distances: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """By kind, then by name."""
+
+    def largest(self, kind: str) -> tuple[str, float] | None:
+        """The name with the largest distance of a kind, and the distance; None where there is none of that kind."""
+        found = self.distances.get(kind)
+        return max(found.items(), key=lambda item: item[1]) if found else None
+
+    def beyond(self, rtol: float) -> tuple[str, str, float] | None:
+        """Kind, name and size of the first distance beyond `rtol`: of the first kind that has one, the largest."""
+        for kind in self.distances:
+            worst = self.largest(kind)
+            if worst is not None and worst[1] > rtol:
+                return kind, *worst
+        return None
+
+
+def compare_snapshots(
+    step: int,
+    plain: Snapshot,
+    hosted: Snapshot,
+    *,
+    kinds: Iterable[str] = KINDS,
+    exact: bool = True,
+    floor: float = 0.0,
+) -> StepDistances:
+    """How far all values of two loops are apart after `step`.
+
+    A weight, gradient, setting or metric is measured against its own size, an optimizer's state against the largest of
+    its name in that optimizer: of a gradient that is zero but for rounding, any two computations have another.
+
+    Args:
+        step: Completed steps.
+        plain: Of the plain loop.
+        hosted: Under genlight.
+        kinds: What is compared.
+        exact: Whether both compute in the same order and precision. Where they do not, weights whose gradient is
+            nothing but rounding are left out: Adam makes whole steps of it.
+        floor: What the size of a value is at least taken for.
+    """
+    scales = _scales(plain["optimizer state"])
+    noise = frozenset[str]() if exact else _moved_by_noise(plain["optimizer state"], scales)
+    distances = {
+        kind: {
+            name: distance(a.get(name), b.get(name), at_least=sizes.get(name, floor))
+            for name in dict.fromkeys([*a, *b])
+            if not (kind == "weight" and name in noise)
+        }
+        for kind in kinds
+        for a, b in [(plain[kind], hosted[kind])]
+        for sizes in [scales if kind == "optimizer state" else {}]
+    }
+    return StepDistances(step, distances)
+
+
+def distance(a: Any, b: Any, *, at_least: float = 0.0) -> float:
+    """‖b - a‖ / ‖a‖, in double precision; infinite where only one of them is there, is finite, or has the shape.
+
+    Args:
+        a: The reference: a tensor or a number; a text, which is at no distance from its like, and far from others.
+        b: The other.
+        at_least: What ``‖a‖`` is at least taken for.
+    """
+    if isinstance(a, str | bytes) or isinstance(b, str | bytes):
+        return 0.0 if a == b else math.inf
+    if a is None or b is None:
+        return math.inf
+    a, b = as_numbers(a), as_numbers(b)
+    if a.shape != b.shape:
+        return math.inf
+    if a.numel() == 0:
+        return 0.0
+    if a.is_complex() or b.is_complex():
+        a, b = a.to(torch.cdouble), b.to(torch.cdouble)
+    finite = torch.isfinite(a)
+    if not torch.equal(finite, torch.isfinite(b)):
+        return math.inf
+    a, b = a[finite], b[finite]
+    apart = float((b - a).norm())
+    if apart == 0.0:
+        return 0.0
+    size = max(float(a.norm()), at_least)
+    return apart / size if size > 0 else math.inf
+
+
+def as_numbers(value: Any) -> Tensor:
+    """A tensor or a number in double precision, on the CPU; what is complex stays so."""
+    tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+    return tensor.to(torch.cdouble if tensor.is_complex() else torch.double)
+
+
+def described(value: Any) -> str:
+    """A value in a few words: a number or a text, or shape and norm of a tensor."""
+    if value is None:
+        return "absent"
+    if isinstance(value, str | bytes):
+        return repr(value)
+    tensor = as_numbers(value)
+    if tensor.numel() == 1:
+        return str(tensor.item()) if tensor.is_complex() else f"{tensor.item():.8g}"
+    return f"{'x'.join(map(str, tensor.shape))}, norm {float(tensor.norm()):.8g}"
+
+
+def _scales(states: Mapping[str, Any]) -> dict[str, float]:
+    """For each state the largest norm of its name in the same optimizer."""
+    largest: dict[tuple[str, str], float] = {}
+    tensors = {name: as_numbers(state) for name, state in states.items() if not isinstance(state, str | bytes)}
+    norms = {name: float(state.norm()) for name, state in tensors.items() if not state.is_complex()}
+    for name, norm in norms.items():
+        if math.isfinite(norm):
+            key = _optimizer_and_key(name)
+            largest[key] = max(largest.get(key, 0.0), norm)
+    return {name: largest.get(_optimizer_and_key(name), 0.0) for name in norms}
+
+
+def _optimizer_and_key(name: str) -> tuple[str, str]:
+    """``state.opt[state.model.0.weight].exp_avg`` is of ``state.opt`` and ``exp_avg``."""
+    inner, _, key = name.rpartition(".")
+    return inner.partition("[state")[0].partition("[trainer")[0].partition("[param_groups")[0].partition(" [")[0], key
+
+
+def _moved_by_noise(states: Mapping[str, Any], scales: Mapping[str, float]) -> frozenset[str]:
+    """Weights whose first moment is nothing beside the largest one."""
+    found: set[str] = set()
+    for name, state in states.items():
+        if name.endswith(".exp_avg") and float(as_numbers(state).norm()) <= NOISE * scales[name]:
+            place = name.removesuffix(".exp_avg")
+            found |= {place, place[place.index("[") + 1 : place.rindex("]")]}
+    return frozenset(found)
+
+
+class Recording:
+    """The snapshots of one loop, in a temporary folder: several steps of a large model fill no memory."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="genlight-compare-")
+        self._count = 0
+
+    def add(self, reached: Snapshot) -> None:
+        """Keep the snapshot of the next step; that before the first step comes first."""
+        torch.save(dict(reached.values), self._file(self._count))
+        self._count += 1
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, step: int) -> Snapshot:
+        return Snapshot(torch.load(self._file(step), weights_only=True))
+
+    def close(self) -> None:
+        """Remove the folder."""
+        self._folder.cleanup()
+
+    def _file(self, step: int) -> Path:
+        return Path(self._folder.name) / f"{step}.pt"
