@@ -6,6 +6,7 @@ Exit codes: 0 completed, 1 failed, 2 startup or usage, 3 ended by `on_nonfinite`
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 
@@ -41,6 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--allow-changed", action="store_true", help="resume although the job is not the one of the checkpoint"
     )
     parser.add_argument(
+        "--reset",
+        action="append",
+        default=[],
+        metavar="SETTING",
+        help="on a resume, take lr, weight_decay, another setting of optimizers, schedule or scaler from the class "
+        "instead of the checkpoint; may be repeated, and stands for `resume.keep` of the job",
+    )
+    parser.add_argument(
         "--shadow",
         type=int,
         default=None,
@@ -65,16 +74,17 @@ def run(args: argparse.Namespace) -> int:
     if args.shadow is not None and args.shadow < 1:
         return complain("run", f"Invalid `--shadow`. Expected a number >= 1, but received {args.shadow}.")
 
+    overrides = [*args.set, *([f"resume.keep={json.dumps(args.reset)}"] if args.reset else [])]
     options = RunOptions(
         spec_path=args.job,
-        overrides=args.set,
+        overrides=overrides,
         fresh=args.fresh,
         allow_changed=args.allow_changed,
         shadow=args.shadow or 0,
         verbose=args.verbose,
         began_with_process=True,
     )
-    return run_job(options) if args.print_config is None else _print_config(options.spec_path, args.set)
+    return run_job(options) if args.print_config is None else _print_config(options.spec_path, overrides)
 
 
 def _print_config(spec_path: str | os.PathLike[str] | None, overrides: list[str]) -> int:

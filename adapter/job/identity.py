@@ -22,6 +22,7 @@ from ..plumbing.urls import safe_url
 from .spec import JobSpec
 
 __all__ = [
+    "changed_course",
     "changes_between",
     "differing_fields",
     "digest_of_fields",
@@ -35,7 +36,8 @@ FIELD_DIGEST_LENGTH = 16
 SALT = "salt"
 """Where a record keeps the salt; the names of fields begin otherwise."""
 NUMBERS = "numbers"
-"""Where a record keeps hyperparameters that are numbers, as JSON."""
+"""Where a record keeps hyperparameters that are numbers, batch size and precision, as JSON."""
+_BATCH_SIZE, _PRECISION = "dataset.batch_size", "lightning.precision"
 
 
 def spec_fields(job: JobSpec, folder: Path) -> dict[str, str]:
@@ -69,30 +71,33 @@ def digest_of_fields(fields: Mapping[str, str]) -> str:
     return f"sha256:{_digest(dict(fields))}"
 
 
-def numbers_of(hyperparams: Mapping[str, Any]) -> dict[str, float | bool]:
-    """The hyperparameters that are numbers or booleans, under no secret name, by dotted name."""
-    return {
+def numbers_of(job: JobSpec) -> dict[str, float | bool | str]:
+    """The hyperparameters that are numbers or booleans, under no secret name, batch size and precision, by dotted name.
+
+    Batch size and precision are no part of the identity: a run may go on with others, and says so.
+    """
+    size = {} if job.dataset is None else {_BATCH_SIZE: job.dataset.batch_size}
+    numbers = {
         name: value
-        for name, value in _leaves("", {"hyperparams": _public(hyperparams)})
+        for name, value in _leaves("", {"hyperparams": _public(job.hyperparams)})
         if isinstance(value, (int, float))
     }
+    return {**numbers, **size, _PRECISION: str(job.lightning.get("precision", "32-true"))}
 
 
 def changes_between(
-    ours: Mapping[str, str], theirs: Mapping[str, str], numbers: Mapping[str, float | bool]
+    ours: Mapping[str, str], theirs: Mapping[str, str], numbers: Mapping[str, float | bool | str]
 ) -> list[str]:
     """What differs between this job and that of a record, in words: both values where they are known.
+
+    Batch size and precision are left to `changed_course`.
 
     Args:
         ours: What `spec_fields` returned.
         theirs: What `sealed_fields` made of that of the other job.
         numbers: What `numbers_of` returned for this job.
     """
-    try:
-        before = json.loads(theirs.get(NUMBERS, "{}"))
-    except (ValueError, RecursionError):  # a record from elsewhere
-        before = {}
-    before = before if isinstance(before, dict) else {}
+    before = _numbers_in(theirs)
     return [
         f"{name} ({_shown(before[name])} before, {_shown(numbers[name])} now)"
         if name in numbers and isinstance(before.get(name), (int, float))
@@ -101,12 +106,35 @@ def changes_between(
     ]
 
 
-def _shown(number: float | bool) -> str:
+def changed_course(theirs: Mapping[str, str], numbers: Mapping[str, float | bool | str]) -> list[str]:
+    """Batch size and precision in words, with both values, where they are not those of a record.
+
+    Args:
+        theirs: What `sealed_fields` made for the record.
+        numbers: What `numbers_of` returned for this job.
+    """
+    before = _numbers_in(theirs)
+    return [
+        f"{name} ({_shown(before[name])} before, {_shown(numbers[name])} now)"
+        for name in (_BATCH_SIZE, _PRECISION)
+        if name in numbers and isinstance(before.get(name), (int, str)) and before[name] != numbers[name]
+    ]
+
+
+def _numbers_in(theirs: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        numbers = json.loads(theirs.get(NUMBERS, "{}"))
+    except (ValueError, RecursionError):  # a record from elsewhere
+        return {}
+    return numbers if isinstance(numbers, dict) else {}
+
+
+def _shown(number: float | bool | str) -> str:
     return json.dumps(number)
 
 
 def sealed_fields(
-    fields: Mapping[str, str], salt: str | None = None, *, numbers: Mapping[str, float | bool] | None = None
+    fields: Mapping[str, str], salt: str | None = None, *, numbers: Mapping[str, float | bool | str] | None = None
 ) -> dict[str, str]:
     """`fields` as a record keeps them, with the salt of their digests; None makes a new one."""
     salt = secrets.token_hex(16) if salt is None else salt

@@ -55,6 +55,7 @@ def lightning_config(
                 "plugin": config.trainer,
                 "job": dataclasses.asdict(config.job),
                 "model_handles": dict(model_handles or {}),
+                **({"keep_on_resume": list(config.resume.keep)} if config.resume.keep else {}),
             },
         },
         **({} if data is None else {"data": data}),

@@ -35,6 +35,7 @@ __all__ = [
     "InputsSpec",
     "JobSpec",
     "RecoverSpec",
+    "ResumeSpec",
     "Rule",
     "SampleRequest",
     "Settings",
@@ -331,6 +332,14 @@ class CheckpointsSpec(Block, frozen=True, kw_only=True):
     shared. `trained`: only those that training changes; a resume takes the others from the class and verifies them."""
 
 
+class ResumeSpec(Block, frozen=True, kw_only=True):
+    """What a resume does not take from the checkpoint."""
+
+    keep: Annotated[tuple[NonBlank, ...], _example(["lr"])] = ()
+    """Settings that stay as `configure` builds them: of optimizers (`lr`, `weight_decay`, …), `schedule` or `scaler`;
+    a new rate scales a schedule that has begun. The `--reset` of `genlight run` gives one."""
+
+
 class RecoverSpec(Block, frozen=True, kw_only=True):
     """How faults in training are recovered from (`Recover` in `callbacks/README.md`); without it, not at all."""
 
@@ -444,6 +453,8 @@ class JobSpec(Block, frozen=True, kw_only=True):
     """Whether to resume from the newest intact checkpoint."""
     resume_checkpoint_path: FilePath | None = None
     """A checkpoint record to resume from."""
+    resume: ResumeSpec = ResumeSpec()
+    """What a resume does not take from the checkpoint."""
     max_runtime_seconds: Annotated[Seconds, _variable("TRAINER_MAX_RUNTIME_SECONDS"), _example(3600)] = 0
     """Time limit from process start, including downloads; 0 means none."""
     cancel_file_path: Annotated[FilePath, _variable("TRAINER_CANCEL_FILE")] | None = None

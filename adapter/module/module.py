@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -71,6 +71,8 @@ class ContractModule(pl.LightningModule):
             contract's defaults.
         model_handles: Handed to the trainer as ``ctx.model_handles``.
         context: A context of the caller's own. Device, rank and run state are filled in; its ``dtype`` is kept.
+        keep_on_resume: Settings of optimizers (``lr``, ``weight_decay``, …), ``schedule`` or ``scaler``, that a
+            resume leaves as ``configure`` built them instead of taking those of the checkpoint.
 
     Raises:
         ContractError: The import path does not name a conforming trainer, or the object is not one.
@@ -83,6 +85,7 @@ class ContractModule(pl.LightningModule):
         *,
         model_handles: Mapping[str, Any] | None = None,
         context: StepContext | None = None,
+        keep_on_resume: Sequence[str] = (),
     ) -> None:
         ctx = context or StepContext(
             job=job or TrainingJobSpec(run_id="local", max_steps=0), model_handles=dict(model_handles or {})
@@ -95,6 +98,7 @@ class ContractModule(pl.LightningModule):
         self.job = job
         self._keeps_context_dtype = context is not None
         self._given_dataset = self.ctx.dataset
+        self._keep_on_resume = keep_on_resume
         self.step_result: Any = None
         """What the last ``train_step`` returned."""
         self.published: dict[str, float] = {}
@@ -321,7 +325,7 @@ class ContractModule(pl.LightningModule):
         if discovered.parameters:
             # The name of the attribute stands in checkpoints.
             self.loose = BareParameters({found.name: found.value for found in discovered.parameters})
-        self._state = TrainerState(self, self.plugin, value, discovered)
+        self._state = TrainerState(self, self.plugin, value, discovered, self._keep_on_resume)
 
     def _context_in(self, trainer: pl.Trainer) -> StepContext:
         """The context with what `trainer` knows: device, type, rank, steps, run state, Slurm job, and what feeds it."""

@@ -30,11 +30,13 @@ from ...callbacks.checkpoint.capture import CONTRACT_KEY
 from ...callbacks.checkpoint.rank_differences import Differing, apply_differences, differences_of_ranks
 from ...callbacks.checkpoint.sharded.rank_channel import Channel
 from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for, rank_groups_of
+from ...callbacks.lightning_internals import attached_trainer
 from ..contract.exceptions import CheckpointError, ContractError
 from ..contract.types import StepContext, TrainerPlugin
 from ..discovery.discover import Discovered, Found, check_unchanged, discover
 from ..discovery.wrapped_optimizers import kept_by_wrappers
 from ..gradients.fsdp.state import whole_payload
+from .built_settings import SET_BY_SCHEDULERS, BuiltSettings
 from .plugin_loading import optional_hook
 from .trainer_files import trainer_directory
 
@@ -51,6 +53,8 @@ _AVERAGING = "averaging"
 """The member that holds what the averaging of gradients goes by."""
 _GENERATORS = "generators"
 """The member that holds, by path, the states of generators of random numbers."""
+_BUILT = "built"
+"""The member that holds the settings of optimizers, schedulers and scalers as they were built."""
 _RESIZED = "resized"
 """The member that names the buffers whose shape changed while training."""
 _OF_RANKS = "of_ranks"
@@ -62,9 +66,6 @@ _ELEMENTS_SAMPLED = 1024
 """Of each tensor, to see whether it changed through ``.data``, which torch does not count."""
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
-
-_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
-"""What schedulers of torch, which a trainer may make later, put into groups."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class ToRestore:
     """What the averaging of gradients goes by."""
     phase: Mapping[str, Any] = field(default_factory=dict)
     """The rollout that is being trained, and the state of environments."""
+    built: Mapping[str, Mapping[str, str]] | None = None
+    """The settings with which optimizers, schedulers and scalers were built; None where that is not known."""
 
 
 class TrainerState:
@@ -95,9 +98,20 @@ class TrainerState:
         plugin: The trainer.
         value: What ``configure`` returned.
         discovered: What was found in it and on the trainer.
+        keep: Settings that stay as they were built, whatever a checkpoint has; see `BuiltSettings`.
+
+    Raises:
+        ContractError: `keep` names a setting that nothing has.
     """
 
-    def __init__(self, module: pl.LightningModule, plugin: TrainerPlugin, value: Any, discovered: Discovered) -> None:
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        plugin: TrainerPlugin,
+        value: Any,
+        discovered: Discovered,
+        keep: Sequence[str] = (),
+    ) -> None:
         self.module = module
         self.plugin = plugin
         self.value = value
@@ -107,6 +121,7 @@ class TrainerState:
         """Whether its parameters are shards."""
         self._kept_by_wrappers = kept_by_wrappers(discovered.optimizers)
         self._built_buffers = _buffer_shapes(module)
+        self._built_settings = BuiltSettings(discovered, keep)
         self._samples: list[_Sample] = []
 
     def check_unchanged(self) -> Discovered:
@@ -173,6 +188,7 @@ class TrainerState:
         parts = checkpoint.setdefault(CONTRACT_KEY, {})
         with keep_sharded_for(trainer.strategy):
             parts["state"] = self.payload()
+        parts[_BUILT] = self._built_settings.record()
         if now.generators:
             parts[_GENERATORS] = {found.path: _random_state(found.value) for found in now.generators}
         resized = [name for name, shape in _buffer_shapes(self.module).items() if self._was_resized(name, shape)]
@@ -209,6 +225,7 @@ class TrainerState:
             own_weights=own_weights,
             averaging=parts.get(_AVERAGING, {}),
             phase=parts.get(PHASE, {}),
+            built=parts.get(_BUILT),
         )
 
     def load_weights(self, checkpoint: Mapping[str, Any], path: Any, *, strict: bool) -> ToRestore:
@@ -240,6 +257,8 @@ class TrainerState:
         load_checkpoint = optional_hook(self.plugin, "load_checkpoint")
         if directory is not None and load_checkpoint is not None:
             load_checkpoint(state=self.value, checkpoint_dir=str(directory), payload=payload or {}, ctx=ctx)
+        if attached_trainer(self.module) is not None:  # else no optimizer was restored
+            self._built_settings.restored(waiting.built, says=self.module.global_rank == 0)
         if not waiting.generators:
             return
         now = discover(self.value, self.plugin, reserved=dir(self.module), host=self.module)
@@ -345,7 +364,7 @@ def _check_optimizers(optimizers: Sequence[Found[Optimizer]], states: Sequence[M
             )
         for group, own in zip(saved, built, strict=True):
             lacking = sorted(found.value.defaults.keys() - group.keys())
-            foreign = sorted(group.keys() - own.keys() - _OF_SCHEDULERS)
+            foreign = sorted(group.keys() - own.keys() - SET_BY_SCHEDULERS)
             if lacking and foreign:
                 raise CheckpointError(
                     f"{found.path} is now {type(found.value).__name__}, with {', '.join(lacking)}; the optimizer of "

@@ -21,7 +21,7 @@ from ...callbacks.checkpoint.ownership import checkpoint_files, folders_of_check
 from ...callbacks.checkpoint.selection import FALLS_BACK, find_checkpoint, find_final, newest_valid
 from ..contract.exceptions import BrokenCheckpointError, InputError, StartupContractError
 from ..job.config import RunConfig
-from ..job.identity import changes_between, numbers_of
+from ..job.identity import changed_course, changes_between, numbers_of
 from ..plumbing.durable import write_bytes_durably
 
 __all__ = [
@@ -72,7 +72,7 @@ def decide_start(config: RunConfig, *, resume_checkpoint: Path | None = None, al
     """
     named = resume_checkpoint or config.resume_checkpoint_path
     try:
-        return _start(config, allow_changed) if named is None else Start(_named(named))
+        return _start(config, allow_changed) if named is None else _going_on(_named(named), config)
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}; let this user read it, or move it away") from error
 
@@ -117,7 +117,16 @@ def _start(config: RunConfig, allow_changed: bool, *, knows_types: bool = False)
             f"no checkpoint in {str(config.checkpoints_dir)!r} is whole: {broken}. Restore one, or move them aside "
             "and start at step 0 with `genlight run --fresh`.",
         )
-    return Start(record, warnings=tuple(warnings))
+    return Start(warnings=tuple(warnings)) if record is None else _going_on(record, config, warnings)
+
+
+def _going_on(record: CheckpointRecord, config: RunConfig, warnings: Sequence[str] = ()) -> Start:
+    """The start from `record`, which says what the job has otherwise."""
+    numbers, spec = numbers_of(config), _texts(record.spec)
+    changed = changes_between(config.spec_fields, spec, numbers) if record.run_id == config.run_id and spec else []
+    changed += changed_course(spec, numbers)
+    said = f"The job has changed since {record.name}, from which the run goes on: {', '.join(changed)}"
+    return Start(record, warnings=(*warnings, said) if changed else tuple(warnings))
 
 
 def _named(path: Path) -> CheckpointRecord:
@@ -162,7 +171,7 @@ def _check_is_ours(record: CheckpointRecord, config: RunConfig, allow_changed: b
             f"{config.run_id!r}. Choose another directory, or move its artifacts aside with `genlight run --fresh`.",
         )
     if record.spec_digest and record.spec_digest != config.spec_digest and not allow_changed:
-        numbers = numbers_of(config.job.hyperparams)
+        numbers = numbers_of(config)
         changed = ", ".join(changes_between(config.spec_fields, _texts(record.spec), numbers)) or "unknown fields"
         raise StartupContractError(
             "startup.job_changed",

@@ -114,7 +114,7 @@ def _fit(
     paths = [str(path) for path in inputs.parquet_paths]
     trainer, data = prepare_training(config, plugin, parquet_paths=paths)
     handles = inputs.model_handles()
-    module = ContractModule(plugin, config.job, model_handles=handles)
+    module = ContractModule(plugin, config.job, model_handles=handles, keep_on_resume=config.resume.keep)
     compared: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if shadow and check_shadow_start(shadow, None if record is None else record.step):
         compared = shadowed(
@@ -159,7 +159,7 @@ def _add_callbacks(config: RunConfig, session: Session, trainer: pl.Trainer, plu
         attempt=attempt,
         max_steps=config.job.max_steps,
         spec_digest=config.spec_digest,
-        spec=sealed_fields(config.spec_fields, numbers=numbers_of(config.job.hyperparams)),
+        spec=sealed_fields(config.spec_fields, numbers=numbers_of(config)),
         metadata=metadata,
     )
     if trainer.num_nodes > 1:

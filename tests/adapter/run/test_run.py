@@ -106,7 +106,7 @@ class Learns(Summing):
         import torch
 
         model = torch.nn.Linear(1, self.p.get("width", 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = torch.optim.SGD(model.parameters(), lr=self.p.get("lr", 0.01))
         return {**super().configure(ctx), "model": model, "optimizer": optimizer}
 
     def train_step(self, batch, state, ctx):
@@ -1037,3 +1037,24 @@ def test_a_job_may_leave_the_trainers_arguments_to_their_defaults(write_job: Cal
     job = write_job(lightning=block)
     assert run(job) == 0
     assert names(job)[-1] == "completed"
+
+
+def test_a_changed_rate_batch_size_and_precision_are_said_and_put_in_force_by_the_job(
+    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert run(write_job(trainer=":Learns", max_steps=2, hyperparams={"lr": 0.01})) == 0
+    job = write_job(
+        trainer=":Learns",
+        max_steps=5,
+        hyperparams={"lr": 0.5},
+        resume_from_latest=True,
+        dataset={"parquet_paths": ["x.parquet"], "batch_size": 2},
+        lightning={"accelerator": "cpu", "precision": "bf16-mixed"},
+    )
+    assert run(job, 'resume.keep=["lrr"]', allow_changed=True) == 1
+    assert "'lrr' cannot be kept on a resume" in caplog.text
+    assert run(job, 'resume.keep=["lr"]', allow_changed=True) == 0
+    assert (
+        "The job has changed since final, from which the run goes on: hyperparams.lr (0.01 before, 0.5 now), "
+        'dataset.batch_size (4 before, 2 now), lightning.precision ("32-true" before, "bf16-mixed" now)'
+    ) in caplog.messages
