@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["map_values", "named_values", "with_step_hooks"]
+__all__ = ["map_values", "named_values", "settings_and_counters", "with_step_hooks"]
 
 
 def named_values(entry: Any) -> Iterator[tuple[str, Any]]:
@@ -27,6 +27,23 @@ def map_values(function: Callable[[Any], Any], entry: Any) -> Any:
     if isinstance(entry, Mapping):
         return {name: function(value) for name, value in entry.items()}
     return function(entry)
+
+
+def settings_and_counters(path: str, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """What an optimizer keeps that is no tensor of its parameters: all settings of its groups, and whole numbers.
+
+    Args:
+        path: What the names begin with.
+        optimizer: Of any make.
+    """
+    for g, group in enumerate(optimizer.param_groups):
+        yield from ((f"{path}.param_groups[{g}].{key}", value) for key, value in group.items() if key != "params")
+    state: Mapping[Any, Any] = optimizer.state
+    for i, (key, entry) in enumerate(state.items()):
+        place = key if isinstance(key, str) else f"parameter {i}"
+        for name, value in named_values(entry):
+            if isinstance(value, int):
+                yield f"{path}.state[{place}].{name}", value
 
 
 def with_step_hooks(optimizers: Iterable[Optimizer]) -> list[Optimizer]:

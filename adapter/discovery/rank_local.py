@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...callbacks.optimizer_state import named_values
+from ...callbacks.optimizer_state import named_values, settings_and_counters
 from ..contract.exceptions import ContractError
 from .current_tensors import currently_trained
 from .discover import Discovered, Found
@@ -87,6 +88,16 @@ class RankLocal:
                 for key, value in named_values(found.value.state.get(parameter, {})):
                     if isinstance(value, Tensor) and not has_own_state:
                         yield f"{key} of {paths[id(parameter)]} in {found.path}", value
+
+    def settings(self, discovered: Discovered) -> Iterator[tuple[str, Any]]:
+        """What else must be equal on all ranks: settings and counters of optimizers, and states of schedulers."""
+        shared = [found for found in self.shared(discovered) if not self.covers_state_of(found)]
+        for found in shared:
+            yield from settings_and_counters(found.path, found.value)
+        others = {id(found.value) for found in discovered.optimizers} - {id(found.value) for found in shared}
+        for scheduler in discovered.schedulers:
+            if scheduler.path not in self and id(getattr(scheduler.value, "optimizer", None)) not in others:
+                yield scheduler.path, scheduler.value.state_dict()
 
     def shared(self, discovered: Discovered) -> tuple[Found[Optimizer], ...]:
         """The optimizers that hold a parameter that is equal on all ranks."""

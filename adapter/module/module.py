@@ -362,6 +362,11 @@ class ContractModule(pl.LightningModule):
         if self._state is not None:
             yield from rank_local_of(self.plugin).replicated(self._state.discovered)
 
+    def replicated_settings(self) -> Iterator[tuple[str, Any]]:
+        """What else must be equal on all ranks, by path: settings and counters of optimizers, schedulers' states."""
+        if self._state is not None:
+            yield from rank_local_of(self.plugin).settings(self._state.discovered)
+
     def check_unchanged(self) -> None:
         """Refuse modules, optimizers, layers and groups that a step built, added or removed.
 

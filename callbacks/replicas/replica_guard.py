@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,10 +19,13 @@ from ..checkpoint.codec.wrapper_tensors import wrapped_tensors
 from ..hook.cadence import Boundaries, StepCadence
 from ..hook.hook import Hook
 from ..hook.listeners import skippable
-from ..optimizer_state import named_values
+from ..optimizer_state import named_values, settings_and_counters
 from .digest import digest, digest_of_all
 
 __all__ = ["ReplicaGuard"]
+
+SETTINGS_NAMED = 4
+"""How many settings that differ an error names."""
 
 STEPS_UNTIL_SENT = 1
 STEPS_UNTIL_READ = 4
@@ -36,13 +40,14 @@ _LARGEST = 2**62 - 1
 class ReplicaGuard(Hook):
     """Compares the replicas of all ranks bit by bit and ends the run if they differ.
 
-    Data-parallel ranks must hold equal parameters, buffers, optimizer states and trained tensors. If they do not,
-    training continues without an error, with a different model on each rank. Typical causes are gradients used before
-    they are averaged, random numbers that differ between ranks where they must not (weight noise, for example), an
-    update made by only one rank, and faulty hardware.
+    Data-parallel ranks must hold equal parameters, buffers, optimizer states and trained tensors, and under every
+    strategy, FSDP 2 included, equal settings of optimizers (learning rates, say), counters and states of schedulers. If
+    they do not, training continues without an error, with a different model on each rank. Typical causes are gradients
+    used before they are averaged, random numbers that differ between ranks where they must not (weight noise, for
+    example), an update made by only one rank, a learning rate that follows the loss of a rank, and faulty hardware.
 
     By default the replicas are compared after steps 1, 2, 4, 8, … of a run, with each checkpoint, and at the end of
-    training. A comparison reads each tensor once, on its device, and exchanges 16 bytes over its own process group. The
+    training. A comparison reads each tensor once, on its device, and exchanges 32 bytes over its own process group. The
     result is read four steps later, so that a comparison costs about one pass over the weights. Optimizer states make
     up most of the bytes, so only a quarter of them is compared at each of these steps: a state that differs makes its
     parameter differ at the next update anyway. If there is a difference, the first tensor that differs is found and
@@ -138,9 +143,9 @@ class ReplicaGuard(Hook):
         if turn is None:
             self._compared_step = trainer.global_step
         tensors = [*taking_turns(_replicated(pl_module, trainer), turn)]
-        if tensors:
-            number = digest_of_all(tensors, trainer.strategy.root_device) & _LARGEST
-            self._pending = _Comparison(trainer, self._group, torch.stack([number, -number]))
+        number = digest_of_all(tensors, trainer.strategy.root_device) & _LARGEST if tensors else torch.tensor(0)
+        settings = dict(_settings(pl_module, trainer))
+        self._pending = _Comparison(trainer, self._group, torch.stack([number, -number]), settings)
 
     def _read(self, pl_module: pl.LightningModule) -> None:
         """Read what was begun, if anything.
@@ -151,7 +156,10 @@ class ReplicaGuard(Hook):
         comparison, self._pending = self._pending, None
         if comparison is None:
             return
-        if not comparison.is_equal():
+        tensors_differ, settings_differ = comparison.differences()
+        if settings_differ:
+            raise ReplicaDriftError(_explained_settings(comparison.settings, comparison.step, comparison.group))
+        if tensors_differ:
             named = list(_replicated(pl_module, comparison.trainer))
             raise ReplicaDriftError(_explained(named, comparison.step, comparison.group))
 
@@ -177,11 +185,24 @@ def _has_process_group(trainer: pl.Trainer) -> bool:
 
 
 class _Comparison:
-    """A comparison on its way: the largest digest of all ranks, and the largest negative one."""
+    """A comparison on its way: of tensors and of settings the largest digest of all ranks and the largest negative one.
 
-    def __init__(self, trainer: pl.Trainer, group: dist.ProcessGroup | None, numbers: Tensor) -> None:
+    Args:
+        trainer: Whose ranks compare.
+        group: What they exchange over.
+        numbers: The digest of the tensors and its negative, on any device.
+        settings: Numbers and texts of the host, by path.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer, group: dist.ProcessGroup | None, numbers: Tensor, settings: dict[str, str]
+    ) -> None:
         self.trainer, self.group, self.step = trainer, group, trainer.global_step
+        self.settings = settings
         self.work: Any = None
+        number = int.from_bytes(hashlib.blake2b(repr(settings).encode(), digest_size=8).digest(), "big") & _LARGEST
+        self._of_settings = torch.tensor([number, -number], device="cpu")
+        self._sent = self._of_settings
         self._numbers = LateCopy(numbers)
         if self._numbers.is_there():
             self.send()
@@ -189,15 +210,15 @@ class _Comparison:
     def send(self) -> None:
         """Send the digest to the other ranks, unless that was done."""
         if self.work is None:
-            numbers = self._numbers.read()
-            self.work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group, async_op=True)
+            self._sent = torch.cat([self._numbers.read(), self._of_settings])
+            self.work = dist.all_reduce(self._sent, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
-    def is_equal(self) -> bool:
-        """Whether all ranks have the same digest."""
+    def differences(self) -> tuple[bool, bool]:
+        """Whether tensors of the ranks differ, and whether settings do."""
         self.send()
         self.work.wait()
-        largest, negative_smallest = self._numbers.read().tolist()
-        return bool(largest == -negative_smallest)
+        of_tensors, negative, of_settings, negative_of_settings = self._sent.tolist()
+        return of_tensors != -negative, of_settings != -negative_of_settings
 
 
 def _next_double(step: int, first: int) -> int:
@@ -209,9 +230,37 @@ def _replicated(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tup
     """What must be equal on all ranks, by name: as a hosted trainer class says, or of any Lightning module."""
     own = getattr(module, "replicated_tensors", None)
     named = own() if own is not None else _of_module(module, trainer)
-    for name, tensor in (part for each in named for part in wrapped_tensors(*each)):
+    settings = ((name, value) for name, value in _leaves_of_settings(module, trainer) if isinstance(value, Tensor))
+    for name, tensor in (part for each in (*named, *settings) for part in wrapped_tensors(*each)):
         if not isinstance(tensor, DTensor) and tensor.layout is torch.strided and tensor.numel():
             yield name, tensor
+
+
+def _settings(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
+    """Settings, counters and schedulers' states that the host has as numbers and texts; nothing waits for a device."""
+    for name, value in _leaves_of_settings(module, trainer):
+        if isinstance(value, bool | int | float | complex | str):
+            yield name, repr(value)
+
+
+def _leaves_of_settings(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
+    own = getattr(module, "replicated_settings", None)
+    stack = list(own() if own is not None else _settings_of_trainer(trainer))[::-1]
+    while stack:
+        name, value = stack.pop()
+        if isinstance(value, Mapping):
+            stack += [(f"{name}.{key}", entry) for key, entry in value.items()][::-1]
+        elif isinstance(value, list | tuple):
+            stack += [(f"{name}[{i}]", entry) for i, entry in enumerate(value)][::-1]
+        else:
+            yield name, value
+
+
+def _settings_of_trainer(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
+    for i, optimizer in enumerate(trainer.optimizers):
+        yield from settings_and_counters(f"optimizers[{i}]", optimizer)
+    for i, config in enumerate(trainer.lr_scheduler_configs):
+        yield f"schedulers[{i}]", config.scheduler.state_dict()
 
 
 def _of_module(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
@@ -250,6 +299,25 @@ def _explained(named: Sequence[tuple[str, Tensor]], step: int, group: dist.Proce
     return (
         f"after step {step} {len(drifted)} of {len(names)} tensors differ between ranks, the first is {names[first]}: "
         f"{groups} hold different values. Likely {_cause(drifted, len(names))}. {_ADVICE}"
+    )
+
+
+def _explained_settings(settings: dict[str, str], step: int, group: dist.ProcessGroup | None) -> str:
+    """Which settings differ between the ranks, to be called by all of them."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, settings, group=group)
+    paths = dict.fromkeys(path for theirs in everyone for path in theirs)
+    differing = [path for path in paths if len({theirs.get(path) for theirs in everyone}) > 1]
+    texts = []
+    for path in differing[:SETTINGS_NAMED]:
+        values = (f"rank {rank}: {theirs.get(path, 'nothing')}" for rank, theirs in enumerate(everyone))
+        texts.append(f"{path} ({', '.join(values)})")
+    more = len(differing) - SETTINGS_NAMED
+    return (
+        f"after step {step} settings that all ranks must share differ: {'; '.join(texts)}"
+        + (f"; and {more} more" if more > 0 else "")
+        + ". Likely a learning rate, a schedule or a count that follows the loss or the rows of one rank: average what "
+        f"decides it over all ranks, or decide on rank 0 and broadcast it. {_ADVICE}"
     )
 
 

@@ -4,7 +4,7 @@
 
 A comparison makes one number of all parameters and of a quarter of the moments that AdamW keeps, which take turns.
 `ReplicaGuard` makes one after steps 1, 2, 4, 8, …, so its share of a run falls with the length of that. CPU time of one
-thread; the exchange of 16 bytes goes on beside the training and is not in it. The last column has a comparison of
+thread; the exchange of 32 bytes goes on beside the training and is not in it. The last column has a comparison of
 everything, as with each checkpoint.
 """
 

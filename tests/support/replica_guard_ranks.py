@@ -12,10 +12,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from rank_environment import Ranks
 from torch import nn
 
+from genlight.adapter.contract.types import StepResult, TrainingJobSpec
+from genlight.adapter.feed.mock import MockDataModule
+from genlight.adapter.module.module import ContractModule
 from genlight.callbacks.replicas.replica_guard import ReplicaGuard
 
 RANK, WORLD_SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
@@ -37,6 +40,8 @@ class Module(pl.LightningModule):
         if RANK == 1 and batch_idx == self.at_step:
             if self.fault == "one bit":
                 self.net[2].weight.view(-1)[0] = torch.nextafter(self.net[2].weight.view(-1)[0], torch.tensor(9.0))
+            elif self.fault == "rate":
+                self.optimizers().param_groups[0]["lr"] = 0.05
             elif self.fault == "buffer":
                 self.net[1].running_mean.add_(1)
             elif self.fault == "all":
@@ -82,6 +87,73 @@ def outcome(fault: str, at_step: int, every_n_steps: int | None, others: tuple[p
     return f"finished {trainer.global_step}"
 
 
+class OwnRate:
+    """Halves its learning rate by the loss of its own rows; counts in the optimizer, and has a schedule by it too."""
+
+    def setup(self, ctx: Any) -> None:
+        torch.manual_seed(0)
+
+    def configure(self, ctx: Any) -> dict[str, Any]:
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=100)
+        return {"model": model, "optimizer": optimizer, "plateau": plateau}
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
+        return torch.full((3, 4), 1.0 + ctx.rank)
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        loss = state["model"](batch).square().mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        self.decide(state, float(loss))
+        return StepResult({"loss": loss.detach()})
+
+    def decide(self, state: Any, loss: float) -> None:
+        state["plateau"].step(1.0)
+        if RANK == 1:
+            state["optimizer"].param_groups[0]["lr"] = 0.05
+
+    def state_dict(self, state: Any) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
+
+
+class OwnSchedule(OwnRate):
+    def decide(self, state: Any, loss: float) -> None:
+        state["plateau"].step(loss)
+
+
+class SharedRate(OwnRate):
+    def decide(self, state: Any, loss: float) -> None:
+        state["optimizer"].param_groups[0]["lr"] *= 0.9
+        state["plateau"].step(1.0)
+
+
+def sharded(cls: type[OwnRate]) -> str:
+    strategy = ModelParallelStrategy(WORLD_SIZE, 1, process_group_backend="gloo")
+    strategy.cluster_environment = Ranks(RANK, WORLD_SIZE)
+    trainer = pl.Trainer(
+        max_steps=6,
+        accelerator="cpu",
+        devices=WORLD_SIZE,
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[ReplicaGuard(1)],
+    )
+    module = ContractModule(cls(), TrainingJobSpec(run_id="guard", max_steps=6, metric_every=0))
+    try:
+        trainer.fit(module, datamodule=MockDataModule([{"row": i} for i in range(12)]))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return f"finished {trainer.global_step}"
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -92,5 +164,7 @@ if __name__ == "__main__":
     results = {f"{fault} at {step} checked {every}": outcome(fault, step, every) for fault, step, every in cases}
     results["one bit at 2 checked by default"] = outcome("one bit", 2, None)
     results["one bit at 2 checked with a checkpoint"] = outcome("one bit", 2, None, (SavesAtStepThree(),))
+    results["rate at 2 checked 1"] = outcome("rate", 2, 1)
+    results |= {f"sharded {cls.__name__}": sharded(cls) for cls in (SharedRate, OwnRate, OwnSchedule)}
     (FOLDER / f"rank{RANK}.json").write_text(json.dumps(results))
     dist.destroy_process_group()

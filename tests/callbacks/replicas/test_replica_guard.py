@@ -60,6 +60,20 @@ def test_the_likely_cause_follows_from_what_drifted(outcomes):
         assert "gradients that are not averaged" in rank["all at 1 checked 2"]
 
 
+@pytest.mark.slow
+def test_settings_that_differ_are_named_by_path_and_rank_under_ddp_and_under_fsdp_2(outcomes):
+    """Shards hide what ranks with other rates do to each other's parameters; their schedules stand beside them."""
+    for rank in outcomes:
+        assert rank["rate at 2 checked 1"].startswith(
+            "ReplicaDriftError: after step 3 settings that all ranks must share"
+        )
+        assert "optimizers[0].param_groups[0].lr (rank 0: 0.1, rank 1: 0.05)" in rank["rate at 2 checked 1"]
+        assert rank["sharded SharedRate"] == "finished 6"
+        assert "after step 1 settings" in rank["sharded OwnRate"]
+        assert 'state["optimizer"].param_groups[0].lr (rank 0: 0.1, rank 1: 0.05)' in rank["sharded OwnRate"]
+        assert 'differ: state["plateau"].best (rank 0: ' in rank["sharded OwnSchedule"]
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
 )

@@ -98,6 +98,9 @@ def test_replicas_with_wrappers_are_compared_by_what_is_in_them() -> None:
         def replicated_tensors(self) -> Any:
             yield "moment", Quantized.of(torch.ones(2))
 
+        def replicated_settings(self) -> Any:
+            return ()
+
     found: Any = list(_replicated(Module(), None))  # type: ignore[arg-type]
 
     assert [name for name, _ in found] == ["codes of moment", "scale of moment"]
