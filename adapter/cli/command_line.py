@@ -41,6 +41,8 @@ COMMANDS = {
     "validate": "validate from a LightningCLI configuration",
     "test": "test from a LightningCLI configuration",
     "predict": "predict from a LightningCLI configuration",
+    "ls": "list runs: state, step, speed, loss, best score",
+    "stop": "ask a run to stop after a checkpoint, and wait for it",
     "doctor": "find the mistakes of a job, or of a configuration, without training",
     "check": "check a trainer class: exact resume, several ranks, half precision",
     "compare": "compare a job's training with a plain Python loop of its class, step by step",

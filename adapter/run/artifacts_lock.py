@@ -14,9 +14,11 @@ from ..job.config import RunConfig
 from ..plumbing.file_lock import FileLock, LockHeldError, NoLocksError, is_held
 from ..plumbing.safe_open import read_own
 
-__all__ = ["LOCK_NAME", "lock_artifacts", "lock_directory", "lock_holder"]
+__all__ = ["LOCK_NAME", "STOP_NAME", "lock_artifacts", "lock_directory", "lock_holder"]
 
 LOCK_NAME = ".lock"
+STOP_NAME = ".stop"
+"""Asks the run that holds the directory to stop, from any host that shares it; `genlight stop` makes it."""
 CODE = "startup.artifacts_in_use"
 TRIES = 5
 LARGEST_NOTE_BYTES = 4096

@@ -34,6 +34,7 @@ from ..plumbing.failures import (
     stop_behind_lost_worker,
 )
 from ..plumbing.redaction import traceback_of
+from .artifacts_lock import STOP_NAME
 from .failure_report import FAILURES_DIRECTORY, log_failure
 from .ranks.notes import RankNotes
 from .ranks.this_rank import this_rank
@@ -168,6 +169,11 @@ class Session:
         """
         self.folder, self.checkpoints_dir = folder, checkpoints_dir
         self.notes = None if folder is None else RankNotes(folder)
+        if folder is not None and self.is_rank_zero:
+            request = folder / STOP_NAME
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                request.unlink()  # It was meant for an earlier attempt.
+            self.stop.cancel_files.append(request)
 
     def on_exit(self, act: Callable[[], None]) -> None:
         """Call `act` when the session is left."""

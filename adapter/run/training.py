@@ -40,6 +40,9 @@ __all__ = ["train"]
 
 log = logging.getLogger(__name__)
 
+_TOLD_OF_LIGHTNING = ("accelerator", "accumulate_grad_batches", "devices", "num_nodes", "precision", "strategy")
+"""Arguments of the trainer that an event log has; others may hold paths and addresses."""
+
 
 def train(config: RunConfig, session: Session, *, allow_changed: bool = False, shadow: int = 0) -> Completion:
     """Train from what the run's folder holds to the end of the job.
@@ -173,7 +176,18 @@ def _add_callbacks(config: RunConfig, session: Session, trainer: pl.Trainer, plu
 def _metadata(config: RunConfig, project: Path) -> dict[str, Any]:
     """How this attempt came to be."""
     found = run_metadata(project, secrets=config.secrets, tags=config.tags, notes=config.notes)
+    found["job"] = _settings(config)
     return found if config.seed is None else {**found, "seed": config.seed}
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """The settings by which runs are told apart, by dotted name; of hyperparameters those that are numbers alone."""
+    settings: dict[str, Any] = {"trainer": config.trainer, "max_steps": config.job.max_steps}
+    settings |= numbers_of(config)
+    settings |= {f"lightning.{name}": value for name, value in config.lightning.items() if name in _TOLD_OF_LIGHTNING}
+    if config.checkpoints.monitor is not None:
+        settings |= {"checkpoints.monitor": config.checkpoints.monitor, "checkpoints.mode": config.checkpoints.mode}
+    return {name: value for name, value in settings.items() if isinstance(value, str | int | float)}
 
 
 def _reported_step(config: RunConfig, record: CheckpointRecord | None) -> int | None:

@@ -1,0 +1,343 @@
+"""A run at a glance, by its folder: state, progress, loss, best score.
+
+Of an event log only its end and its newest ``started`` line are read, so that a thousand long logs are listed in a
+moment. A line that cannot be read is passed over: a log may be torn, of another release, or being written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import mmap
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ...callbacks.checkpoint.selection import Listed, list_checkpoints
+from ...reporters.events.event import (
+    STOP_REASONS,
+    Completed,
+    Event,
+    Failed,
+    Metric,
+    Started,
+    decode_event,
+)
+from ...reporters.events.reader import log_of_run
+from ..plumbing.file_lock import is_held
+from ..plumbing.safe_open import open_regular, read_own
+from ..run.artifacts_lock import LARGEST_NOTE_BYTES, LOCK_NAME
+
+__all__ = ["RunSummary", "State", "best_score", "find_runs", "is_run", "loss_among", "summary_of"]
+
+State = Literal["running", "stopped", "completed", "failed", "lost"]
+
+TAIL_BYTES = 128 << 10
+"""How much of the end of a log is read: some hundred steps."""
+DEEPEST = 4
+"""How many folders below the one that is listed a run may lie."""
+SILENT_S = 300.0
+"""After how long without a sign of life a run whose lock cannot be asked for is lost."""
+SILENT_GAPS = 10.0
+"""And after how many times the longest time between two of its last signs."""
+_STARTED = (b'"event":"started"', b'"event": "started"')
+_CLOCK_MARGIN_MS = 2000
+"""How much later than the last event a lock must have been taken to be that of a next attempt."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a listing says of one run.
+
+    Attributes:
+        path: The run's folder.
+        log: Its event log, which may be absent.
+        run_id: Its id; the folder's name where nothing says.
+        state: ``lost`` where the process of an attempt that has no end is gone.
+        detail: How the last attempt ended, as its event says; empty where it did not end.
+        resumable: Whether the run can be expected to go on when it is started again.
+        step: Completed steps.
+        max_steps: How many there are to be; None where nothing says.
+        attempts: How many have started; 0 before the first.
+        started_at_ms: When the newest attempt started, in milliseconds since 1970; None before that.
+        alive_at_ms: Its last sign of life.
+        steps_per_s: Over the last steps of the newest attempt; None where too few are logged.
+        loss: The last one; may be nan.
+        score: Name and value of the best score among the checkpoints that are left.
+        size_bytes: Of all its files.
+        host: Where the newest attempt ran.
+        metadata: How the newest attempt came to be, of its ``started``.
+    """
+
+    path: Path
+    log: Path
+    run_id: str
+    state: State
+    detail: str = ""
+    resumable: bool = False
+    step: int = 0
+    max_steps: int | None = None
+    attempts: int = 0
+    started_at_ms: int | None = None
+    alive_at_ms: int = 0
+    steps_per_s: float | None = None
+    loss: float | None = None
+    score: tuple[str, float] | None = None
+    size_bytes: int = 0
+    host: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the last step at the speed of now; None where that is not known, or the run has ended."""
+        if self.state != "running" or not self.steps_per_s or self.max_steps is None:
+            return None
+        return max(self.max_steps - self.step, 0) / self.steps_per_s
+
+    def as_json(self) -> dict[str, Any]:
+        """The summary as a JSON object, whose numbers are finite or null."""
+        loss = self.loss if self.loss is None or abs(self.loss) < float("inf") else str(self.loss)
+        return {
+            "path": str(self.path),
+            "run_id": self.run_id,
+            "state": self.state,
+            "detail": self.detail,
+            "resumable": self.resumable,
+            "step": self.step,
+            "max_steps": self.max_steps,
+            "attempts": self.attempts,
+            "started_at_ms": self.started_at_ms,
+            "alive_at_ms": self.alive_at_ms,
+            "steps_per_s": self.steps_per_s,
+            "left_s": self.left_s,
+            "loss": loss,
+            "score": None if self.score is None else {"name": self.score[0], "value": self.score[1]},
+            "size_bytes": self.size_bytes,
+            "host": self.host,
+        }
+
+
+def is_run(folder: Path) -> bool:
+    """Whether `folder` is that of a run: it has an event log, or a lock and checkpoints."""
+    if log_of_run(folder) != folder:
+        return True
+    return (folder / LOCK_NAME).is_file() and (folder / "checkpoints").is_dir()
+
+
+def find_runs(folder: Path, *, depth: int = DEEPEST) -> list[Path]:
+    """The folders of runs at and below `folder`, by name; links are not followed."""
+    if is_run(folder):
+        return [folder]
+    if depth == 0:
+        return []
+    try:
+        with os.scandir(folder) as entries:
+            below = [
+                Path(entry.path)
+                for entry in entries
+                if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
+            ]
+    except OSError:  # of another user
+        return []
+    return [run for each in sorted(below) for run in find_runs(each, depth=depth - 1)]
+
+
+def summary_of(folder: Path, *, now_ms: int | None = None, sizes: bool = True) -> RunSummary:
+    """What the run in `folder` looks like now.
+
+    Args:
+        folder: As `find_runs` gives them.
+        now_ms: The time, in milliseconds since 1970; None takes the clock.
+        sizes: Whether all files are counted and scores of checkpoints read, which takes longer than the rest.
+    """
+    now_ms = int(time.time() * 1000) if now_ms is None else now_ms
+    log = log_of_run(folder)
+    with contextlib.ExitStack() as closing:
+        content = _mapped(log, closing)
+        tail = list(_tail(content))
+        started = _newest_started(content)
+    holder = _holder(folder)
+    end = next((event for event in reversed(tail) if not isinstance(event, Metric)), None)
+    end = end if isinstance(end, Completed | Failed) else None
+    listed = _listed(folder) if sizes else []
+    checkpoints = [each.record for each in listed if each.record is not None]
+    metadata = started.metadata if started is not None and isinstance(started.metadata, dict) else {}
+    job = metadata.get("job")
+    max_steps = job.get("max_steps") if isinstance(job, dict) else None
+    if not isinstance(max_steps, int):
+        max_steps = next((record.max_steps for record in reversed(checkpoints) if record.max_steps), None)
+    newest = tail[-1] if tail else started
+    signs = [newest.timestamp_ms if newest is not None else 0, _modified_ms(log), _modified_ms(folder / LOCK_NAME)]
+    state, detail = _state(folder, log, end, tail, max(signs), now_ms, holder, metadata)
+    attempt = started.attempt if started is not None and isinstance(started.attempt, int) else 1
+    host = metadata.get("host") or holder.get("host") or ""
+    run_id = newest.run_id if newest is not None else holder.get("run_id")
+    return RunSummary(
+        path=folder,
+        log=log,
+        run_id=str(run_id or folder.name),
+        state=state,
+        detail=detail,
+        resumable=isinstance(end, Failed) and end.resumable is True,
+        step=max([0, *(record.step for record in checkpoints[-1:])]) if newest is None else _step(tail),
+        max_steps=max_steps,
+        attempts=0 if started is None else attempt,
+        started_at_ms=None if started is None else started.timestamp_ms,
+        alive_at_ms=max(signs),
+        steps_per_s=_speed(tail),
+        loss=loss_among(tail),
+        score=best_score(listed, metadata),
+        size_bytes=_size(folder) if sizes else 0,
+        host=str(host),
+        metadata=metadata,
+    )
+
+
+def _mapped(log: Path, closing: contextlib.ExitStack) -> mmap.mmap | None:
+    """The log in memory, as far as it is looked at; None where it is absent, empty or no file of ours to read."""
+    try:
+        descriptor = open_regular(log)
+    except OSError:
+        return None
+    try:
+        if os.fstat(descriptor).st_size == 0:
+            return None
+        return closing.enter_context(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
+    finally:
+        os.close(descriptor)
+
+
+def _tail(content: mmap.mmap | None) -> Iterator[Event]:
+    """The events at the end of a log that can be read, oldest first, of its newest attempt."""
+    if content is None:
+        return
+    begin = max(len(content) - TAIL_BYTES, 0)
+    lines = content[begin:].split(b"\n")[(1 if begin else 0) : -1]
+    events = [event for event in map(_decoded, lines) if event is not None]
+    first = max((index for index, event in enumerate(events) if isinstance(event, Started)), default=0)
+    yield from events[first:]
+
+
+def _decoded(line: bytes) -> Event | None:
+    try:
+        return decode_event(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _newest_started(content: mmap.mmap | None) -> Started | None:
+    end = 0 if content is None else len(content)
+    while content is not None and (at := max(content.rfind(mark, 0, end) for mark in _STARTED)) >= 0:
+        begin, over = content.rfind(b"\n", 0, at) + 1, content.find(b"\n", at)
+        event = _decoded(content[begin:over]) if over >= 0 else None
+        if isinstance(event, Started):
+            return event
+        end = at
+    return None
+
+
+def _holder(folder: Path) -> dict[str, Any]:
+    """Who took the folder's lock last: ``pid``, ``host``, ``run_id``; empty where that is not known."""
+    try:
+        holder = json.loads(read_own(folder / LOCK_NAME, limit=LARGEST_NOTE_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+def _state(
+    folder: Path,
+    log: Path,
+    end: Completed | Failed | None,
+    tail: list[Event],
+    alive_at_ms: int,
+    now_ms: int,
+    holder: Mapping[str, Any],
+    metadata: Mapping[str, Any],
+) -> tuple[State, str]:
+    lock = folder / LOCK_NAME
+    is_live = is_held(lock) or is_held(log) or is_held(folder / "checkpoints" / LOCK_NAME)
+    if end is not None and not (is_live and _modified_ms(lock) > end.timestamp_ms + _CLOCK_MARGIN_MS):
+        if isinstance(end, Completed):
+            return "completed", f"stopped by {end.stopped}" if isinstance(end.stopped, str) else ""
+        return ("stopped" if end.error in STOP_REASONS else "failed"), end.error
+    if is_live:
+        return "running", ""
+    here = socket.gethostname()
+    host = holder.get("host") or metadata.get("host") or here
+    can_ask = os.access(lock, os.R_OK) or os.access(log, os.R_OK)
+    if host == here and can_ask:
+        return "lost", f"its process on {host} is gone"
+    # Locks of other hosts are not seen on every file system.
+    moments = [event.timestamp_ms for event in tail]
+    longest_gap_s = max((b - a for a, b in itertools.pairwise(moments)), default=0) / 1000
+    silent_s = (now_ms - alive_at_ms) / 1000
+    if silent_s > max(SILENT_S, SILENT_GAPS * longest_gap_s):
+        return "lost", f"no sign of life from {host} for {silent_s:,.0f} s"
+    return "running", ""
+
+
+def _step(tail: list[Event]) -> int:
+    """Completed steps, by the newest line that has a step."""
+    return next((event.step for event in reversed(tail) if not isinstance(event, Started)), 0)
+
+
+def _speed(tail: list[Event]) -> float | None:
+    """Steps a second over the tail, which is of one attempt."""
+    metrics = [event for event in tail if isinstance(event, Metric)]
+    if not metrics or metrics[-1].timestamp_ms <= metrics[0].timestamp_ms or metrics[-1].step <= metrics[0].step:
+        return None
+    return (metrics[-1].step - metrics[0].step) / (metrics[-1].timestamp_ms - metrics[0].timestamp_ms) * 1000
+
+
+def loss_among(events: list[Event]) -> float | None:
+    """The last value of ``train/loss``, else of the last metric whose name ends in ``loss``."""
+    losses = [event for event in events if isinstance(event, Metric) and event.name.endswith("loss")]
+    named = [event for event in losses if event.name == "train/loss"]
+    return (named or losses)[-1].number if losses else None
+
+
+def best_score(listed: list[Listed], metadata: Mapping[str, Any]) -> tuple[str, float] | None:
+    """The best score among checkpoints, by the job's ``monitor`` and ``mode``.
+
+    Where the job says neither: the first score of the newest checkpoint that has one, its lowest value.
+    """
+    job = metadata.get("job")
+    monitor, mode = (job.get(f"checkpoints.{name}") if isinstance(job, dict) else None for name in ("monitor", "mode"))
+    scores = [each.record.metrics for each in listed if each.record is not None and each.record.metrics]
+    if not scores:
+        return None
+    name = str(monitor or next(iter(scores[-1])))
+    values = [value for score in scores if (value := score.get(name)) is not None]
+    return (name, (max if mode == "max" else min)(values)) if values else None
+
+
+def _listed(folder: Path) -> list[Listed]:
+    inside = folder / "checkpoints"
+    try:
+        return list_checkpoints(inside if inside.is_dir() else folder)
+    except OSError:  # of another user
+        return []
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files, each counted once however many names it has; links are not followed."""
+    seen: dict[tuple[int, int], int] = {}
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # removed meanwhile
+                status = os.lstat(os.path.join(where, name))
+                seen[status.st_dev, status.st_ino] = status.st_size
+    return sum(seen.values())
+
+
+def _modified_ms(path: Path) -> int:
+    try:
+        return int(path.stat().st_mtime * 1000)
+    except OSError:
+        return 0

@@ -1,0 +1,138 @@
+"""``genlight ls`` and ``genlight stop``: which run lives, how far each is, and how one is asked to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from genlight.adapter.cli import main
+from genlight.adapter.view.summary import find_runs, summary_of
+from support.seen_runs import start, wait_for_step
+
+
+@pytest.fixture
+def copy(runs, tmp_path):
+    """Copies one of the runs to a folder that a test may change."""
+    return lambda name: shutil.copytree(runs / name, tmp_path / name)
+
+
+def test_a_listing_tells_how_each_run_ended(runs, capsys):
+    assert main(["ls", str(runs), "--json"]) == 0
+    listed = {each["run_id"]: each for each in map(json.loads, capsys.readouterr().out.splitlines())}
+
+    assert {name: each["state"] for name, each in listed.items()} == {
+        "done": "completed",
+        "broken": "failed",
+        "killed": "lost",
+    }
+    done = listed["done"]
+    assert (done["step"], done["max_steps"], done["attempts"]) == (40, 40, 1)
+    assert 0 <= done["loss"] < 1
+    assert done["steps_per_s"] > 0
+    assert done["size_bytes"] > 1000
+    assert "no <b>luck</b>" in listed["broken"]["detail"]
+    assert "is gone" in listed["killed"]["detail"]
+
+
+def test_a_table_has_a_line_for_each_run(runs, capsys):
+    assert main(["ls", str(runs)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert lines[0].split()[:3] == ["RUN", "STATE", "STEP"]
+    assert "\x1b" not in "".join(lines)
+
+
+def test_ls_and_stop_and_their_help_load_no_torch(runs):
+    for words in (["ls", str(runs)], ["ls", "--help"], ["stop", str(runs / "done")]):
+        code = (
+            "import sys, atexit\nfrom genlight.adapter.cli import main\n"
+            "atexit.register(lambda: print('heavy:', {'torch', 'lightning', 'numpy'} & {*sys.modules}))\n"
+            "sys.exit(main())"
+        )
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+        assert done.stdout.endswith("heavy: set()\n"), done.stdout
+
+
+def test_a_run_that_lives_is_stopped_saves_and_goes_on_when_started_again(tmp_path, capsys):
+    process = start(tmp_path, "live", max_steps=100000, hyperparams={"pause_s": 0.002})
+    folder = tmp_path / "runs/live"
+    wait_for_step(folder, 4)
+    assert summary_of(folder).state == "running"
+    assert summary_of(folder).left_s > 0
+
+    assert main(["stop", str(folder)]) == 0
+    said = capsys.readouterr().out
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 75, errors
+    assert "stopped (canceled) at step" in said
+    assert "start it again to go on" in said
+    stopped_at = summary_of(folder).step
+    assert summary_of(folder).state == "stopped"
+    assert not (folder / ".stop").exists()
+
+    (folder / ".stop").write_text("1")  # of a `genlight stop` that was killed
+    resumed = start(tmp_path, "live", max_steps=stopped_at + 4, hyperparams={"pause_s": 0.002})
+    _, errors = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0, errors
+    assert (summary_of(folder).state, summary_of(folder).attempts) == ("completed", 2)
+    assert summary_of(folder).step == stopped_at + 4
+
+
+def test_a_killed_run_of_another_host_is_lost_once_it_gave_no_sign_for_long(copy):
+    folder = copy("killed")
+    (folder / ".lock").write_text(json.dumps({"pid": 1, "host": "elsewhere", "run_id": "killed"}))
+    now_ms = int(time.time() * 1000)
+
+    assert summary_of(folder, now_ms=now_ms).state == "running", "its lock may not be seen here"
+    later = summary_of(folder, now_ms=now_ms + 24 * 3600 * 1000)
+    assert later.state == "lost"
+    assert "no sign of life from elsewhere" in later.detail
+
+
+def test_a_torn_and_damaged_log_is_read_as_far_as_it_is_whole(copy):
+    folder = copy("done")
+    log = folder / "metrics" / "events.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([lines[0], b"\0\0\0\n", *lines[1:-1], b'{"event": "comple']))
+
+    seen = summary_of(folder)
+    assert (seen.state, seen.step, seen.attempts) == ("lost", 40, 1)
+
+
+@pytest.mark.parametrize("content", [b"", b"not json", b"[]\n{}\n\xff\xfe\n", b'{"event":"started"\n'])
+def test_a_log_without_an_event_is_no_error(copy, content):
+    folder = copy("done")
+    (folder / "metrics" / "events.jsonl").write_bytes(content)
+    seen = summary_of(folder)
+    assert (seen.state, seen.attempts) == ("lost", 0)
+    assert seen.step == 40, "of its newest checkpoint"
+
+
+def test_links_and_deep_folders_are_left_out(runs, tmp_path):
+    (tmp_path / "link").symlink_to(runs, target_is_directory=True)
+    (tmp_path / "a/b/c/d/e/f").mkdir(parents=True)
+    assert find_runs(tmp_path) == []
+
+
+def test_what_is_no_run_is_refused_by_name(tmp_path, capsys):
+    assert main(["ls", str(tmp_path / "absent")]) == 2
+    assert main(["stop", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "does not exist" in said
+    assert "is no run's folder" in said
+    assert main(["ls", str(tmp_path)]) == 0
+
+
+def test_names_of_folders_do_not_command_the_terminal(copy, tmp_path, capsys):
+    folder = copy("done")
+    os.rename(folder, tmp_path / "bell\x07\x1b[31m")
+    main(["ls", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    assert "bell\\x07" in said

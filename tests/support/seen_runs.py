@@ -1,0 +1,80 @@
+"""A tiny trainer class with pictures and odd names of metrics, and its runs in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+TRAINER = """
+import os, time, zlib, struct
+import torch
+
+def chunk(kind, data):
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+def picture(level):
+    rows = (b"\\0" + bytes([level, 64, 255 - level]) * 16) * 16
+    header = struct.pack(">IIBBBBB", 16, 16, 8, 2, 0, 0, 0)
+    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return b"\\x89PNG\\r\\n\\x1a\\n" + chunks
+
+class State(dict):
+    def generate_sample(self, output_dir, step):
+        with open(os.path.join(output_dir, "picture.png"), "wb") as file:
+            file.write(picture(step * 20 % 256))
+        with open(os.path.join(output_dir, "fake.png"), "w") as file:
+            file.write("<script>alert(1)</script>")
+
+class Tiny:
+    def setup(self, ctx):
+        self.pause_s = ctx.job.hyperparams.get("pause_s", 0)
+        self.fails_at = ctx.job.hyperparams.get("fails_at", -1)
+        self.steps = 0
+    def configure(self, ctx):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1)
+        return State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=ctx.job.hyperparams["lr"]))
+    def prepare_batch(self, raw, state, ctx): return torch.tensor(raw)
+    def train_step(self, batch, state, ctx):
+        from genlight.adapter import StepResult
+        time.sleep(self.pause_s)
+        self.steps += 1
+        if self.steps == self.fails_at:
+            raise ValueError("no <b>luck</b>")
+        loss = state["model"](batch).pow(2).mean()
+        state["optimizer"].zero_grad(); loss.backward(); state["optimizer"].step()
+        return StepResult(metrics={"loss": loss.item(), "<img src=x onerror=alert(1)>": 1.0, "bell\\x07": 2.0})
+    def evaluate(self, state, ctx): return {"score": float(self.steps)}
+    def state_dict(self, state): return {}
+    def load_state_dict(self, state, payload, ctx): ...
+"""
+
+
+def start(folder, run_id, **job):
+    """Start a run of the trainer class below `folder`, in a process of its own."""
+    (folder / "tiny.py").write_text(TRAINER)
+    hyperparams = {"lr": 0.1, **job.pop("hyperparams", {})}
+    job = {
+        "run_id": run_id, "trainer": "tiny:Tiny", "max_steps": 40, "metric_every": 2, "checkpoint_every": 10,
+        "sample_every": 20, "sample_prompts": ["a <b>cat</b>"], "mock_batches": [[[1.0, 2.0]]] * 100000,
+        "hyperparams": hyperparams, "resume_from_latest": True,
+        "lightning": {"accelerator": "cpu", "devices": 1}, **job,
+    }  # fmt: skip
+    (folder / f"{run_id}.json").write_text(json.dumps(job))
+    code = "import sys; from genlight.adapter.cli import main; sys.exit(main())"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, "run", f"{run_id}.json"],
+        cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def wait_for_step(run, step):
+    """Wait until the run in the folder `run` has logged `step`."""
+    from genlight.adapter.view.summary import summary_of
+
+    give_up_at = time.monotonic() + 120
+    while summary_of(run).step < step:
+        assert time.monotonic() < give_up_at, "the run makes no steps"
+        time.sleep(0.05)
