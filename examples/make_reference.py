@@ -32,16 +32,17 @@ from genlight.adapter.job.reference import (
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def classes_reference(classes: Iterable[type]) -> str:
-    """One section for each class: its docstring, and a table of its arguments."""
-    return "\n".join(line for cls in classes for line in _section(cls))
+def classes_reference(classes: Iterable[type], *, brief: bool = False) -> str:
+    """One section for each class: its docstring, if `brief` only the beginning, and a table of its arguments."""
+    return "\n".join(line for cls in classes for line in _section(cls, brief))
 
 
-def _section(cls: type) -> list[str]:
+def _section(cls: type, brief: bool) -> list[str]:
     parsed = docstring_parser.parse(inspect.getdoc(cls) or "", docstring_parser.DocstringStyle.GOOGLE)
     lines = [f"### `{cls.__name__}`", "", _markdown(parsed.short_description or ""), ""]
     if parsed.long_description:
-        lines += [_markdown(parsed.long_description), ""]
+        text = parsed.long_description
+        lines += [_markdown(text.partition("\n\n")[0] if brief else text), ""]
     described = {argument.arg_name: _one_line(argument.description or "") for argument in parsed.params}
     arguments = {name: p for name, p in inspect.signature(cls).parameters.items() if name in described}
     if arguments:
@@ -106,8 +107,9 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("variables", variables_reference),
     ],
     "callbacks/README.md": [
-        ("callbacks", lambda: classes_reference(classes_of(genlight.callbacks))),
-        ("six hooks", lambda: classes_reference(classes_of(genlight.callbacks.compat))),
+        ("standard callbacks", callbacks_reference),
+        ("callbacks", lambda: classes_reference(classes_of(genlight.callbacks), brief=True)),
+        ("six hooks", lambda: classes_reference(classes_of(genlight.callbacks.compat), brief=True)),
     ],
     "reporters/README.md": [
         ("reporters", lambda: classes_reference(classes_of(genlight.reporters))),
