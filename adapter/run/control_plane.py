@@ -6,6 +6,7 @@ one of its own, to ``run_job(RunOptions(lifecycle=…))``.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -35,6 +36,8 @@ _GONE: Final = (404, 409, 410)
 """Answers that say that the lease is another's, or that the run is no longer known."""
 
 
+LARGEST_ANSWER = 1 << 20
+"""Bytes of an answer that are read."""
 INTERVAL_S = 5.0
 """Seconds between heartbeats."""
 LOOK_EVERY_S = 0.1
@@ -55,13 +58,14 @@ class HttpLifecycleClient:
     ===================================  ==========================================  ====================
 
     404, 409 and 410 to a claim mean that the run is not to be had, to a heartbeat that the lease is lost. ``cancel``
-    asks whether the orchestrator wants a stop. What is transient is tried again, except for a heartbeat.
+    asks whether the orchestrator wants a stop. What is transient is tried again, except for a heartbeat. An answer has
+    at most 1 MiB, and a redirect that turns the request into a GET, which changes nothing there, is refused.
 
     Args:
         base_url: Where the control plane is.
         token: Bearer token; shown to the origin of `base_url` alone.
         attempts: How often a request is made that meets a transient error.
-        timeout_s: Seconds without an answer after which a request counts as failed.
+        timeout_s: Seconds without an answer, or with a part of one, after which a request counts as failed.
 
     Raises:
         ValueError: `base_url` is no ``http`` or ``https`` URL.
@@ -70,6 +74,7 @@ class HttpLifecycleClient:
     def __init__(self, base_url: str, *, token: str | None = None, attempts: int = 5, timeout_s: float = 10.0) -> None:
         self._base_url = base_url.rstrip("/")
         self._attempts = attempts
+        self._timeout_s = timeout_s
         self._client = build_client(token, {origin_of(base_url)}, connect_timeout_s=timeout_s, timeout_s=timeout_s)
 
     def claim(self, *, run_id: str) -> LifecycleLease:
@@ -123,12 +128,14 @@ class HttpLifecycleClient:
 
         def attempt() -> dict[str, Any] | None:
             try:
-                response = self._client.post(url, json=body)
+                with self._client.stream("POST", url, json=body) as response:
+                    if is_transient(response.status_code):
+                        raise TransientError(f"status {response.status_code}")
+                    return _answer(response, what, end=time.monotonic() + self._timeout_s)
             except httpx2.TransportError as error:
                 raise TransientError(failure_text(error)) from None
-            if is_transient(response.status_code):
-                raise TransientError(f"status {response.status_code}")
-            return _answer(response, what)
+            except httpx2.RequestError as error:  # too many redirects, or bytes that cannot be decoded
+                raise InputError(f"the control plane answered {what!r} unusably: {failure_text(error)}") from None
 
         try:
             return with_retries(attempt, RetryPolicy(attempts, first_delay_s=0.1, longest_delay_s=2.0), time.sleep)
@@ -136,7 +143,7 @@ class HttpLifecycleClient:
             raise InputError(f"the control plane did not accept {what!r} of run {run_id!r}: {error}") from None
 
 
-def _answer(response: httpx2.Response, what: str) -> dict[str, Any] | None:
+def _answer(response: httpx2.Response, what: str, *, end: float) -> dict[str, Any] | None:
     code = response.status_code
     if code in _GONE:
         return None
@@ -144,9 +151,18 @@ def _answer(response: httpx2.Response, what: str) -> dict[str, Any] | None:
         raise AuthError(f"the control plane refused the credentials for {what!r} with status {code}")
     if not response.is_success:
         raise InputError(f"the control plane answered {what!r} with status {code}")
+    if response.request.method != "POST":
+        raise InputError(f"the control plane redirects {what!r} to where it is only read; let it answer 307 or 308")
+    content = bytearray()
+    for part in response.iter_bytes():
+        content += part
+        if len(content) > LARGEST_ANSWER:
+            raise InputError(f"the control plane answered {what!r} with more than {LARGEST_ANSWER:,} bytes")
+        if time.monotonic() > end:
+            raise TransientError("the answer does not end")
     try:
-        answer = response.json() if response.content else {}
-    except ValueError:
+        answer = json.loads(content) if content else {}
+    except (ValueError, RecursionError):
         answer = None
     if not isinstance(answer, dict):
         raise InputError(f"the control plane answered {what!r} with something other than a JSON object")
@@ -157,7 +173,8 @@ class LifecycleSession:
     """The lease of one run, from its claim to its end; a context, which claims when it is entered.
 
     A thread renews the lease and asks for a cancel. A lease that was lost, that could not be renewed for `patience_s`,
-    or a wish to cancel is a `reason` to stop; an error in between is only logged.
+    also because a request does not return, or a wish to cancel is a `reason` to stop; an error in between is only
+    logged.
 
     Args:
         client: The control plane.
@@ -190,11 +207,15 @@ class LifecycleSession:
         self._raise_if_stopped = raise_if_stopped
         self._lease: LifecycleLease | None = None
         self._reason: str | None = None
+        self._renewed_at = 0.0
+        self._asks = False
+        """Whether a request of the thread is under way."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="genlight-lease", daemon=True)
 
     def __enter__(self) -> Self:
         self._lease = self._answer(lambda: self._client.claim(run_id=self._run_id), self._raise_if_stopped)
+        self._renewed_at = time.monotonic()
         started(self._thread)
         return self
 
@@ -206,6 +227,8 @@ class LifecycleSession:
 
     def reason(self) -> str | None:
         """``canceled`` once the run has to stop, else None; costs nothing."""
+        if self._reason is None and self._asks and self._is_overdue():  # a client may wait for ever
+            self._stop_overdue()
         return self._reason
 
     def completed(self, step: int, final_checkpoint: Path | None, *, within_s: float | None = None) -> None:
@@ -241,21 +264,29 @@ class LifecycleSession:
 
     def _beat(self) -> None:
         assert self._lease is not None
-        renewed_at = time.monotonic()
         while not self._ended.wait(self._interval_s):
             try:
+                self._asks = True
                 if not self._client.heartbeat(lease=self._lease):
                     self._stop("the lease is lost")
                     return
-                renewed_at = time.monotonic()
+                self._renewed_at = time.monotonic()
                 if self._client.request_cancel(lease=self._lease):
                     self._stop("the orchestrator requested it")
                     return
             except Exception as error:  # noqa: BLE001 - a client of the user's own may raise anything
                 log.warning("no heartbeat to the control plane: %s", _text(error))
-                if time.monotonic() - renewed_at >= self._patience_s:
-                    self._stop(f"the lease could not be renewed for {self._patience_s:.0f} s")
+                if self._is_overdue():
+                    self._stop_overdue()
                     return
+            finally:
+                self._asks = False
+
+    def _is_overdue(self) -> bool:
+        return time.monotonic() - self._renewed_at >= self._patience_s
+
+    def _stop_overdue(self) -> None:
+        self._stop(f"the lease could not be renewed for {self._patience_s:.0f} s")
 
     def _stop(self, why: str) -> None:
         log.warning("run %s is to stop: %s", self._run_id, why)

@@ -6,16 +6,20 @@ Imports Lightning, so that it is imported only once there is something to train.
 from __future__ import annotations
 
 import contextlib
+import functools
+from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loggers import Logger
 
 from ...callbacks.hook.events import run_state_of
 from ...callbacks.hook.run_context import join_run
 from ...reporters.events.event_logger import EventLogger
 from ..contract.exceptions import TrainingCanceled
+from ..plumbing.redaction import without_secrets
 from .explained import explained
 from .ranks.watch import (
     Check,
@@ -37,10 +41,20 @@ ENDS_BY_ITSELF_S = 10.0
 
 
 def join(session: Session, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Hand the session to the callbacks and loggers of `trainer`, and have it follow the training of `module`."""
+    """Hand the session to the callbacks and loggers of `trainer`, and have it follow the training of `module`.
+
+    Loggers are told hyperparameters without secrets, whichever class `module` is.
+    """
+    for logger in trainer.loggers:
+        logger.log_hyperparams = functools.partial(_log_hyperparams, logger)  # type: ignore[method-assign]
     session.stop.run_state = run_state_of(trainer)
     session.count_steps = lambda: int(getattr(module, "failed_step", trainer.global_step))
     join_run(trainer, session)
+
+
+def _log_hyperparams(logger: Logger, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+    told = without_secrets(vars(params) if isinstance(params, Namespace) else params)
+    type(logger).log_hyperparams(logger, told, *args, **kwargs)
 
 
 def fit(session: Session, trainer: pl.Trainer, module: pl.LightningModule, **arguments: Any) -> None:

@@ -204,7 +204,7 @@ def require_base(record: CheckpointRecord, base: Mapping[str, Any] | None) -> No
         raise CheckpointError(
             f"{record.name} leaves out {len(record.left_out)} tensors ({names}{more}), which training did not change, "
             "because it was saved with weights='trained'. Resume it in a Trainer with the Checkpoint callback, whose "
-            "module has them; else give them as `base`: load(path, base=module.state_dict()), or `genlight checkpoint "
+            "module has them; else give them as `base`: load(path, base=module.state_dict()), or `genlight checkpoints "
             "export PATH --to FILE --base FILE.safetensors`"
         )
 

@@ -93,7 +93,7 @@ def test_a_run_loads_nothing_before_its_first_step_that_it_does_not_use(run_fold
         ("doctor --help", 0),
         ("check --help", 0),
         ("events --help", 0),
-        ("checkpoint --help", 0),
+        ("checkpoints --help", 0),
         ("uploads --help", 0),
         ("trian", 2),
         ("run bad.json", 2),
@@ -103,10 +103,10 @@ def test_a_run_loads_nothing_before_its_first_step_that_it_does_not_use(run_fold
         ("run job.json", 0),
         ("events runs/r", 0),
         ("events runs/r --check", 0),
-        ("checkpoint ls runs/r", 0),
-        ("checkpoint verify runs/r", 0),
-        ("checkpoint show runs/r/checkpoints/final", 0),
-        ("uploads runs/r", 0),
+        ("checkpoints list runs/r", 0),
+        ("checkpoints verify runs/r", 0),
+        ("checkpoints show runs/r/checkpoints/final", 0),
+        ("uploads list runs/r", 0),
     ],
 )
 def test_a_command_that_trains_nothing_loads_neither_torch_nor_lightning(

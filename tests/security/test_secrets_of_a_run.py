@@ -89,6 +89,49 @@ def test_loggers_are_told_hyperparameters_without_secrets(job):
     assert "lr: 0.001" in written.read_text()
 
 
+PLAIN_MODULE = """
+import torch
+from lightning.pytorch import LightningModule
+
+
+class Plain(LightningModule):
+    def __init__(self, api_key: str, data: str, login: dict, lr: float):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(2, 1))
+
+    def training_step(self, batch, index):
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+"""
+
+
+def test_so_they_are_of_a_lightning_module(job, monkeypatch):
+    """Which saves its hyperparameters itself; with it, W&B and others get them as Lightning does it."""
+    monkeypatch.chdir(job.folder)
+    monkeypatch.syspath_prepend(job.folder)
+    (job.folder / "plain_module.py").write_text(PLAIN_MODULE)
+    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(job.folder / "csv")}}
+    trainer = {"max_steps": 2, "accelerator": "cpu", "logger": logger, "enable_progress_bar": False, "callbacks": []}
+    given = {name: HYPERPARAMS[name] for name in ("api_key", "data", "login", "lr")}
+    model = {"class_path": "plain_module.Plain", "init_args": given}
+    (job.folder / "fit.json").write_text(json.dumps({"trainer": trainer, "model": model}))
+
+    arguments = ["fit", "--config", "fit.json"]
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # about Lightning's own use of it
+    monkeypatch.setattr(sys, "argv", ["genlight", *arguments])
+    assert main(arguments) == 0
+    (written,) = (job.folder / "csv").rglob("hparams.yaml")
+    files = [path.read_bytes() for path in job.folder.rglob("*.yaml")]
+    assert leaks(*files) == set()
+    assert "lr: 0.001" in written.read_text()
+
+
 def test_a_hyperparameter_cannot_be_guessed_from_the_digests_of_two_runs(job):
     records = []
     for run_id in ("a", "b"):
