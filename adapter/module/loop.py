@@ -69,6 +69,7 @@ from ...callbacks.lightning_internals import (
     signal_connector,
 )
 from ..contract.exceptions import InputError, TrainingCanceled
+from ..feed.loader_position import with_position
 from .step import LoggedInSteps, Step, counts_of
 
 if TYPE_CHECKING:
@@ -159,6 +160,11 @@ class ContractFitLoop(FitLoop):
 
     @override
     def _load_combined_loader_states(self) -> None:
+        if self._combined_loader is not None:  # the last that Lightning does before it makes iterators
+            given = self._combined_loader.flattened
+            positioned = [with_position(loader, self.trainer.world_size) for loader in given]
+            if any(new is not old for new, old in zip(positioned, given, strict=True)):
+                self._combined_loader.flattened = positioned
         # Lightning loads them only within an epoch; a loader that counts epochs needs them between epochs too.
         if self._combined_loader_states_to_load and self._combined_loader is not None:
             load_loader_states(self._combined_loader, self._combined_loader_states_to_load)
