@@ -42,6 +42,7 @@ COMMANDS = {
     "test": "test from a LightningCLI configuration",
     "predict": "predict from a LightningCLI configuration",
     "ls": "list runs: state, step, speed, loss, best score",
+    "report": "write what happened in runs as one HTML file",
     "stop": "ask a run to stop after a checkpoint, and wait for it",
     "doctor": "find the mistakes of a job, or of a configuration, without training",
     "check": "check a trainer class: exact resume, several ranks, half precision",

@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import mmap
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +36,7 @@ __all__ = ["RunSummary", "State", "best_score", "find_runs", "is_run", "loss_amo
 
 State = Literal["running", "stopped", "completed", "failed", "lost"]
 
+_BLOCK_BYTES = 1 << 20
 TAIL_BYTES = 128 << 10
 """How much of the end of a log is read: some hundred steps."""
 DEEPEST = 4
@@ -157,10 +157,7 @@ def summary_of(folder: Path, *, now_ms: int | None = None, sizes: bool = True) -
     """
     now_ms = int(time.time() * 1000) if now_ms is None else now_ms
     log = log_of_run(folder)
-    with contextlib.ExitStack() as closing:
-        content = _mapped(log, closing)
-        tail = list(_tail(content))
-        started = _newest_started(content)
+    tail, started = _ends(log)
     holder = _holder(folder)
     end = next((event for event in reversed(tail) if not isinstance(event, Metric)), None)
     end = end if isinstance(end, Completed | Failed) else None
@@ -198,29 +195,45 @@ def summary_of(folder: Path, *, now_ms: int | None = None, sizes: bool = True) -
     )
 
 
-def _mapped(log: Path, closing: contextlib.ExitStack) -> mmap.mmap | None:
-    """The log in memory, as far as it is looked at; None where it is absent, empty or no file of ours to read."""
+def _ends(log: Path) -> tuple[list[Event], Started | None]:
+    """The events at the end of a log that can be read, oldest first, of its newest attempt; and how that started.
+
+    Nothing of a log that is absent or is no file to read.
+    """
     try:
         descriptor = open_regular(log)
     except OSError:
-        return None
+        return [], None
     try:
-        if os.fstat(descriptor).st_size == 0:
-            return None
-        return closing.enter_context(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
+        return _tail(descriptor), _newest_started(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _tail(content: mmap.mmap | None) -> Iterator[Event]:
-    """The events at the end of a log that can be read, oldest first, of its newest attempt."""
-    if content is None:
-        return
-    begin = max(len(content) - TAIL_BYTES, 0)
-    lines = content[begin:].split(b"\n")[(1 if begin else 0) : -1]
+def _tail(descriptor: int) -> list[Event]:
+    begin = max(os.fstat(descriptor).st_size - TAIL_BYTES, 0)
+    lines = os.pread(descriptor, TAIL_BYTES, begin).split(b"\n")[(1 if begin else 0) : -1]
     events = [event for event in map(_decoded, lines) if event is not None]
     first = max((index for index, event in enumerate(events) if isinstance(event, Started)), default=0)
-    yield from events[first:]
+    return events[first:]
+
+
+def _newest_started(descriptor: int) -> Started | None:
+    """Searched from the end, in blocks: memory that is mapped would count as that of this process."""
+    end, rest = os.fstat(descriptor).st_size, b""
+    while end > 0:
+        begin = max(end - _BLOCK_BYTES, 0)
+        block = os.pread(descriptor, end - begin, begin) + rest
+        first = block.find(b"\n") + 1 if begin else 0
+        rest, end = (block[:first] if first else block), begin
+        if (begin and not first) or not any(mark in block for mark in _STARTED):
+            continue
+        lines = block[first:].split(b"\n")[:-1]
+        marked = (_decoded(line) for line in reversed(lines) if any(mark in line for mark in _STARTED))
+        started = next((event for event in marked if isinstance(event, Started)), None)
+        if started is not None:
+            return started
+    return None
 
 
 def _decoded(line: bytes) -> Event | None:
@@ -228,17 +241,6 @@ def _decoded(line: bytes) -> Event | None:
         return decode_event(line)
     except (ValueError, RecursionError):
         return None
-
-
-def _newest_started(content: mmap.mmap | None) -> Started | None:
-    end = 0 if content is None else len(content)
-    while content is not None and (at := max(content.rfind(mark, 0, end) for mark in _STARTED)) >= 0:
-        begin, over = content.rfind(b"\n", 0, at) + 1, content.find(b"\n", at)
-        event = _decoded(content[begin:over]) if over >= 0 else None
-        if isinstance(event, Started):
-            return event
-        end = at
-    return None
 
 
 def _holder(folder: Path) -> dict[str, Any]:

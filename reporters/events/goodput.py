@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from .event import RESUMED_METRIC, Checkpoint, Completed, Event, Failed, Metric, Sample, Started
 from .reader import typed_events
 
-__all__ = ["METRIC_PREFIX", "PARTS", "Account", "account_of"]
+__all__ = ["METRIC_PREFIX", "PARTS", "Account", "Span", "account", "account_of"]
 
 METRIC_PREFIX = "time/"
 """Of the metrics of `genlight.callbacks.Goodput`: seconds that an attempt has spent so far."""
@@ -35,6 +35,27 @@ _METRICS_OF_THE_ACCOUNT = (METRIC_PREFIX, RESUMED_METRIC)
 
 
 @dataclass(frozen=True)
+class Span:
+    """The wall time of one attempt.
+
+    Attributes:
+        began_s: When its process started, in seconds since 1970.
+        ended_s: Its last event.
+        resumed_from: The step after which it went on; 0 where it began.
+        last_step: The last one that it reported.
+        ended: Whether it said how it ended.
+        seconds: By part, of `PARTS`.
+    """
+
+    began_s: float
+    ended_s: float
+    resumed_from: int
+    last_step: int
+    ended: bool
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Account:
     """The wall time of a run.
 
@@ -43,12 +64,14 @@ class Account:
         attempts: How many attempts have started.
         wall_s: From the start of the first process to the last event.
         is_measured: Whether an attempt has said what it spent; if none has, ``steps`` holds what is not ``idle``.
+        spans: Each attempt by itself, oldest first.
     """
 
     seconds: Mapping[str, float]
     attempts: int
     wall_s: float
     is_measured: bool
+    spans: tuple[Span, ...] = ()
 
     @property
     def goodput(self) -> float:
@@ -99,19 +122,28 @@ def account_of(path: str | os.PathLike[str]) -> Account | None:
     Raises:
         EventLogError: The file cannot be read, or a line is not an event with the keys of its kind; names the line.
     """
-    attempts = _attempts(typed_events(path))
+    return account(typed_events(path))
+
+
+def account(events: Iterable[Event]) -> Account | None:
+    """Add up the events of a log, oldest first; as `account_of`."""
+    attempts = _attempts(events)
     if not attempts:
         return None
     seconds = dict.fromkeys(PARTS, 0.0)
+    spans = []
     for position, attempt in enumerate(attempts):
         following = attempts[position + 1 :]
         kept_until = min((later.resumed_from for later in following), default=attempt.last_step)
-        for part, spent_s in _spent(attempt, kept_until).items():
+        spent = _spent(attempt, kept_until)
+        began_s, ended_s = attempt.process_began_s, attempt.last_s
+        spans.append(Span(began_s, ended_s, attempt.resumed_from, attempt.last_step, attempt.ended, spent))
+        for part, spent_s in spent.items():
             seconds[part] = seconds.get(part, 0.0) + spent_s
         if following:
             seconds["idle"] += max(following[0].process_began_s - attempt.last_s, 0.0)
     wall_s = attempts[-1].last_s - attempts[0].process_began_s
-    return Account(seconds, len(attempts), wall_s, any(attempt.figures for attempt in attempts))
+    return Account(seconds, len(attempts), wall_s, any(attempt.figures for attempt in attempts), tuple(spans))
 
 
 def _spent(attempt: _Attempt, kept_until: int) -> dict[str, float]:

@@ -1,0 +1,46 @@
+"""Write what happened in a run, or in several, as one HTML file that opens without a network.
+
+It has the curves, attempts and their time, checkpoints, samples, findings, events and the configuration; of several
+runs the curves lie over each other, and a table has what differs.
+
+Exit codes: 0 done, 2 usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..plumbing.durable import write_bytes_durably
+from ..plumbing.text import size_text
+from ..view.summary import is_run
+from .terminal import complain, say
+
+__all__ = ["add_arguments", "run"]
+
+_USAGE = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("run", metavar="RUN", nargs="+", help="folder of a run")
+    parser.add_argument("--to", metavar="FILE", default="report.html", help="the file to write")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry the command out and return its exit code: 0, or 2 for what is no run."""
+    folders, target = [Path(each) for each in args.run], Path(args.to)
+    for folder in folders:
+        if not folder.is_dir() or not is_run(folder):
+            text = f"{folder} is no run's folder; `genlight ls` lists the runs below a folder"
+            return complain("report", text, _USAGE)
+    from ..view.history import history_of  # numpy
+    from ..view.page import report
+
+    try:
+        page = report([history_of(folder) for folder in folders]).encode()
+    except ValueError as error:
+        return complain("report", str(error), _USAGE)
+    write_bytes_durably(target, page)
+    say(f"{target} ({size_text(len(page))})")
+    return 0

@@ -1,0 +1,300 @@
+"""A run in full: curves, attempts, checkpoints, samples, findings and events, in one pass over its log."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...callbacks.checkpoint.format.layout import name_of
+from ...callbacks.checkpoint.format.verification import find_file
+from ...callbacks.checkpoint.selection import Listed, folder_of_checkpoints, list_checkpoints
+from ...reporters.events.event import (
+    RESUMED_METRIC,
+    ROLLED_BACK_METRIC,
+    Completed,
+    Event,
+    Failed,
+    Metric,
+    Started,
+)
+from ...reporters.events.goodput import Account, account
+from ...reporters.events.reader import typed_events
+from ..contract.exceptions import BrokenCheckpointError, EventLogError
+from ..plumbing.safe_open import UnsafeFileError, read_regular
+from .curves import Curve
+from .summary import RunSummary, summary_of
+
+__all__ = ["Budget", "History", "differences", "history_of"]
+
+FAULT_PREFIX = "diagnosis/"
+MOST_EVENTS = 2000
+MOST_CURVES = 400
+LARGEST_RECORD = 1 << 20
+LARGEST_PICTURE = 600_000
+LONGEST_TEXT = 2000
+_PICTURES = ((b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif"), (b"RIFF", "webp"))
+_PACKAGES = ("genlight", "lightning", "torch", "numpy", "pyarrow")
+
+
+@dataclass
+class Budget:
+    """How much of a run a page has room for.
+
+    Attributes:
+        points: Of all its curves.
+        picture_bytes: Of all its pictures.
+        sample_steps: How many steps with samples.
+    """
+
+    points: int = 40_000
+    picture_bytes: int = 1_500_000
+    sample_steps: int = 60
+
+
+@dataclass
+class History:
+    """What the log of a run holds; `as_json` adds what its folder has."""
+
+    summary: RunSummary
+    curves: dict[str, Curve] = field(default_factory=dict)
+    events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
+    account: Account | None = None
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    left_out_events: int = 0
+    left_out_curves: int = 0
+    _is_new_attempt: bool = False
+    _faults: dict[str, int] = field(default_factory=dict)
+
+    def take(self, event: Event) -> None:
+        """Go on with the next event of the log."""
+        if isinstance(event, Metric):
+            self._take_metric(event)
+            return
+        if isinstance(event, Started):
+            self._is_new_attempt = True
+        if isinstance(event, Failed):
+            remedy = "start it again to go on" if event.resumable is True else ""
+            self._find("stop" if event.error == event.category else "fail", event.step, event.error, remedy)
+        if isinstance(event, Completed) and event.finite is False:
+            self._find("fail", event.step, "the final weights are not finite (nan or infinite)", "lower the rate")
+        self.left_out_events += len(self.events) == MOST_EVENTS
+        self.events.append(_shown(event))
+
+    def as_json(self, budget: Budget) -> dict[str, Any]:
+        """The run for a page that has room for `budget` of it."""
+        summary, listed = self.summary, _checkpoints(self.summary.path)
+        most = max(min(budget.points // max(len(self.curves), 1), 2000), 4)
+        findings = [*self.findings]
+        for name, curve in self.curves.items():
+            if curve.first_unusual is not None:
+                step, value = curve.first_unusual
+                findings.append(_finding("fail", step, f"{name} was {value} for the first time", "see `on_nonfinite`"))
+        for kind, step in self._faults.items():
+            findings.append(_finding("warn", step, f"{kind.replace('_', ' ')} from step {step} on", ""))
+        broken = [row for row in listed if row["state"].startswith("broken")]
+        findings += [_finding("fail", row["step"], f"{row['name']}: {row['state']}", row["show"]) for row in broken]
+        metadata = {name: value for name, value in summary.metadata.items() if name != "packages"}
+        packages = summary.metadata.get("packages")
+        return {
+            **summary.as_json(),
+            "words": _words(summary),
+            "metadata": metadata,
+            "packages": packages if isinstance(packages, dict) else {},
+            "curves": {name: curve.points(most) for name, curve in self.curves.items()},
+            "attempts": [] if self.account is None else [_attempt(span) for span in self.account.spans],
+            "parts": {} if self.account is None else {n: s for n, s in self.account.seconds.items() if s > 0},
+            "goodput": None if self.account is None else self.account.goodput,
+            "checkpoints": listed,
+            "samples": list(_samples(summary.path, budget)),
+            "findings": sorted(findings, key=lambda each: each["step"] or 0),
+            "events": list(self.events),
+            "left_out": {"events": self.left_out_events, "curves": self.left_out_curves},
+        }
+
+    def _take_metric(self, event: Metric) -> None:
+        if self._is_new_attempt:
+            self._is_new_attempt = False
+            self._go_back(event.step if event.name == RESUMED_METRIC else 0)
+        elif event.name == ROLLED_BACK_METRIC and math.isfinite(event.number):
+            self._find("warn", event.step, f"rolled back to step {event.number:.0f}", "")
+            self._go_back(int(event.number))
+        if event.name.startswith(FAULT_PREFIX):
+            self._take_fault(event.name.removeprefix(FAULT_PREFIX), event)
+        curve = self.curves.get(event.name)
+        if curve is None:
+            if len(self.curves) >= MOST_CURVES:
+                self.left_out_curves += 1
+                return
+            curve = self.curves[event.name] = Curve()
+        curve.add(event.step, event.timestamp_ms, event.number)
+
+    def _go_back(self, step: int) -> None:
+        for curve in self.curves.values():
+            curve.go_back(step)
+
+    def _take_fault(self, kind: str, event: Metric) -> None:
+        if event.number == 1:
+            self._faults.setdefault(kind, event.step)
+        elif kind in self._faults:
+            began = self._faults.pop(kind)
+            self._find("warn", began, f"{kind.replace('_', ' ')} from step {began} to {event.step}", "")
+
+    def _find(self, level: str, step: int | None, text: str, remedy: str) -> None:
+        self.findings.append(_finding(level, step, text, remedy))
+
+
+def history_of(folder: Path) -> History:
+    """The run in `folder`, its log read once and in bounded memory; a log that breaks off is told of as a finding."""
+    history = History(summary_of(folder))
+
+    def seen() -> Iterator[Event]:
+        try:
+            for event in typed_events(history.summary.log, strict=False):
+                history.take(event)
+                yield event
+        except EventLogError as error:
+            history._find("fail", None, str(error), "")
+
+    history.account = account(seen())
+    return history
+
+
+def differences(runs: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """What differs between runs as `History.as_json` gives them: a row for each name, with the value of each run."""
+    facts = []
+    for run in runs:
+        git = run["metadata"].get("git") or {}
+        job = run["metadata"].get("job") or {}
+        packages = {name: run["packages"].get(name) for name in _PACKAGES}
+        score = run["score"] or {}
+        results = {"state": run["state"], "steps": run["step"], "last loss": run["loss"]}
+        results[f"best {score.get('name', 'score')}"] = score.get("value")
+        about = {"commit": git.get("commit"), "seed": run["metadata"].get("seed"), "host": run["host"]}
+        facts.append({**job, **about, **packages, **results})
+    names = dict.fromkeys(name for each in facts for name in each)
+    rows = [[name, *(each.get(name) for each in facts)] for name in names]
+    return [row for row in rows if any(value != row[1] for value in row[2:])]
+
+
+def _finding(level: str, step: int | None, text: str, remedy: str) -> dict[str, Any]:
+    return {"level": level, "step": step, "text": text[:LONGEST_TEXT], "remedy": remedy}
+
+
+def _shown(event: Event) -> dict[str, Any]:
+    fields = msgspec.to_builtins(event)
+    for name in ("schema_version", "run_id", "seq", "metadata"):
+        fields.pop(name, None)
+    return {name: value[:LONGEST_TEXT] if isinstance(value, str) else value for name, value in fields.items()}
+
+
+def _attempt(span: Any) -> dict[str, Any]:
+    seconds = {name: spent for name, spent in span.seconds.items() if spent > 0}
+    return {**msgspec.to_builtins(span), "seconds": seconds}
+
+
+def _words(summary: RunSummary) -> list[str]:
+    """What happened and what to do next."""
+    of = f" of {summary.max_steps}" if summary.max_steps else ""
+    at = f"at step {summary.step}{of}"
+    command = summary.metadata.get("command")
+    again = f"Start it again to go on: {command}" if command else "Start it again to go on."
+    if summary.state == "running":
+        return [f"It runs, {at}."]
+    if summary.state == "completed":
+        return [f"It completed {at}{f', {summary.detail}' if summary.detail else ''}."]
+    if summary.state == "stopped":
+        return [f"It was stopped ({summary.detail}) {at}.", *([again] if summary.resumable else [])]
+    if summary.state == "lost":
+        return [f"It was lost {at}: {summary.detail}. What it did after its last checkpoint is made again.", again]
+    return [f"It failed {at}: {summary.detail}", "Mend what the error names, then start it again."]
+
+
+def _checkpoints(folder: Path) -> list[dict[str, Any]]:
+    where = folder_of_checkpoints(folder)
+    try:
+        listed = [] if where is None else list_checkpoints(where)
+    except OSError:
+        return []
+    return [_checkpoint(each) for each in listed]
+
+
+def _checkpoint(listed: Listed) -> dict[str, Any]:
+    record, path = listed.record, str(listed.path)
+    show = f"genlight checkpoints show {path}"
+    if record is None:
+        return {"name": name_of(listed.path), "step": None, "size": 0, "saved_ms": 0, "scores": {}, "show": show,
+                "export": "", "state": f"broken: {listed.problem}"}  # fmt: skip
+    state = "final" if record.final else "saved"
+    try:
+        for entry in record.files:
+            find_file(record, entry)
+    except BrokenCheckpointError as error:
+        state = f"broken: {error.reason}"
+    if record.finite_weights is False:
+        state += ", weights not finite"
+    return {
+        "name": record.name,
+        "step": record.step,
+        "size": record.size_bytes,
+        "saved_ms": record.created_at_ms,
+        "scores": dict(record.metrics),
+        "state": state,
+        "show": show,
+        "export": f"genlight checkpoints export {path} --to {record.name}.safetensors",
+    }
+
+
+def _samples(folder: Path, budget: Budget) -> Iterator[dict[str, Any]]:
+    """Samples, oldest first; of many steps evenly spread ones."""
+    samples = folder / "samples"
+    records = [path for path in sorted(samples.glob("step-*.json")) if not path.is_symlink()]
+    by_step: dict[str, list[Path]] = {}
+    for path in records:
+        by_step.setdefault(path.stem.split("-")[1], []).append(path)
+    steps = list(by_step)
+    if len(steps) > budget.sample_steps:
+        last = len(steps) - 1
+        steps = [steps[round(index * last / (budget.sample_steps - 1))] for index in range(budget.sample_steps)]
+    most = budget.picture_bytes // max(sum(len(by_step[step]) for step in steps), 1)
+    for step in steps:
+        for path in by_step[step]:
+            try:
+                record = json.loads(read_regular(path, limit=LARGEST_RECORD))
+            except (OSError, ValueError, RecursionError):
+                continue
+            if isinstance(record, dict):
+                named = record.get("files")
+                names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+                yield {
+                    "step": record.get("step"),
+                    "name": str(record.get("name") or path.stem)[:LONGEST_TEXT],
+                    "prompt": str(record.get("prompt") or "")[:LONGEST_TEXT],
+                    "files": [_file(samples, name, most) for name in names[:8]],
+                }
+
+
+def _file(samples: Path, name: str, most: int) -> dict[str, Any]:
+    """A file of a sample: a picture to show, or why it is none."""
+    path, shown = samples / name, {"name": name[:LONGEST_TEXT]}
+    if not path.resolve().is_relative_to(samples.resolve()):
+        return {**shown, "note": "it leads out of the run's samples"}
+    try:
+        content = read_regular(path, limit=LARGEST_PICTURE)
+    except UnsafeFileError as error:
+        return {**shown, "note": f"not shown: {error.strerror}"}
+    except OSError as error:
+        return {**shown, "note": error.strerror or "it cannot be read"}
+    kind = next((kind for magic, kind in _PICTURES if content.startswith(magic)), None)
+    if kind is None:
+        return {**shown, "note": f"no picture, {len(content):,} bytes"}
+    if len(content) > most:
+        return {**shown, "note": f"{len(content):,} bytes: too large for this page, see {path}"}
+    return {**shown, "source": f"data:image/{kind};base64,{base64.b64encode(content).decode()}"}

@@ -1,0 +1,80 @@
+"""The page of runs: one HTML file that holds everything it needs, and loads nothing.
+
+What comes from a run is in it as JSON and becomes text of the page; uPlot (MIT, ``uPlot.LICENSE``) draws the curves.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import metadata, resources
+from typing import Any
+
+from ..history import Budget, History, differences
+
+__all__ = ["LARGEST_PAGE", "page_of", "report"]
+
+LARGEST_PAGE = 5_000_000
+"""Bytes of a page that is a file."""
+_SHARES = (1.0, 0.5, 0.2, 0.05, 0.01)
+
+
+def report(histories: Sequence[History]) -> str:
+    """One self-contained page of `histories`, below `LARGEST_PAGE` bytes: of many runs there are fewer points of each.
+
+    Raises:
+        ValueError: There are too many runs for one page.
+    """
+    for share in _SHARES:
+        part = share / len(histories)
+        given = Budget()
+        runs = [
+            each.as_json(
+                Budget(
+                    points=int(given.points * part),
+                    picture_bytes=int(given.picture_bytes * part),
+                    sample_steps=max(int(given.sample_steps * share), 2),
+                )
+            )
+            for each in histories
+        ]
+        page = page_of(facts_of(runs), title=", ".join(run["run_id"] for run in runs))
+        if len(page.encode()) < LARGEST_PAGE:
+            return page
+    raise ValueError(f"{len(histories)} runs do not fit into a page of {LARGEST_PAGE:,} bytes; name fewer of them")
+
+
+def facts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a page shows of runs that `History.as_json` gave."""
+    now_ms = int(time.time() * 1000)
+    return {
+        "runs": runs,
+        "differences": differences(runs),
+        "made_at_ms": now_ms,
+        "version": metadata.version("genlight"),
+    }
+
+
+def page_of(data: Mapping[str, Any], *, title: str) -> str:
+    """The page that shows `data`."""
+    # No `<` in it, so that no text can end the element that holds it.
+    text = json.dumps(data, allow_nan=False, ensure_ascii=True).replace("<", "\\u003c")
+    page = _part("page.html")
+    filled = {
+        "title": html.escape("".join(c for c in title if c.isprintable())),
+        "style": _part("uPlot.min.css") + _part("page.css"),
+        "license": _part("uPlot.LICENSE").replace("*/", ""),
+        "uplot": _part("uPlot.iife.min.js"),
+        "script": _part("page.js"),
+        "data": text,
+    }
+    pieces = page.split("{{ ")
+    return pieces[0] + "".join(filled[name] + after for name, after in (piece.split(" }}", 1) for piece in pieces[1:]))
+
+
+@cache
+def _part(name: str) -> str:
+    return resources.files(__name__).joinpath(name).read_text(encoding="utf-8")

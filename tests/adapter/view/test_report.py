@@ -1,0 +1,179 @@
+"""``genlight report``: one page that holds everything, shows it as text, and reacts."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from genlight.adapter.cli import main
+from genlight.adapter.view.curves import MOST_KEPT, Curve, thinned
+from genlight.adapter.view.history import Budget, differences, history_of
+from genlight.adapter.view.page import LARGEST_PAGE, report
+from genlight.reporters.events.event_log import EventLog
+from support.browser import drive, needs_chromium
+
+
+@pytest.fixture(scope="module")
+def page(runs, tmp_path_factory):
+    """The page of all three runs."""
+    target = tmp_path_factory.mktemp("page") / "report.html"
+    assert main(["report", *(str(runs / name) for name in ("done", "broken", "killed")), "--to", str(target)]) == 0
+    return target.read_text()
+
+
+def data_of(page):
+    return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def test_a_page_loads_nothing_and_is_small(page):
+    assert len(page) < LARGEST_PAGE
+    assert "default-src 'none'" in page
+    outside = re.findall(r'(?:src|href)="(?!data:)[^"]*"', page)
+    assert not outside, outside
+
+
+def test_a_page_says_what_happened_and_what_differs(page):
+    data = data_of(page)
+    done, broken, killed = data["runs"]
+
+    assert done["words"] == ["It completed at step 40 of 40."]
+    assert "no <b>luck</b>" in broken["words"][0]
+    assert killed["words"][0].startswith("It was lost")
+    assert {row[0]: row[1:] for row in data["differences"]}["hyperparams.lr"] == [0.1, 0.2, 0.1]
+    assert [each["step"] for each in done["checkpoints"]] == [10, 20, 30, 40, 40][-len(done["checkpoints"]) :]
+    assert done["checkpoints"][-1]["state"] == "final"
+    assert done["checkpoints"][-1]["export"].startswith("genlight checkpoints export ")
+    assert done["attempts"][0]["last_step"] == 40
+    assert 0 < done["goodput"] <= 1
+    steps = done["curves"]["train/loss"]["steps"]
+    assert (steps[0], steps[-1]) == (2, 40)
+    assert [each["level"] for each in broken["findings"]] == ["fail"]
+
+
+def test_samples_are_embedded_where_they_are_pictures(page):
+    files = {file["name"].rpartition("/")[2]: file for file in data_of(page)["runs"][0]["samples"][-1]["files"]}
+    assert files["picture.png"]["source"].startswith("data:image/png;base64,")
+    assert "no picture" in files["fake.png"]["note"]
+
+
+def test_a_huge_picture_and_one_that_leads_out_are_named_and_left_out(runs, tmp_path):
+    folder = shutil.copytree(runs / "done", tmp_path / "done")
+    record = max((folder / "samples").glob("step-*.json"))
+    huge, outside = folder / "samples" / "huge.png", tmp_path / "outside.png"
+    huge.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(3_000_000))
+    outside.write_bytes(b"\x89PNG\r\n\x1a\nsecret")
+    (folder / "samples" / "link.png").symlink_to(outside)
+    names = ["huge.png", "../../outside.png", "link.png", "/etc/passwd", "absent.png"]
+    record.write_text(json.dumps({"step": 40, "name": "n", "files": names}))
+
+    files = history_of(folder).as_json(Budget())["samples"][-1]["files"]
+    assert not [file for file in files if "source" in file]
+    assert "3,000,008 bytes" in files[0]["note"]
+    assert [file["note"] for file in files[1:4]] == ["it leads out of the run's samples"] * 3
+
+
+@needs_chromium
+def test_a_browser_shows_the_page_as_text_and_its_parts_react(page, tmp_path):
+    said = drive(
+        page,
+        """
+        const text = () => document.querySelector("main").innerText;
+        said.markup = document.querySelectorAll("main b, main img[src=x], main script").length;
+        said.luck = text().includes("no <b>luck</b>");
+        said.canvas = document.querySelectorAll("canvas").length;
+        const whole = window.chart.scales.x.max - window.chart.scales.x.min;
+        document.querySelector("#zoom-in").click(); await pause();
+        said.zoomed = (window.chart.scales.x.max - window.chart.scales.x.min) / whole;
+        document.querySelector("#zoom-reset").click(); await pause();
+        said.whole = (window.chart.scales.x.max - window.chart.scales.x.min) / whole;
+        window.chart.setCursor({ left: 200, top: 50 }); await pause();
+        said.hover = document.querySelector(".u-legend").innerText;
+        set("#smooth", "0.9", "input"); set("#log", true, "change"); await pause();
+        said.log = window.chart.scales.y.distr;
+        set("#time", true, "change"); await pause();
+        said.time = window.chart.scales.x.min > 1e9;
+        said.names = [...document.querySelectorAll("#metric option")].map((e) => e.textContent);
+        said.picture = document.querySelector("figure img").naturalWidth;
+        set(".steps", "0", "input"); await pause();
+        said.step = document.querySelector("output").textContent;
+        set(".kind", "checkpoint", "change"); await pause();
+        said.filtered = document.querySelector(".kind").closest("section").innerText;
+        """,
+        tmp_path,
+    )
+    assert (said["markup"], said["luck"], said["canvas"]) == (0, True, 1)
+    assert said["zoomed"] == pytest.approx(0.5, abs=0.1)
+    assert said["whole"] == pytest.approx(1)
+    assert re.search(r"done[\d.]+broken[\d.]+", said["hover"])
+    assert (said["log"], said["time"], said["step"], said["picture"]) == (3, True, "step 20", 16)
+    assert "<img src=x onerror=alert(1)>" in said["names"]
+    assert "bell\\u0007" in said["names"]
+    assert "started" not in said["filtered"].split("WHAT")[-1].split("what")[-1]
+
+
+def test_thinning_keeps_every_peak_and_both_ends():
+    values = np.sin(np.arange(100_000) / 50)
+    values[12_345], values[77_777], values[50] = 100.0, -100.0, math.nan
+    kept = thinned(values, 400)
+
+    assert len(kept) <= 400
+    assert {0, 12_345, 77_777, 99_999} <= set(kept.tolist())
+
+
+def test_a_long_curve_takes_bounded_memory_and_keeps_its_peaks():
+    curve, chance = Curve(), random.Random(0)
+    for step in range(5 * MOST_KEPT):
+        curve.add(step, step, 1e6 if step == 77_777 else chance.random())
+    points = curve.points(500)
+
+    assert len(curve.values) < MOST_KEPT
+    assert curve.count == 5 * MOST_KEPT
+    assert max(points["values"]) == 1e6
+    assert (points["steps"][0], points["steps"][-1]) == (0, 5 * MOST_KEPT - 1)
+
+
+def test_steps_that_are_made_again_replace_those_of_before(tmp_path):
+    log = tmp_path / "run" / "events.jsonl"
+    log.parent.mkdir()
+    with EventLog(log, run_id="r") as first:
+        first.started()
+        for step in range(1, 9):
+            first.metric(name="train/loss", value=float(step), step=step)
+    with EventLog(log, run_id="r") as second:
+        second.started()
+        second.metric(name="trainer/resumed_from_step", value=4, step=4)
+        second.metric(name="diagnosis/loss_spike", value=1, step=5)
+        second.metric(name="train/loss", value=float("nan"), step=5)
+    seen = history_of(log.parent).as_json(Budget())
+
+    assert seen["curves"]["train/loss"]["steps"] == [1, 2, 3, 4, 5]
+    assert seen["curves"]["train/loss"]["values"][-1] is None
+    assert [each["text"] for each in seen["findings"]] == [
+        "train/loss was nan for the first time",
+        "loss spike from step 5 on",
+    ]
+    assert [each["ended"] for each in seen["attempts"]] == [False, False]
+    assert differences([seen, seen]) == []
+
+
+def test_a_torn_or_damaged_log_is_reported_as_far_as_it_goes(runs, tmp_path):
+    folder = shutil.copytree(runs / "done", tmp_path / "done")
+    log = folder / "metrics" / "events.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([*lines[:10], b"rubbish\n", *lines[10:]]))
+    seen = history_of(folder)
+    assert seen.curves
+    assert any("line 11" in each["text"] for each in seen.findings)
+    assert report([seen])
+
+
+def test_what_is_no_run_is_refused(tmp_path, capsys):
+    assert main(["report", str(tmp_path), "--to", str(tmp_path / "x.html")]) == 2
+    assert "is no run's folder" in capsys.readouterr().err
+    assert not (tmp_path / "x.html").exists()
