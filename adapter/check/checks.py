@@ -1,7 +1,8 @@
 """The checks of ``genlight check``, in the order in which they are printed.
 
-hooks · configure, first step · devices · storable state · state round trip · reproducible · resume ·
-two ranks · sharded · batch size · bf16-mixed. What a fault makes meaningless is skipped and says so.
+hooks · configure, first step · devices · metrics · updates · hyperparams · gradients · evaluate · storable state ·
+state round trip · reproducible · resume · two ranks · sharded · batch size · bf16-mixed. What a fault makes meaningless
+is skipped and says so.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
 from ...callbacks.checkpoint import list_checkpoints, load, save
@@ -20,9 +23,11 @@ from ...callbacks.checkpoint.capture import CONTRACT_KEY
 from ..contract.exceptions import ContractError, UnstorableStateError
 from ..contract.types import REQUIRED_HOOKS
 from ..discovery.discover import Discovered, check_unchanged
+from ..discovery.rank_local import rank_local_of
 from ..module.module import ContractModule
 from ..module.plugin_loading import HOOK_ARGUMENTS, misspelled_hooks, optional_hook, signature_faults
 from ..plumbing.finding import Finding
+from .mistakes import Observed, check_evaluate, check_gradients, check_rank_state
 from .ranks import SHARDED, RanksError, Refused, halves, train_on_ranks
 from .snapshot import Snapshot, compare_snapshots, flatten, snapshot
 from .subject import Subject, Trained
@@ -61,14 +66,20 @@ def run_checks(subject: Subject) -> Iterator[Finding]:
 
 
 def _dynamic(subject: Subject, folder: Path) -> Iterator[Finding]:
-    middle: Snapshots = {}
+    observed = Observed(subject)
+    middle = observed.snapshots
     try:
-        whole = subject.train(at_step=_keep(middle))
+        with observed.listening():
+            whole = subject.train(at_step=observed.at_step, hyperparams=observed.hyperparams)
     except Exception as error:  # noqa: BLE001  # as above
         yield _about_failure(error)
         return
     yield check_discovered(whole)
     yield Finding("devices", "pass", "a run without any CUDA device works")
+    assert whole.module.discovered is not None
+    yield from observed.findings(whole.module.discovered)
+    yield from _guarded("gradients", lambda: check_gradients(subject))
+    yield from _guarded("evaluate", lambda: check_evaluate(subject))
     yield from _guarded("state", lambda: check_state(subject, whole, folder / "state"))
     yield from _guarded("resume", lambda: check_resume(subject, whole, middle, folder / "resume"))
     if not subject.batches:
@@ -224,7 +235,7 @@ def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Find
     if expected["weight"] and all(pair is not None for pair in pairs):
         jobs["halves"] = [[pair[i] for pair in pairs if pair is not None] for i in range(2)]
     if expected["weight"]:
-        jobs[SHARDED] = jobs["same"]  # last, because an error there leaves the ranks out of step
+        jobs[SHARDED] = jobs.get("halves", jobs["same"])  # last, because an error there leaves the ranks out of step
     try:
         results = train_on_ranks(subject, jobs, folder)
     except RanksError as error:
@@ -240,7 +251,9 @@ def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Find
     for name, (first, second) in results.items():
         assert isinstance(first, Snapshot)
         assert isinstance(second, Snapshot)
-        apart = first.differences(second)
+        local = rank_local_of(whole.module.plugin)
+        weights, others = (Snapshot({"weight": of_rank["weight"]}) for of_rank in (first, second))
+        apart = [path for path in weights.differences(others) if path not in local]
         if apart:
             yield Finding(
                 "ranks",
@@ -250,7 +263,9 @@ def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Find
             )
             return
     distance, path = _furthest(results["same"][0], expected)
-    if distance > SAME:
+    halved = _furthest(results["halves"][0], expected) if "halves" in results else None
+    # A sum over ranks counts the same rows twice, and is right where each rank has rows of its own.
+    if distance > SAME and (halved is None or halved[0] > SAME):
         yield Finding(
             "ranks",
             "fail",
@@ -258,16 +273,25 @@ def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Find
             "Look for code that depends on ctx.rank or ctx.world_size.",
         )
         return
+    distance = min(distance, distance if halved is None else halved[0])
     yield Finding("ranks", "pass", f"two processes agree with one to {distance:.1e}, and with each other bit for bit")
+    yield from check_rank_state(subject, whole, _of_own_rows(whole, results.get("halves")))
     if sharded is not None:
-        yield _sharded_finding(sharded, expected)
-    if "halves" not in results:
+        yield _sharded_finding(sharded, results["same" if halved is None else "halves"][0])
+    if halved is None:
         yield Finding("batch size", "skip", "the raw batches cannot be cut in half")
-        return
-    yield _batch_size_finding(*_furthest(results["halves"][0], expected))
+    else:
+        yield _batch_size_finding(*halved)
 
 
-def _sharded_finding(results: list[Snapshot | Refused], expected: Snapshot) -> Finding:
+def _of_own_rows(whole: Trained, results: list[Snapshot | Refused] | None) -> list[str]:
+    """Paths of numbers that two ranks with other rows have otherwise, and are not said to."""
+    values = [Snapshot({"value": of_rank["value"]}) for of_rank in results or () if isinstance(of_rank, Snapshot)]
+    local = rank_local_of(whole.module.plugin)
+    return [path for path in values[0].differences(values[1]) if path not in local] if values else []
+
+
+def _sharded_finding(results: list[Snapshot | Refused], expected: Snapshot | Refused) -> Finding:
     refused = next((result.refusal for result in results if isinstance(result, Refused)), None)
     if refused is not None:
         return Finding(
@@ -278,10 +302,10 @@ def _sharded_finding(results: list[Snapshot | Refused], expected: Snapshot) -> F
         return Finding(
             "sharded",
             "fail",
-            f"sharded over two processes with the same rows, it ends {distance:.1e} away from one process, at {path}",
+            f"sharded over two processes it ends {distance:.1e} away from DDP on the same rows, at {path}",
             "Use ddp; look for code that reads or changes weights outside of forward, backward and optimizer steps.",
         )
-    return Finding("sharded", "pass", f"FSDP 2 over two processes agrees with one to {distance:.1e}")
+    return Finding("sharded", "pass", f"FSDP 2 over two processes agrees with DDP to {distance:.1e}")
 
 
 def _as_on_ranks(subject: Subject, whole: Trained) -> Trained:
@@ -309,14 +333,14 @@ def _batch_size_finding(distance: float, path: str) -> Finding:
 
 def check_bf16(subject: Subject, whole: Trained) -> Iterator[Finding]:
     """Whether bf16-mixed stays finite and near fp32."""
-    half = subject.train(bf16=True).reached("weight", "optimizer state")
+    half = subject.train(bf16=True).reached("weight")
     broken = [path for path, tensor in half["weight"].items() if not torch.isfinite(tensor).all()]
     if broken:
         yield Finding(
             "bf16-mixed", "fail", f"{broken[0]} is not finite", "Compute losses, norms and logarithms in fp32."
         )
         return
-    distance, path = _furthest(half, whole.reached("weight", "optimizer state"))
+    distance, path = _furthest(half, whole.reached("weight"), kinds=("weight",))
     if distance > CLOSE:
         yield Finding(
             "bf16-mixed",
@@ -360,14 +384,28 @@ def _forgotten(discovered: Discovered) -> list[str]:
     ]
 
 
-def _furthest(found: Snapshot | Refused, expected: Snapshot) -> tuple[float, str]:
-    """The weight that is furthest from what was expected: its relative distance, and its path."""
+def _furthest(
+    found: Snapshot | Refused, expected: Snapshot | Refused, *, kinds: tuple[str, ...] = ("optimizer state", "weight")
+) -> tuple[float, str]:
+    """The weight or optimizer state that is furthest from what was expected: its relative distance, and its path.
+
+    States show what Adam hides, whose steps are the same for any multiple of a gradient.
+    """
     assert isinstance(found, Snapshot)
-    apart = compare_snapshots(0, expected, found, kinds=("weight",), exact=False, floor=NOTHING).distances["weight"]
-    counts = {
-        path for path, value in expected["weight"].items() if not (value.is_floating_point() or value.is_complex())
-    }
-    return max(((size, path) for path, size in apart.items() if path not in counts), default=(0.0, ""))
+    assert isinstance(expected, Snapshot)
+    apart = compare_snapshots(0, expected, found, kinds=kinds, exact=False, floor=NOTHING).distances
+    sizes = [
+        (size, path)
+        for kind in kinds
+        for path, size in apart[kind].items()
+        if _is_measure(expected[kind].get(path), found[kind].get(path))
+    ]
+    return max(sizes, default=(0.0, ""))
+
+
+def _is_measure(*values: Any) -> bool:
+    """Whether values are no counts, such as of rows, of which half a batch has other ones."""
+    return all(v is None or (isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex())) for v in values)
 
 
 def _size(module: torch.nn.Module) -> str:

@@ -199,7 +199,13 @@ def main(folder: Path, rank: int) -> int:
 def _replicated(subject: Subject, batches: list[Any], rank: int) -> Any:
     strategy = DDPStrategy(cluster_environment=_Environment(rank), process_group_backend="gloo")
     trained = subject.train(batches=batches, dropout=False, strategy=strategy, devices=WORLD_SIZE)
-    return dict(trained.reached("weight", "optimizer state").values)
+    reached = trained.reached("weight", "optimizer state", "value")
+    values = {path: v for path, v in reached["value"].items() if isinstance(v, float) or _is_float_tensor(v)}
+    return {**reached.values, "value": values}
+
+
+def _is_float_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _sharded(subject: Subject, batches: list[Any], rank: int) -> Any:

@@ -487,3 +487,146 @@ class Collects(Sound):
 
 class ForgetsItsEnvironment(Collects):
     rollout_state = load_rollout_state = None
+
+
+class NanMetric(Sound):
+    """Divides by a count that stays 0."""
+
+    def train_step(self, batch, state, ctx):
+        return StepResult({**super().train_step(batch, state, ctx).metrics, "accuracy": float("nan")})
+
+
+class NoZeroGrad(Sound):
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        loss.backward()
+        state.opt.step()
+        state.count += 1
+        return StepResult({"loss": loss.detach()})
+
+
+class ClearsInPlace(NoZeroGrad):
+    """Clears after its update, and keeps the tensors of its gradients."""
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        state.opt.zero_grad(set_to_none=False)
+        return result
+
+
+class HoldsACopy(Sound):
+    """Its optimizer has the weights of a copy that nobody uses."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.opt = torch.optim.Adam(copy.deepcopy(state.model).parameters(), lr=0.01)
+        return state
+
+
+class NeverUpdates(Sound):
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        loss.backward()
+        return StepResult({"loss": loss.detach()})
+
+
+class Evaluates(Sound):
+    def evaluate(self, state, ctx):
+        state.model.eval()
+        with torch.no_grad():
+            score = float(state.model(torch.ones(1, 2)))
+        state.model.train()
+        return {"score": score}
+
+
+class StaysInEvalMode(Sound):
+    def evaluate(self, state, ctx):
+        state.model.eval()
+        return {"score": 1.0}
+
+
+class EvaluatesAnAverage(Sound):
+    """Swaps the averaged weights in, and not out."""
+
+    def evaluate(self, state, ctx):
+        with torch.no_grad():
+            for own, average in zip(state.model.parameters(), state.ema.parameters(), strict=True):
+                own.copy_(average)
+        return {"score": 1.0}
+
+
+class ReadsItsRate(Sound):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.opt.param_groups[0]["lr"] = ctx.job.hyperparams.get("lr", 0.01)
+        return state
+
+
+class ReadsAll(ReadsItsRate):
+    def setup(self, ctx):
+        super().setup(ctx)
+        self.options = {**ctx.job.hyperparams}
+
+
+class DividesByRanks(WithoutDropout):
+    """Averages by hand what genlight averages; Adam hides it from the weights."""
+
+    def configure(self, ctx):
+        self.world_size = ctx.world_size
+        return super().configure(ctx)
+
+    def loss(self, batch, state):
+        return super().loss(batch, state) / self.world_size
+
+
+class SumsAgain(WithoutDropout):
+    """Sums over all ranks the gradients that are averaged already."""
+
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        state.opt.zero_grad()
+        loss.backward()
+        if ctx.world_size > 1:
+            for parameter in state.model.parameters():
+                torch.distributed.all_reduce(parameter.grad)
+        state.opt.step()
+        state.count += 1
+        return StepResult({"loss": loss.detach()})
+
+
+class CountsOverRanks(WithoutDropout):
+    """Keeps a sum over the rows of all ranks, which is right, and is twice as much where both have the same rows."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.model.register_buffer("seen", torch.zeros(2))
+        return state
+
+    def train_step(self, batch, state, ctx):
+        seen = batch[0].sum(0)
+        if ctx.world_size > 1:
+            torch.distributed.all_reduce(seen)
+        state.model.seen += seen
+        return super().train_step(batch, state, ctx)
+
+
+class ScalesByItsFirstLoss(WithoutDropout):
+    """As GradNorm does: each rank has the first loss of its own rows."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.first, state.mean = 0.0, 0.0
+        return state
+
+    def loss(self, batch, state):
+        loss = super().loss(batch, state)
+        state.first = state.first or float(loss)
+        state.mean = 0.9 * state.mean + 0.1 * float(loss)
+        return loss / state.first
+
+
+class KeepsAMeanLoss(ScalesByItsFirstLoss):
+    """Which it reports and nothing depends on."""
+
+    def loss(self, batch, state):
+        return super().loss(batch, state) * state.first

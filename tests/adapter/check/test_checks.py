@@ -58,7 +58,10 @@ def test_a_class_that_collects_its_own_batches_is_checked_without_data():
 
     sound = found("Collects", 3)
     assert {name: finding.level for name, finding in sound.items()} == {
-        **dict.fromkeys(("hooks", "discovered", "devices", "state", "state round trip", "reproducible"), "pass"),
+        **dict.fromkeys(
+            ("hooks", "discovered", "devices", "metrics", "updates", "state", "state round trip", "reproducible"),
+            "pass",
+        ),
         "resume": "pass",
         "ranks": "skip",
     }
@@ -79,6 +82,8 @@ def test_a_sound_class_passes_every_check(monkeypatch):
         "hooks": "pass",
         "discovered": "pass",
         "devices": "pass",
+        "metrics": "pass",
+        "updates": "pass",
         "state": "pass",
         "state round trip": "pass",
         "reproducible": "pass",
@@ -91,7 +96,18 @@ def test_a_sound_class_passes_every_check(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["WithoutTorch", "GroupsOfParameters", "SparseGraph", "OddTypes", "Lazy", "ReadsAClock", "WrappedOptimizer"]
+    "name",
+    [
+        "WithoutTorch",
+        "GroupsOfParameters",
+        "SparseGraph",
+        "OddTypes",
+        "Lazy",
+        "ReadsAClock",
+        "WrappedOptimizer",
+        "ClearsInPlace",
+        "Evaluates",
+    ],
 )
 def test_a_class_passes_whatever_its_state_is_made_of(name, monkeypatch):
     found = findings_of(name, monkeypatch)
@@ -118,6 +134,12 @@ def test_a_class_passes_whatever_its_state_is_made_of(name, monkeypatch):
         ("Unseeded", "reproducible", "warn", "two runs from the same seed end with a different"),
         ("Overflowing", "bf16-mixed", "fail", "is not finite"),
         ("ForgottenHead", "discovered", "warn", "state.model.2.weight, state.model.2.bias collect gradients"),
+        ("NanMetric", "metrics", "warn", "accuracy is nan after each of 4 steps"),
+        ("NoZeroGrad", "gradients", "warn", "are still in the next one, of state.model.0.weight"),
+        ("HoldsACopy", "updates", "fail", "no weight changed in 4 steps: state.opt never found a gradient"),
+        ("NeverUpdates", "updates", "warn", "no weight changed in 4 steps"),
+        ("StaysInEvalMode", "evaluate", "fail", "state.model is in eval mode after it"),
+        ("EvaluatesAnAverage", "evaluate", "fail", "state.model.0.weight is another after it"),
         ("Late", "steps", "fail", "state.late appeared after `configure`"),
     ],
 )
@@ -140,15 +162,19 @@ def test_without_data_only_the_hooks_are_checked():
     ("name", "said"),
     [
         ("WithoutDropout", {"ranks": "pass: with each other bit for bit", "batch size": "pass: train like the whole"}),
-        ("WithoutDropout", {"sharded": "pass: FSDP 2 over two processes agrees with one"}),
-        ("SeededByRank", {"ranks": "pass: with each other bit for bit", "sharded": "pass: agrees with one"}),
-        ("LbfgsOptimizer", {"ranks": "pass: with each other", "sharded": "warn: state.opt is LBFGS, which needs all"}),
+        ("WithoutDropout", {"sharded": "pass: FSDP 2 over two processes agrees with DDP"}),
+        ("SeededByRank", {"ranks": "pass: with each other bit for bit", "sharded": "pass: agrees with DDP"}),
+        ("LbfgsOptimizer", {"ranks": "pass: with each other", "sharded": "warn: state.opt: LBFGS needs all"}),
         ("SumLoss", {"ranks": "pass: with each other", "batch size": "warn: away from the whole"}),
         ("RankDependent", {"ranks": "fail: away from one, at"}),
         ("Drifting", {"ranks": "fail: tensors differ between ranks, the first is state.model.0.bias"}),
         ("ReplacedByOwnRows", {"ranks": "fail: tensors differ between ranks, the first is state.points.mean"}),
         ("FailingOnOneRank", {"ranks": "fail: rank 1: ValueError: no rows on this rank"}),
         ("Hidden", {"ranks": "fail: an optimizer (Adam) that is neither in the state nor on the trainer"}),
+        ("DividesByRanks", {"ranks": "fail: away from one, at state.opt[state.model"}),
+        ("SumsAgain", {"ranks": "fail: away from one, at state.opt[state.model"}),
+        ("CountsOverRanks", {"ranks": "pass: agree with one", "batch size": "pass: like", "sharded": "pass: agrees"}),
+        ("ScalesByItsFirstLoss", {"ranks": "pass: with each", "rank state": "warn: state.first, state.mean differs"}),
         ("WithoutTorch", {"ranks": "pass: two processes come to an end; no weights were found"}),
     ],
 )
@@ -159,6 +185,23 @@ def test_two_processes_are_compared_with_one(monkeypatch, name, said):
         level, _, detail = expected.partition(": ")
         assert found[check].level == level
         assert detail in found[check].detail
+
+
+@pytest.mark.slow
+def test_a_mean_loss_of_a_rank_that_nothing_depends_on_is_no_finding(monkeypatch):
+    assert "rank state" not in findings_of("KeepsAMeanLoss", monkeypatch, ranks=True)
+
+
+@pytest.mark.parametrize(("name", "unread"), [("ReadsItsRate", "nobody read layers"), ("ReadsAll", "all were read")])
+def test_hyperparameters_that_nobody_reads_are_named(monkeypatch, name, unread):
+    monkeypatch.setattr("genlight.adapter.check.checks.check_ranks", lambda *_: iter(()))
+    given = {"lr": 0.02, "layers": 3}
+    subject = Subject(f"check_zoo:{name}", batches(), steps=2, search_path=(HERE,), hyperparams=given)
+
+    found = {finding.check: finding for finding in run_checks(subject)}
+
+    assert found["hyperparams"].detail == unread
+    assert found["resume"].level == "pass"
 
 
 @pytest.mark.slow
@@ -204,7 +247,7 @@ def test_the_command_prints_json_and_fails_when_a_check_does(job, capsys):
     assert main(["check", "--job", job, "--json", "--steps", "2"]) == 1
 
     answer = json.loads(capsys.readouterr().out)
-    assert answer["counts"] == {"pass": 7, "warn": 0, "fail": 1, "skip": 0}
+    assert answer["counts"] == {"pass": 9, "warn": 0, "fail": 1, "skip": 0}
     assert {"check", "level", "detail", "remedy"} == set(answer["findings"][0])
 
 
