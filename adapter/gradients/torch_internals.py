@@ -168,15 +168,24 @@ def group_timeout(group: dist.ProcessGroup | None) -> timedelta:
 
 
 @functools.cache
-def require_fsdp() -> None:
+def require_fsdp(*, unused_parameters: bool = False) -> None:
     """Make sure that this torch has what genlight uses of FSDP 2.
+
+    Args:
+        unused_parameters: Whether ranks may use different parameters, which takes a later torch.
 
     Raises:
         ImportError: It lacks some; names the release that is installed, and those to install.
     """
+    module = protected("torch.distributed.fsdp", "FSDPModule")
+    if unused_parameters and not hasattr(module, "set_reduce_scatter_unused_params"):
+        raise ImportError(
+            f"torch {version('torch')} cannot reduce gradients of parameters that a rank did not use, as "
+            "`unused_parameters` of FSDP2Strategy asks for; install torch>=2.13, leave it out, or use `strategy: ddp`"
+        )
     state = protected("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState")
     require_names("torch", state, "_lazy_init", "_root_post_backward_final_callback")
-    require_names("torch", protected("torch.distributed.fsdp", "FSDPModule"), "_get_fsdp_state")
+    require_names("torch", module, "_get_fsdp_state")
 
 
 def initialize_sharded(root: Any) -> None:

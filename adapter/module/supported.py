@@ -35,6 +35,8 @@ from ...callbacks.log_metrics import LogMetrics
 from ...callbacks.replicas.replica_guard import ReplicaGuard
 from ..contract.exceptions import StartupContractError
 from ..gradients.ddp.buckets import fault_of_hook
+from ..gradients.fsdp.strategy import FSDP2Strategy
+from ..gradients.torch_internals import require_fsdp
 from ..job.trainer_arguments import ENDS_WITH_ITS_PROCESSES
 
 __all__ = [
@@ -129,6 +131,10 @@ def check_strategy(strategy: Strategy) -> None:
                 "tensor parallelism needs a plan for the layers of a module. "
                 "Give `data_parallel_size=N, tensor_parallel_size=1`",
             )
+        try:
+            require_fsdp(unused_parameters=isinstance(strategy, FSDP2Strategy) and strategy.sharding.unused_parameters)
+        except ImportError as error:
+            raise _refusal(name, str(error)) from error
     elif not isinstance(strategy, SingleDeviceStrategy):
         raise _refusal(name, "genlight does not know how it synchronizes. Use auto, ddp or ModelParallelStrategy")
 

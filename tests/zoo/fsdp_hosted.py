@@ -647,6 +647,39 @@ class SwapsWithItsAverage(ReturnsObject):
         return StepResult({**result.metrics, "score": score})
 
 
+class AddsALayer(Base):
+    """Progressive growing: a layer and its group are added before the second step."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        parts = [part for part in state["model"] if isinstance(part, nn.Linear)]
+        state["optimizer"] = torch.optim.Adam([{"params": list(part.parameters())} for part in parts], lr=0.01)
+        self.steps = 0
+        return state
+
+    def change(self, state):
+        layer = nn.Linear(1, 1)
+        nn.init.ones_(layer.weight)
+        nn.init.zeros_(layer.bias)
+        state["model"].append(layer)
+        state["optimizer"].add_param_group({"params": list(layer.parameters())})
+
+    def train_step(self, batch, state, ctx):
+        self.steps += 1
+        if self.steps == 2:
+            self.change(state)
+        return super().train_step(batch, state, ctx)
+
+
+class DropsAGroup(AddsALayer):
+    """FreezeOut: the first layer is trained no more, and its group is taken from the optimizer."""
+
+    def change(self, state):
+        for parameter in state["optimizer"].param_groups.pop(0)["params"]:
+            parameter.requires_grad_(False)
+            del state["optimizer"].state[parameter]
+
+
 class CompiledSgd(torch.optim.SGD):
     """Compiles its update of a single number, of which one of two ranks holds nothing; that rank compiles first."""
 
@@ -701,5 +734,7 @@ CLASSES = (
     NamesInputsOfBackward,
     SwapsWithItsAverage,
     UpdatesByCompiledCode,
+    AddsALayer,
+    DropsAGroup,
 )
 ZOO = {cls.__name__: cls for cls in CLASSES}

@@ -199,6 +199,7 @@ def strategy_of(kind: str, rank: int, world_size: int, device: str = "cpu", **sh
     if kind in DDP:
         settings: Any = DDP[kind]
         return DDPStrategy(cluster_environment=environment, process_group_backend=group, **settings)
+    assert kind == "fsdp", kind
     strategy = FSDP2Strategy(process_group_backend=group, **sharding)
     strategy.cluster_environment = environment
     return strategy

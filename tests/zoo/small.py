@@ -468,9 +468,6 @@ class SavingAndLoading(Base):
         state["calls"] += 1
         if state["calls"] == 2:
             saved = {k: copy.deepcopy(state[k].state_dict()) for k in ("model", "optimizer")}
-            moments = [v for entry in saved["optimizer"]["state"].values() for v in entry.values()]
-            for tensor in (*saved["model"].values(), *moments):
-                assert type(tensor) is torch.Tensor, "a trainer sees whole tensors"
             assert [tuple(t.shape) for t in saved["model"].values()] == [(12, 6), (12,), (1, 12), (1,)]
             with torch.no_grad():
                 for p in state["model"].parameters():

@@ -91,7 +91,7 @@ def _short(text: str, notes: dict[str, str]) -> str:
 def _general(message: str) -> str:
     """A message without the names, addresses and values of one run in it, so that equal ones are told once."""
     message = re.sub(r'(state\["\w+"\]|trainer\.\w+)(\.\w+|\["?\w+"?\])*', "`…`", message.partition(" torch says:")[0])
-    message = re.sub(r" \(at [^)]*\)", "", message)
+    message = re.sub(r"\S*/(\w+\.py):\d+", r"\1", re.sub(r" \(at [^)]*\)", "", message))
     message = re.sub(r"\[\d{6,}\]", "[…]", re.sub(r"-?\d+\.\d+(e-?\d+)?", "…", message))
     return " ".join(message.partition("; `…`")[0].split())[:300]
 

@@ -37,6 +37,10 @@ REFUSED = {
 RIGHT = [name for name in fsdp_hosted.ZOO if name not in REFUSED]
 HALF = ("CentersMovedByHand",)
 RESUMED = ("Clip", "SharedEncoder", "Dino", "AveragesInWholeModules")
+CHANGES = {
+    "AddsALayer": r'state\["model"\]\.3\.weight \(1, 1\) is new since `configure`',
+    "DropsAGroup": r"had groups of \[2, 2\] parameters after `configure` and has \[2\]",
+}
 SET = {
     "parts that are units": ("EncoderPart", {"units": ["Sequential"]}),
     "blocks": ("Clip", {"units": ["Linear"]}),
@@ -54,6 +58,7 @@ def two_ranks(tmp_path_factory):
 
     jobs = [job(name, key=name) for name in fsdp_hosted.ZOO]
     jobs += [job(name, key=f"resumed {name}", interrupted=2) for name in RESUMED]
+    jobs += [job(name, key=f"saved {name}", interrupted=2) for name in CHANGES]
     jobs += [job(name, key=f"half {name}", precision="16-mixed") for name in HALF]
     jobs += [job(name, key=key, sharding=sharding) for key, (name, sharding) in SET.items()]
     return runs.on_two_ranks(tmp_path_factory.mktemp("hosted"), jobs)
@@ -88,6 +93,15 @@ def test_a_resumed_run_ends_bit_equal_to_one_that_went_through(two_ranks, name):
         actual, expected = rank[f"resumed {name}"], rank[name]
         assert not isinstance(actual, str), actual
         assert all(torch.equal(actual[key], expected[key]) for key in expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHANGES)
+def test_layers_and_groups_that_change_are_refused_when_they_are_saved_first(two_ranks, name):
+    for rank in two_ranks:
+        assert re.search(
+            f"Layers that change while training cannot be resumed: .*{CHANGES[name]}", rank[f"saved {name}"]
+        )
 
 
 @pytest.mark.slow

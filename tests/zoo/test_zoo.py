@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-README = TESTS.parent / "adapter" / "README.md"
 
 PROGRAM = """
 import json, sys, tempfile
@@ -47,7 +46,7 @@ FACTS = """
 import json
 from zoo import known
 from zoo.harness import zoo
-from zoo.table import BEGIN, CELLS, END, MODES, README, section
+from zoo.table import BEGIN, CELLS, END, MODES, PAGE, section
 
 cells = json.loads(CELLS.read_text())
 wrong = {(name, mode): text for name, row in cells.items() for mode, text in row.items() if text.startswith("wrong")}
@@ -57,7 +56,7 @@ print(json.dumps({
     "complete": all(set(cells.get(name, ())) == {" ".join(mode) for mode in MODES} for name in zoo()),
     "unknown": [f"{name}, {mode}" for (name, mode), text in wrong.items() if text == "wrong: unknown"],
     "mended": sorted(f"{n}, {s}" for n, s in starts if not any(n == m and mode.startswith(s) for m, mode in wrong)),
-    "written": README.read_text().partition(BEGIN)[2].partition(END)[0].strip() == section(cells).strip(),
+    "written": PAGE.read_text().partition(BEGIN)[2].partition(END)[0].strip() == section(cells).strip(),
 }))
 """
 

@@ -252,7 +252,7 @@ def judge(cls: Any, actual: dict[str, Any], expected: dict[str, Any], precision:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:400]
+    return " ".join(str(error).split())[:2000]
 
 
 def _say(found: Cell, took_s: float) -> None:

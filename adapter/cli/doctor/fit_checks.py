@@ -18,7 +18,7 @@ from ...run.artifact_dirs import directory_fault
 from ..config_files import configuration_fault
 from ..configured_fit import ConfiguredFit, parse_configuration
 from ..lightning_cli import UnusableConfigurationError, checkpoints_of
-from .local_checks import check_dataset
+from .local_checks import check_dataset, check_sharding
 
 __all__ = ["diagnose_fit"]
 
@@ -59,6 +59,7 @@ def _check_built(fit: ConfiguredFit) -> Iterator[Finding]:
             yield Finding("training", "fail", str(error))
         else:
             yield Finding("training", "pass", "Lightning's trainer can host a trainer class")
+            yield from check_sharding(fit.trainer)
     else:
         yield Finding("model", "pass", f"{type(fit.model).__name__}, a LightningModule")
     directory = checkpoints_of(fit.trainer)

@@ -31,6 +31,7 @@ __all__ = [
     "check_checkpoints",
     "check_dataset",
     "check_devices",
+    "check_sharding",
     "check_stop",
     "check_targets",
     "check_trainer",
@@ -193,11 +194,22 @@ def check_training(config: RunConfig) -> Iterator[Finding]:
     try:
         with on_sys_path([config.spec_dir, Path.cwd()]):
             target = find_trainer(config.trainer)
-            prepare_training(config, target, brings_data=bool(config.inputs.dataset_parquet_refs))
+            trainer, _ = prepare_training(config, target, brings_data=bool(config.inputs.dataset_parquet_refs))
     except StartupContractError as error:
         yield Finding("training", "fail", str(error))
     else:
         yield Finding("training", "pass", "the hooks take their arguments, and Lightning takes the job's")
+        yield from check_sharding(trainer)
+
+
+def check_sharding(trainer: Any) -> Iterator[Finding]:
+    """What FSDP 2 needs and refuses, where a trainer of Lightning's shards by it."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    from ...gradients.fsdp.refused import needs
+
+    if isinstance(trainer.strategy, ModelParallelStrategy):
+        yield Finding("sharding", "pass", needs())
 
 
 def asks_for_devices(lightning: Mapping[str, Any]) -> bool:

@@ -63,6 +63,17 @@ __all__ = ["Averaging"]
 
 log = logging.getLogger(__name__)
 
+_CHANGED = (
+    "Gradients are changed between two backward calls of one update, after %s. They are means over the %d ranks "
+    "there, so that a bound (clip_grad_norm_ of each row or microbatch, as in DP-SGD) holds for that mean, and not for "
+    "what each rank's own rows give. To bound those, ask for their gradients by torch.autograd.grad or torch.func, "
+    "which average nothing, and write the sum of what was bounded to `.grad` before the update; or use one device. "
+    "Factors that do not depend on the gradients are right as they are."
+)
+WATCHED_UPDATES = 3
+"""Updates of a run in which gradients that are changed between backward calls are looked for; each look goes through
+all parameters."""
+
 _GradientOf = Callable[[Tensor], Tensor | None]
 _Place = tuple[int, int]
 """Where in a step gradients are wanted: its updates until then, and how often they were wanted since the last."""
@@ -178,6 +189,8 @@ class Averaging(StepPart):
         self._update_line = self._last_update = ""
         """Lines of the trainer's code: of the update that is about to be made, and of the last one that was."""
         self._told_of_graphs = False
+        self._changes = _Changes()
+        self._watches_changes = True
         self._early: _Early | None = None
         self._watched: dict[int, tuple[Tensor, Any, RemovableHandle]] = {}
 
@@ -187,6 +200,7 @@ class Averaging(StepPart):
     def begin(self, step: int) -> None:
         self._step = step
         self._updates_before = self._updates
+        self._watches_changes = self._watches_changes and self._updates < WATCHED_UPDATES
         self._was_averaged = False
         self._forget_window()
         self._refresh()
@@ -202,6 +216,7 @@ class Averaging(StepPart):
                 "backward, register_hook for what changes a gradient, or use one device or FSDP 2."
             )
         self._in_backward = True
+        self._changes.before_backward()
         self._calls += 1
         place = self._place()
         plan = self._plan()
@@ -214,6 +229,10 @@ class Averaging(StepPart):
     def leave_backward(self, *, failed: bool) -> None:
         self._in_backward = False
         self._waits = True
+        if not failed and self._watches_changes and self._changes.were_added_to():
+            self._watches_changes = False
+            self._changes.forget()
+            log.warning(_CHANGED, self._changes.line, dist.get_world_size(self.group))
 
     @override
     def after_backward(self) -> None:
@@ -235,6 +254,7 @@ class Averaging(StepPart):
         self._guard.unguard()  # gradients are read without a detour
         self._may_be_written = False
         self._updated.add(id(optimizer))
+        self._changes.forget()
         self._ordinal = self._wants = 0
         if id(optimizer) in self.shared:
             self._updates += 1
@@ -329,11 +349,15 @@ class Averaging(StepPart):
 
     def _on_read(self, parameter: Tensor) -> None:
         if not self._in_backward and (self._calls or id(parameter) in self._written):
+            self._changes.look()
             self._wanted(Why.READ, parameter)
+            if self._watches_changes:
+                self._changes.begin([p for p in self._managed.all if id(p) not in self._managed.by_hand])
 
     def _on_write(self, parameter: Tensor, value: Tensor | None) -> None:
         if self._in_backward:
             return
+        self._changes.note(parameter, value)
         if value is None:
             self._written.discard(id(parameter))
         else:
@@ -654,6 +678,68 @@ class Averaging(StepPart):
                 "gradients, or clip them, outside of compiled code.",
                 users_line(),
             )
+
+
+class _Changes:
+    """Finds gradients that a trainer changes after a read, and that another backward call of the same update adds to.
+
+    A factor and a clip look alike, and both look like neither where a gradient is set to zero.
+
+    Attributes:
+        line: Of the trainer's code, where gradients were read.
+    """
+
+    def __init__(self) -> None:
+        self.line = ""
+        self._read: dict[int, tuple[Tensor, int]] = {}
+        """Parameters, and the versions of their gradients when those were read."""
+        self._changed: dict[int, tuple[Tensor, tuple[int, int] | None]] = {}
+        """Those whose gradient has changed since, and which one it was before the running backward call."""
+
+    def begin(self, parameters: Sequence[Tensor]) -> None:
+        """Gradients are read, as they are now."""
+        self.line = users_line()
+        gradients = ((p, read_gradient(p)) for p in parameters)
+        self._read = {id(p): (p, gradient._version) for p, gradient in gradients if gradient is not None}
+
+    def note(self, parameter: Tensor, value: Tensor | None) -> None:
+        """The gradient of `parameter` is about to become `value`."""
+        if id(parameter) not in self._read:
+            return
+        _, version = self._read.pop(id(parameter))
+        before = read_gradient(parameter)
+        new = before if value is None else value
+        if new is not None and (new is not before or new._version != version) and bool(new.any()):
+            self._changed[id(parameter)] = (parameter, None)
+
+    def look(self) -> None:
+        """Look for gradients that were changed in place since they were read."""
+        for key, (parameter, version) in tuple(self._read.items()):
+            gradient = read_gradient(parameter)
+            if gradient is not None and gradient._version != version:
+                del self._read[key]
+                if gradient._version != version + 1 or bool(gradient.any()):  # else it was set to zero, and no more
+                    self._changed[key] = (parameter, None)
+
+    def before_backward(self) -> None:
+        """A backward call follows, which changes gradients itself."""
+        self.look()
+        self._read.clear()
+        for key, (parameter, _) in self._changed.items():
+            self._changed[key] = (parameter, _identity(read_gradient(parameter)))
+
+    def were_added_to(self) -> bool:
+        """Whether the backward call that has ended added to a gradient that was changed before it."""
+        return any(_identity(read_gradient(parameter)) != before for parameter, before in self._changed.values())
+
+    def forget(self) -> None:
+        """An update follows."""
+        self._read.clear()
+        self._changed.clear()
+
+
+def _identity(gradient: Tensor | None) -> tuple[int, int] | None:
+    return None if gradient is None else (id(gradient), gradient._version)
 
 
 class _Early:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 from types import MappingProxyType
 
+import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ....callbacks.lightning_internals import SUPPORTED
 from ...contract.exceptions import ContractError
 
-__all__ = ["REFUSED", "about_sharded_update", "explained", "refusal"]
+__all__ = ["REFUSED", "about_sharded_update", "explained", "needs", "refusal"]
 
 WITH_DDP = "or use `strategy: ddp`"
 
@@ -63,6 +65,14 @@ REFUSED = MappingProxyType(
 def refusal(name: str, what: str = "") -> ContractError:
     """The error for the entry `name`; `what` says where, or which rank does what."""
     return ContractError(f"FSDP 2 cannot train this class as it is: {what and f'{what}: '}{REFUSED[name]}, {WITH_DDP}.")
+
+
+def needs() -> str:
+    """What FSDP 2 takes, and what it refuses, for somebody who chooses it."""
+    return (
+        f"FSDP 2 needs {SUPPORTED['torch']}, `unused_parameters` torch>=2.13; torch {torch.__version__} is installed; "
+        f"what it cannot do is refused, with the way out, when a class is sharded or does it: {', '.join(REFUSED)}"
+    )
 
 
 _OF_SHARDS = re.compile(r"DTensor|[Ss]hard|placement|_local_tensor|storage of size 0|FSDP|c10d::")

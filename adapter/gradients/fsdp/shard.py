@@ -112,9 +112,10 @@ def shard(
 
     Raises:
         ContractError: Names what cannot be sharded, by its path, or a setting that fits nothing.
+        ImportError: This torch lacks what `sharding` takes; names the releases that have it.
     """
-    require_fsdp()
     sharding, device = sharding or Sharding(), device or torch.device("cpu")
+    require_fsdp(unused_parameters=sharding.unused_parameters)
     optimizers = with_inner_optimizers(discovered)
     modules = [*discovered.trained, *_averages(discovered)]
     kept = _kept_by_themselves(discovered, optimizers)

@@ -41,7 +41,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         ignored: Patterns of names of parameters, such as ``head.*``, that stay whole on every rank.
         forward_methods: Methods of units, such as ``encode``, that compute with their parameters beside ``forward``.
         unused_parameters: Whether ranks may use different parts of a unit (experts, heads). Parameters that no rank
-            used get gradients of zeros then, as torch has it, and not None.
+            used get gradients of zeros then, as torch has it, and not None. Takes torch 2.13 or later.
         process_group_backend: As Lightning's.
         timeout: As Lightning's.
 

@@ -199,13 +199,9 @@ def test_it_is_told_once_and_their_number_at_the_end_also_after_a_resume(tmp_pat
     )
     caplog.clear()
     logger = EventLogger(save_dir=tmp_path, run_id="r")
-    fit(
-        tmp_path,
-        Normalized,
-        bad=(1, 5, 6),
-        ckpt_path=tmp_path / "c" / "step-00000006.json",
-        logger=logger,
-    )
+    saved = tmp_path / "c" / "step-00000006.json"
+    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=6)
+    fit(tmp_path, Normalized, bad=(1, 5, 6), callbacks=[checkpoint], ckpt_path=saved, logger=logger)
     assert told() == [2.0]
     assert [m for m in caplog.messages if "left out" in m] == ["updates left out because they were not finite: 3"]
 
