@@ -352,6 +352,27 @@ def test_a_name_that_leads_to_one_is_refused_as_well(server, client, tmp_path, r
     assert server.requests == []
 
 
+def test_a_name_server_that_answers_otherwise_the_second_time_leads_nowhere(
+    server, client, tmp_path, retry, monkeypatch
+):
+    """A public address for whoever asks beforehand, this machine for the connection."""
+    real, asked = socket.getaddrinfo, []
+
+    def rebinding(host, port, *args, **kwargs):
+        asked.append((host, port))
+        if host != "rebinding.example":
+            return real(host, port, *args, **kwargs)
+        return real("127.0.0.1" if port else "1.1.1.1", port, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", rebinding)
+    url = server.put("/a", GOOD).replace("127.0.0.1", "rebinding.example")
+    AddressGuard().attach(client)
+    with pytest.raises(InputError, match=r"rebinding\.example is at 127\.0\.0\.1"):
+        download(Download(url, tmp_path / "file"), client, retry=retry)
+    assert server.requests == []
+    assert ("rebinding.example", None) not in asked  # no answer is believed but that of the connection
+
+
 def test_so_is_a_redirect_to_one(server, other_server, client, tmp_path, retry):
     """The first server is allowed by name, and sends the request on to one that is not."""
     secret = other_server.put("/secret", b"credentials").replace("127.0.0.1", "127.0.0.2")

@@ -7,6 +7,8 @@ import fcntl
 import os
 import socket
 import stat
+import subprocess
+import sys
 
 import pytest
 
@@ -65,6 +67,60 @@ def test_a_link_is_not_followed_to_a_file_of_ours(tmp_path, victim, flags):
     (tmp_path / "link").symlink_to(victim)
     with pytest.raises(OSError, match="symbolic link, which is not followed here; remove it"):
         open_own(tmp_path / "link", flags)
+
+
+FLIPS = """
+import os, sys
+folder, victim, uid = sys.argv[1], sys.argv[2], int(sys.argv[3])
+os.chdir(folder)
+os.setgroups([])
+os.setgid(uid)
+os.setuid(uid)
+print("ready", flush=True)
+while True:
+    for make in (lambda: os.symlink(victim, "new"), lambda: os.link("own", "new")):
+        make()
+        os.rename("new", "race")
+        try:
+            os.remove("new")  # a rename of one link to another of the same file does nothing
+        except FileNotFoundError:
+            pass
+"""
+
+
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY | os.O_CREAT | os.O_APPEND, os.O_RDWR | os.O_CREAT])
+def test_another_user_who_puts_links_and_files_in_turns_never_has_one_followed_or_used(
+    tmp_path, victim, stranger, flags
+):
+    """A second user of the machine, in a process of theirs, in a folder that everybody may write."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    (folder / "own").write_text("theirs\n")
+    os.chown(folder / "own", stranger, stranger)
+    folder.chmod(0o777)
+    process = subprocess.Popen([sys.executable, "-c", FLIPS, folder, victim, str(stranger)], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout.readline() == b"ready\n"
+        refused = set()
+        for _ in range(2000):
+            try:
+                descriptor = open_own(folder / "race", flags)
+            except OSError as error:
+                refused.add(type(error))
+                continue
+            try:  # with O_CREAT the name may have been free for a moment; then the file is new, and ours
+                status = os.fstat(descriptor)
+                assert (status.st_uid, status.st_size) == (os.geteuid(), 0)
+                assert not os.path.samestat(status, victim.stat())
+                assert flags & os.O_CREAT
+            finally:
+                os.close(descriptor)
+        assert refused
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 def test_what_is_no_regular_file_is_neither_waited_for_nor_read(irregular):
