@@ -51,7 +51,7 @@ def assert_near(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 def one_rank(tmp_path):
     """A process group of one rank, so that strategies of several ranks need no port."""
     torch.cuda.set_device(0)
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -99,6 +99,17 @@ def test_fsdp2_of_one_rank_on_cuda_ends_where_plain_torch_does(one_rank, name, u
     actual, _ = run(name, strategy=strategy)
 
     assert_near(actual, runs.plain_run(name), 1e-4 if not name.startswith("Own") else 0.02)
+
+
+@pytest.mark.parametrize("name", ["Base", "ClippedByNorm", "WithEma"])
+def test_shards_that_are_kept_on_the_host_end_where_plain_torch_does(one_rank, name):
+    strategy = FSDP2Strategy(units=["Linear"], cpu_offload=True)
+    strategy.cluster_environment = Ranks(0, 1)
+
+    actual, module = run(name, strategy=strategy)
+
+    assert all(p.device.type == "cpu" for p in module.discovered.optimized())
+    assert_near(actual, runs.plain_run(name), 1e-4)
 
 
 @pytest.mark.parametrize("name", ["Base", "Gan", "Accumulating", "WithoutTorch", "Untrainable"])
