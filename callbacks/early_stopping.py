@@ -23,7 +23,7 @@ __all__ = ["EarlyStopping"]
 log = logging.getLogger(__name__)
 
 AGREE_EVERY = 10
-"""How many steps apart ranks agree on a stop, and a module that logs by itself is looked at."""
+"""How many steps apart ranks agree on a stop, and a module that logs by itself is read."""
 
 
 class EarlyStopping(Hook):

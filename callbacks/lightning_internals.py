@@ -174,17 +174,17 @@ for _owner, _names in _USED:
 
 
 def received_sigterm(trainer: pl.Trainer) -> bool:
-    """What ``trainer.received_sigterm`` reads, past the property."""
+    """The flag behind the property ``trainer.received_sigterm``."""
     return trainer._signal_connector.received_sigterm
 
 
 def signal_connector(trainer: pl.Trainer) -> SignalConnector:
-    """What installs Lightning's own signal handlers, and puts back those that it found."""
+    """The part that installs Lightning's own signal handlers, and puts back those that it found."""
     return trainer._signal_connector
 
 
 def checkpoint_connector(trainer: pl.Trainer) -> CheckpointConnector:
-    """What puts the parts of a checkpoint back."""
+    """The part that restores a checkpoint."""
     return trainer._checkpoint_connector
 
 
@@ -242,7 +242,7 @@ def set_validation_source(trainer: pl.Trainer, loader: Any) -> None:
 
 
 def training_source(trainer: pl.Trainer) -> Any:
-    """What ``fit`` was given to train on: a loader, a data module, or the module that makes its own batches."""
+    """The source of data that ``fit`` was given: a loader, a data module, or the module that makes its own batches."""
     return trainer.fit_loop._data_source.instance
 
 
@@ -252,7 +252,7 @@ def share_data_source(loop: FitLoop, other: FitLoop) -> None:
 
 
 def logger_connector(trainer: pl.Trainer) -> LoggerConnector:
-    """What takes over what a step logs."""
+    """The part that takes over the values that a step logs."""
     return trainer._logger_connector
 
 
@@ -266,7 +266,7 @@ class DDPSettings:
     communication_wrapper: Any
     model_averaging_period: int | None
     ddp_arguments: Mapping[str, Any]
-    """What is meant for ``DistributedDataParallel``."""
+    """The arguments that are meant for ``DistributedDataParallel``."""
 
 
 def ddp_settings(strategy: DDPStrategy) -> DDPSettings:
@@ -306,6 +306,6 @@ def set_run_of_logger(logger: WandbLogger | MLFlowLogger, run_id: str | None) ->
 
 
 def metric_name(logger: WandbLogger | MLFlowLogger, name: str) -> str:
-    """What a logger calls the metric `name` in its run."""
+    """The name of the metric `name` in a logger's run."""
     prefixed = f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}{name}" if logger._prefix else name
     return re.sub("[^a-zA-Z0-9_/. -]+", "", prefixed) if isinstance(logger, MLFlowLogger) else prefixed

@@ -1,4 +1,4 @@
-"""What optimizers of every make have in common.
+"""The state that optimizers of every kind have in common.
 
 What they keep is usually a mapping for each parameter, but torch takes anything, under any key:
 MADGRAD counts its steps in ``state["k"]``, a tensor; others keep one tensor, and no mapping, for a parameter.
@@ -30,7 +30,7 @@ def map_values(function: Callable[[Any], Any], entry: Any) -> Any:
 
 
 def settings_and_counters(path: str, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """What an optimizer keeps that is no tensor of its parameters: all settings of its groups, and whole numbers.
+    """The state of an optimizer that is no tensor of its parameters: settings of its groups, and whole numbers.
 
     Args:
         path: What the names begin with.

@@ -49,7 +49,7 @@ _ALWAYS_THERE = frozenset(_LIVE)
 
 
 class TrainerState:
-    """What trainer hooks share: a view of the run state, and the live objects of the training.
+    """The state that trainer hooks share: a view of the run state, and the live objects of the training.
 
     Facts are those of the `RunState`, read and written there, so that no fact stands twice and all of them are in
     checkpoints: ``agent_step, epoch, update_epoch, mb_idx`` (its ``minibatch_index``), ``stop_rollout,

@@ -266,7 +266,7 @@ class UploadArtifacts(Hook):
             self._close()
 
     def _awaited_paths(self) -> frozenset[Path]:
-        """What retention must leave until it has arrived, also where a file system without links can't keep it."""
+        """The files that retention must keep until they have arrived, also where a file system has no links."""
         return frozenset() if self._uploader is None else self._uploader.pending_paths()
 
     # looking for what is new
@@ -361,7 +361,7 @@ def _enqueue(uploader: Uploader, record: CheckpointRecord) -> None:
 
 
 def _paths_of(trainer: pl.Trainer) -> list[str]:
-    """What the ``ModelCheckpoint`` callbacks of `trainer` hold, each path once."""
+    """The paths that the ``ModelCheckpoint`` callbacks of `trainer` keep, each once."""
     paths: dict[str, None] = {}
     for callback in model_checkpoints(trainer):
         paths.update(dict.fromkeys([*callback.best_k_models, callback.best_model_path, callback.last_model_path]))

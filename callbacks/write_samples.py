@@ -31,7 +31,7 @@ _TEXTS = ("prompt", "negative_prompt", "instruction", "source_image", "task")
 
 
 class SampleRequest(Mapping[str, Any]):
-    """What is asked of ``generate_sample`` for one sample: attributes, which also read as a mapping.
+    """A request for one sample, for ``generate_sample``: attributes, which also read as a mapping.
 
     What is not given is ``t2i`` for the task, ``sample-00`` and so on for the name, an empty text for the two prompts,
     and None for everything else.

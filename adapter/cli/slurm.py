@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", metavar="NAME", help=f"as of sbatch --{name}")
     parser.add_argument("--grace", type=int, default=120, metavar="SECONDS", help="time between SIGTERM and the end")
     parser.add_argument("--no-requeue", action="store_true", help="end when preempted, or at the end of the time")
-    parser.add_argument("--output", metavar="FILE", help="default: JOBNAME-JOBID.out beside the job spec")
+    parser.add_argument("--output", metavar="FILE", help="default: JOBNAME-JOBID.out in the folder of the job spec")
     parser.add_argument("--setup", action="append", default=[], metavar="LINE", help="shell line before the run")
     parser.add_argument("--container", metavar="IMAGE", help="image for srun's --container-image (pyxis)")
     parser.add_argument("--mount", action="append", default=[], metavar="FROM:TO", help="mount of that container")

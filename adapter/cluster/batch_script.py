@@ -21,7 +21,7 @@ GPUS = re.compile(r"(?:[\w.-]+:)?(?P<count>[1-9]\d{0,3})", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class BatchScript:
-    """What a script asks of Slurm and starts; `text` is the script.
+    """A script: the resources that it asks Slurm for, and the command that it starts; `text` is the script.
 
     Raises:
         ValueError: A number is out of range, a string cannot stand in a directive, or a setting needs another one;
@@ -60,7 +60,7 @@ class BatchScript:
     container: str | None = None
     """An image, which every task runs in by Slurm's ``--container-image`` (pyxis)."""
     mounts: Sequence[str] = ()
-    """What the container sees of the node, as ``/from:/to``."""
+    """Folders of the node that the container sees, as ``/from:/to``."""
     program: str = "genlight"
     """The command on the nodes."""
     overrides: Sequence[str] = ()

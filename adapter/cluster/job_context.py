@@ -69,7 +69,7 @@ class JobContext:
 
     @property
     def array_job_id(self) -> str | None:
-        """What all tasks of an array have in common; None outside of one."""
+        """The identifier that all tasks of an array share; None outside of one."""
         return self.environment.get("SLURM_ARRAY_JOB_ID") or None
 
     @property
@@ -291,7 +291,7 @@ def _kept(env: Mapping[str, str], *, also: Sequence[str] = ()) -> dict[str, str]
 
 
 def _contradictions(context: JobContext, tasks: list[int] | None) -> list[str]:
-    """What the variables say of each other that cannot be."""
+    """The contradictions between the variables."""
     faults = []
     for rank, size, variable, noun in (
         (context.rank, context.world_size, "SLURM_PROCID", "tasks"),
@@ -312,5 +312,5 @@ def _contradictions(context: JobContext, tasks: list[int] | None) -> list[str]:
             faults.append(f"There are {context.world_size} tasks, but the tasks per node add up to {sum(tasks)}.")
     has_others = (context.world_size or 1) > 1 or (nodes or 1) > 1
     if context.job_id is not None and has_others and context.master_addr is None:
-        faults.append("No variable tells the host of rank 0. Set `MASTER_ADDR`.")
+        faults.append("No variable gives the host of rank 0. Set `MASTER_ADDR`.")
     return faults

@@ -1,4 +1,4 @@
-"""What the launcher of this process decides about a Lightning trainer: devices, nodes, and where the ranks meet."""
+"""The launcher's decisions about a Lightning trainer: devices, nodes, and where the ranks meet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["placed_by_launcher"]
 
 
 def placed_by_launcher(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What torchrun or Slurm changes in the arguments of a Lightning trainer; see `placed_by_slurm`.
+    """The arguments of a Lightning trainer that torchrun or Slurm changes; see `placed_by_slurm`.
 
     Under torchrun, whose number of nodes may differ from one start to the next, ``devices`` and ``num_nodes`` are what
     it has started, where they are not given.

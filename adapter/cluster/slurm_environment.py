@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 NOT_GIVEN = (None, "auto", -1, "-1")
-"""What `devices` may be where the launcher decides."""
+"""The values that `devices` may have where the launcher decides."""
 
 
 class SlurmEnvironment(ClusterEnvironment):
@@ -47,7 +47,7 @@ class SlurmEnvironment(ClusterEnvironment):
         needed = ("rank", "local_rank", "node_rank", "world_size", "num_nodes", "master_addr", "master_port")
         missing = [name for name in needed if getattr(self.context, name) is None]
         if missing:
-            raise ValueError(f"Slurm does not tell {', '.join(missing)}. Start this program with srun.")
+            raise ValueError(f"Slurm does not provide {', '.join(missing)}. Start this program with srun.")
 
     @staticmethod
     @override
@@ -117,7 +117,7 @@ def _known(number: int | None) -> int:
 
 
 def placed_by_slurm(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What Slurm changes in the arguments of a Lightning trainer: ``plugins``, ``devices``, ``num_nodes``, or nothing.
+    """The arguments of a Lightning trainer that Slurm changes: ``plugins``, ``devices``, ``num_nodes``, or nothing.
 
     Under srun the tasks are the ranks, and their number is what ``devices`` and ``num_nodes`` are where they are not
     given. In the rest of a job (its batch script, the shell of ``salloc``, a step of one task) the trainer starts its

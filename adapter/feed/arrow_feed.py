@@ -438,7 +438,7 @@ def _say_short_batches(layout: Layout, options: FeedOptions) -> None:
 
 
 def _uneven(steps: list[int], world_size: int) -> str:
-    """What rows a step cannot share evenly mean for averages over the ranks."""
+    """The effect on averages over the ranks of rows that a step cannot share evenly."""
     if all(rows % world_size == 0 for rows in steps):
         return ""
     return "; there some ranks have a row more, and the mean of each rank counts alike"

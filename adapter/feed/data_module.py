@@ -132,7 +132,7 @@ class ArrowDataModule(LightningDataModule):
 
     @property
     def feed(self) -> ArrowFeed:
-        """What feeds the run."""
+        """The feed of the run."""
         return self.train_dataloader()
 
     def val_dataloader(self) -> ArrowFeed:

@@ -146,7 +146,7 @@ def _is_hidden(path: str) -> bool:
 
 
 def _matches(system: fs.FileSystem, pattern: str) -> list[tuple[str, bool]]:
-    """What matches, and whether it is a folder."""
+    """The files that match, and whether it is a folder."""
     if isinstance(system, fs.LocalFileSystem):
         return [(path, os.path.isdir(path)) for path in sorted(glob.glob(pattern, recursive=True))]
     from fsspec.implementations.arrow import ArrowFSWrapper

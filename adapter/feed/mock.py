@@ -107,7 +107,7 @@ class MockDataModule(LightningDataModule):
 
     @property
     def feed(self) -> MockBatches:
-        """What feeds the run."""
+        """The feed of the run."""
         return self.train_dataloader()
 
 

@@ -24,7 +24,7 @@ _LEAST = {
 
 @dataclass(frozen=True, kw_only=True)
 class FeedOptions:
-    """What `ArrowFeed` is told, beside the data; see there for the meaning.
+    """The arguments of `ArrowFeed` other than the data; see there for the meaning.
 
     Raises:
         ValueError: Values are out of range; the message names all of them.
@@ -63,7 +63,7 @@ class FeedOptions:
 
 
 def collate_function(chosen: Callable[[Any], Any] | str | None) -> Callable[[Any], Any] | None:
-    """What makes of a record batch what is handed out, as the caller or a job names it.
+    """The function that turns a record batch into a batch, as the caller or a job names it.
 
     Raises:
         TypeError: It is neither a callable nor the name of one.

@@ -27,12 +27,12 @@ _OPEN_FILES = 16
 _SKIPPED_BYTES = 32 << 20
 _SMALL_BYTES = 1 << 20
 MOST_ROW_BYTES = 256 << 20
-"""What a row may take on average in a row group, by its metadata: nothing smaller than a row can be decoded."""
+"""The most that a row may take on average in a row group, by its metadata: no less than a row can be decoded."""
 
 
 @dataclass(frozen=True)
 class _Footer:
-    """What one file's metadata tells."""
+    """The metadata of one file."""
 
     file: DataFile
     stamp: tuple[int, int]

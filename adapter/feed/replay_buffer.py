@@ -417,7 +417,7 @@ def _is_whole_number(value: Any) -> bool:
 
 
 def _row_faults(given: Mapping[str, Tensor], row: Mapping[str, Tensor], capacity: int, streams: int) -> list[str]:
-    """What is wrong with rows for a buffer of such a `row`; a phrase each."""
+    """The faults of rows for a buffer of such a `row`; a phrase each."""
     faults = [f"there is no column {name!r}" for name in given if name not in row]
     faults += [f"column {name!r} is missing" for name in row if name not in given]
     lengths: dict[str, int] = {}

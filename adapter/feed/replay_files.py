@@ -35,7 +35,7 @@ SPACE_FOR_HEADER = 1 << 20
 
 @dataclass(frozen=True)
 class SavedReplay:
-    """What a save has beside the rows."""
+    """The parts of a save other than its rows."""
 
     layout: dict[str, Any]
     oldest: int
@@ -135,7 +135,7 @@ class ReplayFiles:
         self._folder, self._files = opened, files
 
     def look(self, folder: Path, layout: Mapping[str, Any]) -> SavedReplay:
-        """What a save in `folder` has beside the rows; raises as `ReplayBuffer.load` does."""
+        """The parts of the save in `folder` other than its rows; raises as `ReplayBuffer.load` does."""
         meta = _meta(folder)
         if different := [
             f"{name} {meta['layout'].get(name)!r}, not {value!r}"

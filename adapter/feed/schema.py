@@ -92,7 +92,7 @@ def _missing(name: str, schema: pa.Schema, wanted: Sequence[str]) -> list[str]:
 
 
 def nearest_column(column: str, known: Sequence[str]) -> str:
-    """What may have been meant by a column that there is not."""
+    """The columns that may have been meant by one that does not exist."""
     near = closest(column, known, alike=0.5)
     return f"did you mean {near!r}?" if near else f"it has {_listed(known)}"
 

@@ -1,4 +1,4 @@
-"""What a feed reads from: row groups that can be decoded one by one, in any order.
+"""The sources of a feed: row groups that can be decoded one by one, in any order.
 
 A source knows the number of rows of each group without decoding it. That is what makes the order, the sharding and
 the position arithmetic, and lets a resume go straight to its row group.

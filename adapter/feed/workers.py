@@ -32,12 +32,12 @@ _BLOCK_ROWS = 65_536
 
 @dataclass(frozen=True)
 class _Made:
-    """What a worker made of one block."""
+    """A worker's result for one block."""
 
     batches: Any
     """Results of the collate function, or record batches as one Arrow IPC stream."""
     error: str | None = None
-    """What stopped the block after these batches."""
+    """The error that ended the block after these batches."""
 
 
 class _Blocks(IterableDataset[_Made]):

@@ -33,7 +33,7 @@ LARGEST_NOTE_BYTES = 1 << 16
 
 
 class Version(msgspec.Struct, frozen=True):
-    """What tells one version of a resource from the next."""
+    """The identity of one version of a resource."""
 
     etag: str | None = None
     last_modified: str | None = None
@@ -47,14 +47,14 @@ class Version(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What is known of a partial file."""
+    """The recorded state of a partial file."""
 
     version: Version = Version()
     durable_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
 
 
 class Content(msgspec.Struct, frozen=True):
-    """What identifies the content of a file."""
+    """The identity of a file's content."""
 
     size_bytes: int
     sha256: str
@@ -73,7 +73,7 @@ class Content(msgspec.Struct, frozen=True):
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """What is known of a file that is in place."""
+    """The recorded state of a complete file."""
 
     content: Content
     version: Version
@@ -112,7 +112,7 @@ class CacheEntry:
             lock.release()
 
     def stored(self) -> Stored | None:
-        """What is known of the file in place, if it has not been changed since; None only costs a transfer."""
+        """The recorded state of the complete file, if it has not been changed since; None only costs a transfer."""
         try:
             known = msgspec.json.decode(read_own(self._beside("meta.json"), limit=LARGEST_NOTE_BYTES), type=Stored)
             status = self.target.stat()
@@ -122,7 +122,7 @@ class CacheEntry:
         return known if same else None
 
     def part(self) -> Part:
-        """What is known of the partial file; nothing is durable where there is none."""
+        """The recorded state of the partial file; nothing is durable where there is none."""
         try:
             known = msgspec.json.decode(read_own(self._beside("part.json"), limit=LARGEST_NOTE_BYTES), type=Part)
             size = self.part_path.stat().st_size

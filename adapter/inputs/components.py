@@ -108,7 +108,7 @@ def _shards(index: Path) -> list[Path]:
     missing = [shard.name for shard in shards if not shard.is_file()]
     if outside or missing:
         raise InputError(
-            f"The index {str(index)!r} names files that are not beside it: {', '.join(outside + missing)}."
+            f"The index {str(index)!r} names files that are not next to it: {', '.join(outside + missing)}."
         )
     return shards
 

@@ -34,7 +34,7 @@ PROCESS_BEGAN = time.time()
 
 @dataclass(frozen=True)
 class Download:
-    """What to fetch and how to know that it arrived whole."""
+    """A file to fetch, and how to know that it arrived whole."""
 
     url: str
     target: Path
@@ -42,7 +42,7 @@ class Download:
     xxh3_128: str | None = None
     size_bytes: int | None = None
     most_bytes: int | None = None
-    """What the file has at most, where its size is not known."""
+    """The most bytes that the file may have, where its size is not known."""
 
     def __repr__(self) -> str:
         return f"Download({self.label!r} to {str(self.target)!r})"

@@ -111,7 +111,7 @@ def _snapshot(ref: HubRef, kind: str, patterns: list[str] | None, tracker: Track
 
 
 def _http_error(ref: HubRef, kind: str, error: Any) -> Exception:
-    """What an answer of the hub means."""
+    """The meaning of an answer of the hub."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     status = getattr(error.response, "status_code", 0)

@@ -15,7 +15,7 @@ __all__ = ["Found", "checked_ref", "local_checkpoint", "local_input", "parquet_f
 
 @dataclass(frozen=True)
 class Found:
-    """What became of a reference: where it lies, and its name without credentials."""
+    """A resolved reference: its path, and its name without credentials."""
 
     path: Path
     label: str

@@ -36,7 +36,7 @@ class MaterializedInputs:
     """The record of the checkpoint."""
 
     def model_handles(self) -> dict[str, str]:
-        """What `StepContext.model_handles` gets."""
+        """The value of `StepContext.model_handles`."""
         handles = {"base_model_dir": self.model_dir, "base_model_ref": self.model_ref}
         return {name: str(value) for name, value in handles.items() if value is not None}
 
@@ -87,7 +87,7 @@ def materialize_inputs(
 
 
 def _wanted(config: RunConfig) -> list[tuple[Kind, Ref]]:
-    """What to fetch, after all references and local files were looked at.
+    """The files to fetch, once all references and local files were checked.
 
     Raises:
         InputError: With every reference that is wrong.

@@ -1,7 +1,7 @@
 """References of a job must not reach what only this machine can: the cloud's metadata service, a neighbour's database.
 
-A job spec may have been written by a user who cannot reach those. So a connection is looked at once it stands and
-before a byte is sent: by then no name server can change its mind, and a redirect is looked at like any other request.
+A job spec may have been written by a user who cannot reach those. So a connection is checked once it stands and
+before a byte is sent: by then no name server can change its mind, and a redirect is checked like any other request.
 A proxy decides itself what it reaches; behind one, the name is looked up and its addresses are judged beforehand.
 """
 

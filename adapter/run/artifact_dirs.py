@@ -62,7 +62,7 @@ def _directories(paths: Mapping[str, Path]) -> dict[str, Path]:
 
 
 def artifact_dir_faults(paths: Mapping[str, Path], *, create: bool, shared: bool = False) -> list[str]:
-    """What keeps the artifact directories from being written, a sentence each.
+    """The reasons why the artifact directories cannot be written, a sentence each.
 
     Args:
         paths: The directories by name, and ``events_path``, a file.

@@ -63,7 +63,7 @@ def lock_directory(directory: Path, run_id: str) -> FileLock:
     except LockHeldError:
         raise StartupContractError(
             CODE,
-            f"{str(directory)!r} is held by a live run ({_holder(path)}). "
+            f"{str(directory)!r} is in use by a live run ({_holder(path)}). "
             "Wait until it has ended, end it, or choose another artifacts directory.",
         ) from None
     except NoLocksError as error:

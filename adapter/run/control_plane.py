@@ -249,10 +249,10 @@ class LifecycleSession:
         try:
             self._answer(lambda: tell(lease), lambda: None, within_s)
         except Exception as error:  # noqa: BLE001 - as above
-            log.error("the control plane could not be told how the run ended: %s", _text(error))  # noqa: TRY400
+            log.error("the end of the run could not be reported to the control plane: %s", _text(error))  # noqa: TRY400
 
     def _answer(self, ask: Callable[[], T], raise_if_stopped: Callable[[], None], within_s: float | None = None) -> T:
-        """What the client answers in a thread of its own, which a wait that ends leaves behind."""
+        """The client's answer, from a thread of its own, which a wait that ends leaves behind."""
         future = DaemonThreads(1, "genlight-control-plane").submit(ask)
         limit_s = self._answer_s if within_s is None else within_s
         end = time.monotonic() + limit_s

@@ -58,7 +58,7 @@ def explained(error: Exception) -> CheckpointError | MonitorError | StartupContr
 
 
 def way_out_of(error: BaseException) -> str | None:
-    """What to do about `error`, or what it was raised from; None where it says that itself, or nobody knows."""
+    """A better error for `error` or its cause, with the way out; None where it has one itself, or nobody knows."""
     for part in causes_of(error):
         text = text_of(part) if isinstance(part, RuntimeError) else ""
         if (isinstance(part, OSError) and part.errno == errno.EADDRINUSE) or _ADDRESS_IN_USE.search(text):

@@ -1,4 +1,4 @@
-"""What the log says of a failure: one line where the message says all, else the frames of the user's code.
+"""The log lines of a failure: one where the message says all, else the frames of the user's code.
 
 The whole traceback of an error in the user's code goes to a file.
 """
@@ -71,7 +71,7 @@ def log_failure(
 
 
 def _shown_traceback(error: BaseException, directory: Path, hide: Callable[[str], str]) -> str:
-    """What to log of an exception: the frames of the user's code, and where the rest is.
+    """The log lines of an exception: the frames of the user's code, and where the rest is.
 
     An exception that never was in the user's code and whose way out is not known, and one whose traceback cannot be
     written to a file, is told whole.

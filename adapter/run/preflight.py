@@ -1,4 +1,4 @@
-"""What a run refuses before it trains; ``genlight doctor`` asks the same function."""
+"""The checks before a run trains; ``genlight doctor`` calls the same function."""
 
 from __future__ import annotations
 

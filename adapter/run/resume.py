@@ -1,4 +1,4 @@
-"""What a run starts from: nothing, a checkpoint, or its own end.
+"""The start of a run: from nothing, a checkpoint, or its own end.
 
 The module imports neither torch nor Lightning, so that a finished run is recognised without them.
 """

@@ -49,7 +49,7 @@ CANCEL_VARIABLE = "TRAINER_CANCELLED"
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the command line adds to a job."""
+    """The options of the command line beyond a job."""
 
     spec_path: str | os.PathLike[str] | None = None
     overrides: Sequence[str] = ()
@@ -84,7 +84,7 @@ class Attempt:
 
     exit_code: int
     error: BaseException | None = None
-    """What ended it, where it did not complete; it has been reported."""
+    """The error that ended it, where it did not complete; it has been reported."""
 
 
 def run_job(options: RunOptions) -> int:
@@ -196,7 +196,7 @@ def _open_connections(config: RunConfig, options: RunOptions, session: Session) 
 
 
 def _way_on(config: RunConfig) -> str:
-    """What a user does to go on; first, how what asks the run to stop is kept from stopping its next start."""
+    """The way to continue; first, how what asks the run to stop is kept from stopping its next start."""
     steps = []
     if config.cancel_file is not None and cancel_file_is_set(config.cancel_file):
         steps.append(f"remove the cancel file {str(config.cancel_file)!r}")
@@ -235,7 +235,7 @@ def _show_results(config: RunConfig, completion: Completion) -> None:
 
 
 def _time_spent(events_path: Path) -> str:
-    """What a completed run says of its time; nothing where its log, of an earlier attempt say, is damaged."""
+    """A sentence about the time of a completed run; empty where its log, of an earlier attempt say, is damaged."""
     try:
         account = account_of(events_path)
     except EventLogError as error:

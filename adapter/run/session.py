@@ -115,19 +115,19 @@ class Session:
         self.folder: Path | None = None
         self.checkpoints_dir: Path | None = None
         self.notes: RankNotes | None = None
-        """What ranks leave for each other."""
+        """The files by which ranks inform each other."""
         self.event_log: EventLog | None = None
         """The log of this attempt, open; None where a logger of the fit keeps its own, and on the other ranks."""
         self.uploader: Uploader | None = None
         self.lifecycle: LifecycleSession | None = None
         self.record: RecordMeta | None = None
-        """What every checkpoint says of the run; None leaves it to the `Checkpoint` callback."""
+        """Metadata of the run for every checkpoint record; None leaves it to the `Checkpoint` callback."""
         self.way_on: Callable[[], str] = lambda: "start it again"
         """Says what a user does to go on after a stop or a failure."""
         self.next_command = ""
         """The command that does it."""
         self.preparing: FailureCategory = "model-load"
-        """What was being prepared last."""
+        """The part that was being prepared last."""
         self.count_steps: Callable[[], int] = lambda: 0
         """Gives the step that is being executed, else the completed ones."""
         self.reports_at_once = True
@@ -140,7 +140,7 @@ class Session:
         self.before_exit: list[Callable[[BaseException], None]] = []
         """Called before `end_now` ends the process."""
         self.cause: BaseException | None = None
-        """What ended the attempt, as it was reported; None where it completed."""
+        """The error that ended the attempt, as it was reported; None where it completed."""
         self.watch = RankWatch(self.end_now)
         self._held = contextlib.ExitStack()
         self._claim = threading.Lock()
@@ -186,7 +186,7 @@ class Session:
 
     @property
     def stage(self) -> FailureCategory:
-        """What is going on, for a failure whose type does not tell its category."""
+        """The current stage, for a failure whose type does not give its category."""
         has_started = self.step > 0 if self.event_log is None else self.event_log.phase != "new"
         return "train-step" if has_started else self.preparing
 
@@ -287,7 +287,7 @@ class Session:
         return self.checkpoints_dir is not None and (self.checkpoints_dir / f"{step_name(step)}.json").exists()
 
     def first_cause(self, own: Failure) -> Failure:
-        """What to report of a failure of this rank: an earlier one of another rank, of which it failed; asks once."""
+        """The failure to report: `own`, or an earlier one of another rank that caused it; asks once."""
         if not self.expects_ranks or self.notes is None or own.exit_code == EXIT_STOPPED:
             return own
         if self._cause_elsewhere is None:

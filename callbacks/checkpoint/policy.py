@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 _ADAM_STATES = 2
 """Copies of the parameters that the usual optimizer adds; for the estimate before it exists."""
 _LOOK_EVERY_S = 1.0
-"""How far apart the clock is looked at, at the pace of the last steps."""
+"""How far apart the clock is read, at the pace of the last steps."""
 _FURTHEST_LOOK = 10_000
 """Steps after which it is looked at again, however fast they are."""
 
@@ -513,7 +513,7 @@ class Checkpoint(Hook, LightningCheckpoint):
 class SaveClock:
     """Whether a save is due by the clock. Rank zero decides, and tells the others.
 
-    The clock is looked at about once a second, and more often only shortly before a save. All ranks look in the same
+    The clock is read about once a second, and more often only shortly before a save. All ranks look in the same
     steps.
     """
 

@@ -110,7 +110,7 @@ class CallbackList(Hook):
         given: Any = callback
         name = type(callback).__name__
         if isinstance(given, pl.Callback):
-            raise TypeError(f"{name} is a Lightning callback; give it to the trainer beside this list")
+            raise TypeError(f"{name} is a Lightning callback; give it to the trainer next to this list")
         if isinstance(given, type) or not any(callable(getattr(callback, hook, None)) for hook in HOOKS):
             raise TypeError(f"Invalid callback {callback!r}. Expected an object with some of {', '.join(HOOKS)}.")
         self.callbacks.append(callback)

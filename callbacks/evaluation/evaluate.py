@@ -129,7 +129,7 @@ class Evaluate(Hook):
 
 
 def scores_of(pl_module: pl.LightningModule) -> dict[str, float]:
-    """What the hosted trainer's ``evaluate`` returns now, by name; leaves the random numbers as they are.
+    """Call the hosted trainer's ``evaluate`` and return its scores by name; leaves the random numbers as they are.
 
     Raises:
         ContractError: There is no ``evaluate``, or it returned no mapping of numbers.
@@ -140,7 +140,7 @@ def scores_of(pl_module: pl.LightningModule) -> dict[str, float]:
 
 
 def as_scores(scores: Any, source: str) -> dict[str, float]:
-    """What `source` returned, as scores by name.
+    """The return value of `source` as scores by name.
 
     Raises:
         ContractError: It is not a mapping of numbers.
@@ -183,7 +183,7 @@ def _evaluation_of(pl_module: pl.LightningModule) -> Callable[..., Any]:
 def _scores_of_all_ranks(
     trainer: pl.Trainer, evaluate: Callable[[], dict[str, float]], *, average: bool
 ) -> dict[str, float]:
-    """What `evaluate` returns, the same on all ranks: the mean over ranks, or rank zero's. Collective.
+    """The scores of `evaluate`, the same on all ranks: the mean over ranks, or rank zero's. Collective.
 
     Raises:
         EvaluationError: It failed on another rank, or scores to average have different names on different ranks.

@@ -44,9 +44,9 @@ class EvaluateCommand(Hook):
 
     The command gets the path of the checkpoint's record as its last argument, or in place of ``{checkpoint}``, and its
     step in place of ``{step}``. It answers with a JSON object of numbers as the last line of its standard output.
-    One command runs at a time. Of the checkpoints that come meanwhile the newest waits for its turn, and is not removed
-    before it is scored. Scores are told with the step of their checkpoint, after the step that training does when they
-    come. The end of a fit waits for them, unless a stop was asked for; a stop or a failure ends the command.
+    One command runs at a time. While it runs, only the newest checkpoint is queued, which is not removed before it is
+    scored. Scores are reported for their checkpoint's step, once the current step has finished. The end of a fit waits
+    for them, unless a stop was asked for; a stop or a failure ends the command.
 
     It runs on rank zero's machine, in a process group of its own, without the variables that make a process a rank.
 
@@ -221,6 +221,6 @@ class EvaluateCommand(Hook):
             concurrent.futures.wait([running.scores])
 
     def _awaited_paths(self) -> Collection[Path]:
-        """What retention must leave; asked in the thread that writes."""
+        """The files that retention must keep; asked in the thread that writes."""
         waiting, running = self._waiting, self._running
         return [record.path for record in (waiting, running.record if running else None) if record is not None]

@@ -25,7 +25,7 @@ __all__ = ["command_for", "parse_scores", "run_score_command"]
 LONGEST_OUTPUT = 1 << 20
 """Bytes of standard output, or of standard error, after which a command is killed."""
 POLL_S = 0.05
-"""How often a running command is looked at, in seconds."""
+"""How often a running command is polled, in seconds."""
 GRACE_S = 2.0
 """How long a command may take to heed SIGTERM, in seconds; SIGKILL follows."""
 QUOTED = 500

@@ -64,8 +64,8 @@ class Diagnosis(Hook):
         update_ratio_min: Updates are too small below this share of the weights' norm.
         update_ratio_max: Updates are too large above this.
         spike_deviations: How many standard deviations above the median a loss is a spike.
-        dead_checks: For how many checks in a row a parameter without a gradient is dead.
-        straggler_factor: How many times the others' time a rank must take to be named.
+        dead_checks: Checks without a gradient before a parameter counts as dead.
+        straggler_factor: A rank this many times slower than the others is reported.
         cool_down_checks: After how many checks without it a fault has ended.
         trace_modules: Whether modules are watched in every step and not only in that of a check. It costs a reduction
             for each module.

@@ -13,7 +13,7 @@ __all__ = ["FAULT_KINDS", "Fault", "FaultKind", "FaultLog", "History", "Limits",
 
 FaultKind = Literal["nonfinite", "loss_spike", "exploding_gradients"]
 FAULT_KINDS: Final[tuple[FaultKind, ...]] = get_args(FaultKind)
-"""What `Recover` may take for a fault of an update."""
+"""The faults of an update that `Recover` may react to."""
 
 LOSSES_KEPT = 256
 NORMS_KEPT = 20
@@ -85,7 +85,7 @@ class Fault:
 
 
 class History:
-    """What the rules remember of earlier checks; plain data, saved in checkpoints."""
+    """The memory of the rules of earlier checks; plain data, saved in checkpoints."""
 
     def __init__(self) -> None:
         self.losses: deque[float] = deque(maxlen=LOSSES_KEPT)
@@ -96,7 +96,7 @@ class History:
         self.step_seconds: list[float | None] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes."""
+        """The state for `load_state_dict`."""
         return {**vars(self), "losses": list(self.losses), "largest_norms": list(self.largest_norms)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -181,7 +181,7 @@ class FaultLog:
         return [*begins, *over]
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes: plain data."""
+        """The state for `load_state_dict`: plain data."""
         active = [{**asdict(fault), "suggestions": list(fault.suggestions)} for fault in self.active.values()]
         return {"active": active, "clean_checks": dict(self._clean_checks)}
 

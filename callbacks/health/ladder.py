@@ -23,7 +23,7 @@ class Attempt:
     step: int
     """The step in which the fault was found."""
     fault: str
-    """What was found, in words."""
+    """The finding, in words."""
 
 
 class Ladder:
@@ -76,7 +76,7 @@ class Ladder:
         return over
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes: plain data."""
+        """The state for `load_state_dict`: plain data."""
         return {
             "attempts": [asdict(attempt) for attempt in self.attempts],
             "taken": dict(self.taken),

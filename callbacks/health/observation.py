@@ -1,4 +1,4 @@
-"""What one check sees: hooks on optimizers and modules, times and batches, and one vector that all ranks reduce.
+"""The measurements of one check: hooks on optimizers and modules, times, batches, and one vector that all ranks reduce.
 
 Nothing here waits for a device until `Check.reading` reads the reduced vector, once.
 """
@@ -29,7 +29,7 @@ LATENT_METRICS = {"latent_std": 1.0, "z_std": 1.0, "latent_var": 0.5, "z_var": 0
 """Metrics for the spread of latent values, the first that is there counts, with the power that makes a deviation of
 it."""
 _NOTHING = -math.inf
-"""What a rank without a value says: the largest of all ranks counts."""
+"""The value of a rank that has none: the largest of all ranks counts."""
 MOST_COMPARED = 64
 """How many weights of an optimizer are compared before and after an update, evenly spread."""
 SAMPLES_OF_TENSOR = 1024
@@ -45,7 +45,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 @dataclass
 class RankView:
-    """What this rank has seen since the last check."""
+    """The measurements of this rank since the last check."""
 
     since: int
     """The step of the last check."""
@@ -54,7 +54,7 @@ class RankView:
     losses: list[tuple[int, torch.Tensor | float]]
     """With their steps."""
     origins: list[tuple[int, torch.Tensor]]
-    """What `ModuleTrace.origins` gave, with its step."""
+    """The result of `ModuleTrace.origins`, with its step."""
     fingerprints: list[list[torch.Tensor] | None]
     """Of the last two batches."""
     latent: tuple[str, Any] | None
@@ -346,7 +346,7 @@ def _parameters(optimizer: Optimizer) -> list[torch.nn.Parameter]:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """What this rank holds of a gradient, dense."""
+    """This rank's part of a gradient, dense."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     local = local.detach()
     dense: torch.Tensor = local.coalesce().values() if local.is_sparse else local

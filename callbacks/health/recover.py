@@ -361,7 +361,7 @@ def _argument_faults(
     limits: dict[str, float],
     scenario: str,
 ) -> list[str]:
-    """What is wrong with the arguments of `Recover`, each with what was expected."""
+    """The faults in the arguments of `Recover`, each with what was expected."""
     wrong = []
     if isinstance(ladder, str) or not ladder:
         wrong.append(f"`ladder` {ladder!r} (expected a list of at least one of {', '.join(RUNGS)})")

@@ -25,7 +25,7 @@ STRAGGLES_BY_S = 0.002
 
 @dataclass(frozen=True)
 class Case:
-    """What a rule judges by."""
+    """The figures that a rule judges by."""
 
     reading: Reading
     history: History
@@ -235,7 +235,7 @@ def latent_collapse(case: Case) -> Fault | None:
     name, deviation = case.reading.latent
     return Fault(
         "latent_collapse",
-        f"latent values have collapsed: the standard deviation that {name!r} tells is {deviation:.3g}",
+        f"latent values have collapsed: the standard deviation that {name!r} reports is {deviation:.3g}",
         (
             "Weaken the regularisation of the latent space (KL weight, free bits), or warm it up.",
             "Check that the decoder cannot do without the latent values.",

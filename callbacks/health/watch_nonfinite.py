@@ -26,7 +26,7 @@ MOST_IN_A_ROW = 100
 """Updates left out one after the other, after which nothing says that there will be another one."""
 
 _KEPT = ("left_out", "left_out_in_a_row", "first_left_out_at", "has_spoken")
-"""What a resumed run goes on with."""
+"""The state that a resumed run continues with."""
 
 NONFINITE_STEP = "trainer/nonfinite_step"
 """Metric: the step at whose end something was first found not to be finite."""
@@ -162,7 +162,7 @@ class WatchNonfinite(Hook):
         if trainer.is_global_zero:
             log.warning(
                 "a loss or gradient was not finite at step %d, and its update was left out; training goes on without "
-                "such updates, and tells their number at the end",
+                "such updates, and their number is logged at the end",
                 self._first_left_out_at,
             )
 

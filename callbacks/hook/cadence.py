@@ -48,7 +48,7 @@ class StepCadence:
 
 @runtime_checkable
 class Rewinds(Protocol):
-    """What counts steps."""
+    """Anything that counts steps."""
 
     def rewind(self, step: int) -> None:
         """Count on from `step`, which is not later than the last one."""

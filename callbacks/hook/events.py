@@ -1,4 +1,4 @@
-"""What a callback can hear beside Lightning's own events, and the run state that all callbacks of a trainer share."""
+"""The events of callbacks beyond Lightning's own, and the run state that all callbacks of a trainer share."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from .listeners import listeners
 __all__ = ["FIGURES_FIELD", "log_to_loggers", "publish_figures"]
 
 FIGURES_FIELD = "figures"
-"""What a hook that publishes figures states in its ``writes``, so that `LogMetrics` runs after it in the same step."""
+"""For the ``writes`` of a hook that publishes figures, so that `LogMetrics` runs after it in the same step."""
 
 
 def publish_figures(trainer: pl.Trainer, figures: Figures, *, waits: bool = False) -> None:

@@ -29,7 +29,7 @@ FIELDS_OF_THE_LOOP = frozenset(
 
 
 class ReadsAndWrites(Protocol):
-    """What the order of a hook depends on; see `Hook` for the meaning."""
+    """The attributes that decide the order of a hook; see `Hook` for the meaning."""
 
     reads: Sequence[str]
     optional_reads: Sequence[str]

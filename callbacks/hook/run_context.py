@@ -1,4 +1,4 @@
-"""What an attempt shares with the callbacks and loggers of its fit."""
+"""The part of an attempt that its callbacks and loggers share."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class RunContext(Protocol):
     """The session of ``genlight run`` or ``genlight fit``, as callbacks see it. Any other fit has none."""
 
     stop: StopSources
-    """What can ask the run to stop."""
+    """Everything that can ask the run to stop."""
     record: RecordMeta | None
-    """What every checkpoint of the run says of it; None where that is not known beforehand."""
+    """Metadata of the run for every checkpoint record; None where it is not known beforehand."""
     event_log: EventLog | None
     """The log of this attempt, open, on rank zero; None where an `EventLogger` keeps its own."""
 
     def first_cause(self, own: Failure) -> Failure:
-        """What to report of a failure of this rank: an earlier one of another rank, of which it failed."""
+        """The failure to report where this rank fails: its own, or an earlier one of another rank that caused it."""
         ...
 
     def end_now(self, error: BaseException) -> NoReturn:

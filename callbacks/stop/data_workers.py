@@ -26,7 +26,7 @@ from .signals import REASON_OF_SIGNAL
 __all__ = ["protect_workers", "release_workers", "start_workers"]
 
 _ENTRY = "_get_iterator"
-"""What every loader makes its workers by, however it is called; a kind of loader may have one of its own."""
+"""The factory by which a loader makes its workers, however it is called; a kind of loader may have one of its own."""
 
 require_names("torch", DataLoader, _ENTRY)
 

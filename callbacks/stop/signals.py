@@ -1,4 +1,4 @@
-"""Signals that ask a process to stop, as a flag that is looked at between steps."""
+"""Signals that ask a process to stop, as a flag that is polled between steps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class StopSignals:
         self.before_exit: Callable[[], None] = _do_nothing
         """Called before a second signal ends the process, as `on_stop` is: ends processes that would stay behind."""
         self.what_next = ""
-        """What the first signal leads to at the moment, said on standard error when it comes; empty says nothing."""
+        """The consequence of a first signal now, printed to standard error when it comes; empty prints nothing."""
         self._ends_at_s, self._grace_s = job_end_time_s(), stop_grace_s()
         self._unsaid = threading.Lock()
         self._handled: list[int] = []

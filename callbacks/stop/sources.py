@@ -21,9 +21,9 @@ _TRUE = frozenset({"", "1", "true", "t", "yes", "y", "cancel", "canceled"})
 SAVE_MARGIN = 1.5
 """How much longer than the longest one so far the last save may take."""
 UNMEASURED_SHARE, UNMEASURED_MOST_S = 0.05, 30.0
-"""What the first save is taken to need: a share of the whole time, and a bound on it."""
+"""The assumed duration of the first save: a share of the whole time, and a bound on it."""
 _FORGETTING = 0.99
-"""What is kept of the longest time at each look: one slow step at the start must not cost hours at the end."""
+"""How much of the longest time stays at each check: one slow step at the start must not cost hours at the end."""
 
 
 class Deadline:

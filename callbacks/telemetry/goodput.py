@@ -36,7 +36,7 @@ class Goodput(Hook):
 
     Args:
         every_s: Seconds until the first report and between two; with the first step that ends later. After one, the
-            last step reports as well. A training that is shorter says nothing.
+            last step reports as well. Shorter runs report nothing.
 
     Raises:
         ValueError: `every_s` is not positive.
@@ -87,7 +87,7 @@ class Goodput(Hook):
             self.next_due_step = min(self.next_due_step, trainer.max_steps)
 
     def seconds(self, trainer: pl.Trainer, now: float | None = None) -> dict[str, float]:
-        """What this attempt has spent so far, by the names of the metrics."""
+        """The seconds that this attempt has spent so far, by the names of the metrics."""
         now = time.monotonic() if now is None else now
         spent = dict(self._spent)
         if self._waited_s is not None:

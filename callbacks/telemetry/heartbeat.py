@@ -34,7 +34,7 @@ TOKENS = ("input_ids", "tokens", "token_ids")
 
 @dataclass
 class _Counts:
-    """What was trained in a span of time."""
+    """The training done in a span of time."""
 
     began_at: float
     """On the clock of ``time.monotonic``."""
@@ -55,7 +55,7 @@ class Heartbeat(Hook):
     """Writes a ``heartbeat`` event of WASR telemetry at a cadence, and sends its figures to every logger.
 
     Throughput is that of the window since the last heartbeat, and of this attempt, never with steps before a resume.
-    The event has in its ``artifacts`` what it has no key for; loggers get the same as ``perf/…``:
+    Fields without a key of their own go in ``artifacts`` of the event; loggers get the same as ``perf/…``:
 
     - ``steps_per_sec``, ``samples_per_sec`` and ``tokens_per_sec`` of all ranks, and the same of the attempt
       (``attempt_…``). Samples and tokens are there where batches tell: rows, the first dimension of tensors, the

@@ -100,7 +100,7 @@ class StepFlops:
 
 
 def shapes_of(batch: Any) -> object:
-    """What tells batches of different shapes apart: shapes of tensors and arrays, row counts of Arrow batches."""
+    """A key for the shapes of a batch: those of its tensors and arrays, and row counts of Arrow batches."""
     if isinstance(batch, torch.Tensor):
         return tuple(batch.shape)
     if isinstance(batch, Mapping):

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 class SystemMonitor(Hook):
     """Sends the load of rank zero's machine to every logger as ``system/…``, in the record of the next metrics.
 
-    A thread reads it; steps only hand over what it has read.
+    A background thread samples; steps only publish its last reading.
 
     - ``cpu_percent`` of all processors together, ``memory_percent`` and ``memory_used_bytes`` of the machine, and
       ``disk_free_bytes`` where ``default_root_dir`` lies.
@@ -37,7 +37,7 @@ class SystemMonitor(Hook):
       ``gpu0_power_watts``, ``gpu0_temperature_celsius``. Requires ``nvidia-ml-py`` (``pip install 'genlight[nvml]'``).
 
     Args:
-        every_s: Seconds between two readings. A training that is shorter reports nothing.
+        every_s: Seconds between two readings. Shorter runs report nothing.
 
     Raises:
         ValueError: `every_s` is not positive.
@@ -145,7 +145,7 @@ class _Reader:
 
 
 class _Machine:
-    """What there is to read of this machine.
+    """The figures that can be read on this machine.
 
     Args:
         directory: Where the run writes.

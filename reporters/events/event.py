@@ -78,7 +78,7 @@ class Metadata(msgspec.Struct):
 
 
 class _Common(msgspec.Struct, tag_field="event", tag=str.lower, gc=False, kw_only=True):
-    """What every line has. Unknown keys are passed over, so that a reader takes the lines of later releases."""
+    """The fields of every line. Unknown keys are ignored, so that a reader takes the lines of later releases."""
 
     run_id: Annotated[str, msgspec.Meta(min_length=1, description="The run; the same on all lines of an attempt.")]
     schema_version: Literal["trainer_event.v1"] = SCHEMA_VERSION

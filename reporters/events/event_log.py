@@ -118,7 +118,7 @@ class EventLog:
         """Tells the thread that there is something to do (False), and about the end (True)."""
         self._is_unsynced = False
         self._error: EventLogError | None = None
-        """What went wrong in the thread; the next event raises it."""
+        """The error of the thread; the next event raises it."""
         self._file = LineFile(path)
         try:
             self._last_seq_found = last_seq(self._file.last_line, self._file.path)
@@ -395,7 +395,7 @@ class EventLog:
             self._append(*metric_lines(self._take_waiting(), run_id=self.run_id, seq=self.seq + 1))
 
     def _take_waiting(self) -> Iterator[tuple[dict[str, Any], int, int]]:
-        """What waits, less what may no longer be written.
+        """The pending lines, without those that may no longer be written.
 
         Another thread can have reported a checkpoint of its step, or the end, between a look and a note in `metrics`.
         """

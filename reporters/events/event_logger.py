@@ -295,7 +295,7 @@ class EventLogger(Logger):
 
 
 class _HasEventLog(Protocol):
-    """What the logger reads of a run."""
+    """The part of a run that the logger reads."""
 
     @property
     def event_log(self) -> EventLog | None:
@@ -303,16 +303,16 @@ class _HasEventLog(Protocol):
         ...
 
     def first_cause(self, own: Failure) -> Failure:
-        """What to report of a failure: an earlier one of another rank, of which this one failed."""
+        """The failure to report: `own`, or an earlier one of another rank that caused it."""
         ...
 
 
 class DurableCheckpoint(Protocol):
-    """What the logger reads of a checkpoint's record."""
+    """The part of a checkpoint's record that the logger reads."""
 
     @property
     def reported_path(self) -> Path:
-        """What the trainer's hook named, else the record."""
+        """The path that the trainer's hook named, else the record."""
         ...
 
     @property
@@ -367,7 +367,7 @@ class RecordEvents(Callback):
 
 
 def _saved_path(callback: ModelCheckpoint) -> str:
-    """What a ``ModelCheckpoint`` wrote last; Lightning has no public name for it."""
+    """The file that a ``ModelCheckpoint`` wrote last; Lightning has no public name for it."""
     saved = getattr(callback, "_last_checkpoint_saved", None) or callback.last_model_path or callback.best_model_path
     return str(saved)
 

@@ -28,7 +28,7 @@ PARTS = {
     "lost": "steps that were made again after a kill or a stop, or undone by a roll-back",
     "idle": "between two attempts, or after the last sign of one that was killed",
 }
-"""What each part is, in the order in which they are shown."""
+"""The meaning of each part, in the order in which they are shown."""
 
 
 _METRICS_OF_THE_ACCOUNT = (METRIC_PREFIX, RESUMED_METRIC)
@@ -81,7 +81,7 @@ class Account:
 
 @dataclass
 class _Figures:
-    """What an attempt had spent when it said so."""
+    """The seconds that an attempt had spent when it reported them."""
 
     step: int
     seconds: dict[str, float] = field(default_factory=dict)

@@ -264,7 +264,7 @@ def _started_lines(content: mmap.mmap) -> Iterator[dict[str, Any]]:
 
 
 class _Tail(msgspec.Struct):
-    """What a new writer needs to know of the last line."""
+    """The facts about the last line that a new writer needs."""
 
     seq: int
     schema_version: Literal["trainer_event.v1"]

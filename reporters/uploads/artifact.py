@@ -44,7 +44,7 @@ class ArtifactFile:
 
 @dataclass(frozen=True)
 class Artifact:
-    """What one upload consists of; the file that makes the others count (a checkpoint's record) comes last."""
+    """The files of one upload; the one that makes the others count (a checkpoint's record) comes last."""
 
     local_path: str
     """The path that is reported (relative to the run's folder where it is inside)."""

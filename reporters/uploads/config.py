@@ -27,7 +27,7 @@ ENVIRONMENT = {
 
 
 def token_origins_in(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """What ``TRAINER_TOKEN_ORIGINS`` adds to the origins that may be sent the token.
+    """The origins that ``TRAINER_TOKEN_ORIGINS`` adds to those that may be sent the token.
 
     Raises:
         ValueError: It holds something that is not an origin.

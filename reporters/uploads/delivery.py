@@ -40,7 +40,7 @@ def receipt_key(kind: str, local_path: str) -> str:
 
 @dataclass
 class _Progress:
-    """What is known of an artifact while it is being delivered."""
+    """The state of an artifact while it is being delivered."""
 
     facts: dict[tuple[str, int, int], FileFacts] = field(default_factory=dict)
     contradictions: int = 0
@@ -190,7 +190,7 @@ class Delivery:
         self._post(entry, self._config.url_of(entry.kind), encode(payload), digest, name)
 
     def _subject(self, entry: Entry, artifact: Artifact) -> tuple[FileFacts, UploadedFile | None]:
-        """What the message describes: a file and what the store said of it, or a directory."""
+        """The subject of the message: a file and the store's answer about it, or a directory."""
         if artifact.subject is None:
             return FileFacts(artifact.subject_bytes, None), None
         return self._facts_of(entry, artifact, artifact.subject), self._uploaded(entry, artifact.subject)

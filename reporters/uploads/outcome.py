@@ -1,4 +1,4 @@
-"""What became of a run's uploads, in words for the operator."""
+"""The outcome of a run's uploads, in words for the operator."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Undelivered:
 
 
 def undelivered(entry: Entry, reason: str) -> Undelivered:
-    """What became of an entry that still waits; `reason` is why it was not sent, where it was not refused."""
+    """The outcome of an entry that still waits; `reason` is why it was not sent, where it was not refused."""
     name = Path(str(entry.body.get("local_path", entry.kind))).name
     why = entry.failure or reason or "not sent before the deadline"
     return Undelivered(entry.kind, entry.step, name, why, entry.auth, entry.failure is not None)
@@ -43,7 +43,7 @@ def undelivered(entry: Entry, reason: str) -> Undelivered:
 
 @dataclass(frozen=True)
 class SettleResult:
-    """What is left after waiting for uploads.
+    """The entries that are left after waiting for uploads.
 
     `lost_metrics` counts metric entries that were refused, or dropped because too many waited.
     """

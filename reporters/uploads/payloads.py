@@ -1,4 +1,4 @@
-"""What goes over the wire: payloads, addresses and idempotency keys. Pure functions of their arguments."""
+"""The requests of uploads: payloads, addresses and idempotency keys. Pure functions of their arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FOLDERS: dict[str, str] = {"checkpoint": "checkpoints", "sample": "samples"}
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What is known of a local file, or of the files of a directory: `sha256` (hex) is None for a directory."""
+    """Size and digest of a local file, or of the files of a directory: `sha256` (hex) is None for a directory."""
 
     size_bytes: int
     sha256: str | None
@@ -39,7 +39,7 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class UploadedFile:
-    """What the file store said of a file that it received."""
+    """The file store's answer about a file that it received."""
 
     ref: str | None
     sha256: str

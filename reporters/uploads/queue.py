@@ -80,7 +80,7 @@ class Entry(msgspec.Struct):
 
 
 class Receipt(msgspec.Struct, frozen=True):
-    """What is remembered of a delivery."""
+    """The facts about a delivery that outlive its entry."""
 
     key: str
     content: str = ""

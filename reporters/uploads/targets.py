@@ -44,7 +44,7 @@ class Target(Protocol):
 
     @property
     def name(self) -> str:
-        """What the queue and messages call it; no secrets."""
+        """Its name in the queue and in messages; no secrets."""
         ...
 
     def address(self, run_id: str, folder: str, name: str) -> str:
@@ -81,7 +81,7 @@ def open_target(url: str) -> Target:
 
 
 def target_fault(url: str) -> str | None:
-    """What is wrong with `url` as a target, as far as this machine can tell; nothing is connected to."""
+    """The fault of `url` as a target, as far as this machine knows; nothing is connected to."""
     try:
         if url.startswith("hf://"):
             open_target(url)

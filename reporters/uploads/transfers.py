@@ -51,7 +51,7 @@ class TryAgain(TransientError):
 
 
 class Contradicted(TryAgain):
-    """What the store says it received is not what was sent; a repetition is worth little."""
+    """The store received something else than was sent, by its own words; a repetition is worth little."""
 
 
 class Refused(Exception):
@@ -233,7 +233,7 @@ def _limited(response: httpx2.Response, where: str) -> bytes:
 
 
 def _checked_answer(content: bytes, facts: FileFacts, where: str) -> UploadedFile:
-    """What the store said of the file; what it leaves out is taken from ours.
+    """The store's answer about the file; fields that it leaves out are taken from ours.
 
     A store that names no digest proves nothing, and the contract does not ask it to.
     """

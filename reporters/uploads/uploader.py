@@ -368,7 +368,7 @@ class Uploader:
         return frozenset(paths)
 
     def delivered(self, path: StrPath, kind: Kind = "checkpoint") -> UploadedFile | None:
-        """What the store said of a reported path that was delivered, also by an earlier process; else None."""
+        """The store's answer about a reported path that was delivered, also by an earlier process; else None."""
         receipt = self.queue.receipt(receipt_key(kind, stored_path(path, self._root)))
         return None if receipt is None else UploadedFile(receipt.ref, receipt.sha256 or "", receipt.size_bytes)
 

@@ -55,7 +55,7 @@ def check_artifacts(paths: Mapping[str, Path], *, resumes: bool, shared: bool = 
     yield Finding("artifacts", level, f"{root} can be written, {size_text(free)} free")
     holder = lock_holder(root)
     if holder:
-        yield Finding("artifacts", "fail", f"startup.artifacts_in_use: {root} is held by a live run ({holder})")
+        yield Finding("artifacts", "fail", f"startup.artifacts_in_use: {root} is in use by a live run ({holder})")
     named = filter(is_record_of_callback, record_paths(paths["checkpoints_dir"]))
     records = sorted({*named, *checkpoint_files(paths["checkpoints_dir"])})
     if records and not resumes:

@@ -39,7 +39,7 @@ LOOK_EVERY_S = 0.1
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What one rank says of its node."""
+    """One rank's facts about its node."""
 
     host: str
     sees_folder: bool
@@ -110,14 +110,14 @@ def clock_differences(hosts: Sequence[str], looks: Sequence[Sequence[float]]) ->
             found.setdefault(host, ahead_s)
     return [
         f"The clock of {host} is {abs(ahead_s):,.0f} s {'ahead of' if ahead_s > 0 else 'behind'} that of {hosts[0]}. "
-        "The end of the job's time and which rank failed first are told by clocks, and torchrun may take a node for "
+        "The end of the job's time and which rank failed first are found by clocks, and torchrun may take a node for "
         "lost; let NTP or chrony set them"
         for host, ahead_s in found.items()
     ]
 
 
 def node_faults(facts: Sequence[NodeFacts], folder: Path) -> list[str]:
-    """What is wrong with the nodes of a run; `facts` are those of each rank, in order."""
+    """The faults of the nodes of a run; `facts` are those of each rank, in order."""
     first, faults = facts[0], list[str]()
     blind = _hosts(each for each in facts if not each.sees_folder)
     if blind:

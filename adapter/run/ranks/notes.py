@@ -1,4 +1,4 @@
-"""What the ranks of a run leave for each other in its folder: that they live, why they failed, how rank zero ended.
+"""Files by which the ranks of a run inform each other: that they live, why they failed, how rank zero ended.
 
 What breaks on one rank is seen by the others as a connection that closed, or as a collective that never ends. A rank
 that fails therefore leaves a note, and rank zero reports the oldest one. A rank holds a lock while it lives. Rank zero
@@ -63,7 +63,7 @@ class Note(msgspec.Struct, frozen=True):
 
     @property
     def failure(self) -> Failure:
-        """What rank zero reports of it."""
+        """The failure as rank zero reports it."""
         text = self.text if self.exit_code == EXIT_STOPPED else f"{self.text} (rank {self.rank})"
         return Failure(self.category, text, self.resumable, self.exit_code)
 
@@ -101,7 +101,7 @@ class RankNotes:
         write_bytes_durably(self.folder / f"rank-{rank}.json", msgspec.json.encode(note), mode=PRIVATE_FILE)
 
     def failures(self) -> list[Note]:
-        """What ranks of this launch noted, the oldest first."""
+        """The failures that ranks of this launch recorded, the oldest first."""
         notes = filter(None, (self._read(path, Note) for path in self.folder.glob("rank-*.json")))
         return sorted((note for note in notes if self._is_of_this_launch(note)), key=lambda note: note.at_s)
 
@@ -157,7 +157,7 @@ class RankNotes:
             note = msgspec.json.encode(ExitNote(exit_code, _launch(), time.time()))
             write_bytes_durably(self._exit_file, note, mode=PRIVATE_FILE)
         except OSError as error:
-            log.warning("the other ranks could not be told how the run ended: %s", error)
+            log.warning("the end of the run could not be reported to the other ranks: %s", error)
 
     def exit_code(self) -> int | None:
         """The exit code that rank zero left since this process began; None where it left none."""
@@ -192,7 +192,7 @@ def host_name() -> str:
 
 
 def _launch() -> str:
-    """What ranks of one launch have in common, and no two launches; empty where rank zero starts the others."""
+    """An identifier that ranks of one launch share, and no two launches; empty where rank zero starts the others."""
     return " ".join(f"{name}={os.environ[name]}" for name in LAUNCH if name in os.environ)
 
 

@@ -110,7 +110,7 @@ class RankWatch:
                 self._checks.remove(check)
 
     def close(self) -> None:
-        """From now on nothing is looked at."""
+        """Watch nothing from now on."""
         self._closed.set()
 
     def _look(self) -> None:
@@ -305,7 +305,7 @@ def lost_ranks(notes: RankNotes) -> Check:
 
 
 def first_cause(own: Failure, at_s: float, notes: RankNotes, processes: RankProcesses | None) -> Failure:
-    """What to report where rank zero failed with `own` at `at_s` (seconds since 1970): an older failure elsewhere."""
+    """The failure to report where rank zero failed with `own` at `at_s` (seconds since 1970): it, or an older one."""
     end = time.monotonic() + HEARD_WITHIN_S
     other = first_lost(notes)
     while other is None and time.monotonic() < end:

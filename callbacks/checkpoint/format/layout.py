@@ -158,7 +158,7 @@ def is_temporary(name: str) -> bool:
 def record_paths(directory: str | os.PathLike[str]) -> list[Path]:
     """All files in `directory` that are records by name and look, sorted; empty when there is no such directory.
 
-    A file of a record's suffix whose name is not one of ours may be anything. It is looked at, but not parsed.
+    A file of a record's suffix whose name is not one of ours may be anything. It is read, but not parsed.
     """
     try:
         names = sorted(os.listdir(directory))

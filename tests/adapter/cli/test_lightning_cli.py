@@ -482,7 +482,7 @@ def test_two_fits_at_once_do_not_share_a_folder_of_checkpoints(genlight, tmp_pat
     finally:
         held.release()
     assert code == 2
-    assert f"c' is held by a live run (process {os.getpid()} on " in words
+    assert f"c' is in use by a live run (process {os.getpid()} on " in words
 
     assert genlight("fit", plugin="refused_trainer:Works")[0] == 0
     lock_directory(tmp_path / "c", "the next").release()  # given back

@@ -134,5 +134,5 @@ def test_several_nodes_without_srun_are_told(within):
 
 
 def test_it_is_refused_where_srun_did_not_start_the_process():
-    with pytest.raises(ValueError, match=r"Slurm does not tell rank, local_rank.*Start this program with srun"):
+    with pytest.raises(ValueError, match=r"Slurm does not provide rank, local_rank.*Start this program with srun"):
         SlurmEnvironment()

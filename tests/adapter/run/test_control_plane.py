@@ -199,7 +199,7 @@ def test_an_end_that_is_not_taken_is_logged_without_secrets(client, plane, caplo
     with LifecycleSession(client, "r", interval_s=60.0) as session:
         session.failed(3, "train-step:x")
 
-    assert "could not be told how the run ended" in caplog.text
+    assert "the end of the run could not be reported" in caplog.text
     assert TOKEN not in caplog.text
 
 
@@ -314,4 +314,4 @@ def test_a_report_that_nobody_answers_is_given_up_and_logged(silent, caplog):
     session._lease = LEASE
     session.failed(3, "train-step:ValueError")
     assert silent.asked.wait(60)
-    assert "could not be told how the run ended: the control plane did not answer" in caplog.text
+    assert "could not be reported to the control plane: the control plane did not answer" in caplog.text

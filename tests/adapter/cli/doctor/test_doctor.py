@@ -323,7 +323,7 @@ def test_a_live_run_in_the_directory_is_a_fault(job, diagnose):
     with lock_artifacts(config):
         code, text = diagnose(job())
         assert code == 2
-        assert f"held by a live run (process {os.getpid()} " in text
+        assert f"in use by a live run (process {os.getpid()} " in text
     assert diagnose(job())[0] == 0
 
 
