@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from ..callbacks.hook.cadence import crossed, suppressed
@@ -28,7 +27,7 @@ from .contract.types import (
     TrainingReporter,
 )
 from .module.module import ContractModule
-from .plumbing.devices import accelerator, release_memory
+from .plumbing.devices import accelerator, isolated_random_numbers, release_memory
 
 __all__ = ["BatchStream", "run_training_loop"]
 
@@ -264,7 +263,7 @@ class _Caller(Hook):
             self.uploader.upload_checkpoint(local_path=path, step=step)
 
     def _samples(self, module: ContractModule, step: int) -> None:
-        with isolate_rng():
+        with isolated_random_numbers():
             paths = list(self.writer.write_samples(step=step, state=module.contract_state, ctx=module.ctx))
         for path in paths:
             self.reporter.sample(path=path, step=step)

@@ -42,7 +42,8 @@ class WatchHangs(Hook):
 
     With `end_run` the process ends as well. An exception cannot be raised in a thread that waits inside a collective or
     a driver, so the watching thread reports the failure itself (if the run has set ``on_hang``) and calls ``os._exit``.
-    A restart continues from the last durable checkpoint. The report names the files of all ranks.
+    A restart continues from the last durable checkpoint. The report names the files of all ranks, and the ranks that
+    wrote none, since one that is lost or paused holds up the others.
 
     Args:
         directory: Where the files go; None means ``<default_root_dir>/hangs``.
@@ -135,8 +136,10 @@ class WatchHangs(Hook):
         if self.end_run:
             try:
                 others = _stacks_of_others(directory, rank, ranks, began_s)
+                written = [file for file in others.values() if file is not None]
+                silent = [other for other, file in others.items() if file is None]
                 if self.on_hang is not None:
-                    self.on_hang(TrainingHungError(rank, seconds, path, *others))
+                    self.on_hang(TrainingHungError(rank, seconds, path, *written, silent=silent))
             finally:
                 os._exit(EXIT_HUNG)
 
@@ -148,13 +151,14 @@ def _batches_of(trainer: pl.Trainer) -> Callable[[], int]:
     return lambda: trained.completed + validated.completed
 
 
-def _stacks_of_others(directory: Path, rank: int, ranks: int, began_s: float) -> list[Path]:
+def _stacks_of_others(directory: Path, rank: int, ranks: int, began_s: float) -> dict[int, Path | None]:
     """The newest file of each other rank; those that hang in the same place notice it a little sooner or later."""
     end = time.monotonic() + OTHERS_WITHIN_S
+    others = [other for other in range(ranks) if other != rank]
     while True:
-        found = [_newest(directory.glob(f"rank-{other}-*.txt"), began_s) for other in range(ranks) if other != rank]
-        if None not in found or time.monotonic() >= end:
-            return [path for path in found if path is not None]
+        found = {other: _newest(directory.glob(f"rank-{other}-*.txt"), began_s) for other in others}
+        if None not in found.values() or time.monotonic() >= end:
+            return found
         time.sleep(OTHERS_POLL_S)
 
 

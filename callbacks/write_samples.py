@@ -12,10 +12,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import msgspec
-from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from ..adapter.contract.exceptions import ContractError
+from ..adapter.plumbing.devices import isolated_random_numbers
 from ..adapter.plumbing.durable import TEMPORARY_PREFIX, fsync_directory, temporary_name, write_bytes_durably
 from ..adapter.plumbing.text import is_utf8
 from .hook.cadence import Boundaries, StepCadence, suppressed
@@ -155,7 +155,7 @@ class WriteSamples(Hook):
         self.directory.mkdir(parents=True, exist_ok=True)
         generate = find_generator(getattr(pl_module, "contract_state", None))
         paths: list[Path] = []
-        with isolate_rng():
+        with isolated_random_numbers():
             if not self.requests:
                 paths += self._write_text(generate, pl_module, step)
             for index, given in enumerate(self.requests):

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
+
+from ..plumbing.devices import isolated_random_numbers
 
 __all__ = ["WithoutDropout", "drops", "quiet", "seeded", "turn_off_dropout"]
 
@@ -63,7 +64,7 @@ def quiet() -> Iterator[None]:
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Begin with the same random numbers, and leave those of the caller as they were."""
-    with isolate_rng():
+    with isolated_random_numbers():
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)

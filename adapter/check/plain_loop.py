@@ -14,7 +14,6 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
@@ -30,7 +29,7 @@ from ..module.own_hooks import own_hooks
 from ..module.plugin_loading import make_trainer, optional_hook
 from ..module.rollout import Phase, collected, parted
 from ..module.step_metrics import named_scalars, validated_result
-from ..plumbing.devices import random_states as states_of_devices, release_memory
+from ..plumbing.devices import isolated_random_numbers, random_states as states_of_devices, release_memory
 from ..plumbing.redaction import text_of
 from .batches import joined_batches, rank_feed
 from .causes import Circumstances
@@ -244,7 +243,7 @@ def recorded_plain_loop(
         )
     recording = Recording()
     try:
-        with isolate_rng(), _feed(config, parquet_paths, how) as dataset:
+        with isolated_random_numbers(), _feed(config, parquet_paths, how) as dataset:
             plugin = another_trainer(target)
             ctx = plain_context(config, trainer, dataset, model_handles)
             for reached in plain_steps(

@@ -32,6 +32,7 @@ genlight: everybody may import it.
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -258,17 +259,23 @@ class TrainingHungError(GenlightError):
         rank: Where.
         seconds: For how long.
         *stacks: Files with the stacks of all threads, of that rank first, then of others.
+        silent: Other ranks that wrote no stacks.
     """
 
-    def __init__(self, rank: int, seconds: float, *stacks: Path) -> None:
+    def __init__(self, rank: int, seconds: float, *stacks: Path, silent: Sequence[int] = ()) -> None:
         super().__init__(rank, seconds, *stacks)
         self.rank = rank
         self.seconds = seconds
         self.stacks = stacks
+        self.silent = tuple(silent)
 
     def __str__(self) -> str:
         files = ", ".join(map(str, self.stacks))
-        return f"no step was finished on rank {self.rank} for {self.seconds:.0f} s; stacks of all threads: {files}"
+        text = f"no step was finished on rank {self.rank} for {self.seconds:.0f} s; stacks of all threads: {files}"
+        if not self.silent:
+            return text
+        names = f"rank {self.silent[0]}" if len(self.silent) == 1 else f"ranks {', '.join(map(str, self.silent))}"
+        return f"{text}; {names} wrote none: lost, paused, or not hanging"
 
 
 class TrainingCanceled(GenlightError):

@@ -180,9 +180,12 @@ def check_devices(discovered: Discovered, device: torch.device | str, *, world_s
 
     Raises:
         ContractError: A module or tensor is on another kind of device than the run, or on another rank's device, or
-            has no values, on the meta device, or its memory is shared with another process.
+            has no values, on the meta device, or its memory is shared with another process. Or a tensor outside of a
+            module is made of the memory of the module's parameters, which will be elsewhere once they are moved.
     """
     device = torch.device(device)
+    if device.type != "cpu":
+        _check_no_view_is_left_behind(discovered, device)
     moved: list[Found[Any]] = [*discovered.modules, *discovered.parameters]
     faults = [_fault(found, device, moved=True, world_size=world_size) for found in moved]
     faults += [_fault(found, device, moved=False, world_size=world_size) for found in discovered.tensors]
@@ -319,6 +322,40 @@ def _fault(found: Found[Any], device: torch.device, *, moved: bool, world_size: 
         if world_size > 1 and tensor.requires_grad and _in_shared_memory(tensor):
             return f"{path} is in memory that is shared with another process"
     return ""
+
+
+def _check_no_view_is_left_behind(discovered: Discovered, device: torch.device) -> None:
+    """Refuse tensors that have their memory in common with what is about to move without them."""
+    outside: dict[int, tuple[str, Tensor]] = {}
+    for found in (*discovered.parameters, *discovered.tensors):
+        for path, tensor in _with_gradient(found.path, found.value):
+            if _is_on_host(tensor):
+                outside[tensor.untyped_storage().data_ptr()] = (path, tensor)
+    for module in discovered.modules:
+        for name, parameter in module.value.named_parameters():
+            for path, tensor in _with_gradient(f"{module.path}.{name}", parameter):
+                other, whole = outside.get(
+                    tensor.untyped_storage().data_ptr() if _is_on_host(tensor) else 0, ("", tensor)
+                )
+                if whole is not tensor:
+                    raise ContractError(
+                        f"{other} and {path} are views of the same memory on the host. genlight moves the module to "
+                        f"{device}, and they would be two tensors there. In `configure`, move the module to "
+                        "`ctx.device` before such a view is made."
+                    )
+
+
+def _with_gradient(path: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    yield path, tensor
+    if tensor.is_leaf and tensor.grad is not None:
+        yield f"{path}.grad", tensor.grad
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    """Whether it has plain memory there; parts of a sharded tensor, quantised ones and such have not."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    return tensor.device.type == "cpu" and tensor.numel() > 0
 
 
 def _is_skeleton(module: nn.Module, optimized: Collection[int]) -> bool:

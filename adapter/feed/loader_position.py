@@ -12,7 +12,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -26,6 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
 from ..contract.exceptions import InputError
+from ..plumbing.devices import isolated_random_numbers
 
 __all__ = ["PositionedLoader", "with_position"]
 
@@ -95,7 +95,7 @@ class PositionedLoader(DataLoader[Any]):
             for generator, state in zip(generators, begun["generators"], strict=True):
                 generator.set_state(state.cpu())
 
-        with isolate_rng():
+        with isolated_random_numbers():
             begin()
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)  # the seed of workers comes first
             rows = list(islice(iter(self.sampler), self._rows, None))

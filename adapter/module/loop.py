@@ -53,7 +53,6 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from ...callbacks.hook.events import fire, run_state_of
@@ -70,6 +69,7 @@ from ...callbacks.lightning_internals import (
 )
 from ..contract.exceptions import InputError, TrainingCanceled
 from ..feed.loader_position import with_position
+from ..plumbing.devices import isolated_random_numbers
 from .step import LoggedInSteps, Step, counts_of
 
 if TYPE_CHECKING:
@@ -482,7 +482,7 @@ def _begin_and_leave(loaders: list[Any]) -> None:
     There may be batches left, where ``limit_train_batches`` or a shorter loader beside them ended the epoch. A loader
     that counts epochs is told of them.
     """
-    with isolate_rng():
+    with isolated_random_numbers():
         for loader in loaders:
             if hasattr(loader, "load_state_dict") and not hasattr(loader, "begin_epoch"):
                 next(iter(loader), None)

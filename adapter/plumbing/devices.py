@@ -6,13 +6,26 @@ own module has is asked of it.
 
 from __future__ import annotations
 
+import contextlib
+import datetime as dt
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.seed import isolate_rng
 
-__all__ = ["LateCopy", "accelerator", "memory_of", "random_states", "release_memory", "restore_random_states"]
+__all__ = [
+    "LateCopy",
+    "accelerator",
+    "host_group",
+    "isolated_random_numbers",
+    "memory_of",
+    "random_states",
+    "release_memory",
+    "restore_random_states",
+]
 
 
 def accelerator() -> torch.device | None:
@@ -76,6 +89,27 @@ def restore_random_states(states: Mapping[str, Sequence[torch.Tensor]]) -> list[
         if len(saved) > here:
             lost.append(f"the random state of {len(saved) - here} {kind.upper()} devices that are not here")
     return lost
+
+
+@contextlib.contextmanager
+def isolated_random_numbers() -> Iterator[None]:
+    """What a block draws changes no random numbers after it: those of Python, NumPy, torch, and every accelerator."""
+    devices = random_states()
+    try:
+        with isolate_rng(include_cuda=False):  # of accelerators Lightning knows CUDA alone
+            yield
+    finally:
+        restore_random_states(devices)
+
+
+def host_group(timeout: dt.timedelta | None = None) -> dist.ProcessGroup:
+    """A process group of all ranks for what is in host memory; None stands for torch's default `timeout`."""
+    world = dist.group.WORLD
+    bound = None if world is None else world.bound_device_id
+    # Where the ranks' device is known, torch asks a new group for its part, which gloo has of itself for CUDA alone.
+    backend = "gloo" if bound is None else f"cpu:gloo,{bound.type}:gloo"
+    made: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
+    return made
 
 
 def release_memory() -> None:

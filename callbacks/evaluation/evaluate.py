@@ -10,10 +10,10 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import ContractError, EvaluationError
+from ...adapter.plumbing.devices import isolated_random_numbers
 from ...adapter.plumbing.redaction import text_of
 from ..hook.cadence import Boundaries, StepCadence
 from ..hook.events import publish_scores, timed
@@ -134,7 +134,7 @@ def scores_of(pl_module: pl.LightningModule) -> dict[str, float]:
     Raises:
         ContractError: There is no ``evaluate``, or it returned no mapping of numbers.
     """
-    with isolate_rng():
+    with isolated_random_numbers():
         scores = _evaluation_of(pl_module)(getattr(pl_module, "contract_state", None), getattr(pl_module, "ctx", None))
     return as_scores(scores, "evaluate")
 

@@ -8,9 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
+from ...adapter.plumbing.devices import isolated_random_numbers
 from .evaluate import Evaluate, as_scores
 
 __all__ = ["EvaluateLoader"]
@@ -68,7 +68,7 @@ class EvaluateLoader(Evaluate):
         modes = [(part, part.training) for part in pl_module.modules()]
         try:
             pl_module.eval()
-            with isolate_rng(), torch.no_grad(), pl_module.trainer.precision_plugin.val_step_context():
+            with isolated_random_numbers(), torch.no_grad(), pl_module.trainer.precision_plugin.val_step_context():
                 return as_scores(self.function(pl_module, self._batches(pl_module)), "the function of EvaluateLoader")
         finally:
             for part, is_training in modes:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import ReplicaDriftError
-from ...adapter.plumbing.devices import LateCopy
+from ...adapter.plumbing.devices import LateCopy, host_group
 from ..checkpoint.codec.wrapper_tensors import wrapped_tensors
 from ..hook.cadence import Boundaries, StepCadence
 from ..hook.hook import Hook
@@ -85,7 +85,7 @@ class ReplicaGuard(Hook):
         self._boundaries = Boundaries(self, trainer.global_step)
         self._pending = None
         # Of its own, so that ranks which part ways meet in what they exchange for training, and are told there.
-        self._group = dist.new_group(backend="gloo") if _has_process_group(trainer) else None
+        self._group = host_group() if _has_process_group(trainer) else None
 
     @skippable
     @override

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from ...adapter.plumbing.devices import host_group
+
 __all__ = ["Agreement"]
 
 ROUND_S = 0.05
@@ -32,7 +34,7 @@ class Agreement:
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         # Of gloo and of its own: numbers stay in host memory and no device is waited for.
-        self._group = dist.new_group(backend="gloo") if group is None else group
+        self._group = host_group() if group is None else group
         self._clock = clock
         self._numbers = torch.zeros(3, dtype=torch.int64, device="cpu")
         self._work: dist.Work | None = None

@@ -116,6 +116,12 @@ def test_the_message_names_rank_duration_and_file(tmp_path):
     )
 
 
+@pytest.mark.parametrize(("silent", "names"), [((1,), "rank 1"), ((0, 2), "ranks 0, 2")])
+def test_the_message_names_ranks_that_left_no_stacks(tmp_path, silent, names):
+    text = str(TrainingHungError(3, 61.5, tmp_path / "x", silent=silent))
+    assert text.endswith(f"{tmp_path / 'x'}; {names} wrote none: lost, paused, or not hanging")
+
+
 def test_the_newest_stacks_of_each_other_rank_are_named(tmp_path):
     """Not those of an earlier attempt."""
     for name, age_s in (("rank-0-1", 0), ("rank-1-1", 900), ("rank-1-2", 60), ("rank-1-3", 30), ("rank-2-1", 30)):
@@ -125,7 +131,7 @@ def test_the_newest_stacks_of_each_other_rank_are_named(tmp_path):
 
     found = _stacks_of_others(tmp_path, 0, 3, time.time() - 600)
 
-    assert [path.name for path in found] == ["rank-1-3.txt", "rank-2-1.txt"]
+    assert {rank: path.name for rank, path in found.items()} == {1: "rank-1-3.txt", 2: "rank-2-1.txt"}
 
 
 @pytest.mark.parametrize("name", ["factor", "floor_s"])

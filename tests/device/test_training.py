@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from device import alone, feeds, ranks
+from device import alone, feeds, ranks, services
 from support.device import Waiting
 from support.device.checks import names_of, outcomes_of
 
 one_rank = outcomes_of(alone)
+looked_after = outcomes_of(services)
 feed = outcomes_of(feeds)
 two_ranks = outcomes_of(ranks, world_size=2, waiting=Waiting.STREAM)
 
@@ -16,6 +17,11 @@ two_ranks = outcomes_of(ranks, world_size=2, waiting=Waiting.STREAM)
 @pytest.mark.parametrize("name", names_of(alone))
 def test_on_one_device(one_rank, name):
     one_rank(name)
+
+
+@pytest.mark.parametrize("name", names_of(services))
+def test_what_looks_after_a_training(looked_after, name):
+    looked_after(name)
 
 
 @pytest.mark.parametrize("name", names_of(feeds))

@@ -309,7 +309,7 @@ class UpdatesByHand(Base):
     """No optimizer: weights and a loose tensor, changed by their gradients."""
 
     def configure(self, ctx):
-        return {"model": mlp(), "scale": torch.full((1,), 1.0 + ctx.rank, requires_grad=True)}
+        return {"model": mlp(), "scale": torch.full((1,), 1.0 + ctx.rank, device=ctx.device, requires_grad=True)}
 
     def train_step(self, batch, state, ctx):
         loss = mse_loss(state["model"](batch["x"]) * state["scale"], batch["y"])
@@ -453,7 +453,7 @@ class WarmOptimizer(Base):
         state = super().configure(ctx)
         torch.manual_seed(7)
         state["model"].load_state_dict(mlp().state_dict())
-        self.train_step(rows(99), state, ctx)
+        self.train_step(self.prepare_batch(rows(99), state, ctx), state, ctx)
         return state
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ....adapter.contract.exceptions import CheckpointError
+from ....adapter.plumbing.devices import host_group
 
 __all__ = ["Channel", "RankGroups", "text_of"]
 
@@ -35,7 +36,7 @@ class Channel:
     def __init__(self, longest_wait: dt.timedelta | None = None) -> None:
         is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
         self.rank, self.size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
-        self._group = None if is_alone else dist.new_group(backend="gloo", timeout=longest_wait)
+        self._group = None if is_alone else host_group(longest_wait)
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, in order, on rank zero; an empty list elsewhere."""

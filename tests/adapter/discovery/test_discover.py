@@ -346,6 +346,19 @@ def test_a_tensor_on_the_device_of_another_rank_is_named_by_its_path():
     check_devices(discover(state), "cuda")
 
 
+def test_a_view_of_what_moves_to_a_device_is_refused_by_both_names():
+    model, elsewhere = nn.Linear(2, 2), nn.Linear(2, 2)
+    model.weight.grad = torch.zeros(2, 2)
+    state = {"model": model, "other": elsewhere, "gradients": model.weight.grad.view(-1)}
+
+    check_devices(discover(state), "cpu")
+    names = r'state\["gradients"\] and state\["model"\].weight.grad are views of the same memory.*ctx.device'
+    with pytest.raises(ContractError, match=names):
+        check_devices(discover(state), "cuda:0")
+    state["gradients"] = state["gradients"].clone()
+    check_devices(discover(state), "cuda:0")
+
+
 def test_a_module_in_memory_shared_with_another_process_is_refused_on_several_ranks():
     model = nn.Linear(1, 1).share_memory()
 

@@ -196,6 +196,7 @@ def test_a_wrapper_and_the_optimizer_in_it_share_their_groups_after_a_resume(tmp
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:FutureWarning")  # torch 2.15
 def test_a_resume_of_a_scripted_module_says_that_it_rounds_otherwise(tmp_path: Path, caplog: Any) -> None:
     """TorchScript optimises after its first calls, and no checkpoint has how far it was."""
     fit(tmp_path, Scripted())

@@ -1,0 +1,70 @@
+"""A rank of a job on the simulated accelerator, one of which is killed or stops answering.
+
+As a program it is one rank: ``python -m device.lost RANK WORLD_SIZE PORT JOB``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from genlight.adapter.contract.types import StepResult
+
+LAST_STEP = 12
+"""Of the rank that is lost; it is after a checkpoint."""
+
+
+class Loses:
+    """Trains a network until one rank sends itself the signal that its hyperparameters name."""
+
+    def setup(self, ctx: Any) -> None:
+        self.plan = dict(ctx.job.hyperparams)
+        self.rank = ctx.rank
+        self.steps = 0
+
+    def configure(self, ctx: Any) -> dict[str, Any]:
+        import torch
+        from torch import nn
+
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1)).to(ctx.device)
+        return {"network": network, "optimizer": torch.optim.AdamW(network.parameters(), lr=0.01)}
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
+        import torch
+
+        return torch.full((4, 6), raw / 1000, device=ctx.device)
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        self.steps += 1
+        if self.steps == LAST_STEP and self.rank == self.plan["lost"]:
+            os.kill(os.getpid(), self.plan["signal"])
+        loss = (state["network"](batch) - 1).square().mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
+
+
+def main(rank: str, world_size: str, port: str, job: str) -> int:
+    """Run the job as torchrun would start it."""
+    from support.device import load
+
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    place = {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "lost"}
+    os.environ.update(numbers | place)
+    load()
+    import support.device.training  # noqa: F401 - registers the accelerator
+    from genlight.adapter.cli import main as run_command
+
+    return run_command(["run", job])
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

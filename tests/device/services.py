@@ -1,0 +1,157 @@
+"""What looks after a training on the device: telemetry, diagnosis, recovery, replay, rollouts, and their resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from device.runs import Regression, fit
+from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
+from genlight.adapter.feed import ReplayBuffer
+from genlight.callbacks import Checkpoint, Diagnosis, Heartbeat, Hook, Recover
+from genlight.callbacks.checkpoint import newest_valid
+from genlight.reporters.telemetry import read_events
+from support.device.training import one_device
+from support.recovered import Batches, Fragile, digest_of, fit_fragile
+
+
+class LooksAtMemory(Hook):
+    """What the device counts when a heartbeat is written, before and after it."""
+
+    def __init__(self) -> None:
+        self.peaks: list[int] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.peaks.append(torch.accelerator.max_memory_allocated())
+
+
+def check_a_heartbeat_tells_the_memory_of_the_device(folder):
+    looks = LooksAtMemory()
+    fit(Regression(), "one", steps=10, callbacks=[Heartbeat(5, path=folder / "metrics.jsonl"), looks])
+    figures = [each["artifacts"] for each in read_events(folder / "metrics.jsonl") if each["event"] == "heartbeat"]
+    assert len(figures) == 2
+    for figure in figures:
+        assert 0 < figure["memory_bytes"] <= figure["peak_memory_bytes"]
+        assert looks.peaks[0] <= figure["peak_memory_bytes"] <= looks.peaks[-1]
+
+
+class Poisoned(Regression):
+    """One weight is not a number from the seventh step on."""
+
+    steps = 0
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        self.steps += 1
+        if self.steps == 7:
+            state["network"][3].weight.data[0, 0] = float("nan")
+        return super().train_step(batch, state, ctx)
+
+
+def check_a_diagnosis_names_the_module_and_the_step(folder):
+    path = folder / "metrics.jsonl"
+    fit(Poisoned(), "one", steps=12, callbacks=[Diagnosis(5, path=path, trace_modules=True)])
+    found = next(event for event in read_events(path) if event["artifacts"].get("fault") == "nonfinite_loss")
+    assert (found["step"], found["artifacts"]["first_step"]) == (10, 7)
+    assert found["artifacts"]["forward_origin"].endswith("3")
+
+
+class FragileOnDevice(Fragile):
+    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
+        return raw.to(ctx.device)
+
+
+def _recovered(folder: Path, path: Path, rungs: list[str], faults: set[int], trainer: Any, **more: Any) -> Any:
+    """What a run with faults leaves behind, random numbers of the device included."""
+    module = fit_fragile(folder, Recover(rungs, good_steps=6, path=path), Batches(faults), trainer=trainer, **more)
+    return digest_of(module), [state.tolist() for state in torch.sim.get_rng_state_all()]
+
+
+def _rungs(path: Path) -> list[Any]:
+    events = (event for event in read_events(path) if event["event"] == "recovery")
+    return [(event["step"], event["artifacts"].get("rung") or event["artifacts"].get("what")) for event in events]
+
+
+def _check_rungs_are_those_of_the_host(folder: Path, rungs: list[str]) -> None:
+    paths = [folder / "host.jsonl", folder / "device.jsonl"]
+    _recovered(folder / "host", paths[0], rungs, {8, 12}, Fragile(), steps=25)
+    _recovered(folder / "device", paths[1], rungs, {8, 12}, FragileOnDevice(), steps=25, **one_device())
+    assert _rungs(paths[0]) == _rungs(paths[1])
+    assert len(_rungs(paths[1])) >= 2
+
+
+def check_updates_are_skipped(folder):
+    _check_rungs_are_those_of_the_host(folder, ["skip"])
+
+
+def check_the_rate_is_lowered(folder):
+    _check_rungs_are_those_of_the_host(folder, ["lower_lr"])
+
+
+def check_it_rolls_back(folder):
+    _check_rungs_are_those_of_the_host(folder, ["roll_back"])
+
+
+def check_a_resumed_recovery_is_bit_equal(folder):
+    rungs, faults = ["skip", "lower_lr", "roll_back"], {8, 10, 12}
+    path = folder / "metrics.jsonl"
+    through = _recovered(folder / "a", path, rungs, faults, FragileOnDevice(), steps=25, **one_device())
+    _recovered(folder / "b", path, rungs, faults, FragileOnDevice(), steps=12, **one_device())
+    more = {"steps": 25, "resumes": True, **one_device()}
+    assert _recovered(folder / "b", path, rungs, faults, FragileOnDevice(), **more) == through
+
+
+class Acts(Regression):
+    """Writes rows that it computes on the device into a buffer, and learns from what it draws of it."""
+
+    def configure(self, ctx: Any) -> dict[str, Any]:
+        row = {"x": torch.zeros(6), "y": torch.zeros(1)}
+        return {**super().configure(ctx), "replay": ReplayBuffer(64, row)}
+
+    def rollout(self, state: Any, ctx: Any) -> Any:
+        x = torch.randn(8, 6, device=ctx.device)
+        with torch.no_grad():
+            y = 0.9 * state["network"](x) + 0.1
+        state["replay"].extend({"x": x, "y": y})
+        return [state["replay"].sample(4) for _ in range(2)], {"reward": [y.mean().item()]}
+
+    def save_checkpoint(self, *, state: Any, step: int, output_dir: Any, final: bool, ctx: Any) -> None:
+        state["replay"].save(Path(output_dir) / "replay")
+
+    def load_checkpoint(self, *, state: Any, checkpoint_dir: Any, payload: Any, ctx: Any) -> None:
+        state["replay"].load(Path(checkpoint_dir) / "replay")
+
+
+def _acted(folder: Path, steps: int) -> Any:
+    newest, _ = newest_valid(folder) if folder.exists() else (None, [])
+    trainer = pl.Trainer(
+        max_steps=steps,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Checkpoint(folder, every_n_steps=4, save_final=False)],
+        **one_device(),
+    )
+    module = ContractModule(Acts(), TrainingJobSpec("acts", steps, metric_every=0))
+    trainer.fit(module, ckpt_path=None if newest is None else newest.path)
+    state = module.contract_state
+    return [*state["network"].state_dict().values(), *state["replay"].sample(16).values(), torch.sim.get_rng_state()]
+
+
+def check_rollouts_into_a_replay_buffer_resume_bit_equal(folder):
+    through = _acted(folder / "a", 12)
+    _acted(folder / "b", 9)
+    resumed = _acted(folder / "b", 12)
+    assert all(torch.equal(one, other) for one, other in zip(through, resumed, strict=True))
+
+
+def check_a_row_of_the_device_is_the_row_that_is_drawn():
+    buffer = ReplayBuffer(4, {"x": torch.zeros(3)})
+    buffer.extend({"x": torch.arange(12.0, device="sim").view(4, 3)})
+    drawn = buffer.sample(4)
+    assert torch.equal(drawn["x"], drawn["index"].float()[:, None] * 3 + torch.arange(3.0))
+    with pytest.raises(ValueError, match="x"):
+        buffer.extend({"x": torch.zeros(2, 5, device="sim")})

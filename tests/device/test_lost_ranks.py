@@ -1,0 +1,91 @@
+"""A rank that is killed or stops answering, where waiting for a collective returns at once and holds up the device."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+
+import pytest
+
+from device.lost import LAST_STEP
+from genlight.reporters import read_events
+from genlight.reporters.events.validation import validate_events
+from support.device import PROCESS_GROUP, Waiting, reason_to_skip
+from support.rank_processes import run_ranks_to_their_ends
+
+HANGS_AFTER_S = 6.0
+STRATEGIES = {
+    "ddp": {"class_path": "support.device.training.SimDDPStrategy", "init_args": {"bucket_cap_mb": 1e-6}},
+    "ddp of one bucket": {"class_path": "support.device.training.SimDDPStrategy", "init_args": {}},
+    "fsdp": {"class_path": "support.device.training.SimFSDP2Strategy", "init_args": {}},
+}
+
+
+def run_and_lose(folder, strategy, lost, sign):
+    """The exit codes of both ranks, the events, and what the ranks wrote."""
+    if reason := reason_to_skip():
+        pytest.skip(reason)
+    chosen = STRATEGIES[strategy]
+    job = {
+        "run_id": "lost",
+        "trainer": "device.lost:Loses",
+        "max_steps": 4000,
+        "metric_every": 5,
+        "checkpoint_every": 10,
+        "mock_batches": list(range(8000)),
+        "hyperparams": {"lost": lost, "signal": int(sign)},
+        "callbacks": {"WatchHangs": {"floor_s": HANGS_AFTER_S, "end_run": True}},
+        "lightning": {
+            "accelerator": "sim",
+            "devices": 2,
+            "strategy": {**chosen, "init_args": {**chosen["init_args"], "process_group_backend": PROCESS_GROUP}},
+        },
+    }
+    path = folder / "job.json"
+    path.write_text(json.dumps(job))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    codes, outputs = run_ranks_to_their_ends(
+        "device.lost",
+        port,
+        path,
+        world_size=2,
+        timeout_s=200,
+        may_fail={0, 1} if sign == signal.SIGKILL else {lost},
+        environ={"SIM_WAITING": Waiting.STREAM.value, "TRAINER_ARTIFACTS_DIR": str(folder / "out")},
+    )
+    log = folder / "out" / "metrics" / "events.jsonl"
+    assert log.exists(), "\n".join(outputs)
+    return codes, log, "\n".join(outputs)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_that_is_killed_is_named_in_a_whole_log(tmp_path, strategy):
+    codes, log, said = run_and_lose(tmp_path, strategy, 1, signal.SIGKILL)
+
+    assert codes == [1, -signal.SIGKILL], said
+    assert validate_events(log) == []
+    *_, last = read_events(log)
+    assert last["event"] == "failed"
+    assert "rank 1" in last["error"], last
+    assert last["step"] >= LAST_STEP - 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_killed_rank_zero_ends_the_other(tmp_path, strategy):
+    codes, _, said = run_and_lose(tmp_path, strategy, 0, signal.SIGKILL)
+
+    assert codes == [-signal.SIGKILL, 1], said
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_that_stops_answering_is_named_in_a_whole_log(tmp_path, strategy):
+    codes, log, said = run_and_lose(tmp_path, strategy, 1, signal.SIGSTOP)
+
+    assert codes[0] == 1, said
+    assert validate_events(log) == []
+    *_, last = read_events(log)
+    assert last["event"] == "failed"
+    assert "rank 1" in last["error"], last

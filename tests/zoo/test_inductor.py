@@ -1,0 +1,43 @@
+"""A module compiled by inductor trains under every strategy as it does uncompiled with plain torch."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from zoo import runs
+
+COMPILED = "zoo.inductor:Compiled"
+TOLERANCE = 1e-5
+"""Compiled kernels add up in another order."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="inductor needs a C++ compiler: install g++"
+    ),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
+    """Kernels are kept for the tests of this file alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        yield
+
+
+def test_on_one_device():
+    module, _ = runs.hosted_run(COMPILED)
+
+    actual = runs.weights(module.contract_state, module.plugin)
+    runs.assert_close(actual, runs.plain_run("Accumulating"), TOLERANCE)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_on_two_ranks(tmp_path, strategy):
+    for rank in runs.on_two_ranks(tmp_path, [{"key": strategy, "name": COMPILED, "strategy": strategy}], timeout_s=380):
+        runs.assert_close(rank[strategy], runs.plain_run("Accumulating"), TOLERANCE)
