@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import xxhash
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -500,6 +501,7 @@ class StepClock:
         self._first = first
         self._device = device
         self._handles: list[RemovableHandle] = []
+        self._node: Node | None = None
         self._began: _Moment | None = None
         self._spans: list[tuple[_Moment, _Moment]] = []
 
@@ -508,7 +510,14 @@ class StepClock:
         self._spans.clear()
         self._began = None
         if not self._handles and self._first is not None and self._first.is_leaf:
-            self._handles.append(self._first.register_post_accumulate_grad_hook(self._end))  # type: ignore[no-untyped-call]
+            if isinstance(self._first, DTensor):  # FSDP 2 gives it its gradient, and calls these hooks, by itself
+                handle = self._first.register_post_accumulate_grad_hook(self._end)  # type: ignore[no-untyped-call]
+            else:
+                # A hook of the node: one of the parameter could be the class's own, and would be refused under DDP. A
+                # parameter holds its node weakly.
+                self._node = get_gradient_edge(self._first).node
+                handle = self._node.register_hook(self._end)
+            self._handles.append(handle)
             self._handles += [o.register_step_pre_hook(self._begin) for o in with_step_hooks(self._optimizers)]
 
     def detach(self) -> None:
@@ -516,6 +525,7 @@ class StepClock:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._node = None
 
     def seconds(self) -> float | None:
         """The median of what was measured; None where that is nothing. Waits for an accelerator."""
@@ -527,7 +537,7 @@ class StepClock:
         self._began = self._now()
 
     @_contained
-    def _end(self, parameter: torch.Tensor) -> None:
+    def _end(self, *_: Any) -> None:
         if self._began is not None:
             self._spans.append((self._began, self._now()))
             self._began = None

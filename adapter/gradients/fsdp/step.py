@@ -170,8 +170,12 @@ class _Unit:
 
 @torch.no_grad()
 def _has_part(gathered: Tensor, shard: DTensor) -> bool:
+    """Whether a gathered weight still holds the values of a shard; nan, as a run that has diverged has it, is one."""
+    if gathered.untyped_storage().size() == 0:
+        return True
     part = slice_of(shard).within(gathered, of=Box((0,) * gathered.dim(), tuple(gathered.shape)))
-    return gathered.untyped_storage().size() == 0 or torch.equal(part, shard.to_local().to(part.device))
+    own = shard.to_local().to(part.device)
+    return bool(((part == own) | ((part != part) & (own != own))).all())
 
 
 def _is_sharded(parameter: Any) -> bool:
