@@ -60,26 +60,37 @@ class TrainerState:
     ``optimizer`` (the first), and ``experience``, ``timer``, ``stats_tracker`` and ``training_env_id``, as the state of
     the trainer has them. One that a hook sets is what all hooks get.
 
+    Args:
+        trainer: The Lightning trainer; None for a loop of one's own, which sets the fields itself and has a run state
+            of its own.
+        pl_module: What it trains.
+        fields: Fields by name, such as ``agent_step=1``.
+
     Raises:
         AttributeError: A field that there is not; offers the nearest.
     """
 
-    __slots__ = ("_module", "_own", "_trainer")
+    __slots__ = ("_module", "_own", "_run_state", "_trainer")
 
-    def __init__(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def __init__(
+        self, trainer: pl.Trainer | None = None, pl_module: pl.LightningModule | None = None, **fields: Any
+    ) -> None:
         object.__setattr__(self, "_trainer", trainer)
         object.__setattr__(self, "_module", pl_module)
         object.__setattr__(self, "_own", {})
+        object.__setattr__(self, "_run_state", RunState() if trainer is None else None)
+        for name, value in fields.items():
+            setattr(self, name, value)
 
     @property
     def run_state(self) -> RunState:
         """The facts as all callbacks have them; those without a field belong to its ``extra``."""
-        return run_state_of(self._trainer)
+        return run_state_of(self._trainer) if self._run_state is None else self._run_state
 
     @property
-    def trainer(self) -> pl.Trainer:
-        """The Lightning trainer."""
-        trainer: pl.Trainer = self._trainer
+    def trainer(self) -> pl.Trainer | None:
+        """The Lightning trainer; None in a loop of one's own."""
+        trainer: pl.Trainer | None = self._trainer
         return trainer
 
     def __getattr__(self, name: str) -> Any:
@@ -277,7 +288,9 @@ def _fields_of(hook: Any, name: str) -> tuple[str, ...]:
     return tuple(_FACTS.get(field, field) for field in fields)
 
 
-def _live(name: str, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Any:
+def _live(name: str, trainer: pl.Trainer | None, pl_module: pl.LightningModule | None) -> Any:
+    if trainer is None:
+        return None
     state = getattr(pl_module, "contract_state", None)
     if name == "optimizer":
         return next(iter(trainer.optimizers), None)

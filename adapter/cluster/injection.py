@@ -25,8 +25,8 @@ def bind_job_context(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with which to call `function`: those given, and the context for each parameter that asks for it.
 
-    A parameter asks for it by the annotation `JobContext`, also within ``Optional`` or a union, or by the name ``job``
-    without another annotation. What the caller or a ``functools.partial`` gives stays. Partial objects, ``__wrapped__``
+    A parameter asks for it by the annotation `JobContext`, also within ``Optional`` or a union, or by the name ``job``,
+    whatever its annotation. What the caller or a ``functools.partial`` gives stays. Partial objects, ``__wrapped__``
     and methods are looked through. A call that cannot be bound is left as it is, and fails in the words of Python.
     """
     given, named = tuple(args), dict(kwargs)
@@ -54,9 +54,7 @@ def bind_job_context(
 def _asks(parameter: inspect.Parameter, namespace: Mapping[str, Any]) -> bool:
     if parameter.kind not in (_POSITIONAL_ONLY, *_BY_NAME):
         return False
-    if parameter.annotation is inspect.Parameter.empty:
-        return parameter.name == NAME
-    return _allows_context(parameter.annotation, namespace)
+    return parameter.name == NAME or _allows_context(parameter.annotation, namespace)
 
 
 def _allows_context(annotation: Any, namespace: Mapping[str, Any]) -> bool:

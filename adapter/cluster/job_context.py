@@ -7,6 +7,7 @@ field takes the first of its variables that is set and sound. A look-up that fai
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import time
@@ -102,8 +103,13 @@ class JobContext:
 
 
 def current_job_context() -> JobContext:
-    """The place of this process; see `build_job_context`."""
-    return build_job_context(os.environ)
+    """The place of this process, the same object until a variable changes; see `build_job_context`."""
+    return _context_of(frozenset(os.environ.items()))
+
+
+@functools.lru_cache(maxsize=1)
+def _context_of(variables: frozenset[tuple[str, str]]) -> JobContext:
+    return build_job_context(dict(variables))
 
 
 def in_srun_task(environ: Mapping[str, str] | None = None) -> bool:

@@ -33,7 +33,13 @@ def write_pickle(path: str | os.PathLike[str], value: Any) -> None:
 
 def travelling(callbacks: Iterable[Any]) -> list[Any]:
     """Those callbacks that the runner is to call; a submitter writes only them."""
-    return [callback for callback in callbacks if getattr(callback, "requires_runner_transport", False)]
+    return [callback for callback in callbacks if _asks(callback)]
+
+
+def _asks(callback: Any) -> bool:
+    """What ``requires_runner_transport`` says, an attribute or a method."""
+    asked = getattr(callback, "requires_runner_transport", False)
+    return bool(asked() if callable(asked) else asked)
 
 
 def read_pickle(path: str | os.PathLike[str]) -> Any:

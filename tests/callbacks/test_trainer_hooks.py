@@ -217,3 +217,14 @@ def test_one_text_in_place_of_several_fields_is_refused() -> None:
 
     with pytest.raises(TypeError, match="Expected a tuple of fields, but received 'eval_scores'"):
         TrainerHookAdapter(Wrong())
+
+
+def test_a_loop_of_ones_own_makes_the_state_itself():
+    policy, empty = object(), TrainerState()
+    state = TrainerState(agent_step=1, policy=policy)
+
+    assert (state.agent_step, state.policy, state.optimizer, state.trainer) == (1, policy, None, None)
+    state.agent_step += 1
+    assert (state.run_state.agent_step, empty.agent_step) == (2, 0)
+    with pytest.raises(AttributeError, match="agent_steps"):
+        TrainerState(agent_steps=1)

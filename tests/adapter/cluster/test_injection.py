@@ -157,17 +157,19 @@ def variadic(*job, **jobs):
 @pytest.mark.parametrize(
     "function",
     [
-        other_annotation,
-        any_annotation,
         in_a_list,
         the_class,
         variadic,
-        postponed.names_what_is_not_there,
         lambda: "mine",
     ],
 )
 def test_what_does_not_ask_is_called_as_it_is(function):
     assert called(function) == "mine"
+
+
+@pytest.mark.parametrize("function", [other_annotation, any_annotation, postponed.names_what_is_not_there])
+def test_a_parameter_named_job_gets_it_whatever_its_annotation(function):
+    assert called(function) is CONTEXT
 
 
 def test_a_call_that_cannot_be_bound_is_left_to_python():

@@ -253,3 +253,11 @@ def test_a_process_of_torchrun_has_the_place_that_it_says():
 def test_variables_of_a_launcher_that_cannot_be_are_told_at_once():
     with pytest.raises(ValueError, match=r"(?s)`LOCAL_RANK`.*`MASTER_PORT`.*The rank is 9"):
         build_job_context(TORCHRUN | {"RANK": "9", "LOCAL_RANK": "x", "MASTER_PORT": "0"})
+
+
+def test_the_place_of_this_process_is_read_once_until_a_variable_changes(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    first = current_job_context()
+    assert current_job_context() is first
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    assert current_job_context().job_id == "77"

@@ -325,5 +325,12 @@ def test_only_callbacks_that_ask_for_it_travel():
     class There:
         requires_runner_transport = True
 
-    there = There()
-    assert travelling([Here(), there]) == [there]
+    class Answers:
+        def __init__(self, answer):
+            self.answer = answer
+
+        def requires_runner_transport(self):
+            return self.answer
+
+    there, asks = There(), Answers(True)
+    assert travelling([Here(), there, asks, Answers(False)]) == [there, asks]
