@@ -75,10 +75,6 @@ class Fp16(StepPart):
         """What makes a gradient true that is computed now; None outside of backward calls."""
         self._updates_in_backward = False
 
-    def factors(self) -> tuple[Tensor, Tensor] | None:
-        """What gradients are scaled by in the running backward call, and the inverse; None outside of one."""
-        return None if self._inverse is None else (self._inverse.reciprocal(), self._inverse)
-
     @override
     def begin(self, step: int) -> None:
         for tensor in self._made:

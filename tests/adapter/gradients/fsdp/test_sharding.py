@@ -12,11 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from genlight.adapter.contract.exceptions import ContractError
+from genlight.adapter.contract.exceptions import ContractError, StartupContractError
 from genlight.adapter.discovery.discover import discover
 from genlight.adapter.gradients.fsdp import tensors
 from genlight.adapter.gradients.fsdp.shard import Sharding, shard
 from genlight.adapter.gradients.fsdp.state import whole_metrics
+from genlight.adapter.gradients.fsdp.strategy import FSDP2Strategy
+from genlight.adapter.gradients.torch_internals import require_fsdp
+from genlight.adapter.module.supported import check_strategy
 
 
 @pytest.fixture
@@ -126,6 +129,19 @@ def test_settings_that_fit_nothing_are_refused(mesh, sharding, said):
 def test_a_type_that_torch_has_not_is_refused_when_it_is_set():
     with pytest.raises(ValueError, match=r"Invalid `param_dtype`: 'bf16'\. Expected a floating-point type of torch"):
         Sharding(param_dtype="bf16")
+
+
+def test_unused_parameters_are_refused_by_a_torch_that_cannot_reduce_them(mesh, monkeypatch):
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
+    require_fsdp.cache_clear()
+    said = r"torch .* cannot reduce gradients of parameters that a rank did not use.*install torch>=2\.13"
+
+    with pytest.raises(ImportError, match=said):
+        shard(discover(trained({"model": network()})), mesh, Sharding(unused_parameters=True))
+    with pytest.raises(StartupContractError, match=f"FSDP2Strategy cannot host a trainer class: {said}"):
+        check_strategy(FSDP2Strategy(unused_parameters=True))
+    check_strategy(FSDP2Strategy())
+    require_fsdp.cache_clear()
 
 
 def test_what_a_container_holds_are_units_and_its_own_parameters_stay_whole(mesh):
