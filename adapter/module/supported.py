@@ -50,10 +50,10 @@ __all__ = [
 
 _REFUSED: dict[type[Strategy], str] = {
     DeepSpeedStrategy: "DeepSpeed's engine must own the module, backward and the optimizer, which the trainer class "
-    "owns. Use ddp, or ModelParallelStrategy to shard",
+    "owns. Use ddp, or FSDP2Strategy to shard",
     FSDPStrategy: "FSDP 1 works in the forward of a wrapper that a trainer class never calls, and its gradients are "
     "plain tensors that hold one rank's part, so that clip_grad_norm_ would clip differently on each rank. Use FSDP 2: "
-    "lightning.pytorch.strategies.ModelParallelStrategy with data_parallel_size=N and tensor_parallel_size=1",
+    "genlight.adapter.FSDP2Strategy",
     XLAStrategy: "XLA runs a step lazily and needs markers inside it",
     SingleDeviceXLAStrategy: "XLA runs a step lazily and needs markers inside it",
 }
@@ -136,7 +136,7 @@ def check_strategy(strategy: Strategy) -> None:
         except ImportError as error:
             raise _refusal(name, str(error)) from error
     elif not isinstance(strategy, SingleDeviceStrategy):
-        raise _refusal(name, "genlight does not know how it synchronizes. Use auto, ddp or ModelParallelStrategy")
+        raise _refusal(name, "genlight does not know how it synchronizes. Use auto, ddp or FSDP2Strategy")
 
 
 def leave_unwrapped(strategy: Strategy) -> None:

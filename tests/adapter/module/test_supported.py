@@ -48,7 +48,7 @@ Homemade.__abstractmethods__ = frozenset()
     ("strategy", "said"),
     [
         (blank(DeepSpeedStrategy), "DeepSpeedStrategy cannot host a trainer class: DeepSpeed's engine.*Use ddp"),
-        (blank(FSDPStrategy), "FSDPStrategy cannot host.*ModelParallelStrategy"),
+        (blank(FSDPStrategy), "FSDPStrategy cannot host.*FSDP2Strategy"),
         (ModelParallelStrategy(), "ModelParallelStrategy cannot host.*tensor_parallel_size=1"),
         (ModelParallelStrategy(1, 2), "tensor_parallel_size=1"),
         (
