@@ -17,6 +17,9 @@ pytestmark = [
     pytest.mark.skipif(
         not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="inductor needs a C++ compiler: install g++"
     ),
+    # Inductor imports modules of torch's own that are written in TorchScript; the category depends on the release.
+    pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:FutureWarning"),
 ]
 
 
