@@ -305,7 +305,8 @@ def _faults_of_settings(
     parts = {type(part).__name__ for _, unit in units for part in unit.modules()}
     names = [name for found in modules for name, _ in found.value.named_parameters()]
     for missing in sorted(set(sharding.units) - parts):
-        yield f"`units` has {missing!r}, which is the class of no module; there are {', '.join(sorted(parts))}"
+        there = f"there are {', '.join(sorted(parts))}" if parts else "this trainer has no module to shard"
+        yield f"`units` has {missing!r}, which is the class of no module; {there}"
     for method in sharding.forward_methods:
         if not any(callable(getattr(unit, method, None)) for _, unit in units):
             yield f"`forward_methods` has {method!r}, which no unit has ({', '.join(path for path, _ in units)})"
