@@ -141,9 +141,9 @@ def test_a_hyperparameter_cannot_be_guessed_from_the_digests_of_two_runs(job):
     one, other = records
 
     assert set(one) == set(other)
-    # Numbers under public names are kept as they are, for the message about one that changed.
+    # Numbers under public names and the precision are kept as they are, for the message about one that changed.
     assert {name for name in one if one[name] == other[name]} == {"numbers"}
-    assert json.loads(one["numbers"]) == {"hyperparams.lr": 0.001}
+    assert json.loads(one["numbers"]) == {"hyperparams.lr": 0.001, "lightning.precision": "32-true"}
     assert not {name for name in one if "api_key" in name or "password" in name}
     assert "hyperparams.lr" in one
 
