@@ -125,12 +125,28 @@ def _job(args: argparse.Namespace) -> Any:
 
 def _batches(args: argparse.Namespace, job: Any, count: int) -> list[Any]:
     """`count` raw batches; a shorter source starts over."""
-    if not args.data and job is not None and job.mock_batches is not None:
-        return _repeated(job.mock_batches, count)
+    if not args.data and job is not None:
+        return _batches_of_job(job, args.batch_size, count)
     dataset = job.dataset if job is not None else None
-    paths = args.data or (list(dataset.parquet_paths) if dataset is not None else [])
     size = args.batch_size or (dataset.batch_size if dataset is not None else None) or 32
-    return _parquet_batches(paths, size, dataset.columns if dataset is not None else None, count)
+    return _parquet_batches(args.data, size, dataset.columns if dataset is not None else None, count)
+
+
+def _batches_of_job(job: Any, batch_size: int | None, count: int) -> list[Any]:
+    """What the job's own data module hands out: filtered, shuffled and collated as in a run; nothing without data."""
+    import contextlib
+
+    import msgspec
+
+    from ..check.batches import rank_feed
+    from ..job.lightning_config import make_data
+    from ..module.plugin_loading import on_sys_path
+
+    if batch_size is not None and job.dataset is not None:
+        job = msgspec.structs.replace(job, dataset=msgspec.structs.replace(job.dataset, batch_size=batch_size))
+    with on_sys_path([job.spec_dir, Path.cwd()]), contextlib.ExitStack() as stack:
+        data = make_data(job)
+        return [] if data is None else _repeated(rank_feed(data, 0, 1, stack), count)
 
 
 def _parquet_batches(paths: Sequence[str], size: int, columns: Sequence[str] | None, count: int) -> list[Any]:

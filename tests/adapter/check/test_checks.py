@@ -338,3 +338,14 @@ def test_snapshots_differ_in_the_first_path_whose_bits_differ():
 
     changed = ['state["w"]', 'state["one"]', 'state["rng"]', 'state["n"]', 'state["new"]']
     assert before.differences(snapshot(state, None)) == changed
+
+
+def test_the_data_of_a_job_is_collated_as_in_a_run(job, tmp_path, capsys):
+    pq.write_table(pa.table({"x": [[0.5, 1.0]] * 6, "y": [[1.0]] * 6}), tmp_path / "rows.parquet")
+    (tmp_path / "into_lists.py").write_text("def convert(rows):\n    return rows.to_pydict()\n")
+    dataset = {"parquet_paths": ["rows.parquet"], "batch_size": 4, "collate": "into_lists:convert", "shuffle": True}
+    described = {"run_id": "j", "trainer": "check_zoo:Sound", "max_steps": 9, "dataset": dataset}
+    (tmp_path / "job.json").write_text(json.dumps(described))
+
+    assert main(["check", "--job", job, "--steps", "2"]) == 0
+    assert "FAIL" not in capsys.readouterr().out
