@@ -36,8 +36,8 @@ format: $(INSTALLED)
 reference: $(INSTALLED)  ## the parts of the package READMEs that are made from docstrings and types
 	$(BIN)/python examples/make_reference.py
 
-zoo: $(INSTALLED)  ## every class of tests/zoo in every mode, with its resume; writes the table of adapter/README.md
-	cd tests && ../$(BIN)/python -W ignore -m zoo.table
+zoo: $(INSTALLED)  ## every class of tests/zoo in every mode, with its resume; and on the simulated device; writes adapter/classes.md
+	cd tests && ../$(BIN)/python -W ignore -m zoo.table && ../$(BIN)/python -W ignore -m zoo.table --device
 
 faults: $(INSTALLED)  ## the long fault-injection runs
 	GENLIGHT_LONG_FAULTS=1 $(BIN)/python -m pytest -m "not gpu" tests/faults

@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from .feed import (
         ArrowDataModule as ArrowDataModule,
         ArrowFeed as ArrowFeed,
+        FunctionDataModule as FunctionDataModule,
         Minibatches as Minibatches,
         ParquetArrowBatchFeeder as ParquetArrowBatchFeeder,
         ReplayBuffer as ReplayBuffer,
@@ -99,7 +100,6 @@ if TYPE_CHECKING:
     from .inputs import load_components as load_components
     from .module.module import ContractModule as ContractModule
     from .module.plugin_loading import load_trainer_plugin as load_trainer_plugin
-    from .run.control_plane import HttpLifecycleClient as HttpLifecycleClient
     from .run.run import (
         RunOptions as RunOptions,
         run_job as run_job,
@@ -172,6 +172,7 @@ else:
             ".feed": (
                 "ArrowDataModule",
                 "ArrowFeed",
+                "FunctionDataModule",
                 "Minibatches",
                 "ParquetArrowBatchFeeder",
                 "ReplayBuffer",
@@ -190,7 +191,6 @@ else:
             ".inputs": ("load_components",),
             ".module.module": ("ContractModule",),
             ".module.plugin_loading": ("load_trainer_plugin",),
-            ".run.control_plane": ("HttpLifecycleClient",),
             ".run.run": ("RunOptions", "run_job", "run_training_runtime_from_env"),
             ".runner.contexts": ("CompletedContext", "RunBeginContext", "RunEndContext"),
             ".training_loop": ("run_training_loop",),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..adapter.plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .checkpoint.checkpoint_io import DurableCheckpointIO as DurableCheckpointIO
+    from .checkpoint.plugins import DurableCheckpointIO as DurableCheckpointIO
     from .checkpoint.policy import Checkpoint as Checkpoint
     from .early_stopping import EarlyStopping as EarlyStopping
     from .evaluation.evaluate import Evaluate as Evaluate
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from .telemetry.heartbeat import Heartbeat as Heartbeat
     from .telemetry.system_monitor import SystemMonitor as SystemMonitor
     from .trainer_hooks import (
+        CheckpointHook as CheckpointHook,
+        EvaluationHook as EvaluationHook,
+        MetricsHook as MetricsHook,
         TrainerHook as TrainerHook,
         TrainerHookAdapter as TrainerHookAdapter,
         TrainerState as TrainerState,
@@ -42,7 +45,7 @@ else:
         __name__,
         {
             ".checkpoint.policy": ("Checkpoint",),
-            ".checkpoint.checkpoint_io": ("DurableCheckpointIO",),
+            ".checkpoint.plugins": ("DurableCheckpointIO",),
             ".health.diagnosis": ("Diagnosis",),
             ".early_stopping": ("EarlyStopping",),
             ".evaluation.evaluate": ("Evaluate",),
@@ -58,7 +61,14 @@ else:
             ".telemetry.goodput": ("Goodput",),
             ".telemetry.heartbeat": ("Heartbeat",),
             ".telemetry.system_monitor": ("SystemMonitor",),
-            ".trainer_hooks": ("TrainerHook", "TrainerHookAdapter", "TrainerState"),
+            ".trainer_hooks": (
+                "CheckpointHook",
+                "EvaluationHook",
+                "MetricsHook",
+                "TrainerHook",
+                "TrainerHookAdapter",
+                "TrainerState",
+            ),
             ".upload_artifacts": ("UploadArtifacts",),
             ".watch_hangs": ("WatchHangs",),
             ".health.watch_nonfinite": ("WatchNonfinite",),

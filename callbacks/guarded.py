@@ -10,14 +10,11 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from typing_extensions import override
 
-from .hook.events import is_rank_zero
-from .hook.hook import Hook, judge, order_callbacks, report_failures
+from .hook.hook import Hook, order_callbacks, report_failures
 from .hook.stand_in import StandIn
 
 __all__ = ["Guarded"]
 
-_OF_THE_STATE = frozenset({"on_save_checkpoint", "on_load_checkpoint"})
-"""A failure of these must reach the code that saves or loads."""
 _LAST = frozenset({"teardown", "on_exception"})
 
 
@@ -75,18 +72,15 @@ class Guarded(StandIn):
         return {name: name for name in own | {"setup", *_LAST}}
 
     @override
+    def call(self, method: str, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.callback, method)(trainer, *args, **kwargs)
+
+    @override
     def deliver(self, method: str, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> Any:
         if method == "setup":
             order_callbacks(trainer)
-        if self.ranks == "zero" and not is_rank_zero(trainer):
-            return None
         try:
-            return getattr(self.callback, method)(trainer, *args, **kwargs)
-        except Exception as error:
-            if method in _OF_THE_STATE:
-                raise
-            judge(self, method, error)
-            return None
+            return super().deliver(method, trainer, *args, **kwargs)
         finally:
             if method in _LAST:
                 report_failures(self)

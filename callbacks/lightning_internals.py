@@ -74,7 +74,7 @@ __all__ = [
 WEIGHT_AVERAGING: tuple[type[pl.Callback], ...] = tuple(
     getattr(stock, name) for name in ("WeightAveraging",) if hasattr(stock, name)
 )
-"""Lightning's callback that trains with averages beside the weights; since 2.6."""
+"""Lightning's callback that trains with averages next to the weights; since 2.6."""
 
 SUPPORTED = {"lightning": "lightning>=2.5.6,<2.7", "torch": "torch>=2.9"}
 """The releases that genlight's own requirements name."""
@@ -270,7 +270,7 @@ class DDPSettings:
 
 
 def ddp_settings(strategy: DDPStrategy) -> DDPSettings:
-    """How `strategy` starts its processes, and what it was told to do with gradients."""
+    """How `strategy` starts its processes, and what it does with gradients."""
     return DDPSettings(
         start_method=strategy._start_method,
         communication_hook=strategy._ddp_comm_hook,
@@ -287,7 +287,7 @@ def tensor_parallel_size(strategy: ModelParallelStrategy) -> int | str:
 
 
 def set_run_of_logger(logger: WandbLogger | MLFlowLogger, run_id: str | None) -> bool:
-    """Have a logger that has made no run yet use the run `run_id`; None lets it make one, whatever it was told before.
+    """Have a logger that has made no run yet use the run `run_id`; None lets it make one, whatever it was given before.
 
     Returns:
         Whether it does; False where it was configured with another one.

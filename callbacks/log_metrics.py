@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +14,14 @@ import torch
 from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
-from ..adapter.contract.run_state import RunState
-from .data_wait import data_wait_s
 from .hook.cadence import StepCadence, suppressed, wait_for_multiple
-from .hook.events import Figures, run_state_of
+from .hook.events import Figures, publish_metrics, run_state_of
 from .hook.figures import FIGURES_FIELD, log_to_loggers
 from .hook.hook import Hook
-from .hook.listeners import listeners, skippable
+from .hook.listeners import skippable
+from .telemetry.goodput import data_wait_s
 
-__all__ = ["LogMetrics"]
+__all__ = ["LogMetrics", "rollout_means"]
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +69,6 @@ class LogMetrics(Hook):
     critical = True
     optional_reads = ("eval_scores", FIGURES_FIELD)
     writes = ("loss_stats",)
-    _of_this_process = frozenset({"_listeners"})
-    _listeners: list[Callable[..., Any]] | None = None
     every_n_steps = StepCadence()
 
     def __init__(self, every_n_steps: int = 10) -> None:
@@ -79,8 +76,7 @@ class LogMetrics(Hook):
         self._unsent_scores: Mapping[str, float] | None = None
         self._unsent_figures: list[_Unsent] = []
         self._waited: tuple[float, float] | None = None
-        self._run_state: RunState | None = None
-        self._told_rollout: Mapping[str, Any] | None = None
+        self._sent_rollout: Mapping[str, Any] | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -91,10 +87,8 @@ class LogMetrics(Hook):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._run_state = run_state_of(trainer)
         self._unsent_scores, self._unsent_figures = None, []
-        self._told_rollout = self._run_state.rollout_stats
-        self._listeners = listeners(trainer, "on_metrics")
+        self._sent_rollout = run_state_of(trainer).rollout_stats
         waited_s = data_wait_s(trainer)
         self._waited = None if waited_s is None else (waited_s, time.monotonic())
 
@@ -103,27 +97,20 @@ class LogMetrics(Hook):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # One method of straight code: in runs with events in every step each call costs a step half a microsecond.
-        run_state, every = self._run_state or run_state_of(trainer), self.every_n_steps
-        step = trainer.fit_loop.epoch_loop.global_step  # what `trainer.global_step` returns, a call later
-        if every != 1:
-            every = wait_for_multiple(self, step)
+        step = trainer.global_step
+        every = wait_for_multiple(self, step)
         metrics: dict[str, float] = {}
         # A step is one; so its boundary is crossed where it is a multiple.
-        is_cadence = every > 0 and step % every == 0
-        if is_cadence:
-            result = getattr(pl_module, "step_result", None)
-            if result is not None and getattr(result, "control", None) is not None and suppressed(pl_module):
-                is_cadence = False
-            elif result is not None:
-                metrics = run_state.loss_stats = pl_module.metrics()  # type: ignore[operator]
-                for hear in self._listeners or ():  # what `publish_metrics` does, whose search would cost each step
-                    hear(trainer, pl_module, metrics, step)
-                if run_state.rollout_stats is not self._told_rollout:
-                    self._told_rollout = run_state.rollout_stats
-                    metrics = {**metrics, **_means(run_state.rollout_stats or {})}
-                if self._waited is not None:
-                    metrics = {**metrics, WAIT_FRACTION: self._wait_fraction(trainer)}
+        is_cadence = every > 0 and step % every == 0 and not suppressed(pl_module)
+        if is_cadence and getattr(pl_module, "step_result", None) is not None:
+            metrics = pl_module.metrics()  # type: ignore[operator]
+            publish_metrics(trainer, metrics, step)
+            rollout = run_state_of(trainer).rollout_stats
+            if rollout is not self._sent_rollout:
+                self._sent_rollout = rollout
+                metrics = {**metrics, **rollout_means(rollout or {})}
+            if self._waited is not None:
+                metrics = {**metrics, WAIT_FRACTION: self._wait_fraction(trainer)}
         if self._unsent_scores is not None:
             metrics = {**metrics, **self._unsent_scores}
             self._unsent_scores = None
@@ -133,7 +120,7 @@ class LogMetrics(Hook):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._unsent_scores is not None:  # what an evaluation beside training has found since the last step
+        if self._unsent_scores is not None:  # what an evaluation command has found since the last step
             scores, self._unsent_scores = self._unsent_scores, None
             _send(trainer, pl_module, scores, {}, trainer.global_step)
             feed = getattr(pl_module, "feed_callback_metrics", None)
@@ -180,7 +167,7 @@ class LogMetrics(Hook):
         return min(1.0, max(0.0, waited_s - before_s) / max(now - since, 1e-9))
 
 
-def _means(stats: Mapping[str, Any]) -> dict[str, float]:
+def rollout_means(stats: Mapping[str, Any]) -> dict[str, float]:
     """The numbers among the statistics of a rollout, as metrics; what is not a number has no place in a record."""
     means: dict[str, float] = {}
     for name, value in stats.items():

@@ -1,22 +1,41 @@
-"""Trainer hooks: classes whose methods take a `TrainerState`, run through one adapter."""
+"""Trainer hooks: classes whose methods take a `TrainerState`, run through one adapter; three that most runs need."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
+from ..adapter.contract.exceptions import CheckpointError
 from ..adapter.contract.run_state import RunState
 from ..adapter.plumbing.text import nearest
+from .checkpoint.format.record import read_record
+from .checkpoint.policy import Checkpoint
 from .hook.cadence import NEVER
-from .hook.events import is_own_loop, run_state_of
-from .hook.hook import Hook
+from .hook.events import callbacks_of, is_own_loop, run_state_of, step_metrics
 from .hook.listeners import skippable
+from .hook.stand_in import StandIn
+from .log_metrics import rollout_means
 
-__all__ = ["TRAINER_HOOK_EVENTS", "TrainerHook", "TrainerHookAdapter", "TrainerState", "trainer_state_of"]
+__all__ = [
+    "TRAINER_HOOK_EVENTS",
+    "CheckpointHook",
+    "EvaluationHook",
+    "MetricsHook",
+    "TrainerHook",
+    "TrainerHookAdapter",
+    "TrainerState",
+    "log_model_parameters",
+    "should_run",
+    "trainer_state_of",
+]
+
+log = logging.getLogger(__name__)
 
 TRAINER_HOOK_EVENTS = (
     "on_new_training_run",
@@ -60,6 +79,8 @@ class TrainerState:
     ``optimizer`` (the first), and ``experience``, ``timer``, ``stats_tracker`` and ``training_env_id``, as the state of
     the trainer has them. One that a hook sets is what all hooks get.
 
+    ``loss_stats`` are the metrics of the step that has just ended, read from the device by the first hook that asks.
+
     Args:
         trainer: The Lightning trainer; None for a loop of one's own, which sets the fields itself and has a run state
             of its own.
@@ -70,7 +91,7 @@ class TrainerState:
         AttributeError: A field that there is not; offers the nearest.
     """
 
-    __slots__ = ("_module", "_own", "_run_state", "_trainer")
+    __slots__ = ("_losses_of_step", "_module", "_own", "_run_state", "_trainer")
 
     def __init__(
         self, trainer: pl.Trainer | None = None, pl_module: pl.LightningModule | None = None, **fields: Any
@@ -78,6 +99,7 @@ class TrainerState:
         object.__setattr__(self, "_trainer", trainer)
         object.__setattr__(self, "_module", pl_module)
         object.__setattr__(self, "_own", {})
+        object.__setattr__(self, "_losses_of_step", None)
         object.__setattr__(self, "_run_state", RunState() if trainer is None else None)
         for name, value in fields.items():
             setattr(self, name, value)
@@ -94,6 +116,8 @@ class TrainerState:
         return trainer
 
     def __getattr__(self, name: str) -> Any:
+        if name == "loss_stats":
+            self._read_losses()
         if name in _FACTS:
             return getattr(self.run_state, _FACTS[name])
         if name in _EXTRA:
@@ -102,7 +126,16 @@ class TrainerState:
             return self._own[name] if name in self._own else _live(name, self._trainer, self._module)
         raise _unknown(name)
 
+    def _read_losses(self) -> None:
+        trainer = self._trainer
+        if trainer is None or self._losses_of_step == trainer.global_step:
+            return
+        object.__setattr__(self, "_losses_of_step", trainer.global_step)
+        self.run_state.loss_stats = step_metrics(trainer, self._module) or self.run_state.loss_stats
+
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "loss_stats" and self._trainer is not None:
+            object.__setattr__(self, "_losses_of_step", self._trainer.global_step)
         if name in _FACTS:
             setattr(self.run_state, _FACTS[name], value)
         elif name in _EXTRA:
@@ -122,6 +155,8 @@ class TrainerHook:
     Args:
         trainer_cfg: The configuration of the hook's own kind, if it has one.
         device: What trains, if the hook wants to know it.
+        instance_name: How messages name this hook; None is its class.
+        critical: Instead of the attribute of the class.
     """
 
     critical: bool = False
@@ -135,9 +170,19 @@ class TrainerHook:
     writes: Sequence[str] = ()
     """Fields that this hook writes."""
 
-    def __init__(self, trainer_cfg: Any = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        trainer_cfg: Any = None,
+        device: torch.device | None = None,
+        instance_name: str | None = None,
+        *,
+        critical: bool | None = None,
+    ) -> None:
         self.trainer_cfg = trainer_cfg
         self.device = device
+        self.instance_name = instance_name or type(self).__name__
+        if critical is not None:
+            self.critical = critical
 
     def on_new_training_run(self, trainer_state: TrainerState) -> None:
         """Training is about to take its first step, of a new run or of a resumed one."""
@@ -161,7 +206,7 @@ class TrainerHook:
         """Training ended as planned."""
 
 
-class TrainerHookAdapter(Hook):
+class TrainerHookAdapter(StandIn):
     """Runs a trainer hook as a callback: ``Trainer(callbacks=[TrainerHookAdapter(hook) for hook in hooks])``.
 
     The hook's `critical`, `run_on_all_ranks`, `reads` and `writes` become the policy of the callback. An evaluation
@@ -183,7 +228,6 @@ class TrainerHookAdapter(Hook):
         if not self._events:
             events = ", ".join(TRAINER_HOOK_EVENTS)
             raise TypeError(f"Invalid `hook`. {type(hook).__name__} has none of the events {events}.")
-        self.hook = hook
         self.critical = bool(getattr(hook, "critical", False))
         self.ranks: Literal["zero", "all"] = "all" if getattr(hook, "run_on_all_ranks", False) else "zero"
         reads = _fields_of(hook, "reads")
@@ -192,45 +236,27 @@ class TrainerHookAdapter(Hook):
         self.optional_reads = [*_fields_of(hook, "optional_reads"), *_ALWAYS_THERE.intersection(reads)]
         self.writes = _fields_of(hook, "writes")
 
+        super().__init__(hook)
+
     @property
     @override
     def label(self) -> str:
-        return type(self.hook).__name__
+        return str(getattr(self.callback, "instance_name", type(self.callback).__name__))
 
     @override
-    def on_new_training_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._deliver("on_new_training_run", trainer, pl_module)
+    def forwarded_hooks(self) -> Mapping[str, str]:
+        return {event: event for event in self._events}
 
     @override
-    def on_rollout_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._deliver("on_rollout_start", trainer, pl_module)
-
-    @override
-    def on_rollout_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._deliver("on_rollout_end", trainer, pl_module)
-
-    @override
-    def on_mb_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._deliver("on_mb_end", trainer, pl_module)
-
-    @override
-    def on_train_phase_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._deliver("on_train_phase_end", trainer, pl_module)
-
-    @override
-    def on_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._deliver("on_epoch_end", trainer, pl_module)
-
-    @override
-    def on_training_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._deliver("on_training_end", trainer, pl_module)
+    def call(self, method: str, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        getattr(self.callback, method)(trainer_state_of(trainer, args[0]))
 
     # Lightning's own loop
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not is_own_loop(trainer):
-            self._deliver("on_new_training_run", trainer, pl_module)
+            self.on_new_training_run(trainer, pl_module)
 
     @skippable
     @override
@@ -241,23 +267,19 @@ class TrainerHookAdapter(Hook):
             self.next_due_step = NEVER
         else:
             run_state_of(trainer).minibatch_index = batch_idx
-            self._deliver("on_mb_end", trainer, pl_module)
+            self.on_mb_end(trainer, pl_module)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not is_own_loop(trainer):
             run_state_of(trainer).epoch = trainer.current_epoch + 1
-            self._deliver("on_train_phase_end", trainer, pl_module)
-            self._deliver("on_epoch_end", trainer, pl_module)
+            self.on_train_phase_end(trainer, pl_module)
+            self.on_epoch_end(trainer, pl_module)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not is_own_loop(trainer):
-            self._deliver("on_training_end", trainer, pl_module)
-
-    def _deliver(self, event: str, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if event in self._events:
-            getattr(self.hook, event)(trainer_state_of(trainer, pl_module))
+            self.on_training_end(trainer, pl_module)
 
 
 def trainer_state_of(trainer: pl.Trainer, pl_module: pl.LightningModule) -> TrainerState:
@@ -313,3 +335,166 @@ def _unknown(name: str) -> AttributeError:
     return AttributeError(
         f"TrainerState has no field {name!r}.{nearest(name, known)} Facts of your own belong to `run_state.extra`"
     )
+
+
+def should_run(epoch: int, interval: int) -> bool:
+    """Whether something that is due every `interval` epochs is due after `epoch`; an interval of 0 turns it off."""
+    return interval > 0 and epoch % interval == 0
+
+
+def log_model_parameters(policy: torch.nn.Module, wandb_run: Any = None) -> dict[str, int]:
+    """Log how many parameters a module has and how many of them train, and put both into a run of W&B.
+
+    Returns:
+        ``model/parameters`` and ``model/trainable_parameters``.
+    """
+    counts = {
+        "model/parameters": sum(each.numel() for each in policy.parameters()),
+        "model/trainable_parameters": sum(each.numel() for each in policy.parameters() if each.requires_grad),
+    }
+    log.info("%s has %d parameters, of which %d train", type(policy).__name__, *counts.values())
+    if wandb_run is not None:
+        wandb_run.summary.update(counts)
+    return counts
+
+
+class CheckpointHook(TrainerHook):
+    """Has the run's `Checkpoint` save at the end of epochs, and waits until the files are durable.
+
+    So ``latest_checkpoint_uri`` names the checkpoint of this epoch for all hooks that come later. With `wandb_run` the
+    files also become an artifact of W&B, whose address is ``latest_wandb_uri``.
+
+    Args:
+        trainer_cfg: As of `TrainerHook`, and so is `device`.
+        device: What trains.
+        interval: Cadence in epochs; 0 turns it off.
+        wandb_run: What ``wandb.init`` returned, on rank zero.
+        wandb_interval: Cadence of artifacts in epochs, of those that are saved; 0 turns them off.
+    """
+
+    critical = True
+    run_on_all_ranks = True  # a save is collective
+    writes = ("latest_checkpoint_uri", "latest_wandb_uri")
+
+    def __init__(
+        self,
+        trainer_cfg: Any = None,
+        device: torch.device | None = None,
+        *,
+        interval: int = 1,
+        wandb_run: Any = None,
+        wandb_interval: int = 1,
+    ) -> None:
+        super().__init__(trainer_cfg, device)
+        self.interval = interval
+        self.wandb_run = wandb_run
+        self.wandb_interval = wandb_interval
+
+    @override
+    def on_epoch_end(self, trainer_state: TrainerState) -> None:
+        """Save.
+
+        Raises:
+            CheckpointError: The trainer has no `Checkpoint`, or a file cannot be written.
+        """
+        if not should_run(trainer_state.epoch, self.interval):
+            return
+        trainer = trainer_state.trainer
+        callbacks = [] if trainer is None else callbacks_of(trainer)
+        checkpoint = next((each for each in callbacks if isinstance(each, Checkpoint)), None)
+        if trainer is None or checkpoint is None:
+            raise CheckpointError("CheckpointHook has nothing to save with: give the trainer a Checkpoint callback")
+        record = checkpoint.save(trainer, trainer.lightning_module)
+        # Not reported yet: an event log takes no metric of this step after its checkpoint.
+        checkpoint.wait_until_durable()
+        trainer_state.latest_checkpoint_uri = str(record)
+        uploads = self.wandb_run is not None and trainer.is_global_zero
+        if uploads and should_run(trainer_state.epoch, self.wandb_interval):
+            trainer_state.latest_wandb_uri = self._upload(record, trainer_state)
+
+    def _upload(self, record: Path, trainer_state: TrainerState) -> str:
+        import wandb
+
+        run = self.wandb_run
+        artifact = wandb.Artifact(f"{run.id}-checkpoint", "model", metadata={"epoch": trainer_state.epoch})
+        artifact.add_file(str(record))
+        data = read_record(record).data_path
+        if data is not None:
+            artifact.add_dir(str(data), name=data.name)
+        run.log_artifact(artifact, aliases=[f"epoch-{trainer_state.epoch}", "latest"])
+        return f"wandb://{run.entity}/{run.project}/{artifact.name}:epoch-{trainer_state.epoch}"
+
+
+class EvaluationHook(TrainerHook):
+    """Calls a function of yours with the newest checkpoint's address at the end of epochs, and shares its scores.
+
+    Args:
+        evaluate: Takes ``latest_wandb_uri``, else ``latest_checkpoint_uri``, and the `TrainerState`; returns scores by
+            name.
+        trainer_cfg: As of `TrainerHook`, and so is `device`.
+        device: What trains.
+        interval: Cadence in epochs; 0 turns it off. It is skipped while there is no checkpoint.
+    """
+
+    optional_reads = ("latest_wandb_uri",)  # so a `CheckpointHook` comes first
+    writes = ("eval_scores",)
+
+    def __init__(
+        self,
+        evaluate: Callable[[str, TrainerState], Mapping[str, float]],
+        trainer_cfg: Any = None,
+        device: torch.device | None = None,
+        *,
+        interval: int = 1,
+    ) -> None:
+        super().__init__(trainer_cfg, device)
+        self.evaluate = evaluate
+        self.interval = interval
+
+    @override
+    def on_epoch_end(self, trainer_state: TrainerState) -> None:
+        uri = trainer_state.latest_wandb_uri or trainer_state.latest_checkpoint_uri
+        if uri is not None and should_run(trainer_state.epoch, self.interval):
+            scores = self.evaluate(uri, trainer_state)
+            trainer_state.eval_scores = {name: float(value) for name, value in scores.items()}
+
+
+class MetricsHook(TrainerHook):
+    """Sends losses, means of the rollout's statistics and scores to all loggers at the end of epochs, and logs a line.
+
+    Args:
+        trainer_cfg: As of `TrainerHook`, and so is `device`.
+        device: What trains.
+        interval: Cadence in epochs; 0 turns it off.
+        wandb_run: What ``wandb.init`` returned, where no logger of the trainer is W&B's.
+    """
+
+    optional_reads = ("eval_scores", "loss_stats", "rollout_stats")
+
+    def __init__(
+        self, trainer_cfg: Any = None, device: torch.device | None = None, *, interval: int = 1, wandb_run: Any = None
+    ) -> None:
+        super().__init__(trainer_cfg, device)
+        self.interval = interval
+        self.wandb_run = wandb_run
+
+    @override
+    def on_new_training_run(self, trainer_state: TrainerState) -> None:
+        if isinstance(trainer_state.policy, torch.nn.Module):
+            log_model_parameters(trainer_state.policy, self.wandb_run)
+
+    @override
+    def on_epoch_end(self, trainer_state: TrainerState) -> None:
+        if not should_run(trainer_state.epoch, self.interval):
+            return
+        own = {f"eval/{name}": value for name, value in (trainer_state.eval_scores or {}).items()}
+        own |= {"epoch": float(trainer_state.epoch), "agent_step": float(trainer_state.agent_step)}
+        metrics = {**(trainer_state.loss_stats or {}), **rollout_means(trainer_state.rollout_stats or {}), **own}
+        trainer = trainer_state.trainer
+        if trainer is not None:
+            sent = own if is_own_loop(trainer) else metrics  # in genlight's loop `LogMetrics` has sent the others
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics=sent, step=trainer.global_step)
+        if self.wandb_run is not None:
+            self.wandb_run.log(metrics)
+        log.info("epoch %d  %s", trainer_state.epoch, "  ".join(f"{name} {each:.4g}" for name, each in metrics.items()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -10,22 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from ..adapter.contract.exceptions import UploadError
-from ..reporters.uploads import Uploader
-from .checkpoint.format.record import CheckpointRecord
-from .checkpoint.policy import Checkpoint
-from .checkpoint.retention import never_queued
-from .checkpoint.selection import find_checkpoint
-from .fit_uploads import (
-    await_checkpoints,
-    model_checkpoints,
-    open_uploader,
-    record_at,
-    require_usable,
-    settle_fit,
-)
+from ..adapter.contract.exceptions import BrokenCheckpointError, StartupContractError, ThreadLimitError, UploadError
+from ..adapter.plumbing.failures import describe_failure
+from ..adapter.plumbing.redaction import secrets_of_module
+from ..reporters.uploads import QUEUE_DIRECTORY, TerminalPayload, UploadConfig, Uploader
+from ..reporters.uploads.config import ENVIRONMENT
+from ..reporters.uploads.targets import target_fault
+from .checkpoint.format.record import CheckpointRecord, read_record
+from .checkpoint.policy import Checkpoint, wait_after_failure
+from .checkpoint.selection import find_checkpoint, never_queued
 from .hook.cadence import crossed
 from .hook.events import callbacks_of, run_state_of
 from .hook.hook import Hook
@@ -46,7 +43,7 @@ class UploadArtifacts(Hook):
     then it is its path.
 
     Args:
-        uploader: An uploader that the caller starts, settles and closes. None creates one for each fit. At the end of
+        uploader: An uploader that the caller starts, waits for and closes. None creates one for each fit. At the end of
             the fit it waits for required uploads, then sends the terminal message. If something cannot be delivered,
             the fit fails; the files are kept and the next fit delivers them first.
         run_id: Name of the run at the receiver; required without `uploader`.
@@ -68,7 +65,7 @@ class UploadArtifacts(Hook):
         ValueError: Neither `uploader` nor `run_id` is given, a number is out of range, or a URL is none.
     """
 
-    reads = ("loss_stats",)  # or a step could be told before it is known that genlight's loop tells it
+    reads = ("loss_stats",)  # or a step could be queued before it is known that genlight's loop reports it
     optional_reads = ("latest_checkpoint_uri",)
     writes = ("latest_checkpoint_uri",)
 
@@ -124,6 +121,12 @@ class UploadArtifacts(Hook):
         # A copy makes an uploader of its own, with the token of its environment.
         config = None if self._config is None else replace(self._config, token=None)
         return {**super().__getstate__(), "_given": None, "_uploader": None, "_config": config}
+
+    @property
+    def waiting(self) -> int:
+        """How many checkpoints and samples have not been delivered yet."""
+        queue = None if self._uploader is None else self._uploader.queue
+        return 0 if queue is None else len(queue.entries("checkpoint")) + len(queue.entries("sample"))
 
     # what a run reports
 
@@ -300,7 +303,7 @@ class UploadArtifacts(Hook):
             self._queue_record(record)
 
     def _queue_record(self, record: CheckpointRecord) -> None:
-        """Queue a checkpoint of genlight's own format; the run state is told once it has arrived."""
+        """Queue a checkpoint of genlight's own format; the run state knows of it once it has arrived."""
         if self._uploader is None:
             return
         self._newest = record
@@ -312,7 +315,7 @@ class UploadArtifacts(Hook):
         self._awaits_newest = config.stores_files() or bool(config.targets)
 
     def _note_arrival(self, trainer: pl.Trainer) -> None:
-        """Tell the run state where the newest checkpoint has arrived."""
+        """Note in the run state where the newest checkpoint has arrived."""
         if self._awaits_newest and self._uploader is not None and self._newest is not None:
             address = self._uploader.address_of(self._newest.path)
             if address is not None:
@@ -374,7 +377,7 @@ def _replaceable(trainer: pl.Trainer) -> set[str]:
 
 
 def _written(path: str) -> tuple[int, int] | None:
-    """Tells one file or folder at `path` from the next, also where both were written in one tick of the kernel's clock.
+    """What distinguishes a file or folder at `path` from the next, also where one tick of the kernel's clock saw both.
 
     None where there is none.
     """
@@ -394,3 +397,114 @@ def _samples_with_files(paths: Sequence[Path]) -> list[tuple[Path, list[Path]]]:
         else:
             samples.append((path, []))
     return samples
+
+
+def require_usable(settings: Mapping[str, Any]) -> None:
+    """Refuse arguments of ``UploadConfig`` before a fit begins.
+
+    Raises:
+        ValueError: Some cannot be used; all of them are named.
+    """
+    UploadConfig(queue_dir=QUEUE_DIRECTORY, **settings)
+    if faults := [fault for target in settings["targets"] if (fault := target_fault(target)) is not None]:
+        raise ValueError(" ".join(faults))
+
+
+def open_uploader(trainer: pl.Trainer, directory: Path, settings: UploadConfig | Mapping[str, Any]) -> Uploader:
+    """An uploader that runs, with the token of the environment.
+
+    Args:
+        trainer: The trainer whose files are uploaded.
+        directory: Folder of the run, in which the queue lies unless `settings` are whole.
+        settings: The configuration, or arguments of ``UploadConfig.from_environment``.
+
+    Raises:
+        StartupContractError: ``startup.invalid_artifact_paths``: the queue cannot be written.
+    """
+    if isinstance(settings, UploadConfig):
+        config = replace(settings, token=os.environ.get(ENVIRONMENT["token"], "").strip() or None)
+    else:
+        folders = [path for callback in callbacks_of(trainer) if (path := getattr(callback, "dirpath", None))]
+        arguments = {"roots": [trainer.default_root_dir, *folders], **settings}
+        config = UploadConfig.from_environment(os.environ, queue_dir=directory / QUEUE_DIRECTORY, **arguments)
+    try:
+        uploader = Uploader(config)
+    except OSError as error:
+        raise StartupContractError(
+            "startup.invalid_artifact_paths",
+            f"The upload queue {str(config.queue_dir)!r} cannot be written: {error.strerror or error}. "
+            "Choose another `directory`.",
+        ) from error
+    if lacking := config.lacks_for_files():
+        log.warning("%s", lacking)
+    try:
+        uploader.start()
+    except ThreadLimitError:
+        uploader.close()
+        raise
+    return uploader
+
+
+def settle_fit(
+    uploader: Uploader, trainer: pl.Trainer, error: BaseException | None, newest: CheckpointRecord | None
+) -> None:
+    """Wait for required uploads, then send the terminal message, which says how the fit ended.
+
+    Args:
+        uploader: Stays open.
+        trainer: The trainer whose fit has ended.
+        error: What ended it; None where it ended as planned.
+        newest: The newest checkpoint of genlight's own format.
+
+    Raises:
+        UploadError: A required upload, or the terminal message, was not acknowledged, and the fit has no other
+            `error` to end with.
+    """
+    refusal = uploader.settle(progress=log.info).error()
+    payload = _terminal(trainer, error if error is not None else refusal, uploader.starts, newest)
+    unacknowledged = uploader.deliver_terminal(payload).error()  # sent whether or not an upload was refused
+    failure = refusal or unacknowledged
+    if failure is not None and error is None:
+        raise failure
+    if failure is not None:
+        log.error("uploads of the failed run: %s", failure)
+
+
+def _terminal(
+    trainer: pl.Trainer, error: BaseException | None, attempt: int, newest: CheckpointRecord | None
+) -> TerminalPayload:
+    """How the run ended, with the text that its event log gets too."""
+    step = trainer.global_step
+    of_lightning = [callback.last_model_path or callback.best_model_path for callback in model_checkpoints(trainer)]
+    own = None if newest is None else str(newest.reported_path)
+    checkpoint = next(filter(None, of_lightning), own)
+    if error is None:
+        return TerminalPayload("completed", step, checkpoint, attempt=attempt)
+    secrets = secrets_of_module(trainer.lightning_module)
+    text = describe_failure(error, has_checkpoint=checkpoint is not None, secrets=secrets).text
+    return TerminalPayload("failed", step, checkpoint, error=text, attempt=attempt)
+
+
+def await_checkpoints(trainer: pl.Trainer) -> None:
+    """Have checkpoints in flight become durable: after an exception these callbacks get their turn after this one."""
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, Checkpoint):
+            wait_after_failure(functools.partial(callback.wait, trainer))
+
+
+def model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    """Lightning's own checkpoint callbacks of `trainer`."""
+    return [callback for callback in callbacks_of(trainer) if isinstance(callback, ModelCheckpoint)]
+
+
+def record_at(path: Path) -> CheckpointRecord | None:
+    """The commit record at `path`; None for a checkpoint of another format."""
+    if path.is_dir():
+        return None
+    with path.open("rb") as file:
+        if file.read(1) != b"{":
+            return None
+    try:
+        return read_record(path)
+    except BrokenCheckpointError:
+        return None

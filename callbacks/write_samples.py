@@ -30,59 +30,33 @@ log = logging.getLogger(__name__)
 _TEXTS = ("prompt", "negative_prompt", "instruction", "source_image", "task")
 
 
-class SampleRequest(Mapping[str, Any]):
-    """A request for one sample, for ``generate_sample``: attributes, which also read as a mapping.
+class SampleRequest(dict[str, Any]):
+    """A request for one sample, for ``generate_sample``: a mapping, whose members are attributes, too.
 
     What is not given is ``t2i`` for the task, ``sample-00`` and so on for the name, an empty text for the two prompts,
     and None for everything else.
 
     Args:
-        given: Any of the fields, and more of the caller's own.
+        given: Any of name, task, prompt, negative_prompt, instruction, source_image and seed, and more of the caller's
+            own.
         index: The request's place among the requests.
     """
 
-    name: str
-    task: str
-    prompt: str
-    negative_prompt: str
-    instruction: str | None
-    source_image: str | None
-    seed: int | None
-
     def __init__(self, given: Mapping[str, Any], index: int = 0) -> None:
-        defaults = {
-            "name": f"sample-{index:02d}",
-            "task": "t2i",
-            "prompt": "",
-            "negative_prompt": "",
-            "instruction": None,
-            "source_image": None,
-            "seed": None,
-        }
-        self._fields = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+        super().__init__(name=f"sample-{index:02d}", task="t2i", prompt="", negative_prompt="")
+        self.update(instruction=None, source_image=None, seed=None)
+        self.update({name: value for name, value in given.items() if value is not None})
 
     @property
-    def mode(self) -> str:
-        """`task` under the name that some releases of the older runtime had for it."""
-        return self.task
+    def mode(self) -> Any:
+        """The task under the name that some releases of the older runtime had for it."""
+        return self["task"]
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return self.__dict__["_fields"][name]
+            return self[name]
         except KeyError:
             raise AttributeError(f"a sample request has no {name!r}") from None
-
-    def __getitem__(self, name: str) -> Any:
-        return self._fields[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._fields)
-
-    def __len__(self) -> int:
-        return len(self._fields)
-
-    def __repr__(self) -> str:
-        return f"SampleRequest({self._fields})"
 
 
 class WriteSamples(Hook):

@@ -13,23 +13,23 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import docstring_parser
+import msgspec
 
 import genlight.callbacks
 import genlight.callbacks.compat
 import genlight.reporters
-from genlight.adapter.job.reference import (
-    SCHEMA_FILE,
-    callbacks_reference,
-    job_reference,
-    schema_text,
-    variables_reference,
-)
+from genlight.adapter.job.environment import VARIABLES
+from genlight.adapter.job.keys import Key, job_keys, keys_of
+from genlight.adapter.job.spec import JobSpec, SampleRequest
+from genlight.adapter.job.standard_callbacks import STANDARD_CALLBACKS
 
 ROOT = Path(__file__).resolve().parents[1]
+SCHEMA_FILE = ROOT / "adapter" / "job" / "job.schema.json"
 
 
 def classes_reference(classes: Iterable[type], *, brief: bool = False) -> str:
@@ -65,6 +65,86 @@ def _markdown(text: str) -> str:
 
 def _one_line(text: str) -> str:
     return _markdown(" ".join(text.split())).replace("|", "\\|")
+
+
+def job_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of a job file; other keys are allowed, as a newer orchestrator may write them."""
+    _, definitions = msgspec.json.schema_components(
+        [JobSpec], ref_template="#/$defs/{name}", schema_hook=lambda _: {"type": "string"}
+    )
+    root = definitions.pop("JobSpec")
+    blocks = [(root, job_keys()), *((definitions[name], keys_of(key.block)) for name, key in _blocks())]
+    for shape, keys in [*blocks, (definitions["SampleRequest"], keys_of(SampleRequest))]:
+        for name, key in keys.items():
+            shape["properties"][name] = {"description": key.description, **shape["properties"][name]}
+        aliases = {key.alias: name for name, key in keys.items() if key.alias}
+        shape["properties"] |= {alias: shape["properties"][name] for alias, name in aliases.items()}
+    root["required"] = []  # the environment and `--set` may give them
+    items = root["properties"]["sample_prompts"]
+    items["items"] = {"anyOf": [{"type": "string"}, items["items"]]}
+    root["properties"]["$schema"] = {"type": "string", "description": "This file, for editors."}
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "genlight job"}
+    return {**head, **{name: value for name, value in root.items() if name != "title"}, "$defs": definitions}
+
+
+def _blocks() -> Iterator[tuple[str, Any]]:
+    for key in job_keys().values():
+        if key.block is not None:
+            yield key.block.__name__, key
+
+
+def schema_text() -> str:
+    """`job_schema` as the file holds it."""
+    return json.dumps(job_schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+def job_reference() -> str:
+    """Every key of a job as Markdown: type, default, meaning and example, one table for each block."""
+    tables = [("Top level", job_keys())]
+    tables += [(f"`{key.name}`", keys_of(key.block)) for key in job_keys().values() if key.block is not None]
+    tables.append(("Each of `sample_prompts`", keys_of(SampleRequest)))
+    return "\n".join(line for title, keys in tables for line in _table(title, keys.values()))
+
+
+def _table(title: str, keys: Iterable[Key]) -> Iterator[str]:
+    yield from (f"### {title}", "", "| key | what | default | meaning | example |", "|---|---|---|---|---|")
+    for key in keys:
+        example = f"`{json.dumps(key.examples[0], ensure_ascii=False)}`" if key.examples else ""
+        alias = f" Also `{key.alias}`." if key.alias else ""
+        yield f"| `{key.name}` | {_what(key)} | {_default_of(key)} | {key.description}{alias} | {example} |"
+    yield ""
+
+
+def _what(key: Key) -> str:
+    if key.block is not None:
+        return "an object, below"
+    if key.item is not None:
+        return f"a list; each {'an object, below, or a string' if key.item.block else key.item.rule.expected}"
+    return key.rule.expected.replace("|", "\\|")
+
+
+def _default_of(key: Key) -> str:
+    if key.is_required:
+        return "required"
+    return "" if key.block is not None or key.default in (None, (), {}, "") else f"`{json.dumps(key.default)}`"
+
+
+def variables_reference() -> str:
+    """Every environment variable as Markdown, with the setting that it gives."""
+    lines = ["| variable | setting | meaning |", "|---|---|---|"]
+    for variable in VARIABLES:
+        in_file = "" if variable.setting.partition(".")[0] in job_keys() else ", not in a job file"
+        lines.append(f"| `{variable.name}` | `{variable.setting}`{in_file} | {variable.key.description} |")
+    return "\n".join([*lines, ""])
+
+
+def callbacks_reference() -> str:
+    """Which callbacks run without being asked for, as Markdown."""
+    lines = ["| callback | what it does | in a job | in a fit |", "|---|---|---|---|"]
+    for name, callback in STANDARD_CALLBACKS.items():
+        in_job = "always" if callback.required else "yes" if callback.arguments else "add it"
+        lines.append(f"| `{name}` | {callback.purpose} | {in_job} | {'yes' if callback.in_fit else 'add it'} |")
+    return "\n".join([*lines, ""])
 
 
 def events_reference() -> str:

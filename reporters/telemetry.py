@@ -38,28 +38,32 @@ PATH_VARIABLE: Final = "WORLDFLUX_METRICS_PATH"
 DEFAULT_PATH: Final = Path(".worldflux", "metrics.jsonl")
 """Where events go when nothing says otherwise, below the working directory."""
 
-REQUIRED_EVENT_FIELDS: Final = (
-    "event",
-    "timestamp",
-    "run_id",
-    "scenario",
-    "success",
-    "duration_sec",
-    "ttfi_sec",
-    "artifacts",
-    "error",
-)
-"""Keys that every event has a value for, though a number that is not known is null."""
-OPTIONAL_EVENT_FIELDS: Final = (
-    "epoch",
-    "step",
-    "throughput_steps_per_sec",
-    "flops_estimate",
-    "watts_estimate",
-    "flops_per_watt",
-    "suggestions",
-)
+
+class TelemetryEvent(msgspec.Struct, kw_only=True):
+    """One line; every key is written, and what is not given is null."""
+
+    event: str
+    timestamp: float | None
+    run_id: str
+    scenario: str
+    success: bool
+    duration_sec: float | None
+    ttfi_sec: float | None
+    artifacts: dict[str, Any]
+    error: str
+    epoch: int | None = None
+    step: int | None = None
+    throughput_steps_per_sec: float | None = None
+    flops_estimate: float | None = None
+    watts_estimate: float | None = None
+    flops_per_watt: float | None = None
+    suggestions: list[str] = []
+
+
+OPTIONAL_EVENT_FIELDS: Final = tuple(f.name for f in msgspec.structs.fields(TelemetryEvent) if not f.required)
 """Keys that are null, or an empty list, in events that have no such value."""
+REQUIRED_EVENT_FIELDS: Final = tuple(f.name for f in msgspec.structs.fields(TelemetryEvent) if f.required)
+"""Keys that every event has a value for, though a number that is not known is null."""
 
 TRIES = 200
 """How often a writer tries for the lock, 50 ms apart: others hold it for one line."""
@@ -110,7 +114,7 @@ def write_event(
     Args:
         event: Its kind: ``heartbeat``, ``diagnostic``, or a name of the caller's.
         scenario: What the run does.
-        success: Whether what the event tells of went well.
+        success: Whether what the event reports went well.
         duration_sec: Seconds that it took.
         ttfi_sec: Seconds to the first iteration.
         artifacts: Anything JSON can hold, by name; paths are written as strings.
@@ -131,29 +135,36 @@ def write_event(
         ValueError: A string that must not be empty is, or `epoch` or `step` is negative.
         EventLogError: The file cannot be written, or another process holds it.
     """
-    if isinstance(suggestions, str):
-        raise TypeError(f"Invalid `suggestions`. Expected a list of strings, but received {suggestions!r}.")
-    record = {
-        "artifacts": _plain("artifacts", {} if artifacts is None else _mapping(artifacts)),
-        "duration_sec": _number("duration_sec", duration_sec),
-        "epoch": None if epoch is None else _count("epoch", epoch),
-        "error": _safe("error", "" if error is None else error),
-        "event": _plain("event", checked_text("event", event)),
-        "flops_estimate": _number("flops_estimate", flops_estimate),
-        "flops_per_watt": _number("flops_per_watt", flops_per_watt),
-        "run_id": _plain("run_id", checked_text("run_id", make_run_id() if run_id is None else run_id)),
-        "scenario": _plain("scenario", checked_text("scenario", scenario)),
-        "step": None if step is None else _count("step", step),
-        "success": _flag(success),
-        "suggestions": [_safe(f"suggestions[{index}]", text) for index, text in enumerate(suggestions or ())],
-        "throughput_steps_per_sec": _number("throughput_steps_per_sec", throughput_steps_per_sec),
-        "timestamp": time.time() if timestamp is None else _number("timestamp", timestamp),
-        "ttfi_sec": _number("ttfi_sec", ttfi_sec),
-        "watts_estimate": _number("watts_estimate", watts_estimate),
+    texts: Any = suggestions if isinstance(suggestions, str) else list(suggestions or ())
+    given = {
+        "event": checked_text("event", event),
+        "timestamp": time.time() if timestamp is None else timestamp,
+        "run_id": checked_text("run_id", make_run_id() if run_id is None else run_id),
+        "scenario": checked_text("scenario", scenario),
+        "success": success,
+        "duration_sec": duration_sec,
+        "ttfi_sec": ttfi_sec,
+        "artifacts": {} if artifacts is None else artifacts,
+        "error": "" if error is None else error,
+        "epoch": None if epoch is None else checked_step(epoch, "epoch"),
+        "step": None if step is None else checked_step(step),
+        "throughput_steps_per_sec": throughput_steps_per_sec,
+        "flops_estimate": flops_estimate,
+        "watts_estimate": watts_estimate,
+        "flops_per_watt": flops_per_watt,
+        "suggestions": texts,
     }
+    plain = {name: _plain(name, value) for name, value in given.items()}
+    try:
+        record = msgspec.to_builtins(msgspec.convert(plain, TelemetryEvent))
+    except msgspec.ValidationError as wrong:
+        where = str(wrong).partition("`$.")[2].rstrip("`")
+        raise TypeError(f"Invalid `{where}`. {str(wrong).partition(' - at')[0]}.") from None
+    record["error"] = hide_environment(record["error"])
+    record["suggestions"] = [hide_environment(text) for text in record["suggestions"]]
     with LineFile(telemetry_path(path), tries=TRIES) as file:
         file.append(_encoder.encode(record) + b"\n")
-    return record
+    return dict(record)
 
 
 def read_events(path: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
@@ -171,36 +182,6 @@ def read_events(path: str | os.PathLike[str] | None = None) -> list[dict[str, An
     if not file.exists():
         return []
     return [decode_line(file, number, line) for number, line in whole_lines(file) if line.strip()]
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"Invalid `artifacts`. Expected a mapping, but received {value!r}.")
-    return value
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"Invalid `success`. Expected True or False, but received {value!r}.")
-    return value
-
-
-def _count(name: str, value: Any) -> int:
-    try:
-        return checked_step(value)
-    except (TypeError, ValueError) as error:
-        raise type(error)(str(error).replace("`step`", f"`{name}`")) from None
-
-
-def _number(name: str, value: Any) -> float | None:
-    number = None if value is None else finite_float(name, value)
-    return None if isinstance(number, str) else number
-
-
-def _safe(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"Invalid `{name}`. Expected a string, but received {value!r}.")
-    return _text(hide_environment(value))
 
 
 def _text(value: str) -> str:
@@ -221,7 +202,8 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return _text(os.fsdecode(value))
     try:
-        return _number(name, value)
+        number = finite_float(name, value)
+        return None if isinstance(number, str) else number
     except TypeError:
         kind = type(value).__qualname__
         raise TypeError(f"Invalid `{name}`. Expected what JSON can hold, but received a {kind}.") from None

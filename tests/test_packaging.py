@@ -56,7 +56,10 @@ def test_the_wheel_holds_every_tracked_file_of_the_packages_under_genlight_and_n
     with zipfile.ZipFile(built[1]) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
 
-    moved = {"genlight/adapter/cli/namespace_main.py": "genlight/__main__.py"}
+    moved = {
+        "genlight/adapter/cli/namespace_main.py": "genlight/__main__.py",
+        "genlight/adapter/runner/slurm_runner.py": "slurm/runner.py",
+    }
     packaged = {f"genlight/{name}" for name in tracked(*PACKAGES)}
     stubs = "genlight/adapter/stubs/"
     assert names == {moved.get(name, name).removeprefix(stubs) for name in packaged}

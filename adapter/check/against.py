@@ -88,8 +88,8 @@ def compare_with_function(
 def _record_function(
     function: Any, against: str, job: ComparedJob, trainer: pl.Trainer, old: Recording, how: Circumstances, updates: int
 ) -> None:
-    batches = job_batches(job.config, job.parquet_paths, how)
-    ctx = plain_context(job.config, trainer, None, job.inputs.model_handles())
+    ctx = plain_context(job.config, trainer, job.inputs.model_handles())
+    batches = job_batches(job.config, job.parquet_paths, how, ctx)
     offered = {
         "batches": batches,
         "ctx": replace(ctx, dataset=batches),

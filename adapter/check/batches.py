@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from ..contract.exceptions import ContractError
+from ..contract.types import StepContext
+from ..plumbing.devices import isolated_random_numbers
 
-__all__ = ["joined", "joined_batches", "rank_feed"]
+__all__ = ["joined", "joined_batches", "rank_feed", "rank_feeds"]
 
 
 @dataclass(frozen=True)
@@ -27,38 +29,53 @@ class _Rank:
     world_size: int
 
 
-def joined_batches(make_data: Callable[[], pl.LightningDataModule], world_size: int, *, epochs: int) -> Iterator[Any]:
+def joined_batches(make_feeds: Callable[[], Sequence[Any]], *, epochs: int) -> Iterator[Any]:
     """The rows of a step of all ranks together, in the order of ranks.
 
     Args:
-        make_data: Makes the data module of the job; once for each rank.
-        world_size: Number of ranks.
+        make_feeds: Gives what feeds each rank, when the first batch is asked for.
         epochs: Passes over the data; -1 means no limit.
 
     Raises:
         ContractError: Batches of this type cannot be put together, on several ranks.
         InputError: The data cannot be read.
     """
-    with ExitStack() as stack:
-        feeds = [rank_feed(make_data(), rank, world_size, stack) for rank in range(world_size)]
-        done = 0
-        while done != epochs:
-            is_empty = True
-            for batches in zip(*feeds, strict=False):
-                is_empty = False
-                # A class may change the raw batch that it is given; the run gets it as it was.
-                yield joined(copy.deepcopy(list(batches)) if _is_mutable(batches[0]) else batches)
-            if is_empty:
-                return
-            done += 1
+    feeds, done = make_feeds(), 0
+    while done != epochs:
+        is_empty = True
+        for batches in zip(*feeds, strict=False):
+            is_empty = False
+            # A class may change the raw batch that it is given; the run gets it as it was.
+            yield joined(copy.deepcopy(list(batches)) if _is_mutable(batches[0]) else batches)
+        if is_empty:
+            return
+        done += 1
 
 
-def rank_feed(data: pl.LightningDataModule, rank: int, world_size: int, stack: ExitStack) -> Any:
-    """What feeds a rank of a training that `data` is not attached to; closed with `stack`."""
-    data.trainer = _Rank(rank, world_size)  # type: ignore[assignment]
+def rank_feed(data: pl.LightningDataModule, ctx: StepContext, stack: ExitStack) -> Any:
+    """What feeds the rank of `ctx` in a training that `data` is not attached to; closed with `stack`."""
+    data.trainer = _Rank(ctx.rank, ctx.world_size)  # type: ignore[assignment]
     stack.callback(data.teardown, "fit")
     data.setup("fit")
+    if hasattr(data, "use_context"):
+        data.use_context(ctx)
     return data.train_dataloader()
+
+
+def rank_feeds(
+    make: Callable[[], pl.LightningDataModule | None], ctx: StepContext, world_size: int, stack: ExitStack
+) -> list[Any]:
+    """What feeds each rank of a training, each of a data module of its own; closed with `stack`.
+
+    Random numbers are afterwards as if only rank zero had made its own.
+    """
+    feeds: list[Any] = []
+    for rank in reversed(range(world_size)):
+        data = make()
+        assert data is not None
+        with isolated_random_numbers() if rank else nullcontext():
+            feeds.insert(0, rank_feed(data, replace(ctx, rank=rank, world_size=world_size), stack))
+    return feeds
 
 
 def joined(batches: Sequence[Any]) -> Any:

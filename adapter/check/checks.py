@@ -38,8 +38,9 @@ SAME = 1e-5
 """Relative difference of weights that rounding explains."""
 NOTHING = 1e-6
 """Weights of this norm and below are taken for zeros."""
-CLOSE = 0.05
-"""Relative difference of weights that bf16 explains over a few steps."""
+CLOSE = 0.2
+"""Relative difference of weights that bf16 explains over a few steps: a bias that began at zero has only moved by some
+steps of Adam, and rounding makes a tenth of that."""
 
 
 _ABOUT_CUDA = re.compile(r"cuda|nvidia|hip\b", re.IGNORECASE)
@@ -66,18 +67,18 @@ def run_checks(subject: Subject) -> Iterator[Finding]:
 
 
 def _dynamic(subject: Subject, folder: Path) -> Iterator[Finding]:
-    observed = Observed(subject)
+    observed = Observed()
     middle = observed.snapshots
     try:
         with observed.listening():
-            whole = subject.train(at_step=observed.at_step, hyperparams=observed.hyperparams)
+            whole = subject.train(at_step=observed.at_step)
     except Exception as error:  # noqa: BLE001  # as above
         yield _about_failure(error)
         return
     yield check_discovered(whole)
     yield Finding("devices", "pass", "a run without any CUDA device works")
     assert whole.module.discovered is not None
-    yield from observed.findings(whole.module.discovered)
+    yield from observed.findings(whole.module.discovered, whole.module.ctx.job.hyperparams)
     yield from _guarded("gradients", lambda: check_gradients(subject))
     yield from _guarded("evaluate", lambda: check_evaluate(subject))
     yield from _guarded("state", lambda: check_state(subject, whole, folder / "state"))

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 
 from ..inputs import MaterializedInputs, materialize_inputs
 from ..job.config import RunConfig
-from ..job.lightning_config import instantiate_alone, make_data
+from ..job.lightning_objects import instantiate_alone, make_data
 from ..module.module import ContractModule
 from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path
 from .causes import Circumstances

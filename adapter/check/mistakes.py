@@ -4,75 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, ItemsView, Iterator, KeysView, Mapping, MutableMapping, ValuesView
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from typing_extensions import override
 
 from ..discovery.discover import Discovered, walk
 from ..discovery.parameter_aliases import key_text
 from ..module.module import ContractModule
 from ..module.plugin_loading import optional_hook
+from ..plumbing.counted_dict import CountedDict
 from ..plumbing.finding import Finding
 from .isolation import quiet
 from .snapshot import Snapshot, live_weights, snapshot
 from .subject import Subject, Trained
 
-__all__ = ["Hyperparams", "Observed", "check_evaluate", "check_gradients", "check_rank_state"]
-
-
-class Hyperparams(dict[str, Any]):
-    """Hyperparameters that remember which of them were read."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
-        self.read: set[str] = set()
-
-    @property
-    def unread(self) -> list[str]:
-        """Names that nobody has asked for."""
-        return [name for name in dict.keys(self) if name not in self.read]
-
-    @override
-    def __getitem__(self, name: str) -> Any:
-        self.read.add(name)
-        return super().__getitem__(name)
-
-    @override
-    def get(self, name: str, default: Any = None) -> Any:
-        self.read.add(name)
-        return super().get(name, default)
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        self.read |= set(super().keys())
-        return super().__iter__()
-
-    @override
-    def keys(self) -> KeysView[str]:  # type: ignore[override]
-        self.read |= set(super().keys())
-        return super().keys()
-
-    @override
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        self.read |= set(super().keys())
-        return super().values()
-
-    @override
-    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        self.read |= set(super().keys())
-        return super().items()
+__all__ = ["Observed", "check_evaluate", "check_gradients", "check_rank_state"]
 
 
 class Observed:
-    """What a run showed while it went on: its metrics, who updated what, and which hyperparameters it read."""
+    """What a run showed while it went on: its metrics, and who updated what."""
 
-    def __init__(self, subject: Subject) -> None:
-        self.hyperparams = Hyperparams(subject.hyperparams)
+    def __init__(self) -> None:
         self.snapshots: dict[int, Snapshot] = {}
         """What the trainer kept after each step, and before the first."""
         self._metrics: list[dict[str, float]] = []
@@ -99,12 +55,12 @@ class Observed:
         if step:
             self._metrics.append(module.metrics())
 
-    def findings(self, discovered: Discovered) -> Iterator[Finding]:
-        """What to say of it, once the run has ended."""
+    def findings(self, discovered: Discovered, hyperparams: Mapping[str, Any]) -> Iterator[Finding]:
+        """What to say of it, and of the hyperparameters that it was given, once the run has ended."""
         yield from self._of_metrics()
         yield from self._of_updates(discovered)
-        if self.hyperparams:
-            unread = self.hyperparams.unread
+        if isinstance(hyperparams, CountedDict) and hyperparams:
+            unread = hyperparams.unread
             yield Finding(
                 "hyperparams",
                 "warn" if unread else "pass",

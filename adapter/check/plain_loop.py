@@ -7,8 +7,9 @@ import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -24,14 +25,14 @@ from ..contract.run_state import RunState
 from ..contract.types import StepContext, TrainerPlugin
 from ..discovery.discover import Discovered, discover
 from ..job.config import RunConfig
-from ..job.lightning_config import epochs_of, make_data
+from ..job.lightning_objects import epochs_of, make_data
 from ..module.own_hooks import own_hooks
-from ..module.plugin_loading import make_trainer, optional_hook
+from ..module.plugin_loading import loader_of_class, make_trainer, optional_hook
 from ..module.rollout import Phase, collected, parted
 from ..module.step_metrics import named_scalars, validated_result
 from ..plumbing.devices import isolated_random_numbers, random_states as states_of_devices, release_memory
 from ..plumbing.redaction import text_of
-from .batches import joined_batches, rank_feed
+from .batches import joined_batches, rank_feeds
 from .causes import Circumstances
 from .isolation import drops, turn_off_dropout
 from .snapshot import KINDS, Recording, Snapshot, snapshot
@@ -45,6 +46,9 @@ __all__ = [
     "random_states",
     "recorded_plain_loop",
 ]
+
+
+_NO_DATA = "The job names no data: add `dataset.parquet_paths`, `data` or `mock_batches`."
 
 
 def another_trainer(target: Any) -> TrainerPlugin:
@@ -235,7 +239,11 @@ def recorded_plain_loop(
             put together.
         InputError: There is no batch.
     """
-    collects = make_data(config, parquet_paths) is None and optional_hook(target, "rollout") is not None
+    data = make_data(config, parquet_paths)
+    collects = data is None and optional_hook(target, "rollout") is not None
+    has_loader = data is None and optional_hook(target, "train_loader") is not None
+    if data is None and not collects and not has_loader:
+        raise InputError(_NO_DATA)
     if collects and how.world_size > 1:
         raise ContractError(
             "A class with `rollout` collects other batches on each rank, and one plain loop cannot have them. Compare "
@@ -243,13 +251,18 @@ def recorded_plain_loop(
         )
     recording = Recording()
     try:
-        with isolated_random_numbers(), _feed(config, parquet_paths, how) as dataset:
+        with isolated_random_numbers(), ExitStack() as stack:
             plugin = another_trainer(target)
-            ctx = plain_context(config, trainer, dataset, model_handles)
+            ctx = plain_context(config, trainer, model_handles)
+            feeds: list[Any] = []
+            if data is not None:
+                feeds = rank_feeds(lambda: make_data(config, parquet_paths), ctx, how.world_size, stack)
+                ctx = replace(ctx, dataset=feeds[0])
+            make_feeds = partial(_loaders_of_class, plugin, ctx, how.world_size) if has_loader else partial(list, feeds)
             for reached in plain_steps(
                 plugin,
                 ctx,
-                None if collects else job_batches(config, parquet_paths, how),
+                None if collects else joined_batches(make_feeds, epochs=epochs_of(config)),
                 how,
                 steps=min(steps, ctx.job.max_steps or steps),
                 dropout=dropout,
@@ -257,7 +270,7 @@ def recorded_plain_loop(
                 refuse_dropout=refuse_dropout,
             ):
                 recording.add(reached)
-            del plugin, ctx
+            del plugin, ctx, make_feeds, feeds
         release_memory()  # the training that follows needs it
         if len(recording) < 2:
             raise InputError("the source of batches is empty: there is no step to compare; check `dataset`")
@@ -267,41 +280,31 @@ def recorded_plain_loop(
     return recording
 
 
-def job_batches(config: RunConfig, parquet_paths: Sequence[str], how: Circumstances) -> Iterator[Any]:
+def job_batches(config: RunConfig, parquet_paths: Sequence[str], how: Circumstances, ctx: StepContext) -> Iterator[Any]:
     """The raw batches of a job, those of all ranks joined.
 
     Raises:
         InputError: The job names no data, or it cannot be read.
     """
-
-    def data() -> pl.LightningDataModule:
-        made = make_data(config, parquet_paths)
-        if made is None:
-            raise InputError("The job names no data: add `dataset.parquet_paths` or `mock_batches`.")
-        return made
-
-    return joined_batches(data, how.world_size, epochs=epochs_of(config))
+    if make_data(config, parquet_paths) is None:
+        raise InputError(_NO_DATA)
+    with ExitStack() as stack:
+        feeds = rank_feeds(lambda: make_data(config, parquet_paths), ctx, how.world_size, stack)
+        yield from joined_batches(lambda: feeds, epochs=epochs_of(config))
 
 
-def plain_context(
-    config: RunConfig, trainer: pl.Trainer, dataset: Any, model_handles: Mapping[str, Any] | None
-) -> StepContext:
+def _loaders_of_class(plugin: Any, ctx: StepContext, world_size: int) -> list[Any]:
+    return [loader_of_class(plugin, replace(ctx, rank=rank, world_size=world_size)) for rank in range(world_size)]
+
+
+def plain_context(config: RunConfig, trainer: pl.Trainer, model_handles: Mapping[str, Any] | None) -> StepContext:
     """What a trainer class gets in a plain loop: one rank, fp32, the device of rank zero of the job."""
     job = config.job if trainer.max_steps == -1 else replace(config.job, max_steps=trainer.max_steps)
     return StepContext(
         job=job,
         model_handles=dict(model_handles or {}),
-        dataset=dataset,
         device=str(trainer.strategy.root_device),
         dtype="fp32",
         is_canceled=lambda: False,
         run_state=RunState(run_id=config.run_id),
     )
-
-
-@contextmanager
-def _feed(config: RunConfig, parquet_paths: Sequence[str], how: Circumstances) -> Iterator[Any]:
-    """What a class finds as ``ctx.dataset`` on rank zero."""
-    with ExitStack() as stack:
-        data = make_data(config, parquet_paths)
-        yield None if data is None else rank_feed(data, 0, how.world_size, stack)

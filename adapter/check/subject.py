@@ -38,10 +38,10 @@ class Subject:
         """A new trainer."""
         return load_trainer_plugin(self.import_path, search_path=self.search_path)
 
-    def job(self, hyperparams: Mapping[str, Any] | None = None) -> TrainingJobSpec:
+    def job(self) -> TrainingJobSpec:
         """The job of a whole run; its checkpoints are made by the checks."""
-        given = dict(self.hyperparams) if hyperparams is None else hyperparams
-        return TrainingJobSpec(run_id="check", max_steps=2 * self.steps, metric_every=0, hyperparams=given)
+        hyperparams = dict(self.hyperparams)
+        return TrainingJobSpec(run_id="check", max_steps=2 * self.steps, metric_every=0, hyperparams=hyperparams)
 
     def train(
         self,
@@ -53,7 +53,6 @@ class Subject:
         resume_from: Path | None = None,
         bf16: bool = False,
         dropout: bool = True,
-        hyperparams: Mapping[str, Any] | None = None,
         **trainer_arguments: Any,
     ) -> Trained:
         """Train a new instance, from the same seed each time, on the CPU.
@@ -66,11 +65,10 @@ class Subject:
             resume_from: Record of a checkpoint.
             bf16: Whether to use bf16-mixed instead of fp32.
             dropout: Whether dropout layers drop anything.
-            hyperparams: In place of those of the subject.
             trainer_arguments: For Lightning's trainer.
         """
         batches = self.batches if batches is None else batches
-        module = ContractModule(self.make(), self.job(hyperparams))
+        module = ContractModule(self.make(), self.job())
         watch = _Watch(at_step, stop_after)
         callbacks: list[pl.Callback] = [watch]
         if not dropout:

@@ -6,17 +6,25 @@ Exit codes: 0 every check passed or warned, 1 one failed, 2 usage, or no data to
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import msgspec
+
+from ..job.spec import DatasetSpec
 from .config_files import is_configuration_name
+from .parser import at_least
 from .terminal import complain, say
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
     from ..check.subject import Subject
+    from ..contract.types import StepContext
     from ..plumbing.finding import Finding
 
 __all__ = ["add_arguments", "run"]
@@ -36,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="JOB",
         help="a job (JSON), or a configuration of `genlight fit` (YAML), whose hyperparameters and data are used",
     )
-    parser.add_argument("--batch_size", type=int, default=None, help="rows per batch; by default the job's, or 32")
-    parser.add_argument("--steps", type=int, default=3, help="steps before and after the interruption")
+    parser.add_argument("--batch_size", type=at_least(1), help="rows per batch; by default the job's, or 32")
+    parser.add_argument("--steps", type=at_least(1), default=3, help="steps before and after the interruption")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
 
 
@@ -63,100 +71,94 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _subject(args: argparse.Namespace) -> Subject:
-    for option in ("steps", "batch_size"):
-        number = getattr(args, option)
-        if number is not None and number < 1:
-            raise ValueError(f"Invalid `--{option}`. Expected a number >= 1, but received {number}.")
     if args.trainer is not None and args.trainer.endswith((".json", ".yaml", ".yml")):
         raise ValueError(f"{args.trainer} is not a trainer; name one as MODULE:CLASS, or a job by --job {args.trainer}")
-    if is_configuration_name(args.job):
-        return _subject_of_configuration(args)
-    job = _job(args)
-    trainer = args.trainer or (job.trainer if job is not None else None)
-    if trainer is None:
-        raise ValueError("name a trainer, as MODULE:CLASS or by --job JOB.json")
-    search_path = [str(Path.cwd())] if job is None else [str(job.spec_dir), str(Path.cwd())]
+    is_job = not is_configuration_name(args.job)
+    trainer, hyperparams, folders, make_data = _of_job(args) if is_job else _of_configuration(args)
+    # Only now: these load Lightning, which a command that is refused need not wait for.
+    from ..check.batches import rank_feed
     from ..check.subject import Subject
+    from ..contract.types import StepContext, TrainingJobSpec
+    from ..module.plugin_loading import on_sys_path
 
+    count = 2 * args.steps
+    job = TrainingJobSpec(run_id="check", max_steps=count, hyperparams=dict(hyperparams))
+    ctx = StepContext(job, device="cpu", dtype="fp32", is_canceled=lambda: False)
+    with on_sys_path(folders), contextlib.ExitStack() as stack:  # a `collate` may be a function of the user's
+        data = make_data()
+        if data is not None:
+            batches = _repeated(rank_feed(data, ctx, stack), count)
+        else:
+            batches = [] if args.job is None else _repeated(_loader_of_class(trainer, ctx), count)
     return Subject(
         import_path=trainer,
-        batches=tuple(_batches(args, job, 2 * args.steps)),
+        batches=tuple(batches),
         steps=args.steps,
-        search_path=tuple(search_path),
-        hyperparams={} if job is None else dict(job.job.hyperparams),
+        search_path=tuple(map(str, folders)),
+        hyperparams=hyperparams,
     )
 
 
-def _subject_of_configuration(args: argparse.Namespace) -> Subject:
-    from ..check.subject import Subject
-    from .configured_fit import parse_configuration
-    from .lightning_cli import UnusableConfigurationError
+_Source: TypeAlias = tuple[str, Mapping[str, Any], list[Path], Callable[[], "pl.LightningDataModule | None"]]
+"""Trainer, hyperparameters, folders of modules, and what makes the data module."""
+
+
+def _of_job(args: argparse.Namespace) -> _Source:
+    """What a job says, which hands out its data filtered, shuffled and collated as in a run; none need be named."""
+    from ..job.config import resolve_run_config
+
+    if args.job is None:
+        if args.trainer is None:
+            raise ValueError("name a trainer, as MODULE:CLASS or by --job JOB.json")
+        return args.trainer, {}, [Path.cwd()], lambda: _arrow_data({}, args)
+    overrides = [] if args.trainer is None else [f"trainer={args.trainer}"]
+    job = resolve_run_config(spec_path=args.job, overrides=overrides)
+    size = {} if args.batch_size is None else {"batch_size": args.batch_size}
+    paths = {} if not args.data else {"parquet_paths": tuple(args.data)}
+    if paths or (size and job.dataset is not None):
+        dataset = msgspec.structs.replace(job.dataset or DatasetSpec(), **size, **paths)
+        job = msgspec.structs.replace(job, dataset=dataset, mock_batches=None if paths else job.mock_batches)
+    from ..job.lightning_objects import make_data  # loads Lightning
+
+    return job.trainer, job.hyperparams, [job.spec_dir, Path.cwd()], lambda: make_data(job)
+
+
+def _of_configuration(args: argparse.Namespace) -> _Source:
+    from ..feed.mock import MockDataModule
+    from .lightning_cli import UnusableConfigurationError, parse_configuration
 
     try:
         fit = parse_configuration(args.job)
     except UnusableConfigurationError as error:
         raise ValueError(str(error)) from error
-    trainer = args.trainer or fit.plugin
+    trainer, mock = args.trainer or fit.plugin, fit.mock_batches
     if trainer is None:
         raise ValueError(f"{args.job} has no genlight.adapter.ContractModule; name a trainer, as MODULE:CLASS")
-    if not args.data and fit.mock_batches is not None:
-        batches = _repeated(fit.mock_batches, 2 * args.steps)
-    else:
-        paths = args.data or fit.dataset.get("parquet_paths") or []
-        size = args.batch_size or fit.dataset.get("batch_size") or 32
-        batches = _parquet_batches(paths, size, fit.dataset.get("columns"), 2 * args.steps)
-    return Subject(
-        import_path=trainer,
-        batches=tuple(batches),
-        steps=args.steps,
-        search_path=(str(Path.cwd()),),
-        hyperparams=fit.hyperparams,
-    )
+    if mock is not None and not args.data:
+        return trainer, fit.hyperparams, [Path.cwd()], lambda: MockDataModule(mock)
+    return trainer, fit.hyperparams, [Path.cwd()], lambda: _arrow_data(fit.dataset, args)
 
 
-def _job(args: argparse.Namespace) -> Any:
-    from ..job.config import resolve_run_config
+def _arrow_data(given: Mapping[str, Any], args: argparse.Namespace) -> pl.LightningDataModule | None:
+    """The data module of these arguments and those of the command line; None where neither names files."""
+    from ..feed import ArrowDataModule
 
-    if args.job is None:
-        return None
-    overrides = [] if args.trainer is None else [f"trainer={args.trainer}"]
-    return resolve_run_config(spec_path=args.job, overrides=overrides)
-
-
-def _batches(args: argparse.Namespace, job: Any, count: int) -> list[Any]:
-    """`count` raw batches; a shorter source starts over."""
-    if not args.data and job is not None:
-        return _batches_of_job(job, args.batch_size, count)
-    dataset = job.dataset if job is not None else None
-    size = args.batch_size or (dataset.batch_size if dataset is not None else None) or 32
-    return _parquet_batches(args.data, size, dataset.columns if dataset is not None else None, count)
+    size = {} if args.batch_size is None else {"batch_size": args.batch_size}
+    arguments = {**given, **size, **({"parquet_paths": args.data} if args.data else {})}
+    return ArrowDataModule(**arguments) if arguments.get("parquet_paths") else None
 
 
-def _batches_of_job(job: Any, batch_size: int | None, count: int) -> list[Any]:
-    """What the job's own data module hands out: filtered, shuffled and collated as in a run; nothing without data."""
-    import contextlib
+def _loader_of_class(import_path: str, ctx: StepContext) -> Iterable[Any]:
+    """What the class's own ``train_loader`` gives; nothing where it has none."""
+    from ..module.plugin_loading import find_trainer, loader_of_class, make_trainer, optional_hook
 
-    import msgspec
-
-    from ..check.batches import rank_feed
-    from ..job.lightning_config import make_data
-    from ..module.plugin_loading import on_sys_path
-
-    if batch_size is not None and job.dataset is not None:
-        job = msgspec.structs.replace(job, dataset=msgspec.structs.replace(job.dataset, batch_size=batch_size))
-    with on_sys_path([job.spec_dir, Path.cwd()]), contextlib.ExitStack() as stack:
-        data = make_data(job)
-        return [] if data is None else _repeated(rank_feed(data, 0, 1, stack), count)
-
-
-def _parquet_batches(paths: Sequence[str], size: int, columns: Sequence[str] | None, count: int) -> list[Any]:
-    if not paths:
-        return []
-    from ..contract.types import ArrowFeedConfig
-    from ..feed import ParquetArrowBatchFeeder
-
-    config = ArrowFeedConfig(batch_size=size, columns=None if columns is None else tuple(columns))
-    return _repeated(ParquetArrowBatchFeeder(paths, config), count)
+    target = find_trainer(import_path)
+    if optional_hook(target, "train_loader") is None:
+        return ()
+    trainer = make_trainer(target)
+    trainer.setup(ctx)
+    loader: Iterable[Any] = loader_of_class(trainer, ctx)
+    return loader
 
 
 def _repeated(source: Iterable[Any], count: int) -> list[Any]:

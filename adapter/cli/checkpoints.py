@@ -13,14 +13,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ...callbacks.checkpoint.format.contents import read_header
+from ...callbacks.checkpoint.contents import read_header
 from ...callbacks.checkpoint.format.layout import name_of, record_path, tensor_file
-from ...callbacks.checkpoint.format.record import CheckpointRecord, FileEntry
-from ...callbacks.checkpoint.format.record_file import read_record
-from ...callbacks.checkpoint.format.safetensors_header import RAW, TORCH_TYPES
-from ...callbacks.checkpoint.format.shard_index import PART_FILE, SliceEntry, parse_part, rank_of
-from ...callbacks.checkpoint.format.verification import find_file, read_proven, verify_files
+from ...callbacks.checkpoint.format.record import CheckpointRecord, FileEntry, read_record
+from ...callbacks.checkpoint.format.tensor_files import PART_FILE, RAW, TORCH_TYPES, SliceEntry, parse_part, rank_of
 from ...callbacks.checkpoint.selection import Listed, find_checkpoint, folder_of_checkpoints, list_checkpoints
+from ...callbacks.checkpoint.storage.files import find_file, read_proven, verify_files
 from ..contract.exceptions import BrokenCheckpointError, CheckpointError
 from ..plumbing.text import printable, size_text
 from .terminal import complain, say
@@ -29,11 +27,6 @@ __all__ = ["add_arguments", "run"]
 
 _SOUND, _BROKEN, _USAGE = 0, 1, 2
 _SHOWN_TENSORS = 40
-_OTHER_FORMATS = (
-    *(".bin", ".gguf", ".h5", ".json", ".npy", ".npz", ".onnx", ".pickle", ".pkl", ".pt", ".pth", ".tar", ".txt"),
-    *(".yaml", ".yml", ".zip"),
-)
-"""Suffixes that no folder has."""
 _NOTHING = "no checkpoint in {}; name a run's directory, its checkpoints, or one of them"
 
 
@@ -43,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="checkpoint (its .json or its name), or a folder of checkpoints")
     parser.add_argument("--json", action="store_true", help="list, verify, show: JSON, for other programs")
     parser.add_argument(
-        "--to", metavar="TARGET", help="export: FILE.safetensors, FILE.ckpt (Lightning), or a Hugging Face FOLDER"
+        "--to", metavar="FILE", help="export: FILE.safetensors (weights alone), or FILE.ckpt (Lightning's format)"
     )
     parser.add_argument(
         "--strip-prefix", default="", metavar="PREFIX", help="export: only weights with this prefix, and without it"
@@ -250,27 +243,19 @@ def _text(value: Any) -> str:
 
 
 def _export(args: argparse.Namespace) -> int:
-    if not args.to:
-        return complain("checkpoints", "export needs --to FILE.safetensors, FILE.ckpt or FOLDER", _USAGE)
-    path, target = find_checkpoint(args.path), Path(args.to)
-    if target.suffix in _OTHER_FORMATS:
-        return complain(
-            "checkpoints",
-            f"nothing is exported as a {target.suffix} file; name FILE.safetensors, FILE.ckpt or FOLDER",
-            _USAGE,
-        )
+    path, target = find_checkpoint(args.path), Path(args.to or "")
+    if target.suffix not in (".safetensors", ".ckpt"):
+        return complain("checkpoints", "export needs --to FILE.safetensors or --to FILE.ckpt", _USAGE)
     if target.suffix == ".ckpt" and args.strip_prefix:
-        return complain("checkpoints", "--strip-prefix is for FILE.safetensors and FOLDER; leave it out", _USAGE)
+        return complain("checkpoints", "--strip-prefix is for FILE.safetensors; leave it out", _USAGE)
     # Only an export needs torch, whose import takes longer than any other action.
-    from ...callbacks.checkpoint.export import export_huggingface, export_lightning, export_safetensors, read_base
+    from ...callbacks.checkpoint.export import export_lightning, export_safetensors, read_base
 
     base = read_base(args.base) if args.base else None
     if target.suffix == ".safetensors":
         written = export_safetensors(path, target, strip_prefix=args.strip_prefix, base=base)
-    elif target.suffix == ".ckpt":
-        written = export_lightning(path, target, base=base)
     else:
-        written = export_huggingface(path, target, strip_prefix=args.strip_prefix, base=base)
+        written = export_lightning(path, target, base=base)
     say(written)
     return _SOUND
 

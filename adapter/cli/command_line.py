@@ -7,6 +7,7 @@ neither torch nor Lightning, so that ``--help``, listings and shell completion a
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import os
@@ -16,8 +17,6 @@ from collections.abc import Sequence
 from importlib import import_module, metadata
 from typing import Any
 
-from jsonargparse import set_parsing_settings
-
 from ...callbacks.stop.signals import StopSignals
 from ..job.environment import rank_errors
 from ..plumbing.operating_system import unsupported_system
@@ -26,7 +25,14 @@ from ..run.ranks.this_rank import is_rank_zero
 from . import INTERRUPTED
 from .config_files import config_file_fault
 from .parser import CommandParser
-from .terminal import complain, fill_closed_descriptors, for_any_character, outliving_readers, until_the_reader_leaves
+from .terminal import (
+    VisibleFormatter,
+    complain,
+    fill_closed_descriptors,
+    for_any_character,
+    outliving_readers,
+    until_the_reader_leaves,
+)
 
 __all__ = ["main"]
 
@@ -42,6 +48,8 @@ COMMANDS = {
     "test": "test from a LightningCLI configuration",
     "predict": "predict from a LightningCLI configuration",
     "ls": "list runs: state, step, speed, loss, best score",
+    "watch": "watch runs in the terminal, live",
+    "serve": "show the runs below a folder in a browser, live",
     "report": "write what happened in runs as one HTML file",
     "stop": "ask a run to stop after a checkpoint, and wait for it",
     "doctor": "find the mistakes of a job, or of a configuration, without training",
@@ -49,8 +57,8 @@ COMMANDS = {
     "compare": "compare a job's training with a plain Python loop of its class, step by step",
     "checkpoints": "list, verify, show or export checkpoints",
     "events": "show, follow or check an event log",
-    "uploads": "list, retry or export what is still to be uploaded",
-    "slurm": "render or submit the sbatch script of a job; see or end what was submitted",
+    "uploads": "list or retry what is still to be uploaded",
+    "slurm": "render or submit the sbatch script of a job, and wait for its end",
 }
 LIGHTNING_COMMANDS = ("fit", "validate", "test", "predict")
 """Those that LightningCLI has, which parses their arguments itself."""
@@ -67,16 +75,12 @@ _CHATTY_LOGGERS = (
 _NOT_FOR_USERS = (
     ".*does not have many workers.*",
     ".*smaller than the logging interval.*",
-    "The .srun. command is available on your system but is not used.*",
     "Using ModelCheckpoint with manual optimization.*",
     ".*treespec, LeafSpec.*",
     "Checkpoint directory .* exists and is not empty.*",
     "The `srun` command is available on your system but is not used.*",
 )
 """Warnings of Lightning and torch about each other, or about what a trainer class decides."""
-
-COMPLETION = "print_completion"
-"""jsonargparse's own argument; of its shells those that begin with ``shtab-`` need shtab."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,28 +109,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     _configure_messages()
-    needs_linux = words and words[0] in COMMANDS and words[0] not in ANYWHERE
-    fault = unsupported_system(f"genlight {words[0]}") if needs_linux else None
+    name = words[0] if words else ""
+    fault = unsupported_system(f"genlight {name}") if name in COMMANDS and name not in ANYWHERE else None
     if fault:
         return complain("", f"{fault} These commands work here: {', '.join(ANYWHERE)}.")
-    if words and words[0] in LIGHTNING_COMMANDS:
+    if name in LIGHTNING_COMMANDS:
         faults = [*filter(None, [config_file_fault(words)]), *rank_errors(os.environ)]
         if faults:
             return max(complain("", fault) for fault in faults)
         return _run_lightning(words)
-    parser = build_parser(words)
-    parsed = parser.parse_args(words)
-    if parsed.subcommand is None:
+    if name not in COMMANDS:
+        parser = program_parser()
+        parser.parse_args(words)
         parser.print_help()
         return 0
-    command = import_module(f".{parsed.subcommand}", __package__)
+    parser = command_parser(name)
     try:
-        code: int = command.run(getattr(parsed, parsed.subcommand))
+        code: int = _module_of(name).run(parser.parse_args(words[1:]))
     except OSError as error:
         if error.filename is None:  # Of the output, which is looked after where that is.
             raise
         path = os.fsdecode(error.filename)
-        return complain(parsed.subcommand, f"{path}: {error.strerror}; name a path that can be used")
+        return complain(name, f"{path}: {error.strerror}; name a path that can be used")
     return code
 
 
@@ -141,29 +145,32 @@ def _run_lightning(words: list[str]) -> int:
         return run_lightning_cli(words, signals)
 
 
-def build_parser(words: Sequence[str] = ()) -> CommandParser:
-    """The parser of all commands.
+def program_parser() -> CommandParser:
+    """The parser of the program, which names all commands and declares the arguments of none."""
+    return _program_parser()
 
-    Args:
-        words: What is to be parsed. Only the command that it names declares its arguments, since that loads what the
-            command stands on; for a completion script all do.
-    """
-    set_parsing_settings(add_print_completion_argument=True)
-    parser = CommandParser(prog="genlight", description="Runs trainer classes on PyTorch Lightning.")
+
+def completion_parser() -> CommandParser:
+    """The parser of the program with the arguments of all commands of our own, for ``shtab``."""
+    return _program_parser(*(name for name in COMMANDS if name not in LIGHTNING_COMMANDS))
+
+
+def _program_parser(*declared: str) -> CommandParser:
+    parser = CommandParser("genlight", description="Runs trainer classes on PyTorch Lightning.")
     parser.see_also = f"reference: {reference('all-commands')}"
     parser.add_argument("--version", action="version", version=version_text())
-    commands = parser.add_subcommands(required=False)
+    commands = parser.add_subparsers(metavar="COMMAND", parser_class=argparse.ArgumentParser)
     for name, summary in COMMANDS.items():
-        declares = any(word in (name, f"--{COMPLETION}") or word.startswith(f"--{COMPLETION}=") for word in words)
-        commands.add_subcommand(name, _command_parser(name, declares=declares), help=summary)
+        command = commands.add_parser(name, help=summary)
+        if name in declared:
+            _module_of(name).add_arguments(command)
     return parser
 
 
-def _command_parser(name: str, *, declares: bool) -> CommandParser:
-    if not declares or name in LIGHTNING_COMMANDS:
-        return CommandParser(description=COMMANDS[name])
-    command: Any = import_module(f".{name}", __package__)
-    parser = CommandParser(description=getattr(command, "HELP", command.__doc__).replace("``", "`"))
+def command_parser(name: str) -> CommandParser:
+    """The parser of one command. Only its own arguments are declared, since that loads what the command stands on."""
+    command = _module_of(name)
+    parser = CommandParser(f"genlight {name}", description=command.__doc__.replace("``", "`"))
     command.add_arguments(parser)
     if name in ("init", "run", "doctor"):
         parser.see_also = f"every key of a job: {reference('a-jobs-keys')}"
@@ -172,16 +179,34 @@ def _command_parser(name: str, *, declares: bool) -> CommandParser:
     return parser
 
 
+def _module_of(name: str) -> Any:
+    return import_module(f".{name}", __package__)
+
+
 def version_text() -> str:
     """Genlight's version, and those of what it stands on."""
     stands_on = ", ".join(f"{name} {metadata.version(name)}" for name in ("lightning", "torch"))
     return f"genlight {metadata.version('genlight')} ({stands_on}, python {sys.version.split()[0]})"
 
 
+class _StandardError(logging.StreamHandler[Any]):
+    """Writes to what standard error is at the moment: while a bar is drawn, that puts lines above it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)  # a StreamHandler's own would keep the stream of now
+
+    @property
+    def stream(self) -> Any:
+        """Standard error."""
+        return sys.stderr
+
+
 def _configure_messages() -> None:
     """Our messages to standard error; of Lightning's, warnings that a user can act on."""
     if not logging.getLogger().handlers:
-        logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s", stream=sys.stderr)
+        handler = _StandardError()
+        handler.setFormatter(VisibleFormatter())
+        logging.basicConfig(level=logging.INFO, handlers=[handler])
         # It has a handler to standard error of its own, and each message would come twice.
         logging.getLogger("lightning").propagate = False
     for name in _CHATTY_LOGGERS:

@@ -6,12 +6,13 @@ Exit codes: 0 equal within --rtol, 1 different, or the class failed, 2 usage, or
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .parser import add_overrides
+from .parser import add_overrides, at_least
 from .terminal import complain, say
 
 if TYPE_CHECKING:
@@ -25,10 +26,12 @@ EQUAL, DIFFERENT, USAGE = 0, 1, 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument("job", metavar="JOB.json", help="the job spec, whose strategy and precision are compared")
-    parser.add_argument("--steps", type=int, default=5, help="number of steps; with --against, number of updates")
+    parser.add_argument(
+        "--steps", type=at_least(1), default=5, help="number of steps; with --against, number of updates"
+    )
     parser.add_argument(
         "--rtol",
-        type=float,
+        type=_tolerance,
         default=None,
         help="relative difference that counts as equal; by default 1e-5, or 0.05 in half precision; 0 wants equal bits",
     )
@@ -38,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="compare with an old training function, at each optimizer.step, instead of with the class in a plain loop",
     )
-    parser.add_argument("--seed", type=int, default=0, help="where the random numbers of both begin")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="where the random numbers of both begin")
     add_overrides(parser, "override a setting of the job, such as lightning.devices=2; may be repeated")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
 
@@ -47,9 +50,8 @@ def run(args: argparse.Namespace) -> int:
     """Carry the command out and return its exit code."""
     from ..contract.exceptions import ContractError, GenlightError, InputError, StartupContractError
 
-    faults = _faults(args)
-    if faults:
-        return _refuse("; ".join(faults))
+    if args.job.endswith((".yaml", ".yml")):
+        return _refuse(f"{args.job} is a configuration of `genlight fit`; name a job (JSON)")
     try:
         comparison = _compare(args)
     except (StartupContractError, ContractError, InputError, OSError) as error:
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace) -> Comparison | None:
     from ..job.config import resolve_run_config
     from ..module.plugin_loading import find_trainer, on_sys_path
-    from ..run.preflight import check_plugin
+    from ..run.training import check_plugin
 
     config = resolve_run_config(spec_path=args.job, overrides=args.set)
     with on_sys_path([config.spec_dir, Path.cwd()]):
@@ -83,17 +85,11 @@ def _compare(args: argparse.Namespace) -> Comparison | None:
     return compare_job(config, steps=args.steps, rtol=args.rtol, seed=args.seed)
 
 
-def _faults(args: argparse.Namespace) -> list[str]:
-    faults = []
-    if args.steps < 1:
-        faults.append(f"Invalid `--steps`. Expected a number >= 1, but received {args.steps}.")
-    if args.rtol is not None and not (math.isfinite(args.rtol) and args.rtol >= 0):
-        faults.append(f"Invalid `--rtol`. Expected a finite number >= 0, but received {args.rtol}.")
-    if not 0 <= args.seed < 2**32:
-        faults.append(f"Invalid `--seed`. Expected a number from 0 to 4294967295, but received {args.seed}.")
-    if args.job.endswith((".yaml", ".yml")):
-        faults.append(f"{args.job} is a configuration of `genlight fit`; name a job (JSON)")
-    return faults
+def _tolerance(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if math.isfinite(float(text)) and float(text) >= 0:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected a finite number >= 0, but received {text}")
 
 
 def _refuse(text: str) -> int:

@@ -78,7 +78,8 @@ def _syntax_fault(name: str, text: str) -> str | None:
         return f"The configuration {name!r} is not YAML: {error.reason}."
     except RecursionError:
         return f"The configuration {name!r} is nested too deeply."
-    if _expanded(tree, {}) > MOST_VALUES:
+    repeated: list[str] = []
+    if _expanded(tree, {}, repeated) > MOST_VALUES:
         return (
             f"The configuration {name!r} has more than {MOST_VALUES:,} values with its anchors filled in. Write it "
             "without nested anchors."
@@ -88,34 +89,29 @@ def _syntax_fault(name: str, text: str) -> str | None:
     settings = {str(key.value): value for key, value in tree.value}
     if "run_id" in settings and isinstance(settings.get("trainer"), yaml.ScalarNode):
         return f"{name!r} is a job spec in YAML. Write it as JSON, and run it with `genlight run`."
-    return next((f"The key {key!r} appears twice in {name!r}, in {at}." for key, at in _repeated(tree, set())), None)
+    return f"The key {repeated[0]} appears twice in {name!r}, in {repeated[1]}." if repeated else None
 
 
-def _expanded(node: Any, known: dict[int, float]) -> float:
-    """How many values a node stands for, once each alias is filled in; infinitely many for one that holds itself."""
-    if id(node) not in known:
-        known[id(node)] = math.inf
-        inner = node.value if isinstance(node.value, list) else []
-        parts = itertools.chain.from_iterable(part if isinstance(part, tuple) else (part,) for part in inner)
-        known[id(node)] = 1 + sum(_expanded(part, known) for part in parts)
-    return known[id(node)]
+def _expanded(node: Any, known: dict[int, float], repeated: list[str]) -> float:
+    """How many values a node stands for, once each alias is filled in; infinitely many for one that holds itself.
 
-
-def _repeated(node: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
-    """Keys that stand twice in one mapping, of which YAML would take the last without a word, and where they stand."""
-    if id(node) in seen or not isinstance(node.value, list):  # an anchor's, or a plain value
-        return
-    seen.add(id(node))
+    Notes keys that stand twice in one mapping, of which YAML would take the last without a word, and their lines.
+    """
+    if id(node) in known:
+        return known[id(node)]
+    known[id(node)] = math.inf
+    inner = node.value if isinstance(node.value, list) else []
+    pairs = [part for part in inner if isinstance(part, tuple)]
     lines: dict[str, int] = {}
-    for part in node.value:
-        if isinstance(part, tuple):
-            key, value = part
-            line, name = key.start_mark.line + 1, str(key.value)
-            if name in lines and name != "<<":
-                yield name, f"lines {lines[name]} and {line}" if lines[name] != line else f"line {line}"
-            lines[name] = line
-            part = value
-        yield from _repeated(part, seen)
+    for key, _ in pairs:
+        line, text = key.start_mark.line + 1, str(key.value)
+        if text in lines and text != "<<":
+            places = f"lines {lines[text]} and {line}" if lines[text] != line else f"line {line}"
+            repeated += [repr(text), places]
+        lines[text] = line
+    parts = itertools.chain.from_iterable(pairs) if pairs else inner
+    known[id(node)] = 1 + sum(_expanded(part, known, repeated) for part in parts)
+    return known[id(node)]
 
 
 def _is_job_spec(text: str) -> bool:

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="list every violation of the format; exit code 1 if any")
     parser.add_argument("--goodput", action="store_true", help="where the time of the run went, over all attempts")
     parser.add_argument("--metrics", action="store_true", help="write the metrics as a table to standard output")
-    parser.add_argument("--format", choices=("csv", "parquet"), default="csv", help="of that table; default: csv")
+    parser.add_argument("--format", choices=("csv", "parquet"), default="csv", help="of that table")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, for other programs")
 
 

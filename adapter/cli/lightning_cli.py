@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import inspect
+import io
+import itertools
 import logging
 import os
+import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import yaml
+from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.callbacks import BasePredictionWriter, ProgressBar
 from lightning.pytorch.callbacks.timer import Interval
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
 from ...callbacks.checkpoint.format.layout import FINAL_NAME
-from ...callbacks.checkpoint.ownership import checkpoint_files
 from ...callbacks.checkpoint.policy import Checkpoint
 from ...callbacks.checkpoint.selection import find_checkpoint, find_final, newest_valid
+from ...callbacks.checkpoint.storage.commit import checkpoint_files
 from ...callbacks.hook.events import callbacks_of
+from ...callbacks.job_progress import JobProgress
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import StopSources
 from ...callbacks.stop.stop_requests import StopRequests
@@ -32,11 +40,12 @@ from ...reporters.events.event_logger import EventLogger
 from ..cluster.placement import placed_by_launcher
 from ..cluster.slurm_environment import placement_fault
 from ..contract.exceptions import BrokenCheckpointError, EventLogError, GenlightError, MonitorError
-from ..job.parser_errors import UnusableValueError, is_about_what_was_given, root_cause
+from ..job.parser_errors import UnusableValueError, is_about_what_was_given, root_cause, shortened
 from ..module.module import ContractModule
 from ..plumbing.failures import EXIT_STARTUP
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.redaction import secrets_in, without_secrets
+from ..plumbing.text import as_list, nearest
 from ..run.artifact_dirs import directory_fault
 from ..run.artifacts_lock import lock_directory
 from ..run.fit import fit, join
@@ -45,12 +54,23 @@ from ..run.results import newest_picture, show_results
 from ..run.resume import move_checkpoints_aside
 from ..run.session import FollowerSession, Session
 from ..run.tracking import continue_runs
-from .parser import CommandParser
+from .config_files import config_file_fault
+from .parser import offered_name, refuse
 
-__all__ = ["GenlightCLI", "UnusableConfigurationError", "checkpoints_of", "run_lightning_cli"]
+__all__ = [
+    "ConfiguredFit",
+    "GenlightCLI",
+    "UnusableConfigurationError",
+    "checkpoints_of",
+    "parse_configuration",
+    "run_lightning_cli",
+]
 
 log = logging.getLogger(__name__)
 
+_MODEL = "genlight.adapter.ContractModule"
+_ARROW_DATA = "genlight.adapter.ArrowDataModule"
+_MOCK_DATA = "genlight.adapter.MockDataModule"
 _WORDS_OF_LIGHTNING = ("best", "hpc", "last")
 """What ``--ckpt_path`` takes besides a path."""
 _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
@@ -84,24 +104,52 @@ class SaveAttemptConfig(SaveConfigCallback):
             return
         text = yaml.safe_dump(without_secrets(yaml.safe_load(self.parser.dump(self.config))), sort_keys=False)
         os.makedirs(folder, exist_ok=True)
-        for path in _config_paths(Path(folder)):
-            try:
-                with open(path, "x", encoding="utf-8") as file:
-                    file.write(text)
-            except FileExistsError:
-                continue
-            return
+        for attempt in itertools.count(1):
+            with (
+                contextlib.suppress(FileExistsError),
+                open(os.path.join(folder, f"config-{attempt}.yaml"), "x", encoding="utf-8") as file,
+            ):
+                file.write(text)
+                return
 
 
-def _config_paths(folder: Path) -> Iterator[Path]:
-    attempt = 0
-    while True:
-        attempt += 1
-        yield folder / f"config-{attempt}.yaml"
+class _Parser(LightningArgumentParser):
+    """LightningCLI's parser, whose errors are shorter and offer the nearest name for a misspelled one."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Say what is wrong and end the process with 2, as argparse does."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        parser, message = getattr(ex, "subcommand_parser", None) or self, shortened(message)
+        refuse(parser, message, _offered_key(parser, message) or offered_name(parser, message))
 
 
-class _Parser(CommandParser, LightningArgumentParser):
-    """LightningCLI's parser, with our errors."""
+_UNKNOWN_KEY = re.compile(r"Subcommand '(?P<command>[^']*)' does not accept option '(?P<given>[^']*)'")
+_UNKNOWN_ARGUMENT = re.compile(
+    r"class_path '(?P<module>[\w.]+)\.(?P<name>\w+)': Option '(?P<given>[^']*)' is not accepted"
+)
+_BASES = {"LightningModule": "model", "LightningDataModule": "data"}
+"""What a block without a class path stands for: a program of one's own may bind its class, `genlight fit` does not."""
+
+
+def _offered_key(parser: ArgumentParser, message: str) -> str:
+    """A sentence that offers what stands in place of a key or an argument of a class that is not known."""
+    key, argument = _UNKNOWN_KEY.search(message), _UNKNOWN_ARGUMENT.search(message)
+    if argument is not None and argument["name"] in _BASES:
+        block = _BASES[argument["name"]]
+        return f". Name your class: `{block}: {{class_path: module.Class, init_args: {{…}}}}`"
+    if argument is not None:
+        made = getattr(sys.modules.get(argument["module"]), argument["name"], None)
+        offered = nearest(argument["given"], list(inspect.signature(made).parameters) if callable(made) else [])
+    elif key is not None:
+        commands = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
+        command = commands[0].choices[key["command"]] if commands else parser
+        known = [name.removeprefix("--") for each in command._actions for name in each.option_strings]
+        offered = nearest(key["given"], known)
+    else:
+        return ""
+    return f".{offered}" if offered else ""
 
 
 class GenlightCLI(LightningCLI):
@@ -170,7 +218,11 @@ class GenlightCLI(LightningCLI):
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        placed = placed_by_launcher({**self._get(self.config_init, "trainer", default={}), **kwargs})
+        settings = {**self._get(self.config_init, "trainer", default={}), **kwargs}
+        if self.subcommand == "fit" and settings.get("enable_progress_bar") is None and not _shows_progress(settings):
+            kwargs["enable_progress_bar"] = False  # Lightning's counts epochs of a class that has none
+            self.trainer_defaults["callbacks"] = [*self.trainer_defaults["callbacks"], JobProgress()]
+        placed = placed_by_launcher({**settings, **kwargs})
         trainer = super().instantiate_trainer(**{**kwargs, **placed})
         fault = placement_fault(trainer)
         if fault is not None:
@@ -288,11 +340,8 @@ class GenlightCLI(LightningCLI):
         session, trainer = self._session, self.trainer
         join(session, trainer, model)
         if session.checkpoints_dir is not None and session.is_rank_zero:
-            step = 0 if self._resumed_step is None and self.config["fit"]["resume"] == "auto" else self._resumed_step
-            if step is not None and not isinstance(model, ContractModule):
-                step -= 1  # Lightning's own loop reports the step after the resumed one under its number
-            log_path = next((logger.path for logger in trainer.loggers if isinstance(logger, EventLogger)), None)
-            continue_runs(trainer, session.checkpoints_dir, resumed_step=step, events_path=log_path)
+            resumes = self._resumed_step is not None or self.config["fit"]["resume"] == "auto"
+            continue_runs(trainer, session.checkpoints_dir, resumes=resumes)
         fit(session, trainer, model, **arguments)
 
     def after_fit(self) -> None:
@@ -370,6 +419,55 @@ class GenlightCLI(LightningCLI):
             log.info(message, *values)
 
 
+class ConfiguredFit(GenlightCLI):
+    """A fit whose configuration was read, and that does not begin; `build` makes its objects."""
+
+    @override
+    def instantiate_classes(self) -> None:
+        """Nothing: a model may take long to build."""
+
+    @override
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Nothing is trained."""
+
+    def build(self) -> None:
+        """Make model, data and trainer, as a fit does.
+
+        Raises:
+            UnusableConfigurationError: One of them cannot be made so.
+        """
+        super().instantiate_classes()
+
+    @property
+    def plugin(self) -> str | None:
+        """The trainer class that is named; None for a model of another kind."""
+        return str(self._init_args("model", _MODEL)["plugin"]) if self._init_args("model", _MODEL) else None
+
+    @property
+    def hyperparams(self) -> dict[str, Any]:
+        """What the trainer class gets of the job."""
+        job = self._init_args("model", _MODEL).get("job")
+        return dict(job.get("hyperparams") or {}) if isinstance(job, Mapping) else {}
+
+    @property
+    def dataset(self) -> dict[str, Any]:
+        """Arguments of the data module that reads files; empty for data of another kind."""
+        arguments = self._init_args("data", _ARROW_DATA)
+        paths = arguments.get("parquet_paths")
+        return arguments | {"parquet_paths": [paths] if isinstance(paths, str) else paths} if arguments else {}
+
+    @property
+    def mock_batches(self) -> list[Any] | None:
+        """Batches that stand in the configuration itself."""
+        return self._init_args("data", _MOCK_DATA).get("batches")
+
+    def _init_args(self, name: str, class_path: str) -> dict[str, Any]:
+        described = self.config[str(self.subcommand)].get(name)
+        described = {} if described is None else described.as_dict()
+        is_meant = described.get("class_path", "").rpartition(".")[2] == class_path.rpartition(".")[2]
+        return described.get("init_args", {}) if is_meant else {}
+
+
 def run_lightning_cli(arguments: Sequence[str], signals: StopSignals) -> int:
     """Run one of LightningCLI's subcommands and return genlight's exit code for it.
 
@@ -388,6 +486,26 @@ def run_lightning_cli(arguments: Sequence[str], signals: StopSignals) -> int:
             return session.fail(error)
 
 
+def parse_configuration(path: str) -> ConfiguredFit:
+    """Read the configuration of a fit; nothing is built.
+
+    Raises:
+        UnusableConfigurationError: It cannot be read, or is not one.
+    """
+    words = ["fit", "--config", path]
+    fault = config_file_fault(words)
+    if fault is not None:
+        raise UnusableConfigurationError(fault)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended to run")
+            return ConfiguredFit(words, fit_session(StopSignals()))
+    except SystemExit as error:  # argparse's way to refuse
+        told = said.getvalue().rpartition("error: ")[2].strip()
+        raise UnusableConfigurationError(told) from error
+
+
 def fit_session(signals: StopSignals) -> Session:
     """The session of a fit, whose callbacks keep its log and its uploads; user code can be imported from now on."""
     from ..compat import install  # which makes the alias
@@ -398,6 +516,11 @@ def fit_session(signals: StopSignals) -> Session:
     session = (Session if is_rank_zero() else FollowerSession)(StopSources(signals=signals))
     session.reports_at_once = False
     return session
+
+
+def _shows_progress(settings: Mapping[str, Any]) -> bool:
+    """Whether the callbacks of a configuration show the progress of a fit."""
+    return any(isinstance(each, ProgressBar | JobProgress) for each in as_list(settings.get("callbacks")))
 
 
 def _without(arguments: Sequence[str], *options: str) -> list[str]:

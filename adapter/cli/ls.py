@@ -31,7 +31,7 @@ _STYLES = {"running": "cyan", "completed": "green", "stopped": "yellow", "failed
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument(
-        "dir", metavar="DIR", nargs="?", default=".", help="folder with runs below it, or that of one run; default: ."
+        "dir", metavar="DIR", nargs="?", default=".", help="folder with runs below it, or that of one run"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a line, for other programs")
     parser.add_argument("--watch", action="store_true", help="show the list anew every two seconds, until Ctrl-C")
@@ -80,7 +80,7 @@ def _runs(folder: Path) -> list[RunSummary]:
 
 def _table(runs: list[RunSummary], folder: Path) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("RUN", "STATE", "STEP", "AGE", "SPEED", "LOSS", "BEST", "SIZE", "HOW IT ENDED"):
+    for name in ("RUN", "STATE", "STEP", "AGE", "SPEED", "LOSS", "BEST", "SIZE", "UPLOADS", "HOW IT ENDED"):
         right = name in {"STEP", "AGE", "SPEED", "LOSS", "SIZE"}
         table.add_column(name, justify="right" if right else "left", no_wrap=name not in {"BEST", "HOW IT ENDED"})
     now_ms = time.time() * 1000
@@ -97,6 +97,7 @@ def _table(runs: list[RunSummary], folder: Path) -> Table:
             "" if each.loss is None else f"{each.loss:.4g}",
             score,
             size_text(each.size_bytes),
+            f"{each.waiting_uploads} wait" if each.waiting_uploads else "",
             each.detail,
         ]
         cells = [Text(printable(text)) for text in texts]

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
+import re
+import textwrap
 
-from .parser import CommandParser, add_overrides
-from .terminal import complain
+from .parser import CommandParser, add_overrides, at_least
 
 __all__ = ["add_arguments", "run"]
+
+_INDENT = 26
+"""Column at which the help says what a key of a job is for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,12 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_overrides(
         parser, "override a setting of the job, such as max_steps=100 or hyperparams.lr=0.001; may be repeated"
-    )
-    parser.add_argument(
-        "--print_config",
-        nargs="?",  # jsonargparse hands an option of this name an empty value
-        metavar="",
-        help="print the LightningCLI configuration of the job, for genlight fit",
     )
     parser.add_argument(
         "--fresh", action="store_true", help="move artifacts of earlier runs aside and start from scratch"
@@ -51,8 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--shadow",
-        type=int,
-        default=None,
+        type=at_least(1),
         metavar="N",
         help="compare the first N steps with a copy of the class in a plain loop; a difference ends the run with 1",
     )
@@ -62,17 +57,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _keys_of_a_job() -> str:
-    from ..job.reference import job_outline
+    """The keys of a job in groups, one in a line with the first sentence about it, for a terminal of 80 columns."""
+    from ..job.keys import job_keys, keys_of
 
-    return job_outline()
+    lines = ["keys of a job, by what they are about"]
+    for name, key in job_keys().items():
+        lines += ["", f"{key.group}:"] if key.group else []
+        sentence = re.split(r"[.;:](?:\s|$)", key.description, maxsplit=1)[0].replace("`", "")
+        lines += _wrapped(sentence, f"  {name}".ljust(_INDENT))
+        lines += _wrapped(", ".join(keys_of(key.block)), " " * _INDENT) if key.block is not None else []
+    return "\n".join(lines)
+
+
+def _wrapped(text: str, begin: str) -> list[str]:
+    return textwrap.wrap(text, 80, initial_indent=begin, subsequent_indent=" " * _INDENT, break_on_hyphens=False)
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry the command out and return its exit code."""
     from ..run.run import RunOptions, run_job
-
-    if args.shadow is not None and args.shadow < 1:
-        return complain("run", f"Invalid `--shadow`. Expected a number >= 1, but received {args.shadow}.")
 
     overrides = [*args.set, *([f"resume.keep={json.dumps(args.reset)}"] if args.reset else [])]
     options = RunOptions(
@@ -84,28 +87,4 @@ def run(args: argparse.Namespace) -> int:
         verbose=args.verbose,
         began_with_process=True,
     )
-    return run_job(options) if args.print_config is None else _print_config(options.spec_path, overrides)
-
-
-def _print_config(spec_path: str | os.PathLike[str] | None, overrides: list[str]) -> int:
-    import yaml
-
-    from ..contract.exceptions import StartupContractError
-    from ..job.config import resolve_run_config
-    from ..plumbing.failures import EXIT_COMPLETED
-    from ..plumbing.redaction import without_secrets
-
-    try:
-        config = resolve_run_config(spec_path=spec_path, overrides=overrides)
-    except StartupContractError as error:
-        return complain("run", error)
-    for warning in config.warnings:
-        complain("run", warning)
-    from ..job.lightning_config import lightning_config  # loads Lightning
-
-    described = lightning_config(config)
-    shown = without_secrets(described)
-    if shown != described:
-        complain("run", "credentials are left out; put them where <hidden> stands, or into the URLs")
-    sys.stdout.write(yaml.safe_dump(shown, sort_keys=False))
-    return EXIT_COMPLETED
+    return run_job(options)

@@ -1,8 +1,9 @@
-"""Run a job on a Slurm cluster: render its sbatch script, submit it, and see or end what was submitted.
+"""Run a job on a Slurm cluster: render its sbatch script, submit it, and wait for its end.
 
-``render`` prints the script, ``submit`` hands it to sbatch and prints the id; ``status`` and ``cancel`` take the run's
-folder. A job that is preempted or comes to the end of its time saves a checkpoint and is put back into the queue, where
-the same command goes on from it. Exit codes: 0 done, 1 Slurm refused, 2 usage.
+``render`` prints the script, ``submit`` hands it to sbatch and prints the id, ``wait`` takes that id; `genlight ls`
+shows how far the run is. A job that is preempted or comes to the end of its time saves a checkpoint and is put back
+into the queue, where the same command goes on from it. Exit codes: 0 done, 1 Slurm refused or the job that was waited
+for failed, 2 usage.
 """
 
 from __future__ import annotations
@@ -14,38 +15,50 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
 
-import msgspec
-
-from ...reporters.events.reader import read_events
 from ..cluster.batch_script import GPUS, BatchScript
+from ..cluster.job_context import JobContext
 from ..contract.exceptions import StartupContractError
 from ..job.config import resolve_run_config
 from ..plumbing.durable import write_bytes_durably
 from ..plumbing.failures import EXIT_COMPLETED, EXIT_FAILED
-from ..plumbing.safe_open import PRIVATE_FILE, make_directory, read_own
+from ..plumbing.safe_open import PRIVATE_FILE, make_directory
+from ..runner.contexts import CompletedContext, emit
+from ..runner.transport import read_pickle, travelling
 from .parser import add_overrides
 from .terminal import complain, say
 
 __all__ = ["add_arguments", "run"]
 
-RECORD = "slurm_job.json"
-LONGEST_RECORD_BYTES = 1 << 16
-
-
-class Submitted(msgspec.Struct, frozen=True):
-    """What ``submit`` leaves in the run's folder."""
-
-    job_id: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,18}$")]
+_OF_THE_SCRIPT = (
+    *("nodes", "gpus_per_node", "cpus_per_task", "memory", "time", "partition", "account", "qos", "grace_s"),
+    *("output", "set_up", "container", "mounts", "extra"),
+)
+"""Arguments that are the script's as they are."""
+WAIT_POLL_S = 2.0
+_STATE = re.compile(r".*?\bJobState=(?P<state>[A-Z_]+).*?\bExitCode=(?P<code>\d+):(?P<signal>\d+)", re.DOTALL)
+_ACCOUNTED = re.compile(r"(?P<state>[A-Z_]+)[^|]*\|(?P<code>\d+):(?P<signal>\d+)")
+_ENDED = {
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "TIMEOUT",
+}
+"""States that Slurm does not lead a job out of; see JOB STATE CODES in squeue(1)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("action", choices=("render", "submit", "status", "cancel"))
-    parser.add_argument("path", metavar="JOB.json|RUN_DIR", help="the job spec; status, cancel: the run's folder")
+    parser.add_argument("action", choices=("render", "submit", "wait"))
+    parser.add_argument("path", metavar="JOB.json|JOB_ID", help="the job spec; wait: the id that submit printed")
     add_overrides(parser, "override a setting of the job, as in genlight run")
     parser.add_argument(
         "--array",
@@ -58,31 +71,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus-per-node", metavar="[TYPE:]N", help="GPUs of each node, one task for each")
     parser.add_argument("--tasks-per-node", type=int, metavar="N", help="default: one for each GPU, else 1")
     parser.add_argument("--cpus-per-task", type=int, metavar="N", help="CPU cores of each task")
-    parser.add_argument("--mem", metavar="SIZE", help="memory of each node, such as 200G")
+    parser.add_argument("--mem", dest="memory", metavar="SIZE", help="memory of each node, such as 200G")
     parser.add_argument("--time", metavar="D-HH:MM:SS", help="limit; a run that comes to it goes on when requeued")
     for name in ("partition", "account", "qos"):
         parser.add_argument(f"--{name}", metavar="NAME", help=f"as of sbatch --{name}")
-    parser.add_argument("--grace", type=int, default=120, metavar="SECONDS", help="time between SIGTERM and the end")
+    parser.add_argument(
+        "--grace", dest="grace_s", type=int, default=120, metavar="SECONDS", help="time between SIGTERM and the end"
+    )
     parser.add_argument("--no-requeue", action="store_true", help="end when preempted, or at the end of the time")
     parser.add_argument("--output", metavar="FILE", help="default: JOBNAME-JOBID.out in the folder of the job spec")
-    parser.add_argument("--setup", action="append", default=[], metavar="LINE", help="shell line before the run")
-    parser.add_argument("--container", metavar="IMAGE", help="image for srun's --container-image (pyxis)")
-    parser.add_argument("--mount", action="append", default=[], metavar="FROM:TO", help="mount of that container")
     parser.add_argument(
-        "--sbatch", action="append", default=[], metavar="--OPTION=VALUE", help="further option of sbatch"
+        "--setup", dest="set_up", action="append", default=[], metavar="LINE", help="shell line before the run"
+    )
+    parser.add_argument("--container", metavar="IMAGE", help="image for srun's --container-image (pyxis)")
+    parser.add_argument(
+        "--mount", dest="mounts", action="append", default=[], metavar="FROM:TO", help="mount of that container"
+    )
+    parser.add_argument(
+        "--callbacks-file", type=Path, metavar="FILE", help="wait: pickled callbacks whose `on_completed_ctx` is called"
+    )
+    parser.add_argument(
+        "--sbatch", dest="extra", action="append", default=[], metavar="--OPTION=VALUE", help="further option of sbatch"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry the command out and return its exit code: 0, 1 where Slurm refuses, 2 for what cannot be used."""
     try:
-        if args.action in ("status", "cancel"):
-            submitted = _submitted(Path(args.path))
-            return (
-                _status(submitted, Path(args.path)) if args.action == "status" else _call("scancel", submitted.job_id)
-            )
+        if args.action == "wait":
+            return _wait(args.path, args.callbacks_file)
         script = batch_script(args)
-    except (StartupContractError, ValueError) as error:
+    except (StartupContractError, ValueError, OSError) as error:
         return complain("slurm", str(error))
     if args.action == "render":
         sys.stdout.write(script.text())
@@ -104,7 +123,7 @@ def batch_script(args: argparse.Namespace) -> BatchScript:
     sweep = list(_sweep(args.array, config.run_id))
     for settings in sweep:
         resolve_run_config(spec_path=args.path, overrides=[*args.set, *settings])
-    if config.token is not None and config.source_of("capability_token") == "--set":
+    if config.capability_token is not None and config.source_of("capability_token") == "--set":
         raise ValueError("the script would show the token; set TRAINER_CAPABILITY_TOKEN in the environment instead")
     requeues = not args.no_requeue
     if requeues and (config.resume_checkpoint_path or config.inputs.resume_checkpoint_ref):
@@ -112,32 +131,19 @@ def batch_script(args: argparse.Namespace) -> BatchScript:
             "the job names a checkpoint to resume from, and every start of a requeued job would begin there anew; "
             "leave it out, or give --no-requeue"
         )
-    has_own_limit = config.max_runtime_s is not None  # which a requeue would not keep
+    has_own_limit = config.max_runtime_seconds > 0  # which a requeue would not keep
     return BatchScript(
         name=re.sub(r"[^\w.-]", "-", config.run_id, flags=re.ASCII),
         job=config.spec_path,
         artifacts=config.artifacts_dir,
         events=Path(os.path.relpath(config.events_path, config.artifacts_dir)) if sweep else config.events_path,
-        nodes=args.nodes,
         tasks_per_node=_count(args.gpus_per_node) if args.tasks_per_node is None else args.tasks_per_node,
-        gpus_per_node=args.gpus_per_node,
-        cpus_per_task=args.cpus_per_task,
-        memory=args.mem,
-        time=args.time,
-        partition=args.partition,
-        account=args.account,
-        qos=args.qos,
-        grace_s=args.grace,
         requeues=requeues,
         requeue_after=("preempted",) if has_own_limit else ("preempted", "timeout"),
-        output=args.output,
-        program=_program() if not args.container and not args.setup else "genlight",
-        set_up=args.setup,
-        container=args.container,
-        mounts=args.mount,
+        program=_program() if not args.container and not args.set_up else "genlight",
         overrides=args.set,
         array=sweep,
-        extra=args.sbatch,
+        **{name: getattr(args, name) for name in _OF_THE_SCRIPT},
     )
 
 
@@ -184,42 +190,55 @@ def _submit(script: BatchScript) -> int:
     if done.returncode:
         return complain("slurm", done.stderr.strip(), EXIT_FAILED)
     job_id = done.stdout.strip().partition(";")[0]  # of a federation the cluster follows
-    write_bytes_durably(script.artifacts / RECORD, msgspec.json.encode(Submitted(job_id)), mode=PRIVATE_FILE)
     say(job_id)
     return EXIT_COMPLETED
 
 
-def _submitted(folder: Path) -> Submitted:
-    try:
-        return msgspec.json.decode(read_own(folder / RECORD, limit=LONGEST_RECORD_BYTES), type=Submitted)
-    except FileNotFoundError:
-        raise ValueError(f"{folder}: nothing was submitted from here; give the run's folder") from None
-    except ValueError as error:
-        raise ValueError(f"{folder / RECORD}: {error}") from None
+def _wait(job_id: str, callbacks_file: Path | None) -> int:
+    """Wait until Slurm says that the job has ended, say how, and tell the callbacks.
+
+    Raises:
+        ValueError: Slurm knows no such job, or the file holds no callbacks.
+        OSError: The file cannot be read, or others could have written it.
+    """
+    callbacks = [] if callbacks_file is None else travelling(read_pickle(callbacks_file))
+    began = time.time()
+    while (ended := _ending(job_id)) is None:
+        time.sleep(WAIT_POLL_S)
+    state, code = ended
+    say(f"{job_id} {state}, exit code {code}")
+    succeeded = state == "COMPLETED"
+    context = CompletedContext(
+        job_context=JobContext(job_id=job_id),
+        status="success" if succeeded else "failure",
+        exit_code=code,
+        error_type=None if succeeded else state,
+        duration=time.time() - began,
+        emitted_by="client",
+    )
+    emit(callbacks, "on_completed_ctx", context)
+    return EXIT_COMPLETED if succeeded else EXIT_FAILED
 
 
-def _status(submitted: Submitted, folder: Path) -> int:
-    """What the queue says, and how far the run has come."""
-    shown = _slurm("squeue", "--noheader", "--job", submitted.job_id, "--format", "%i %T %M of %l on %N %r")
-    queued = shown.stdout.strip() if shown.returncode == 0 else ""
-    say(queued or f"{submitted.job_id} is not in the queue")
-    for path in sorted({*folder.glob("metrics/events.jsonl"), *folder.glob("*/metrics/events.jsonl")}):
-        events = list(read_events(path))
-        if events:
-            last = events[-1]
-            where = "" if path.parent.parent == folder else f"{path.parent.parent.name}: "
-            words = [f"{name} {last[name]}" for name in ("step", "category") if last.get(name) is not None]
-            say(f"{where}attempt {_attempts(events)}, {', '.join([str(last['event']), *words])}")
-    return EXIT_COMPLETED
+def _ending(job_id: str) -> tuple[str, int] | None:
+    """The state in which a job ended, such as COMPLETED or TIMEOUT, and its exit code; None while it has not.
 
+    slurmctld forgets a job some minutes after its end (``MinJobAge``); then accounting is asked, where there is one.
 
-def _attempts(events: Iterable[dict[str, object]]) -> int:
-    return sum(event["event"] == "started" for event in events)
-
-
-def _call(*command: str) -> int:
-    done = _slurm(*command)
-    return complain("slurm", done.stderr.strip(), EXIT_FAILED) if done.returncode else EXIT_COMPLETED
+    Raises:
+        ValueError: Neither knows the job.
+    """
+    shown = _slurm("scontrol", "show", "job", "--oneliner", job_id)
+    match = _STATE.search(shown.stdout) if shown.returncode == 0 else None
+    if match is None:
+        kept = _slurm(
+            "sacct", "--noheader", "--parsable2", "--allocations", "--jobs", job_id, "--format", "State,ExitCode"
+        )
+        match = _ACCOUNTED.match(kept.stdout)
+    if match is None:
+        raise ValueError(f"Slurm does not know job {job_id} (any more): {shown.stderr.strip() or 'no state was shown'}")
+    code, signal = int(match["code"]), int(match["signal"])
+    return (match["state"], 128 + signal if signal else code) if match["state"] in _ENDED else None
 
 
 def _slurm(*command: str) -> subprocess.CompletedProcess[str]:

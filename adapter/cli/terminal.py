@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from ..plumbing.text import printable
 
 __all__ = [
     "STYLES",
+    "VisibleFormatter",
     "complain",
     "fill_closed_descriptors",
     "for_any_character",
@@ -64,6 +66,17 @@ def _styled(style: str, text: str) -> str:
         return text
     word, blank, rest = (text, "", "") if style == "dim" else text.partition(" ")
     return f"{STYLES[style]}{word}\x1b[0m{blank}{rest}"
+
+
+class VisibleFormatter(logging.Formatter):
+    """Messages with the name of their level, as `visible` has them: names and errors in them come from others too."""
+
+    def __init__(self) -> None:
+        super().__init__("%(levelname)s: %(message)s")
+
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
 
 
 class _NeverFails(io.FileIO):

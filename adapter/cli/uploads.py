@@ -1,29 +1,25 @@
-"""List, retry or export what a run could not deliver.
+"""List or retry what a run could not deliver. Who gives up on it removes the folder `uploads` of the run.
 
-Exit codes: 0 nothing is left, or it was listed or exported, 1 something could not be delivered, 2 usage.
+Exit codes: 0 nothing is left, or it was listed, 1 something could not be delivered, 2 usage.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...reporters.uploads.artifact import Artifact, files_outside, unpack
-from ...reporters.uploads.config import SPOOL_DIRECTORY, UploadConfig
-from ...reporters.uploads.payloads import encode, metrics_payload
-from ...reporters.uploads.queue import ABOUT, Description, Entry, Queue, fault_of, read_description, read_entries
+from ...reporters.uploads.artifact import Artifact
+from ...reporters.uploads.config import QUEUE_DIRECTORY, UploadConfig
+from ...reporters.uploads.queue import ABOUT, Description, Entry, read_description, read_entries
 from ...reporters.uploads.targets import open_target
 from ..contract.exceptions import StartupContractError, UploadError
 from ..job.config import RunConfig, read_run_config
 from ..job.environment import JOB_VARIABLE
 from ..plumbing.redaction import redact
-from ..plumbing.safe_open import open_regular
 from ..plumbing.urls import safe_url
 from ..run.uploads import upload_config
 from .terminal import complain, say
@@ -35,57 +31,44 @@ _DELIVERED, _LEFT, _USAGE = 0, 1, 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("action", choices=("list", "retry", "export"))
+    parser.add_argument("action", choices=("list", "retry"))
     parser.add_argument("run_dir", metavar="RUN_DIR", help="artifacts directory of a run")
     parser.add_argument("--json", action="store_true", help="list: one JSON object a line, for other programs")
-    parser.add_argument("--to", metavar="DIR", help="export: folder for the files and messages; must not exist")
-    parser.add_argument("--remove", action="store_true", help="export: and stop trying to deliver them")
     parser.add_argument(
         "--job", metavar="FILE", help="retry: job spec with token and URLs, where no TRAINER_… variable sets them"
     )
-    parser.add_argument("--deadline", type=float, default=60.0, metavar="SECONDS", help="retry: how long to try (60)")
+    parser.add_argument("--deadline", type=float, default=60.0, metavar="SECONDS", help="retry: how long to try")
     parser.add_argument("--target", action="append", metavar="URL", help="retry: send checkpoints and samples here too")
     parser.add_argument(
-        "--root", action="append", metavar="DIR", help="retry, export: take files from below DIR too, not only RUN_DIR"
+        "--root", action="append", metavar="DIR", help="retry: take files from below DIR too, not only RUN_DIR"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry the command out and return its exit code.
 
-    0 when nothing is left (or was listed, exported), 1 when something could not be delivered, 2 for arguments that
+    0 when nothing is left (or was listed), 1 when something could not be delivered, 2 for arguments that
     cannot be used.
     """
-    spool = _spool_of(Path(args.run_dir))
-    if not spool.is_dir():
-        problem = f"{spool} is not a directory" if spool.exists() else f"there is no directory {spool}"
+    queue = _queue_of(Path(args.run_dir))
+    if not queue.is_dir():
+        problem = f"{queue} is not a directory" if queue.exists() else f"there is no directory {queue}"
         return complain("uploads", f"{problem}; name the artifacts directory of a run", _USAGE)
-    if not (spool / ABOUT).exists():
-        return complain("uploads", f"nothing is waiting: {spool} has no upload queue", _DELIVERED)
+    if not (queue / ABOUT).exists():
+        return complain("uploads", f"nothing is waiting: {queue} has no upload queue", _DELIVERED)
     try:
-        about, entries = read_description(spool), _sound(read_entries(spool))
+        about, entries = read_description(queue), read_entries(queue)
     except UploadError as error:
         return complain("uploads", str(error), _USAGE)
     if args.action == "retry":
-        return _retry(args, spool, about, entries)
-    if args.action == "export":
-        return _export(args, spool, about, entries)
-    _list(entries, spool.parent, as_json=args.json)
+        return _retry(args, queue, about, entries)
+    _list(entries, queue.parent, as_json=args.json)
     return _DELIVERED
 
 
-def _sound(entries: Sequence[Entry]) -> list[Entry]:
-    """Those that an uploader can have written; the others are named and left alone."""
-    faults = [(entry, fault_of(entry)) for entry in entries]
-    for entry, fault in faults:
-        if fault is not None:
-            complain("uploads", f"entry {entry.seq} is ignored: {fault}", _LEFT)
-    return [entry for entry, fault in faults if fault is None]
-
-
-def _spool_of(run_dir: Path) -> Path:
+def _queue_of(run_dir: Path) -> Path:
     """The queue of the run at `run_dir`, which may be the queue itself."""
-    inside = run_dir / SPOOL_DIRECTORY
+    inside = run_dir / QUEUE_DIRECTORY
     return inside if inside.is_dir() else run_dir
 
 
@@ -105,24 +88,24 @@ def _facts(entry: Entry, root: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {"seq": entry.seq, "kind": entry.kind, "step": entry.step, "name": "", "size_bytes": 0}
     facts["state"] = f"refused ({entry.failure})" if entry.failure else "waiting"
     if entry.kind in ("checkpoint", "sample"):
-        artifact = unpack(entry.body)
+        artifact: Artifact = entry.body
         facts["name"] = str(root / artifact.local_path)
         facts["size_bytes"] = sum(file.size_bytes for file in artifact.files)
         facts["files"], facts["files_sent"] = len(artifact.files), sum(part.startswith("put:") for part in entry.parts)
         if any(not file.location(root).exists() for file in artifact.files):
             facts["state"] = "lost (files are gone)"
     elif entry.kind == "metrics":
-        facts["name"] = ", ".join(sorted(entry.body["metrics"]))
+        facts["name"] = ", ".join(sorted(entry.body.metrics))
     else:
-        facts["name"] = str(entry.body["payload"]["status"])
+        facts["name"] = str(entry.body.payload["status"])
     return facts
 
 
-def _retry(args: argparse.Namespace, spool: Path, about: Description, entries: Sequence[Entry]) -> int:
+def _retry(args: argparse.Namespace, queue: Path, about: Description, entries: Sequence[Entry]) -> int:
     from ...reporters.uploads.uploader import Uploader
 
     try:
-        config = _config(args, spool, about)
+        config = _config(args, queue, about)
         _require_destinations(config, about, entries)
         uploader = Uploader(config, keep_terminal=True)
     except (UploadError, StartupContractError, ValueError) as error:
@@ -133,12 +116,12 @@ def _retry(args: argparse.Namespace, spool: Path, about: Description, entries: S
             result = uploader.deliver_waiting_terminal()
     for item in result.undelivered:
         complain("uploads", str(item), _LEFT)
-    left = len(read_entries(spool))
+    left = len(read_entries(queue))
     say(f"{len(entries) - left} delivered, {left} left")
     return _LEFT if left else _DELIVERED
 
 
-def _config(args: argparse.Namespace, spool: Path, about: Description) -> UploadConfig:
+def _config(args: argparse.Namespace, queue: Path, about: Description) -> UploadConfig:
     """Settings of the environment, else of the job spec; whose run it is, the queue knows.
 
     Where to send what waits, the queue does not decide: it may have come with a folder from elsewhere.
@@ -150,7 +133,7 @@ def _config(args: argparse.Namespace, spool: Path, about: Description) -> Upload
         settings,
         run_id=about.run_id,
         owner=settings.owner or about.owner,
-        spool_dir=spool,
+        queue_dir=queue,
         targets=tuple(dict.fromkeys((*settings.uploads.targets, *(args.target or ())))),
         roots=(*(args.root or ()), *(place for place, of in zip(places, chosen, strict=True) if of != "default")),
         deadline_s=args.deadline,
@@ -185,77 +168,6 @@ def _require_destinations(config: UploadConfig, about: Description, entries: Seq
             f"The run also sent its files to {', '.join(map(safe_url, lacking))}. Name that destination "
             "again with --target or in `uploads.targets` of the job; a target in a run's folder is not followed."
         )
-
-
-def _export(args: argparse.Namespace, spool: Path, about: Description, entries: Sequence[Entry]) -> int:
-    if not args.to:
-        return complain("uploads", "export needs --to DIR", _USAGE)
-    target = Path(args.to)
-    try:
-        target.mkdir(parents=True)
-    except FileExistsError:
-        return complain("uploads", f"{target} exists; name a folder that does not", _USAGE)
-    lost = 0
-    with (target / "messages.jsonl").open("wb") as messages:
-        for entry in entries:
-            if entry.kind in ("checkpoint", "sample"):
-                lost += _export_files(entry, unpack(entry.body), spool.parent, target, args.root or ())
-            messages.write(encode(_message(entry, about.run_id)) + b"\n")
-    if args.remove:
-        return _remove(spool, entries, lost)
-    say(f"{len(entries)} exported to {target}; they still wait in the queue")
-    return _LEFT if lost else _DELIVERED
-
-
-def _remove(spool: Path, exported: Sequence[Entry], lost: int) -> int:
-    """Take what was exported out of the queue, for uploads that no server will ever accept."""
-    try:
-        opened = Queue(spool)
-    except UploadError as error:
-        return complain("uploads", str(error), _LEFT)
-    with contextlib.closing(opened):
-        for entry in exported:
-            opened.remove(entry)
-        if (refusal := opened.catch_up()) is not None:
-            return complain("uploads", f"exported, but {spool} cannot be written: {refusal.strerror}", _LEFT)
-    say(f"{len(exported)} exported and removed from the queue")
-    return _LEFT if lost else _DELIVERED
-
-
-def _export_files(entry: Entry, artifact: Artifact, root: Path, target: Path, roots: Sequence[str]) -> int:
-    """Copy the files of one entry; how many could not be copied."""
-    lost = 0
-    outside = files_outside(artifact, root, roots)
-    for file in artifact.files:
-        if file.path in outside:
-            lost += 1
-            complain("uploads", f"{file.path} is outside the run's folder and is left out; see --root", _LEFT)
-            continue
-        copy = target / f"{entry.kind}s" / f"{entry.seq:06d}" / file.layout
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with os.fdopen(open_regular(file.location(root)), "rb") as source, copy.open("xb") as sink:
-                shutil.copyfileobj(source, sink)
-        except OSError as error:
-            if error.filename is None or os.fspath(error.filename) != os.fspath(file.location(root)):
-                raise
-            lost += 1
-            gone = isinstance(error, FileNotFoundError)
-            complain(
-                "uploads", f"{file.path} is gone" if gone else f"{file.path} cannot be read: {error.strerror}", _LEFT
-            )
-    return lost
-
-
-def _message(entry: Entry, run_id: str) -> dict[str, Any]:
-    if entry.kind == "metrics":
-        return metrics_payload(run_id, entry.step, entry.body["metrics"])
-    if entry.kind == "terminal":
-        return dict(entry.body["payload"])
-    artifact = unpack(entry.body)
-    folder = f"{entry.kind}s/{entry.seq:06d}"
-    files = [f"{folder}/{file.layout}" for file in artifact.files]
-    return {"run_id": run_id, "kind": entry.kind, "step": entry.step, "final": artifact.final, "files": files}
 
 
 def _show_progress(line: str) -> None:

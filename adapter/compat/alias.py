@@ -51,14 +51,16 @@ _OWN = ("run_training_runtime_from_env",)
 _ADAPTER = "genlight.adapter"
 _PACKAGE = "gen_worker"
 _TRAINER = "gen_worker.trainer"
-_WORLDFLUX = {
-    "worldflux.training.callbacks": (
-        "genlight.callbacks.compat",
-        (
-            *("Callback", "CallbackList", "CheckpointCallback", "DiagnosisCallback", "EarlyStoppingCallback"),
-            *("HeartbeatCallback", "LoggingCallback", "ProgressCallback"),
-        ),
+_SIX_HOOKS = (
+    "genlight.callbacks.compat",
+    (
+        *("Callback", "CallbackList", "CheckpointCallback", "DiagnosisCallback", "EarlyStoppingCallback"),
+        *("EvalCallback", "HeartbeatCallback", "LoggingCallback", "ProgressCallback", "TrainingReportCallback"),
     ),
+)
+_WORLDFLUX = {
+    "worldflux.training": _SIX_HOOKS,
+    "worldflux.training.callbacks": _SIX_HOOKS,
     "worldflux.telemetry.wasr": (
         "genlight.reporters.telemetry",
         (
@@ -103,7 +105,8 @@ def _install_worldflux() -> None:
         parent: ModuleType | None = None
         for package in _packages_of(name):
             parent = sys.modules.get(package) or _register_package(package, parent)
-        _register(name, parent, names, functools.partial(_resolve_in, own))
+        is_package = any(other.startswith(f"{name}.") for other in _WORLDFLUX)
+        _register(name, parent, names, functools.partial(_resolve_in, own), is_package=is_package)
 
 
 def _packages_of(name: str) -> list[str]:

@@ -55,7 +55,7 @@ REQUIRED_HOOKS = ("setup", "configure", "prepare_batch", "train_step", "state_di
 
 OPTIONAL_HOOKS = (
     *("save_checkpoint", "load_checkpoint", "rollout", "rollout_state", "load_rollout_state", "evaluate"),
-    "trainer_hooks",
+    *("trainer_hooks", "train_loader"),
 )
 """Further hooks that the loop calls where a trainer class has them."""
 

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..contract.exceptions import ContractError
 from ..contract.types import StepContext
+from ..plumbing.counted_dict import CountedDict
 from .parameter_aliases import key_text
 
 __all__ = ["ATOMS", "GENERATORS", "SEARCHED_ITEMS", "below", "uncompiled"]
@@ -61,6 +62,8 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 
 def _children(path: str, value: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, CountedDict):  # a job's hyperparameters, which would count as read
+        return ()
     if isinstance(value, Mapping):
         return ((f"{path}[{key_text(k)}]", v) for k, v in value.items()) if len(value) <= SEARCHED_ITEMS else ()
     if isinstance(value, _CONTAINERS):

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..plumbing.counted_dict import CountedDict
+
 __all__ = ["Alias", "aliases", "key_text"]
 
-_NOT_THE_TRAINERS = (Tensor, nn.Module, Optimizer, LRScheduler, type, types.ModuleType)
+_NOT_THE_TRAINERS = (Tensor, nn.Module, Optimizer, LRScheduler, type, types.ModuleType, CountedDict)
 _Place = tuple[str, Any, Callable[[Any], None] | None]
 
 

@@ -15,8 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ...callbacks.checkpoint.sharded.boxes import sharded_like
-from ...callbacks.checkpoint.sharded.lazy_tensor import whole
+from ...callbacks.checkpoint.sharded.slices import sharded_like, whole
 from ...callbacks.optimizer_state import map_values, named_values
 from .discover import Discovered, Found, walk
 

@@ -12,7 +12,7 @@ from ..plumbing.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from .arrow_feed import ArrowFeed as ArrowFeed
     from .collate import to_torch as to_torch
-    from .data_module import ArrowDataModule as ArrowDataModule
+    from .data_module import ArrowDataModule as ArrowDataModule, FunctionDataModule as FunctionDataModule
     from .minibatches import Minibatches as Minibatches
     from .mock import MockBatches as MockBatches
     from .parquet_feeder import ParquetArrowBatchFeeder as ParquetArrowBatchFeeder
@@ -25,7 +25,7 @@ else:
         {
             ".arrow_feed": ("ArrowFeed",),
             ".collate": ("to_torch",),
-            ".data_module": ("ArrowDataModule",),
+            ".data_module": ("ArrowDataModule", "FunctionDataModule"),
             ".minibatches": ("Minibatches",),
             ".mock": ("MockBatches",),
             ".parquet_feeder": ("ParquetArrowBatchFeeder",),

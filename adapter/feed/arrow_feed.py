@@ -93,7 +93,8 @@ class ArrowFeed:
         per_epoch: bool = False,
         shuffle_window: int = 65_536,
         filesystem: Any = None,
-        collate: Collate | str | None = None,
+        # The text first: jsonargparse would save it as an instance that cannot be serialized.
+        collate: str | Collate | None = None,
         workers: int = 0,
         pin_memory: bool | None = None,
         copy_ahead: bool = False,
@@ -302,6 +303,10 @@ class ArrowFeed:
         return self._supply
 
     def _make_supply(self, spec: Spec, position: Position) -> Supply:
+        own = getattr(spec.source, "supply", None)  # of rows that are no Arrow data
+        if own is not None:
+            supply: Supply = own(spec, position, self._options.workers)
+            return supply
         if not self._options.workers:
             return ThreadSupply(spec, position)
         from .workers import WorkerSupply

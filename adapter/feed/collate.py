@@ -7,6 +7,7 @@ for ``copy=True``. Memory that is mapped from a file cannot be written at all.
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,18 +56,36 @@ def to_torch(batch: pa.RecordBatch, *, copy: bool = False) -> dict[str, Any]:
 
     Numbers become 1-d tensors, fixed-size lists of numbers (also nested) and fixed-shape tensors become n-d tensors,
     both without a copy; booleans become bool tensors. Times and dates become integers of the column's own unit and
-    width. Lists of varying length become a list of tensors, structs a dictionary, ``{bytes, path}`` structs a list of
-    `LazyImage`, anything else (text, bytes, decimals, …) a list of Python values. Dictionary-encoded columns become
-    what their values would.
+    width. Lists of varying length, such as token ids, become one tensor as long as the longest row of the batch, filled
+    up with zeros behind shorter ones, and beside it, under the column's name with ``_lengths``, how many values each
+    row has: ``torch.arange(x.shape[1]) < x_lengths[:, None]`` is the mask. Structs become a dictionary,
+    ``{bytes, path}`` structs a list of `LazyImage`, anything else (text, bytes, decimals, lists of lists, …) a list of
+    Python values. Dictionary-encoded columns become what their values would.
 
     Args:
         batch: The rows.
         copy: Give each tensor memory of its own.
 
     Raises:
-        InputError: A column of numbers has nulls, for which a tensor has no place.
+        InputError: A column of numbers or of lists has nulls, for which a tensor has no place, or there is a column
+            named as the lengths of another one.
     """
-    return {name: _convert(name, column, copy) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+    return _columns("", batch.schema.names, batch.columns, copy)
+
+
+def _columns(prefix: str, names: Sequence[str], columns: Sequence[pa.Array], copy: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, column in zip(names, columns, strict=True):
+        converted = _convert(f"{prefix}{name}", column, copy)
+        if isinstance(converted, _Padded):
+            if f"{name}_lengths" in names:
+                raise InputError(
+                    f"The lengths of the lists in column {prefix + name!r} would be named as column "
+                    f"'{prefix}{name}_lengths'. Leave one of the two out by `columns`, or rename it."
+                )
+            found[f"{name}_lengths"], converted = converted.lengths, converted.values
+        found[name] = converted
+    return found
 
 
 def _convert(name: str, array: pa.Array, copy: bool) -> Any:
@@ -83,7 +102,7 @@ def _convert(name: str, array: pa.Array, copy: bool) -> Any:
     if _is_tensor(kind):
         return _tensor(name, array, copy)
     if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_tensor(kind.value_type):
-        return _ragged(name, array, copy)
+        return _padded(name, array, copy)
     return array.to_pylist()
 
 
@@ -99,12 +118,16 @@ def _is_time(kind: pa.DataType) -> bool:
     )
 
 
-def _tensor(name: str, array: pa.Array, copy: bool) -> torch.Tensor:
+def _refuse_nulls(name: str, array: pa.Array) -> None:
     if array.null_count:
         raise InputError(
             f"Column {name!r} has {array.null_count} nulls in a batch of {len(array)} rows, for which a tensor has no "
             "place. Fill them, or leave such rows out with `filters`."
         )
+
+
+def _tensor(name: str, array: pa.Array, copy: bool) -> torch.Tensor:
+    _refuse_nulls(name, array)
     kind = array.type
     if pa.types.is_fixed_size_list(kind):
         inner = _tensor(name, array.flatten(), copy)
@@ -119,19 +142,29 @@ def _tensor(name: str, array: pa.Array, copy: bool) -> torch.Tensor:
     return tensor.clone() if copy else tensor
 
 
-def _ragged(name: str, array: pa.Array, copy: bool) -> list[torch.Tensor | None]:
+@dataclass(frozen=True)
+class _Padded:
+    """Lists as one tensor, with zeros behind those that are shorter than the longest."""
+
+    values: torch.Tensor
+    lengths: torch.Tensor
+
+
+def _padded(name: str, array: pa.Array, copy: bool) -> _Padded:
+    _refuse_nulls(name, array)
     values = _tensor(name, array.flatten(), copy)
-    lengths = pc.list_value_length(array).to_pylist()
-    ends = np.cumsum([length or 0 for length in lengths])
-    return [
-        None if length is None else values[end - length : end]
-        for length, end in zip(lengths, ends.tolist(), strict=True)
-    ]
+    lengths = torch.from_numpy(pc.list_value_length(array).to_numpy().astype(np.int64))
+    longest = int(lengths.max()) if len(lengths) else 0
+    if len(values) == longest * len(lengths):
+        return _Padded(values.view(len(lengths), longest, *values.shape[1:]), lengths)
+    padded = values.new_zeros(len(lengths), longest, *values.shape[1:])
+    padded[torch.arange(longest) < lengths[:, None]] = values
+    return _Padded(padded, lengths)
 
 
 def _struct(name: str, array: pa.StructArray, copy: bool) -> Any:
-    fields = {array.type.field(i).name: i for i in range(array.type.num_fields)}
+    fields = [array.type.field(i).name for i in range(array.type.num_fields)]
     if set(fields) == {"bytes", "path"}:
         rows = array.to_pylist()
         return [None if row is None else LazyImage(row["bytes"], row["path"]) for row in rows]
-    return {field: _convert(f"{name}.{field}", array.flatten()[i], copy) for field, i in fields.items()}
+    return _columns(f"{name}.", fields, array.flatten(), copy)

@@ -6,13 +6,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import pyarrow as pa
 from lightning.pytorch import LightningDataModule
 
+from ..contract.types import StepContext, TrainingJobSpec
 from .arrow_feed import ArrowFeed
-from .row_plan import Shard
+from .options import imported
 
-__all__ = ["ArrowDataModule"]
+__all__ = ["ArrowDataModule", "FunctionDataModule"]
+
+
+_OF_TRAINING = ("shuffle", "seed", "drop_last", "shuffle_window")
 
 
 class ArrowDataModule(LightningDataModule):
@@ -23,67 +26,23 @@ class ArrowDataModule(LightningDataModule):
 
     Args:
         parquet_paths: Paths, folders, patterns or URLs of Parquet files.
-        batch_size: Rows a step and rank.
-        readahead: Decoded chunks kept ready; 0 decodes in the training thread.
-        columns: Columns to read; None means all.
-        filters: Rows to keep, as `[[column, operator, value], …]`.
-        shuffle: Another order in each epoch.
-        seed: The order depends on this and the number of the epoch alone.
-        drop_last: Leave out the rows of an epoch that do not fill a step of all ranks.
-        shard: ``rows`` (all ranks decode everything and share each step) or ``row_groups`` (each decodes its own part).
-        shuffle_window: Rows that are permuted among each other.
         val_paths: Files of the validation data, read in order; None means no validation.
-        collate: What makes of a record batch what the module gets: None hands out the record batch, ``torch`` a
-            dictionary of tensors, a callable or ``module:function`` its own result.
-        workers: Processes that decode and collate; 0 does it in this process.
-        pin_memory: Tensors lie in pinned memory; None means where there is an accelerator.
-        copy_ahead: Tensors lie on the accelerator, copied while the step before trains; see `ArrowFeed`.
+        options: Those of `ArrowFeed`; order and `drop_last` are of the training data alone.
 
     Raises:
         ValueError: An argument is out of range, `filters` has another form, or `collate` cannot be imported.
-        TypeError: An argument is of another type.
+        TypeError: An argument is of another type, or there is no such option.
     """
 
     def __init__(
-        self,
-        parquet_paths: str | Sequence[str],
-        *,
-        batch_size: int = 32,
-        readahead: int = 2,
-        columns: Sequence[str] | None = None,
-        filters: Sequence[Any] | None = None,
-        shuffle: bool = False,
-        seed: int = 0,
-        drop_last: bool = False,
-        shard: Shard = "rows",
-        shuffle_window: int = 65_536,
-        val_paths: str | Sequence[str] | None = None,
-        # The text first: jsonargparse would save it as an instance that cannot be serialized.
-        collate: str | Callable[[pa.RecordBatch], Any] | None = None,
-        workers: int = 0,
-        pin_memory: bool | None = None,
-        copy_ahead: bool = False,
+        self, parquet_paths: str | Sequence[str], *, val_paths: str | Sequence[str] | None = None, **options: Any
     ) -> None:
         super().__init__()
         self._paths, self._val_paths = parquet_paths, val_paths
-        self._options: dict[str, Any] = {
-            "batch_size": batch_size,
-            "readahead": readahead,
-            "columns": columns,
-            "filters": filters,
-            "shard": shard,
-            "collate": collate,
-            "workers": workers,
-            "pin_memory": pin_memory,
-            "copy_ahead": copy_ahead,
-        }
-        self._training: dict[str, Any] = {
-            "shuffle": shuffle,
-            "seed": seed,
-            "drop_last": drop_last,
-            "shuffle_window": shuffle_window,
-        }
-        ArrowFeed(parquet_paths, **self._options, **self._training)  # refuses here what it would refuse in `setup`
+        # Refuses here what it would refuse in `setup`. LightningCLI reads the options from this call.
+        ArrowFeed(parquet_paths, rank=0, world_size=1, per_epoch=True, epochs=None, filesystem=None, **options)
+        self._training = {name: options.pop(name) for name in _OF_TRAINING if name in options}
+        self._options = options
         self._train: ArrowFeed | None = None
         self._val: ArrowFeed | None = None
         if val_paths is None:
@@ -107,7 +66,7 @@ class ArrowDataModule(LightningDataModule):
     @property
     def batch_size(self) -> int:
         """Rows a step and rank; a new value counts from the next batch on, also in the middle of an epoch."""
-        size: int = self._options["batch_size"]
+        size: int = self._options.get("batch_size", 32)
         return size
 
     @batch_size.setter
@@ -164,3 +123,63 @@ class ArrowDataModule(LightningDataModule):
         for feed in (self._train, self._val):
             if feed is not None:
                 feed.close()
+
+
+class FunctionDataModule(LightningDataModule):
+    """What a function returns as training batches of this rank; see `feed_of` for what it may be.
+
+    Args:
+        function: A function of `ctx`, or of nothing, or its name as ``module:function``.
+        options: Those of `ArrowFeed`, for rows that are not yet in batches: `batch_size`, `shuffle`, `seed`,
+            `drop_last`, `workers`, `collate`, `pin_memory`, ….
+
+    Raises:
+        ValueError: An option is out of range, or a name cannot be imported.
+        TypeError: `function` is not one, or there is no such option.
+    """
+
+    def __init__(self, function: str | Callable[..., Any], **options: Any) -> None:
+        super().__init__()
+        self._function = imported(function, "data")
+        ArrowFeed((), rank=0, world_size=1, per_epoch=True, **options)  # refuses here what it would refuse later
+        self._options = options
+        self._context: StepContext | None = None
+        self._feed: Any = None
+
+    def use_context(self, ctx: StepContext) -> None:
+        """Give the function this context, of this rank; else one without a job."""
+        self._context = ctx
+
+    def train_dataloader(self) -> Any:
+        """What the function gave, as a feed; the same all along, because it carries the position."""
+        if self._feed is None:
+            from .given import feed_of  # loads torch's data loaders
+
+            self._feed = feed_of(self._function, self._context or self._context_alone(), self._options)
+        return self._feed
+
+    @property
+    def feed(self) -> Any:
+        """The feed of the run."""
+        return self.train_dataloader()
+
+    def _context_alone(self) -> StepContext:
+        job = TrainingJobSpec(run_id="local", max_steps=0)
+        if not self.trainer:
+            return StepContext(job)
+        device = str(self.trainer.strategy.root_device)
+        return StepContext(job, device=device, rank=self.trainer.global_rank, world_size=self.trainer.world_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of a feed of ours; see `ArrowDataModule`."""
+        return {"train": self._feed.state_dict()} if isinstance(self._feed, ArrowFeed) else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on after the position, where there is training to be done."""
+        if isinstance(self._feed, ArrowFeed) and "train" in state_dict:
+            self._feed.load_state_dict(state_dict["train"])
+
+    def teardown(self, stage: str) -> None:
+        """Stop reading."""
+        if isinstance(self._feed, ArrowFeed):
+            self._feed.close()

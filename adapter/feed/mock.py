@@ -46,8 +46,6 @@ class MockBatches:
 
     wait_seconds = 0.0
     """Reading a list takes no time."""
-    runs_no_user_code = True
-    """A batch is there already."""
 
     def check(self) -> None:
         """Nothing can be wrong with a list."""

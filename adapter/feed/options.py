@@ -9,7 +9,7 @@ from typing import Any
 
 from .row_plan import SHARD_MODES, Shard
 
-__all__ = ["FeedOptions", "collate_function"]
+__all__ = ["FeedOptions", "collate_function", "imported"]
 
 _LEAST = {
     "batch_size": 1,
@@ -73,25 +73,39 @@ def collate_function(chosen: Callable[[Any], Any] | str | None) -> Callable[[Any
         from .collate import to_torch
 
         return to_torch
-    found = _named(chosen) if isinstance(chosen, str) else chosen
-    if found is not None and not callable(found):
-        raise TypeError(
-            f"Invalid `collate`. Expected a callable, 'torch', 'module:function' or None, but received {chosen!r}."
-        )
+    return None if chosen is None else imported(chosen, "collate", "a callable, 'torch', 'module:function' or None")
+
+
+def imported(
+    function: Callable[..., Any] | str, setting: str, expected: str = "a callable or 'module:function'"
+) -> Callable[..., Any]:
+    """`function`, or the one behind ``module:function``, or ``module.function`` as configurations of Lightning have it.
+
+    Args:
+        function: The function, or its name.
+        setting: What gives it, for messages.
+        expected: What it may be, for messages.
+
+    Raises:
+        TypeError: It is neither a callable nor the name of one.
+        ValueError: The name cannot be imported.
+    """
+    found = _named(function, setting) if isinstance(function, str) else function
+    if not callable(found):
+        raise TypeError(f"Invalid `{setting}`. Expected {expected}, but received {function!r}.")
     return found
 
 
-def _named(path: str) -> Any:
-    """The function behind ``module:function``, or ``module.function`` as configurations of Lightning write it.
-
-    `path` itself where it names none.
-    """
+def _named(path: str, setting: str) -> Any:
+    """What a name stands for; `path` itself where it is none."""
     module, _, name = path.rpartition(":" if ":" in path else ".")
     if not module or not name:
         return path
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"Invalid `collate`. {path!r} cannot be imported: {error}.") from None
+        raise ValueError(f"Invalid `{setting}`. {path!r} cannot be imported: {error}.") from None
     except Exception as error:  # a module may raise anything while it is imported
-        raise ValueError(f"Invalid `collate`. {path!r} cannot be imported: {type(error).__name__}: {error}.") from error
+        raise ValueError(
+            f"Invalid `{setting}`. {path!r} cannot be imported: {type(error).__name__}: {error}."
+        ) from error

@@ -6,6 +6,7 @@ A module of its own because it imports torch, which a feed of record batches doe
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def copied_ahead(batches: Iterator[Any]) -> Iterator[Any]:
         return
     device = torch.device(kind.type, torch.accelerator.current_device_index())
     stream = torch.Stream(device)
-    waiting: tuple[Any, torch.Event, Any] | None = None
+    waiting: _Copy | None = None
     for batch in batches:
         source = pinned(batch)
         training = torch.accelerator.current_stream(device)
@@ -54,15 +55,25 @@ def copied_ahead(batches: Iterator[Any]) -> Iterator[Any]:
         finally:
             torch.accelerator.set_stream(training)
         if waiting is not None:
-            yield _arrived(*waiting[:2], device)
-        waiting = copy, arrives, source  # the source lives until its copy was handed out
+            yield waiting.arrived(device)
+        waiting = _Copy(copy, arrives, source)
     if waiting is not None:
-        yield _arrived(*waiting[:2], device)
+        yield waiting.arrived(device)
 
 
-def _arrived(copy: Any, arrives: torch.Event, device: torch.device) -> Any:
-    training = torch.accelerator.current_stream(device)
-    training.wait_event(arrives)
-    # Else its memory could be given to the next copy while a kernel of the training stream still reads it.
-    apply_to_collection(copy, torch.Tensor, lambda tensor: tensor.record_stream(training))
-    return copy
+@dataclass(frozen=True)
+class _Copy:
+    """A batch on its way to the device."""
+
+    batch: Any
+    arrives: torch.Event
+    source: Any
+    """On the host; it must live until the copy was handed out."""
+
+    def arrived(self, device: torch.device) -> Any:
+        """The batch, for what the training stream does from now on."""
+        training = torch.accelerator.current_stream(device)
+        training.wait_event(self.arrives)
+        # Else its memory could be given to the next copy while a kernel of the training stream still reads it.
+        apply_to_collection(self.batch, torch.Tensor, lambda tensor: tensor.record_stream(training))
+        return self.batch

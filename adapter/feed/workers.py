@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from .batching import CLOSED, Block, Spec, batches_of, blocks
 from .position import Position
 from .row_plan import Share
 
-__all__ = ["WorkerSupply"]
+__all__ = ["WorkerSupply", "draw_from", "entropy_of", "started"]
 
 _BLOCK_ROWS = 65_536
 
@@ -61,23 +61,26 @@ def _make(spec: Spec, block: Block) -> _Made:
     error = None
     try:
         for step, batch in enumerate(batches_of(spec, block), block.first):
-            _seed(spec, block.position, step)
+            if spec.collate is not None:
+                draw_from(entropy_of(spec, block.position, step))
             results.append(batch if spec.collate is None else spec.collate(batch))
     except InputError as failure:
         error = str(failure)
     return _Made(_packed(spec, results) if spec.collate is None else results, error)
 
 
-def _seed(spec: Spec, position: Position, step: int) -> None:
-    """Make random numbers in the collate function depend on the rows, not on the number of workers or on a resume."""
-    if spec.collate is None:
-        return
+def entropy_of(spec: Spec, position: Position, step: int) -> tuple[int, ...]:
+    """What the random numbers of a step depend on: its rows, not the number of workers, nor a resume."""
     rows_left = position.rows - spec.layout.share(position.rows).consumed(step)
-    entropy = np.random.SeedSequence([spec.layout.order.seed, 2, position.epoch, rows_left, spec.rank])
-    words = entropy.generate_state(3)
+    return (spec.layout.order.seed, 2, position.epoch, rows_left, spec.rank)
+
+
+def draw_from(entropy: Sequence[int]) -> None:
+    """Seed the generators of the host, those of Python, NumPy and torch, which a user's code draws from."""
+    words = np.random.SeedSequence(entropy).generate_state(3)
     random.seed(int(words[0]))
     np.random.seed(int(words[1]))
-    torch.manual_seed(int(words[2]))
+    torch.default_generator.manual_seed(int(words[2]))  # not `torch.manual_seed`, which seeds devices too
 
 
 def _packed(spec: Spec, batches: list[pa.RecordBatch]) -> bytes:
@@ -91,6 +94,22 @@ def _packed(spec: Spec, batches: list[pa.RecordBatch]) -> bytes:
 
 
 _IPC = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=False, unify_dictionaries=False)
+
+
+def started(loader: DataLoader[Any]) -> Iterator[Any]:
+    """An iterator of `loader`, whose worker processes outlive a stop signal.
+
+    Raises:
+        InputError: They cannot be started.
+    """
+    try:
+        return start_workers(loader)
+    except OSError as error:
+        raise InputError(
+            f"{loader.num_workers} data workers could not be started: {error.strerror or error}. They need room "
+            "in /dev/shm, processes (`ulimit -u`, or the container's limit on pids) and open files (`ulimit -n`); make "
+            "room, or train with fewer `workers`, of which 0 needs none of it."
+        ) from error
 
 
 class WorkerSupply:
@@ -115,14 +134,7 @@ class WorkerSupply:
             # A generator of its own: the default would draw from the training process's random numbers.
             generator=torch.Generator().manual_seed(spec.layout.order.seed),
         )
-        try:
-            self._made: Iterator[_Made] = start_workers(loader)
-        except OSError as error:
-            raise InputError(
-                f"{workers} data workers could not be started: {error.strerror or error}. They need room in /dev/shm, "
-                "processes (`ulimit -u`, or the container's limit on pids) and open files (`ulimit -n`); make room, or "
-                "train with fewer `workers`, of which 0 needs none of it."
-            ) from error
+        self._made: Iterator[_Made] = started(loader)
 
     def epoch(self) -> Iterator[Any]:
         """See `Supply`."""

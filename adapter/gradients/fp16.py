@@ -7,8 +7,8 @@ graph has the scale of the loss, as with any gradient scaler: hooks and retained
 modules, and gradients by inputs, such as an adversarial example. Where one of these is compared with a constant, use
 bf16-mixed.
 
-Parameters that a step makes itself (a clone that is trained in it, a latent) are unscaled from the first update on that
-an optimizer makes of them.
+Parameters that a step makes itself (a clone that is trained in it, a latent) are not unscaled: an update of them is
+refused.
 """
 
 from __future__ import annotations
@@ -67,20 +67,8 @@ class Fp16(StepPart):
         parameters = [p for found in discovered.modules for p in found.value.parameters()]
         self._sharded = [p for p in parameters if isinstance(p, DTensor)]
         self._had: list[tuple[DTensor, Tensor | None]] = []
-        self._made: list[Tensor] = []
-        """What this step made and updates by an optimizer of its own."""
-        self._last_inverse: Tensor | None = None
-        """That of the last backward call of the step."""
         self._inverse: Tensor | None = None
         """What makes a gradient true that is computed now; None outside of backward calls."""
-        self._updates_in_backward = False
-
-    @override
-    def begin(self, step: int) -> None:
-        for tensor in self._made:
-            self._hooked.pop(id(tensor), None)
-        self._made.clear()
-        self._last_inverse = None
 
     @override
     def before_backward(self, call: BackwardCall) -> None:
@@ -93,7 +81,7 @@ class Fp16(StepPart):
             if id(parameter) not in self._hooked and parameter.requires_grad and not isinstance(parameter, DTensor):
                 self._hook(parameter)
         call.gradients = tuple(g if g is None else self._scaler.scale(g) for g in call.gradients)
-        self._inverse = self._last_inverse = self._scaler.inverse_scale()
+        self._inverse = self._scaler.inverse_scale()
         self._had = [(p, p.grad) for p in self._sharded if p.requires_grad]
         for sharded, _ in self._had:
             sharded.grad = None
@@ -123,26 +111,21 @@ class Fp16(StepPart):
             self._scaler.check(optimizer)
 
     @override
-    def before_update(self, optimizer: Optimizer, *, in_backward: bool) -> bool:
-        self._updates_in_backward = in_backward
-        if in_backward:  # asked for by a hook of a parameter whose gradient is there
-            self._scaler.check(optimizer)
+    def before_update(self, optimizer: Optimizer) -> bool:
         return self._scaler.may_update(optimizer)
 
     @override
     def after_update(self, optimizer: Optimizer) -> None:
-        if not self._updates_in_backward:  # other optimizers follow, and the scale of the running call must stay
-            self._scaler.adapt()
+        self._scaler.adapt()
 
     @override
     def before_foreign_update(self, optimizer: Optimizer) -> None:
-        """Parameters that the step made are known from here on: what they got before has the scale of its loss."""
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if id(parameter) not in self._hooked:
-                self._hook(parameter)
-                self._made.append(parameter)
-                if parameter.grad is not None and self._last_inverse is not None:
-                    parameter.grad.mul_(self._last_inverse.to(parameter.grad.device))
+        """Refuse to update parameters that the step made: their gradients have the scale of the loss."""
+        if any(id(p) not in self._hooked for group in optimizer.param_groups for p in group["params"]):
+            raise ContractError(
+                f"`train_step` updates by a {type(optimizer).__name__} that it made, by gradients that have the scale "
+                "of 16-mixed. Use bf16-mixed or 32-true."
+            )
 
     def _hook(self, parameter: Tensor) -> None:
         self._hooked[id(parameter)] = parameter

@@ -19,7 +19,6 @@ from ..discovery.discover import Discovered
 from .fp16 import TrueUnitScaler
 
 __all__ = [
-    "AutocastOff",
     "StepPrecision",
     "about_types",
     "cast_inputs",
@@ -104,25 +103,6 @@ def _scaler(plugin: MixedPrecision, discovered: Discovered) -> TrueUnitScaler | 
     return plugin.scaler
 
 
-class AutocastOff:
-    """``torch.autocast(device, enabled=False)`` for a fraction of its cost, to be entered again and again, also nested.
-
-    Args:
-        device: The type of device whose autocast is switched off.
-    """
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self._was_on: list[bool] = []
-
-    def __enter__(self) -> None:
-        self._was_on.append(torch.is_autocast_enabled(self._device))
-        torch.set_autocast_enabled(self._device, False)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_autocast_enabled(self._device, self._was_on.pop())
-
-
 def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> list[Any]:
     """Let `modules` take floating inputs of any precision; returns the handles that undo it.
 
@@ -158,16 +138,12 @@ def about_types(error: BaseException, precision: StepPrecision) -> ContractError
         return None
     if not re.search(r"dtype|BFloat16|Half|same type", str(error)):
         return None
-    if precision.cast_inputs_to is None:
-        return ContractError(
-            f"`train_step` mixes types: under {precision.dtype}-mixed, layers compute in half precision, and what is "
-            "computed with their outputs by hand has to be of one type with its partners. Cast it (`p.grad = "
-            "g.to(p.dtype)`, `out.double()`), compute such parts within `torch.autocast(device, enabled=False)`, or "
-            f"use 32-true. torch says: {str(error).partition(chr(10))[0]}"
-        )
-    return ContractError(
-        f"`train_step` mixes types: weights are {precision.cast_inputs_to} here, and what it computes with them "
-        "outside of a module's call has to be so too. Make such tensors of the weights' type, or use "
-        f"{precision.dtype}-mixed. "
-        f"torch says: {str(error).partition(chr(10))[0]}"
+    why = (
+        f"under {precision.dtype}-mixed, layers compute in half precision, and what is computed with their outputs by "
+        "hand has to be of one type with its partners. Cast it (`p.grad = g.to(p.dtype)`, `out.double()`), compute "
+        "such parts within `torch.autocast(device, enabled=False)`, or use 32-true"
+        if precision.cast_inputs_to is None
+        else f"weights are {precision.cast_inputs_to} here, and what it computes with them outside of a module's call "
+        f"has to be so too. Make such tensors of the weights' type, or use {precision.dtype}-mixed"
     )
+    return ContractError(f"`train_step` mixes types: {why}. torch says: {str(error).partition(chr(10))[0]}")

@@ -19,7 +19,7 @@ from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered, check_devices
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
 from .ddp.averaging import Averaging
-from .ddp.buckets import communication_hook
+from .ddp.buckets import wire_type
 from .ddp.buffers import BufferSync, broadcast_from_zero
 from .ddp.rank_check import check_same_on_all_ranks
 from .fsdp.step import fsdp_modules
@@ -75,7 +75,7 @@ def step_router(
             group,
             rank_local,
             bucket_bytes=None if megabytes is None else int(megabytes * 2**20),  # DDP's megabytes
-            hook=communication_hook(trainer.strategy),
+            wire=wire_type(trainer.strategy),
             is_last_step=lambda: trainer.global_step + 1 == trainer.max_steps,
         )
         buffers = BufferSync(discovered, group, rank_local)

@@ -7,13 +7,13 @@ that a run has, in this order::
 
     averaging   send gradients while        average them            average what is left,   average what is left;
                 autograd runs                                       the closure's loss too  a rank without any says so
-    hooks                                                           on_before_optimizer_step
-    guard       nan where a loss is                                 skip what is not        put back the buffers of a
-                not finite                                          finite                  skipped step
     sharding    agree with the ranks        reduce what is left     agree with the ranks    agree with the ranks
+    changes     look for gradients that the trainer has changed since the last backward call of this update
     fp16        scale the loss; unscale     look for overflows      skip on overflow,
                 before accumulation                                 adapt the scale
-    hooks       on_before_backward          on_after_backward
+    hooks       on_before_backward          on_after_backward       on_before_optimizer_step
+    guard       nan where a loss is                                 skip what is not        put back the buffers of a
+                not finite                                          finite                  skipped step
     buffers                                                                                 send those of rank 0
 
 Backward and update run outside of autocast, a closure inside of it. Everywhere else torch is what it was. Where none of
@@ -26,12 +26,10 @@ import functools
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -39,12 +37,13 @@ from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 from ..discovery.wrapped_optimizers import with_inner_optimizers
 from . import torch_hooks
+from .changed_gradients import ChangedGradients
 from .ddp.averaging import Averaging
 from .ddp.buffers import BufferSync
 from .fp16 import Fp16
-from .fsdp.refused import about_sharded_update
 from .fsdp.step import ShardedStep
-from .precision import AutocastOff, StepPrecision, about_types
+from .precision import StepPrecision, about_types
+from .refused import about_sharded_update, refused_on_ranks
 from .step_part import BackwardCall, StepPart
 from .update_guard import UpdateGuard
 
@@ -67,7 +66,6 @@ class StepRouter:
     Attributes:
         parts: What each call of the trainer goes through, in order.
         averaging: As given.
-        buffers: Sends the buffers of rank 0; None where there are none, and on a single rank.
         in_backward: Whether one of the trainer's backward calls is running.
     """
 
@@ -84,7 +82,6 @@ class StepRouter:
         completed_steps: Callable[[], int] | None = None,
     ) -> None:
         self._precision = precision
-        self.buffers = buffers or None
         hooks = hooks or StepHooks()
         optimizers = [found.value for found in with_inner_optimizers(discovered)]
         self._managed = {id(optimizer) for optimizer in optimizers}
@@ -96,10 +93,9 @@ class StepRouter:
         self._refusal: ContractError | None = None
         self._is_open = self._is_closed = self.in_backward = self._in_update = False
         self._context: AbstractContextManager[Any] | None = None
-        # Making either anew in each step would cost more than entering it.
+        # Making it anew in each step would cost more than entering it.
         device_type = precision.autocast_device
         self._autocast = precision.context() if precision.context is not None and device_type is not None else None
-        self._outside_autocast = nullcontext() if device_type is None else AutocastOff(device_type)
 
         several = averaging is not None
         scaler = precision.scaler
@@ -113,23 +109,25 @@ class StepRouter:
         )
         self.averaging = averaging
         if averaging is not None:
-            averaging.after_each = hooks.after_backward is not None
-            if fp16 is not None:
-                averaging.averaged = fp16.check_averaged
+            averaging.after_each = "on_after_backward" in hooks
+            averaging.averaged += [] if fp16 is None else [fp16.check_averaged]
+        changed = ChangedGradients(discovered.optimized) if several and discovered.optimizers else None
+        if averaging is not None and changed is not None:
+            averaging.averaged.append(changed.look)
         self.parts: list[StepPart] = [
             *([self.averaging] if self.averaging else []),
-            *([_UpdateHook(hooks.before_optimizer_step)] if hooks.before_optimizer_step else []),
-            *([guard] if guard else []),
             *([sharded] if sharded else []),
+            *([changed] if changed else []),
             *([fp16] if fp16 else []),
-            *([_BackwardHooks(hooks)] if hooks.before_backward or hooks.after_backward else []),
-            *([self.buffers] if self.buffers else []),
+            *([hooks] if hooks else []),
+            *([guard] if guard else []),
+            *([buffers] if buffers else []),
         ]
         self._skipper = next((part.may_skip for part in reversed(self.parts) if part.may_skip), "")
         for optimizer in optimizers:
             torch_hooks.wrap(optimizer, "step", self._step)
-            if hooks.before_zero_grad is not None:
-                torch_hooks.wrap(optimizer, "zero_grad", functools.partial(self._zero_grad, hooks.before_zero_grad))
+            if "on_before_zero_grad" in hooks:
+                torch_hooks.wrap(optimizer, "zero_grad", functools.partial(self._zero_grad, hooks))
 
     @property
     def scales(self) -> bool:
@@ -159,8 +157,6 @@ class StepRouter:
 
     def ended(self) -> None:
         """Training ended as planned, on all ranks."""
-        if self.buffers is not None:
-            self.buffers.let_go()
         if self.averaging is not None:
             self.averaging.ended()
 
@@ -220,7 +216,7 @@ class StepRouter:
         try:
             for part in self.parts:
                 part.before_backward(call)
-            with self._outside_autocast:
+            with self._outside_autocast():
                 torch_hooks.run_backward(
                     call.outputs, call.gradients, retain_graph, create_graph, call.inputs, *args, **kwargs
                 )
@@ -255,24 +251,26 @@ class StepRouter:
             for part in self.parts:
                 part.before_foreign_update(optimizer)
             return
+        self._refuse_in_backward(optimizer)
         if self._skipper:
             raise ContractError(
                 f"{self._skipper} cannot leave out an update of {type(optimizer).__name__} whose `step` was kept or "
                 "compiled in `configure`: call `optimizer.step()` in `train_step`, or compile it there."
             )
         for part in self.parts:
-            part.before_update(optimizer, in_backward=self.in_backward)
+            part.before_update(optimizer)
 
     def _zero_grad(
-        self, hook: Callable[[Optimizer], None], optimizer: Optimizer, inner: Callable[..., Any], *args: Any, **kw: Any
+        self, hooks: StepHooks, optimizer: Optimizer, inner: Callable[..., Any], *args: Any, **kw: Any
     ) -> Any:
         if torch_hooks.is_active(self):
-            hook(optimizer)
+            hooks.call("on_before_zero_grad", optimizer)
         return inner(*args, **kw)
 
     def _step(self, optimizer: Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._in_update or self._is_closed:
             return inner(*args, **kwargs)
+        self._refuse_in_backward(optimizer)  # of a hook, on a device in a thread of torch's engine
         if not torch_hooks.is_active(self):
             if self.averaging is not None:  # no other rank would hear of this update
                 self._refusal = ContractError(
@@ -295,6 +293,18 @@ class StepRouter:
         finally:
             for part in self.parts:
                 part.after_update(optimizer)
+
+    def _refuse_in_backward(self, optimizer: Optimizer) -> None:
+        """Refuse an update in the middle of a backward call, where gradients are neither averaged nor checked."""
+        if not self.in_backward:
+            return
+        if self.averaging is not None:
+            raise refused_on_ranks("update in backward", type(optimizer).__name__)
+        if self._skipper:
+            raise ContractError(
+                f"{self._skipper} cannot leave out an update of {type(optimizer).__name__} in the middle of a backward "
+                "call, where gradients are not yet checked: step it after backward."
+            )
 
     def _loss_before_update(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         """Evaluate a closure before an update that may be left out; what it returned."""
@@ -326,18 +336,22 @@ class StepRouter:
             loss = part.of_loss(loss)
         return loss
 
+    def _outside_autocast(self) -> AbstractContextManager[Any]:
+        device = self._precision.autocast_device
+        return nullcontext() if device is None else torch.autocast(device, enabled=False)
+
     def _in_step_precision(self) -> AbstractContextManager[None]:
         return self._precision.context() if self._precision.context is not None else nullcontext()
 
     def _may_update(self, optimizer: Optimizer) -> bool:
         """Whether all parts let `optimizer` update; all are asked."""
-        answers = [part.before_update(optimizer, in_backward=self.in_backward) for part in self.parts]
+        answers = [part.before_update(optimizer) for part in self.parts]
         return all(answers)
 
     def _update(self, optimizer: Optimizer, step: Callable[..., Any], **kwargs: Any) -> Any:
         self._in_update = True
         try:
-            with self._outside_autocast:
+            with self._outside_autocast():
                 return step(**kwargs)
         except Exception as error:
             explained = about_sharded_update(error, optimizer)
@@ -348,27 +362,48 @@ class StepRouter:
             self._in_update = False
 
 
-@dataclass(frozen=True)
-class StepHooks:
-    """Hooks of Lightning that callbacks or the module override; None where none of them does."""
+class StepHooks(StepPart):
+    """Lightning's four hooks within a step, as far as callbacks or the module override them.
 
-    before_backward: Callable[[Tensor], None] | None = None
-    after_backward: Callable[[], None] | None = None
-    before_optimizer_step: Callable[[Optimizer], None] | None = None
-    before_zero_grad: Callable[[Optimizer], None] | None = None
+    Hooks around a backward call see the loss without a scale, and gradients of all ranks in true units.
+
+    Args:
+        hooks: By their names, what is called for each that is overridden.
+    """
+
+    def __init__(self, **hooks: Callable[..., None] | None) -> None:
+        self._hooks = {name: hook for name, hook in hooks.items() if hook is not None}
 
     def __bool__(self) -> bool:
-        return any(vars(self).values())
+        return bool(self._hooks)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the hook `name` is overridden."""
+        return name in self._hooks
+
+    def call(self, name: str, *args: Any) -> None:
+        """Call the hook `name`, if it is overridden."""
+        if name in self._hooks:
+            self._hooks[name](*args)
+
+    @override
+    def before_backward(self, call: BackwardCall) -> None:
+        self.call("on_before_backward", call.outputs[0])
+
+    @override
+    def after_backward(self) -> None:
+        self.call("on_after_backward")
+
+    @override
+    def before_update(self, optimizer: Optimizer) -> bool:
+        self.call("on_before_optimizer_step", optimizer)
+        return True
 
 
 def step_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> StepHooks:
     """The overridden hooks among Lightning's four that happen inside a step, callbacks first, as Lightning does."""
-    return StepHooks(
-        before_backward=_hook(trainer, module, "on_before_backward"),
-        after_backward=_hook(trainer, module, "on_after_backward"),
-        before_optimizer_step=_hook(trainer, module, "on_before_optimizer_step"),
-        before_zero_grad=_hook(trainer, module, "on_before_zero_grad"),
-    )
+    names = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+    return StepHooks(**{name: _hook(trainer, module, name) for name in names})
 
 
 def _hook(trainer: pl.Trainer, module: pl.LightningModule, name: str) -> Callable[..., None] | None:
@@ -389,35 +424,6 @@ def _hook(trainer: pl.Trainer, module: pl.LightningModule, name: str) -> Callabl
             callback(*args)
 
     return call
-
-
-class _BackwardHooks(StepPart):
-    """Lightning's hooks around a backward call, which sees the loss without a scale and gradients of all ranks."""
-
-    def __init__(self, hooks: StepHooks) -> None:
-        self._hooks = hooks
-
-    @override
-    def before_backward(self, call: BackwardCall) -> None:
-        if self._hooks.before_backward is not None:
-            self._hooks.before_backward(call.outputs[0])
-
-    @override
-    def after_backward(self) -> None:
-        if self._hooks.after_backward is not None:
-            self._hooks.after_backward()
-
-
-class _UpdateHook(StepPart):
-    """Lightning's hook before an update, which sees averaged gradients in true units."""
-
-    def __init__(self, hook: Callable[[Optimizer], None]) -> None:
-        self._hook = hook
-
-    @override
-    def before_update(self, optimizer: Optimizer, *, in_backward: bool) -> bool:
-        self._hook(optimizer)
-        return True
 
 
 class _UnknownOptimizers:

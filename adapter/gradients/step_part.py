@@ -58,13 +58,8 @@ class StepPart:
         """One call of ``torch.autograd.grad``, which accumulates nothing; `run` and the rest are torch's engine's."""
         return run(outputs, grads, *args, **kwargs)
 
-    def before_update(self, optimizer: Optimizer, *, in_backward: bool) -> bool:
-        """`optimizer` is about to update; whether it may.
-
-        Args:
-            optimizer: A managed one.
-            in_backward: Whether a hook of the trainer asks for it in the middle of a backward call.
-        """
+    def before_update(self, optimizer: Optimizer) -> bool:
+        """`optimizer`, a managed one, is about to update; whether it may."""
         return True
 
     def before_foreign_update(self, optimizer: Optimizer) -> None:

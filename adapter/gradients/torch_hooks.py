@@ -38,7 +38,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ...callbacks.lightning_internals import SUPPORTED
 from .torch_internals import (
-    current_graph_task_id,
     disabled_torch_function,
     engine_entry,
     engine_run_backward,
@@ -63,7 +62,7 @@ __all__ = [
 _WITHOUT_GRAPHS = tuple(
     f"{__package__}.{name}"
     for name in (
-        *("torch_hooks", "step", "step_part", "fp16", "update_guard"),
+        *("torch_hooks", "step", "step_part", "changed_gradients", "fp16", "update_guard"),
         *(f"ddp.{name}" for name in ("averaging", "buckets", "buffers", "parameters", "rank_check")),
     )
 )
@@ -164,8 +163,8 @@ def end() -> None:
 
 
 def is_active(interceptor: Interceptor) -> bool:
-    """Whether the calls of this thread, that of a step or one of torch's engine, go to `interceptor`."""
-    return (_active.get(threading.get_ident()) or _of_engine()) is interceptor
+    """Whether the calls of this thread go to `interceptor`."""
+    return _active.get(threading.get_ident()) is interceptor
 
 
 def wrap(optimizer: Optimizer, name: str, through: Callable[..., Any]) -> None:
@@ -186,9 +185,9 @@ class _Canary:
     """Takes one backward call, to prove that what is assigned to torch is what torch calls."""
 
     is_proven = False
+    in_backward = False
 
     def __init__(self) -> None:
-        self.in_backward = False
         self._seen: list[str] = []
 
     def prove(self) -> None:
@@ -202,9 +201,8 @@ class _Canary:
                 (leaf * 1).backward()  # type: ignore[no-untyped-call]
                 torch.autograd.grad(leaf * 1, leaf)
         finally:
-            if before is None:
-                del _active[thread]
-            else:
+            del _active[thread]
+            if before is not None:
                 _active[thread] = before
         if self._seen != ["backward", "grad"]:
             raise RuntimeError(
@@ -214,10 +212,10 @@ class _Canary:
             )
         type(self).is_proven = True
 
-    def backward(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> None:
+    def backward(self, *_: Any, **__: Any) -> None:
         self._seen.append("backward")
 
-    def grad(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+    def grad(self, *_: Any, **__: Any) -> Any:
         self._seen.append("grad")
         return (None,)
 
@@ -226,7 +224,7 @@ class _Canary:
 
 
 def _intercepted(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-    interceptor = _active.get(threading.get_ident()) or _of_engine()
+    interceptor = _active.get(threading.get_ident())
     if interceptor is None or interceptor.in_backward:
         return run_backward(outputs, grads, *args, **kwargs)
     # What torch.autograd.grad computes is not accumulated anywhere.
@@ -235,18 +233,8 @@ def _intercepted(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
     return interceptor.backward(outputs, grads, *args, **kwargs)
 
 
-def _of_engine() -> Interceptor | None:
-    """In a thread of torch's engine: the one whose backward call it works for."""
-    if current_graph_task_id() == -1:
-        return None
-    python_threads = (t for t in threading.enumerate() if not isinstance(t, threading._DummyThread))
-    if threading.get_ident() in {thread.ident for thread in python_threads}:
-        return None  # a backward call of another caller
-    return next((each for each in tuple(_active.values()) if each.in_backward), None)
-
-
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001  # torch's signature
-    interceptor = _active.get(threading.get_ident()) or _of_engine()
+    interceptor = _active.get(threading.get_ident())
     if interceptor is not None:
         interceptor.check_managed(optimizer)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import importlib
 import operator
-import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib.metadata import version
@@ -38,14 +37,12 @@ __all__ = [
     "engine_entry",
     "engine_run_backward",
     "group_timeout",
-    "is_gradtrackingtensor",
     "initialize_sharded",
     "keep_out_of_graphs",
     "post_accumulate_hooks",
     "protected",
     "reduce_sharded_gradients",
     "require_fsdp",
-    "runs_compiled_code",
     "set_engine_run_backward",
     "without_torch_function_of_subclasses",
 ]
@@ -73,8 +70,6 @@ engine_run_backward: Callable[..., Any] = protected("torch.autograd.graph", _ENG
 name: outputs, their gradients, then what the engine takes."""
 current_graph_task_id: Callable[[], int] = protected("torch", "_C._current_graph_task_id")
 """Which backward call this thread of torch's engine works for; -1 outside of one."""
-is_gradtrackingtensor: Callable[[Tensor], bool] = protected("torch", "_C._functorch.is_gradtrackingtensor")
-"""Whether torch.func differentiates by a tensor, in place of another one."""
 disable_dynamo: Callable[..., Any] = protected("torch._compile", "_disable_dynamo")
 """Keeps a function out of what torch.compile traces, without importing the compiler."""
 disabled_torch_function: Any = protected("torch", "_C._disabled_torch_function_impl")
@@ -92,7 +87,7 @@ NormBase: type[nn.Module] = protected("torch.nn.modules.batchnorm", "_NormBase")
 
 _OF_CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (Tensor, ("_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_values")),
-    (nn.Module, ("_parameters", "_buffers", "_forward_pre_hooks", "_apply", "_save_to_state_dict")),
+    (nn.Module, ("_parameters", "_buffers", "_apply", "_save_to_state_dict")),
     (nn.Module, ("_load_from_state_dict",)),
     (GradScaler, ("_device", "_scale", "_unscale_grads_")),
     (Optimizer, ("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks")),
@@ -132,16 +127,6 @@ def keep_out_of_graphs(*modules: str) -> None:
     add = protected("torch._dynamo.trace_rules", "add")
     for module in modules:
         add(module)
-
-
-def runs_compiled_code() -> bool:
-    """Whether this thread is in a call of something that torch.compile has compiled, between two of its graphs."""
-    if "torch._dynamo" not in sys.modules:
-        return False
-    return callable(_eval_frame_callback())
-
-
-_eval_frame_callback: Callable[[], Any] = protected("torch", "_C._dynamo.eval_frame.get_eval_frame_callback")
 
 
 def default_store() -> torch._C._distributed_c10d.Store:

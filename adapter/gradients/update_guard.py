@@ -115,7 +115,7 @@ class UpdateGuard(StepPart):
         return torch.where(torch.isfinite(loss), gradient, torch.nan)
 
     @override
-    def before_update(self, optimizer: Optimizer, *, in_backward: bool) -> bool:
+    def before_update(self, optimizer: Optimizer) -> bool:
         if not self._scales and not self._is_to_be_made(optimizer):
             return False
         factor = 1.0 if self._judge is None else self._judge.rate_factor

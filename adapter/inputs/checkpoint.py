@@ -7,8 +7,7 @@ from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 
 import httpx2
 
-from ...callbacks.checkpoint.format.record import CheckpointRecord
-from ...callbacks.checkpoint.format.record_file import LARGEST_RECORD_BYTES, read_record
+from ...callbacks.checkpoint.format.record import LARGEST_RECORD_BYTES, CheckpointRecord, read_record
 from ...reporters.uploads.payloads import remote_name
 from ..contract.exceptions import BrokenCheckpointError, InputError
 from ..job.refs import HttpRef

@@ -58,7 +58,7 @@ def fetch_all(
     """
     connections = Connections()
     with contextlib.ExitStack() as stack:
-        client = build_client(config.token, config.token_origins, max_connections=PARALLEL_TRANSFERS)
+        client = build_client(config.capability_token, config.token_origins, max_connections=PARALLEL_TRANSFERS)
         stack.enter_context(client)
         if config.private_hosts is not None:
             AddressGuard(config.private_hosts).attach(client)

@@ -71,31 +71,6 @@ class RunConfig(Settings, frozen=True, kw_only=True):
         """The part of the job that the trainer class sees."""
         return TrainingJobSpec(**{each.name: getattr(self, each.name) for each in dataclasses.fields(TrainingJobSpec)})
 
-    @property
-    def token(self) -> str | None:
-        """What is shown to `token_origins`."""
-        return self.capability_token
-
-    @property
-    def max_runtime_s(self) -> float | None:
-        """From process start, inputs included; None means no limit."""
-        return self.max_runtime_seconds or None
-
-    @property
-    def stop_grace_s(self) -> float | None:
-        """How long after its stop signal a scheduler ends the process; None where that is not known."""
-        return self.stop_grace_seconds or None
-
-    @property
-    def upload_deadline_s(self) -> float:
-        """How long the end of the run waits for uploads."""
-        return self.upload_deadline_seconds
-
-    @property
-    def cancel_file(self) -> Path | None:
-        """A file that stops the run when it appears."""
-        return self.cancel_file_path
-
     def source_of(self, name: str) -> str:
         """Where a setting comes from: ``--set``, the name of an environment variable, ``job spec`` or ``default``."""
         return self.given.source_of(name)
@@ -145,7 +120,7 @@ def read_run_config(
     """
     errors = ConfigErrors()
     sources = read_sources(spec_path, overrides, os.environ if environ is None else environ, errors)
-    values = Parser(errors, sources.folder_of).block(Settings, sources.merged, complete=complete and sources.readable)
+    values = Parser(errors, sources).block(Settings, sources.merged, complete=complete and sources.readable)
     given = Settings(**values)
     settings = _completed(given, sources)
     template = FILE_ARTIFACTS_DIR if spec_path is not None else ENVIRONMENT_ARTIFACTS_DIR
@@ -174,7 +149,8 @@ def read_run_config(
 def _completed(settings: Settings, sources: Sources) -> Settings:
     """`settings` with what one of them says for others."""
     replace = msgspec.structs.replace
-    dataset = settings.dataset or (DatasetSpec() if settings.inputs.dataset_parquet_refs else None)
+    has_data = settings.inputs.dataset_parquet_refs or settings.data is not None
+    dataset = settings.dataset or (DatasetSpec() if has_data else None)
     if dataset is not None and settings.seed is not None and sources.source_of("dataset.seed") == DEFAULT:
         dataset = replace(dataset, seed=settings.seed)
     every = settings.checkpoints.every_n_steps or settings.checkpoint_every
@@ -224,11 +200,13 @@ def _contradictions(settings: Settings, errors: ConfigErrors) -> None:
     paths, refs = bool(dataset and dataset.parquet_paths), bool(inputs.dataset_parquet_refs)
     if paths and refs:
         errors.add("`dataset.parquet_paths` and `inputs.dataset_parquet_refs` both name the data. Give one of them.")
-    if settings.mock_batches is not None and (paths or refs):
-        errors.add("`mock_batches` and Parquet files are both given. Leave one of them out.")
+    given = {"`mock_batches`": settings.mock_batches is not None, "`data`": settings.data is not None}
+    both = [name for name, is_given in {**given, "Parquet files": paths or refs}.items() if is_given]
+    if len(both) > 1:
+        errors.add(f"{' and '.join(both)} are given together. Each is all the data of a run; leave one of them.")
     has_errors = errors.concern_part("dataset") or errors.concern_part("inputs")
-    if dataset and not paths and not refs and settings.mock_batches is None and not has_errors:
-        errors.add("`dataset` names no files. Add `dataset.parquet_paths` or `inputs.dataset_parquet_refs`.")
+    if dataset and not paths and not refs and not any(given.values()) and not has_errors:
+        errors.add("`dataset` names no files. Add `dataset.parquet_paths`, `inputs.dataset_parquet_refs` or `data`.")
     twice = [name for name, count in Counter((dataset and dataset.columns) or ()).items() if count > 1]
     if twice:
         text = f"Expected different columns, but received {render_value(twice)} more than once. Name each once."

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,17 +11,16 @@ from typing import Any
 
 from ..cluster.job_context import build_job_context
 from ..plumbing.text import nearest
-from .errors import ConfigErrors
+from .errors import ConfigErrors, render_text
 from .keys import Key, all_keys
 
 __all__ = [
     "JOB_VARIABLE",
-    "TRUE_WORDS",
     "VARIABLES",
     "Variable",
+    "check_environment",
     "is_true",
     "rank_errors",
-    "read_environment",
     "value_of",
 ]
 
@@ -44,7 +44,6 @@ VARIABLES = tuple(Variable(key.variable, name, key) for name, key in all_keys() 
 """What a run reads from its environment besides `JOB_VARIABLE`. ``HF_TOKEN`` and ``HF_HOME`` are huggingface_hub's."""
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-_NUMBER_LIKE = re.compile(r"[-+]?(\d{1,12}(\.\d{0,12})?(e[-+]?\d{1,4})?|nan|inf(inity)?)", re.IGNORECASE)
 
 
 def is_true(text: str) -> bool:
@@ -52,52 +51,34 @@ def is_true(text: str) -> bool:
     return text.strip().lower() in TRUE_WORDS
 
 
-def value_of(name: str, key: Key, text: str, errors: ConfigErrors, *, setting: str) -> Any:
-    """The value of a text for `key`, or None when it is an error.
+def value_of(key: Key | None, text: str) -> Any:
+    """The value that a text means for `key`: JSON, a number, a true or false word, entries between commas, or itself.
 
-    Args:
-        name: What the error calls it.
-        key: What it is to be.
-        text: The text.
-        errors: Where an error goes.
-        setting: The dotted name of the setting.
+    A key that is a text keeps what was typed, so that ``run_id=17`` needs no quotes.
     """
-    text = text.strip()
-    value: Any = text
-    if key.item is not None:
-        value = [entry for entry in re.split(r"[\s,]+", text) if entry]
-        fault = next(filter(None, map(key.item.fault, value)), "")
-        rule = key.item.rule
-    else:
-        if key.type_is(bool):
-            value = is_true(text)
-            if text.lower() not in TRUE_WORDS | FALSE_WORDS:
-                errors.warn(f"`{name}` is none of the true words 1 true t yes y, so it counts as false.")
-        elif key.type_is(float):
-            try:
-                value = float(text)
-            except ValueError:
-                value = math.nan
-        fault, rule = key.fault(value), key.rule
-    if not fault:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    if key is None:
         return value
-    errors.add(f"Invalid `{name}`. Expected {fault}, but received {_shown(text)}.", name=setting, code=rule.code)
-    return None
-
-
-def _shown(text: str) -> str:
-    """What a message may say of a variable's value: a number as it is, of anything else the length alone.
-
-    Variables get mixed up, and then this one holds a token.
-    """
-    return text if _NUMBER_LIKE.fullmatch(text) else f"a string of length {len(text)}"
+    if key.is_text:
+        return value if isinstance(value, str | None) else text
+    if key.type_is(bool) and text.strip().lower() in TRUE_WORDS | FALSE_WORDS:
+        return is_true(text)
+    if key.item is not None and key.variable and not isinstance(value, list | None):
+        return [entry for entry in re.split(r"[\s,]+", text) if entry]
+    if key.type_is(float) and isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)
+    return value
 
 
 def rank_errors(environ: Mapping[str, str]) -> list[str]:
     """What is wrong with the variables by which Lightning and genlight tell a process's number and its job."""
     wrong = [
         f"Invalid `{name}`. Expected the number of a process, as launchers set it, but received "
-        f"{_shown(environ[name].strip())}. Unset it."
+        f"{render_text(environ[name].strip())}. Unset it."
         for name in _RANKS
         if name in environ and not environ[name].strip().isdecimal()
     ]
@@ -110,22 +91,11 @@ def rank_errors(environ: Mapping[str, str]) -> list[str]:
     return []
 
 
-def read_environment(environ: Mapping[str, str], errors: ConfigErrors) -> dict[str, Any]:
-    """The settings that the environment gives, by dotted name; a blank variable gives none.
-
-    A variable that looks like a misspelled one of ours is a warning.
-    """
-    values = {}
-    for variable in VARIABLES:
-        text = environ.get(variable.name, "")
-        if text.strip():
-            value = value_of(variable.name, variable.key, text, errors, setting=variable.setting)
-            if value is not None:
-                values[variable.setting] = value
+def check_environment(environ: Mapping[str, str], errors: ConfigErrors) -> None:
+    """Note ranks that are none; a variable that looks like a misspelled one of ours is a warning."""
     for error in rank_errors(environ):
         errors.add(error)
     known = [JOB_VARIABLE, *(variable.name for variable in VARIABLES)]
     for name in environ:
         if name.startswith("TRAINER_") and name not in known and nearest(name, known):
             errors.warn(f"Unknown environment variable `{name}` is ignored.{nearest(name, known)}")
-    return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from ..contract.exceptions import StartupContractError
 from ..plumbing.redaction import HIDDEN, redact
 from ..plumbing.urls import hide_urls
 
-__all__ = ["ConfigError", "ConfigErrors", "render_value"]
+__all__ = ["ConfigError", "ConfigErrors", "render_text", "render_value"]
 
 CODES = (
     "startup.missing_job_spec_path",
@@ -25,6 +26,7 @@ CODES = (
 
 LONGEST_VALUE = 80
 MOST_SHOWN = 40
+_NUMBER_LIKE = re.compile(r"[-+]?(\d{1,12}(\.\d{0,12})?(e[-+]?\d{1,4})?|nan|inf(inity)?)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,14 @@ def render_value(value: Any, *, secret: bool = False) -> str:
         text = type(value).__name__
     text = hide_urls(text)
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
+
+
+def render_text(value: Any) -> str:
+    """What a message may say of a variable's value: a number as it is, of anything else the length alone.
+
+    Variables get mixed up, and then this one holds a token.
+    """
+    return str(value) if _NUMBER_LIKE.fullmatch(str(value)) else f"a string of length {len(str(value))}"
 
 
 @dataclass
@@ -77,10 +87,11 @@ class ConfigErrors:
         way_out: str = "",
         code: str = "startup.invalid_job_spec",
         secret: bool = False,
+        variable: str = "",
     ) -> None:
-        """Note that the setting `name` has a value that cannot be used."""
-        received = render_value(value, secret=secret)
-        text = f"Invalid `{name}`. Expected {expected}, but received {received}."
+        """Note that the setting `name`, which the environment `variable` gives if any, has an unusable value."""
+        received = render_text(value) if variable else render_value(value, secret=secret)
+        text = f"Invalid `{variable or name}`. Expected {expected}, but received {received}."
         self.add(f"{text} {way_out}".rstrip(), name=name, code=code)
 
     def warn(self, text: str) -> None:

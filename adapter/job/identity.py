@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -56,6 +56,8 @@ def spec_fields(job: JobSpec, folder: Path) -> dict[str, str]:
             "shuffle": dataset.shuffle,
             "seed": dataset.seed,
         }
+    if job.data is not None:
+        identity["data"] = job.data
     if job.mock_batches is not None:
         identity["mock_batches"] = job.mock_batches
     identity["inputs"] = {
@@ -97,13 +99,7 @@ def changes_between(
         theirs: What `sealed_fields` made of that of the other job.
         numbers: What `numbers_of` returned for this job.
     """
-    before = _numbers_in(theirs)
-    return [
-        f"{name} ({_shown(before[name])} before, {_shown(numbers[name])} now)"
-        if name in numbers and isinstance(before.get(name), (int, float))
-        else name
-        for name in differing_fields(ours, theirs)
-    ]
+    return _with_values(differing_fields(ours, theirs), theirs, numbers)
 
 
 def changed_course(theirs: Mapping[str, str], numbers: Mapping[str, float | bool | str]) -> list[str]:
@@ -114,10 +110,19 @@ def changed_course(theirs: Mapping[str, str], numbers: Mapping[str, float | bool
         numbers: What `numbers_of` returned for this job.
     """
     before = _numbers_in(theirs)
+    names = (name for name in (_BATCH_SIZE, _PRECISION) if name in numbers and name in before)
+    return _with_values((name for name in names if before[name] != numbers[name]), theirs, numbers)
+
+
+def _with_values(
+    names: Iterable[str], theirs: Mapping[str, str], numbers: Mapping[str, float | bool | str]
+) -> list[str]:
+    before = _numbers_in(theirs)
     return [
-        f"{name} ({_shown(before[name])} before, {_shown(numbers[name])} now)"
-        for name in (_BATCH_SIZE, _PRECISION)
-        if name in numbers and isinstance(before.get(name), (int, str)) and before[name] != numbers[name]
+        f"{name} ({json.dumps(before[name])} before, {json.dumps(numbers[name])} now)"
+        if name in numbers and isinstance(before.get(name), (int, float, str))
+        else name
+        for name in names
     ]
 
 
@@ -127,10 +132,6 @@ def _numbers_in(theirs: Mapping[str, str]) -> dict[str, Any]:
     except (ValueError, RecursionError):  # a record from elsewhere
         return {}
     return numbers if isinstance(numbers, dict) else {}
-
-
-def _shown(number: float | bool | str) -> str:
-    return json.dumps(number)
 
 
 def sealed_fields(

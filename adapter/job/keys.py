@@ -131,10 +131,9 @@ def _texts(struct: type[msgspec.Struct]) -> Mapping[str, str]:
 
 def _key(name: str, annotation: Any) -> Key:
     value = _without_none(annotation)
-    plain, metas = _plain(value), [*_metas(annotation), *_metas(value)]
-    extras = [meta.extra for meta in metas if meta.extra]
-    rules = [extra["rule"] for extra in extras if "rule" in extra]
-    common: dict[str, Any] = {key: text for extra in extras for key, text in extra.items() if key != "rule"}
+    plain, said = _plain(value), [*getattr(annotation, "__metadata__", ()), *getattr(value, "__metadata__", ())]
+    rules, metas = [each for each in said if isinstance(each, Rule)], [each for each in said if isinstance(each, Meta)]
+    common: dict[str, Any] = {key: text for meta in metas for key, text in (meta.extra or {}).items()}
     common["examples"] = next((tuple(meta.examples) for meta in metas if meta.examples), ())
     if isinstance(plain, type) and issubclass(plain, msgspec.Struct):
         return Key(name, plain, Rule("an object"), block=plain, **common)
@@ -158,10 +157,6 @@ def _rule_of(plain: Any, metas: list[Meta]) -> Rule:
         return Rule(f"an integer >= {least}")
     words = {bool: "true or false", dict: "an object", list: "a list"}
     return Rule(words[typing.get_origin(plain) or plain])
-
-
-def _metas(annotation: Any) -> list[Meta]:
-    return [meta for meta in getattr(annotation, "__metadata__", ()) if isinstance(meta, Meta)]
 
 
 def _without_none(annotation: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,52 +19,10 @@ from ..plumbing.urls import has_scheme
 from .errors import ConfigErrors
 from .keys import Key, keys_of
 from .refs import looks_like_path
-from .spec import SampleRequest
+from .sources import Sources
+from .spec import Rule, SampleRequest
 
-__all__ = ["DEEPEST", "Parser", "canonical", "is_deeper_than", "under_one_name"]
-
-DEEPEST = 100
-"""Levels of nesting; whatever walks through hyperparameters later may recurse."""
-
-
-def is_deeper_than(value: Any, levels: int) -> bool:
-    """Whether objects and lists are nested deeper than `levels`, told without recursion."""
-    layer = [value]
-    for _ in range(levels):
-        layer = [
-            inner
-            for outer in layer
-            if isinstance(outer, (dict, list))
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not layer:
-            return False
-    return True
-
-
-def canonical(name: str, keys: Mapping[str, Key]) -> str:
-    """The key that `name` spells; `name` itself where it is no other spelling of one."""
-    return next((key.name for key in keys.values() if key.alias == name), name)
-
-
-def under_one_name(
-    raw: Mapping[str, Any], keys: Mapping[str, Key], errors: ConfigErrors, prefix: str = ""
-) -> dict[str, Any]:
-    """`raw` with other spellings read as the keys that they stand for, also in blocks; two that differ are named."""
-    renamed = {name: value for name, value in raw.items() if name in keys or canonical(name, keys) == name}
-    for alias in raw.keys() - renamed.keys():
-        name, value = canonical(alias, keys), raw[alias]
-        if renamed.get(name) is None:
-            renamed[name] = value
-        elif value is not None and value != renamed[name] and not prefix:
-            errors.warn(f"`{alias}` is an alias of `{name}` with a different value; `{name}` is used.")
-        elif value is not None and value != renamed[name]:
-            errors.add(f"`{prefix}{name}` and `{prefix}{alias}` name two different things. Give one of them.")
-    for name, value in renamed.items():
-        block = keys[name].block if name in keys else None
-        if block is not None and isinstance(value, dict):
-            renamed[name] = under_one_name(value, keys_of(block), errors, f"{prefix}{name}.")
-    return renamed
+__all__ = ["Parser"]
 
 
 class Parser:
@@ -72,12 +30,12 @@ class Parser:
 
     Args:
         errors: Where errors and warnings go. A faulty key is left out of the result.
-        folder_of: The folder where relative paths of a setting start, by its dotted name.
+        sources: Where each setting comes from; None for what no source gave.
     """
 
-    def __init__(self, errors: ConfigErrors, folder_of: Callable[[str], Path] = lambda _: Path.cwd()) -> None:
+    def __init__(self, errors: ConfigErrors, sources: Sources | None = None) -> None:
         self.errors = errors
-        self.folder_of = folder_of
+        self.sources = Sources(None) if sources is None else sources
 
     def block(
         self, struct: type[msgspec.Struct], raw: Mapping[str, Any], prefix: str = "", *, complete: bool = True
@@ -139,12 +97,18 @@ class Parser:
         value = value.strip() if isinstance(value, str) and rule.expected.endswith(" URL") else value
         expected = key.fault(value)
         if expected:
-            self.errors.invalid(name, expected, value, way_out=rule.way_out, code=rule.code, secret=rule.secret)
+            self._invalid(name, expected, value, rule)
             return None
         if rule.relative:
             text = self._absolute(name, value, is_reference=rule.relative == "reference")
             return Path(text) if key.is_path else text
         return msgspec.convert(value, key.type)
+
+    def _invalid(self, name: str, expected: str, value: Any, rule: Rule) -> None:
+        variable = self.sources.variable_of(name)
+        self.errors.invalid(
+            name, expected, value, way_out=rule.way_out, code=rule.code, secret=rule.secret, variable=variable
+        )
 
     def _convert_list(self, name: str, value: Any, key: Key, item: Key) -> Any:
         if not isinstance(value, list):
@@ -170,7 +134,7 @@ class Parser:
         """`text` as an absolute path; a URL, and a reference that is no path, stays as it is."""
         if has_scheme(text):
             return text
-        path = os.path.abspath(os.path.join(self.folder_of(name), os.path.expanduser(text)))
+        path = os.path.abspath(os.path.join(self.sources.folder_of(name), os.path.expanduser(text)))
         return path if not is_reference or os.path.exists(path) or looks_like_path(text) else text
 
 

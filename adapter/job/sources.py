@@ -1,11 +1,11 @@
 """What a job file, the environment and ``--set`` say, put together as one object.
 
-Each setting is resolved on its own: ``--set`` first, then the environment, then the job file, then the default.
+Each setting is resolved on its own: ``--set`` first, then the environment, then the job file, then the default. How a
+job file spells a key, and how a text becomes a value, is known here; whether a value can be used is known by `parsing`.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,11 @@ from typing import Any
 
 from ..plumbing.redaction import secrets_in
 from ..plumbing.text import nearest
-from .environment import JOB_VARIABLE, VARIABLES, read_environment, value_of
+from .environment import JOB_VARIABLE, VARIABLES, check_environment, is_true, value_of
 from .errors import ConfigErrors
 from .keys import Key, job_keys, key_at, keys_of, settings_keys
-from .parsing import DEEPEST, canonical, is_deeper_than, under_one_name
 
-__all__ = ["JOB_FILE", "Sources", "read_job_file", "read_sources"]
+__all__ = ["DEFAULT", "JOB_FILE", "Sources", "read_job_file", "read_sources"]
 
 JOB_FILE, COMMAND_LINE, DEFAULT = "job spec", "--set", "default"
 """Words for where a setting comes from; of the environment it is the variable's name."""
@@ -30,6 +29,9 @@ WHOLE_JOB = "job spec"
 
 LARGEST_FILE_BYTES = 128 << 20
 """Of a job file; a device, or data named by mistake, would fill the memory."""
+
+DEEPEST = 100
+"""Levels of nesting; whatever walks through hyperparameters later may recurse."""
 
 MOST_DIGITS = 400
 """Of an integer; Python itself refuses more than it was told to, which differs between processes."""
@@ -49,7 +51,7 @@ class Sources:
     merged: dict[str, Any] = field(default_factory=dict, repr=False)
     """Settings as the job file spells them, with those of the environment and ``--set`` in place."""
     of: dict[str, str] = field(default_factory=dict)
-    """The source of each setting, by dotted name."""
+    """The source of each setting that is given, by dotted name; of a block those of its keys."""
     readable: bool = False
     """Whether there is a job file that holds a JSON object."""
     secrets: tuple[str, ...] = field(default=(), repr=False)
@@ -67,13 +69,16 @@ class Sources:
         name = name.partition("[")[0]
         while name not in self.of and "." in name:
             name = name.rpartition(".")[0]
-            if keys_in(name):
-                return DEFAULT  # the block is given, and this key of it is not
         return self.of.get(name, DEFAULT)
 
     def folder_of(self, name: str) -> Path:
         """Where a relative path of a setting starts: a job file's at its folder, others at the working directory."""
         return self.folder if self.source_of(name) == JOB_FILE else Path.cwd()
+
+    def variable_of(self, name: str) -> str:
+        """The environment variable that a setting comes from; empty where it comes from elsewhere."""
+        source = self.source_of(name)
+        return "" if source in (JOB_FILE, COMMAND_LINE, DEFAULT) else source
 
     def put(self, path: tuple[str, ...], value: Any, source: str) -> bool:
         """Set what is at `path`, copying the objects on the way; False where something on it is no object."""
@@ -85,23 +90,17 @@ class Sources:
             target[name] = dict(inner or {})
             target = target[name]
         target[path[-1]] = value
-        depth = next(depth for depth in range(len(path), -1, -1) if not depth or key_at(path[:depth]) is not None)
-        self.note(".".join(path[: depth or 1]), value if depth == len(path) else None, source)
+        known = max((depth for depth in range(len(path) + 1) if key_at(path[:depth])), default=1)
+        name, keys = ".".join(path[:known]), keys_at(path)
+        self.of = {each: of for each, of in self.of.items() if each != name and not each.startswith(f"{name}.")}
+        names = [f"{name}.{inner}" for inner in keys if isinstance(value, dict) and inner in value] if keys else [name]
+        self.of |= dict.fromkeys(names, source)
         return True
 
-    def note(self, name: str, value: Any, source: str) -> None:
-        """Note the source of a setting, and of the keys of a block."""
-        for older in [older for older in self.of if older.startswith(f"{name}.")]:
-            del self.of[older]
-        self.of[name] = source
-        keys = keys_in(name)
-        for inner in value if keys and isinstance(value, dict) else ():
-            self.of[f"{name}.{inner}"] = source
 
-
-def keys_in(name: str) -> Mapping[str, Key]:
-    """The keys of the block `name`, dotted; none where it is not a block."""
-    key = key_at(tuple(name.split(".")))
+def keys_at(path: tuple[str, ...]) -> Mapping[str, Key]:
+    """The keys of the block at `path`; none where it is not a block."""
+    key = key_at(path)
     return keys_of(key.block) if key is not None and key.block is not None else {}
 
 
@@ -112,21 +111,23 @@ def read_sources(
     sources = Sources(_path_of_job(job_file, environ, errors))
     raw = None if sources.path is None else read_job_file(sources.path, errors)
     sources.readable = raw is not None
-    for name, value in under_one_name(_of_job(raw or {}, errors), job_keys(), errors).items():
+    for name, value in _under_one_name(_of_job(raw or {}, errors), job_keys(), errors).items():
         sources.put((name,), value, JOB_FILE)
-    for setting, value in read_environment(environ, errors).items():
-        (variable,) = (each.name for each in VARIABLES if each.setting == setting)
-        sources.put(tuple(setting.split(".")), value, variable)  # a block that is no object is an error of its own
+    _read_environment(sources, environ, errors)
     for text in overrides:
         _override(text, sources, errors)
     tokens = ((raw or {}).get("capability_token"), environ.get("TRAINER_CAPABILITY_TOKEN", "").strip())
     secrets = [token for token in tokens if isinstance(token, str) and token]
-    if is_deeper_than(sources.merged, DEEPEST):
+    if _is_deeper_than(sources.merged, DEEPEST):
         errors.add(f"The job spec is nested too deeply. Expected at most {DEEPEST} levels.", name=WHOLE_JOB)
         sources.merged, sources.readable = {}, False
     else:
         secrets += [*secrets_in(sources.merged), *secrets_in(raw or {})]
-        sources.merged = _without_half_characters("", sources.merged, errors)
+        sources.merged = {
+            key: inner
+            for name, value in sources.merged.items()
+            for key, inner in _without_half_characters(name, value, errors).items()
+        }
     sources.secrets = tuple(secrets)
     return sources
 
@@ -151,6 +152,45 @@ def _of_job(raw: Mapping[str, Any], errors: ConfigErrors) -> dict[str, Any]:
     return {name: value for name, value in raw.items() if name not in elsewhere and name != _FOR_EDITORS}
 
 
+def _canonical(name: str, keys: Mapping[str, Key]) -> str:
+    """The key that `name` spells; `name` itself where it is no other spelling of one."""
+    return next((key.name for key in keys.values() if key.alias == name), name)
+
+
+def _under_one_name(
+    raw: Mapping[str, Any], keys: Mapping[str, Key], errors: ConfigErrors, prefix: str = ""
+) -> dict[str, Any]:
+    """`raw` with other spellings read as the keys that they stand for, also in blocks; two that differ are named."""
+    renamed: dict[str, Any] = {}
+    for given in sorted(raw, key=lambda name: _canonical(name, keys) != name):  # the key itself before its aliases
+        name, value = _canonical(given, keys), raw[given]
+        if renamed.get(name) is None:
+            renamed[name] = value
+        elif value is not None and value != renamed[name] and not prefix:
+            errors.warn(f"`{given}` is an alias of `{name}` with a different value; `{name}` is used.")
+        elif value is not None and value != renamed[name]:
+            errors.add(f"`{prefix}{name}` and `{prefix}{given}` name two different things. Give one of them.")
+    for name, value in renamed.items():
+        block = keys[name].block if name in keys else None
+        if block is not None and isinstance(value, dict):
+            renamed[name] = _under_one_name(value, keys_of(block), errors, f"{prefix}{name}.")
+    return renamed
+
+
+def _read_environment(sources: Sources, environ: Mapping[str, str], errors: ConfigErrors) -> None:
+    """Put what the environment gives in place; a blank variable gives nothing."""
+    for variable in VARIABLES:
+        text = environ.get(variable.name, "").strip()
+        if not text:
+            continue
+        value = text if variable.key.is_text else value_of(variable.key, text)
+        if variable.key.type_is(bool) and not isinstance(value, bool):
+            errors.warn(f"`{variable.name}` is none of the true words 1 true t yes y, so it counts as false.")
+            value = is_true(text)
+        sources.put(tuple(variable.setting.split(".")), value, variable.name)  # a block of another type is a fault
+    check_environment(environ, errors)
+
+
 def _override(text: str, sources: Sources, errors: ConfigErrors) -> None:
     """Apply one ``key.sub=value``. The value is JSON, else the text itself; later ones win."""
     name, separator, value = text.partition("=")
@@ -160,71 +200,53 @@ def _override(text: str, sources: Sources, errors: ConfigErrors) -> None:
         shown = f" {name.strip()[:LONGEST_NAME]}{separator}…" if separator else f" {text[:LONGEST_NAME]}"
         errors.add(f"Invalid `--set{shown}`. Expected key=value or key.sub=value.")
         return
-    path = (canonical(path[0], settings_keys()), *path[1:])
     known: Mapping[str, Key] = settings_keys()
     for depth, part in enumerate(path):
-        if not known:
-            break
-        if canonical(part, known) not in known:
-            offered = nearest(part, known)
-            errors.add(f"Unknown key `{'.'.join(path[: depth + 1])}` in `--set`.{offered}")
+        part = _canonical(part, known)
+        path = (*path[:depth], part, *path[depth + 1 :])
+        if known and part not in known:
+            errors.add(f"Unknown key `{'.'.join(path[: depth + 1])}` in `--set`.{nearest(part, known)}")
             return
-        path = (*path[:depth], canonical(part, known), *path[depth + 1 :])
-        known = keys_in(".".join(path[: depth + 1]))
-    dotted, key = ".".join(path), key_at(path)
-    if key is not None and path[0] not in job_keys():
-        decoded = value_of(f"--set {dotted}", key, value, errors, setting=dotted)
-        if decoded is None:
-            return
-    else:
-        decoded = _decoded(value, key)
-        if key is not None and key.block is not None and isinstance(decoded, dict):
-            decoded = under_one_name(decoded, keys_of(key.block), errors, f"{dotted}.")
+        known = keys_at(path[: depth + 1])
+    key = key_at(path)
+    decoded = value_of(key, value)
+    if known and isinstance(decoded, dict):
+        decoded = _under_one_name(decoded, known, errors, f"{'.'.join(path)}.")
     if not sources.put(path, decoded, COMMAND_LINE):
-        errors.add(f"`--set {dotted}` cannot be applied: `{path[0]}` is not an object.")
+        errors.add(f"`--set {'.'.join(path)}` cannot be applied: `{path[0]}` is not an object.")
 
 
-def _decoded(text: str, key: Key | None) -> Any:
-    """The value of `text`. A key that is a text keeps what was typed, so that ``run_id=17`` needs no quotes."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return text if key is not None and key.is_text and not isinstance(value, str | None) else value
+def _is_deeper_than(value: Any, levels: int) -> bool:
+    """Whether objects and lists are nested deeper than `levels`, told without recursion."""
+    layer = [value]
+    for _ in range(levels):
+        inner = [list(outer.values()) if isinstance(outer, dict) else outer for outer in layer]
+        layer = [each for values in inner if isinstance(values, list) for each in values]
+        if not layer:
+            return False
+    return True
 
 
-def _without_half_characters(name: str, value: Any, errors: ConfigErrors) -> Any:
-    """`value` with each half of a surrogate pair spelled out, which is an error: nothing can be written with it.
+def _without_half_characters(name: str, value: Any, errors: ConfigErrors) -> dict[str, Any]:
+    """A setting with a question mark for each half of a surrogate pair, an error: nothing can be written with it.
 
     Bytes of a path that are not UTF-8 stand in a text as such halves too; those the system can encode.
     """
-    if isinstance(value, dict):
-        return {
-            _whole(name, key, errors): _without_half_characters(f"{name}.{key}".lstrip("."), inner, errors)
-            for key, inner in value.items()
-        }
-    if isinstance(value, list):
-        return [_without_half_characters(f"{name}[{at}]", inner, errors) for at, inner in enumerate(value)]
-    return _whole(name, value, errors) if isinstance(value, str) else value
-
-
-def _whole(name: str, text: str, errors: ConfigErrors) -> str:
+    text = json.dumps({name: value}, ensure_ascii=False)
     try:
         os.fsencode(text)
     except UnicodeEncodeError as error:
-        spelled = text.encode("utf-8", "backslashreplace").decode()
-        half = f"\\u{ord(text[error.start]):x}"
         shown = name.encode("utf-8", "backslashreplace").decode()
-        where = f"Invalid `{shown}`. A string in it" if shown else "A key of the job spec"
-        errors.add(f"{where} holds {half}, half of a surrogate pair. Write the complete character.", name=shown)
-        return spelled
-    return text
+        half = f"\\u{ord(text[error.start]):x}"
+        errors.add(f"`{shown}` holds {half}, half of a surrogate pair. Write the complete character.", name=shown)
+        return dict(json.loads(text.encode("utf-8", "replace")))
+    return {name: value}
 
 
 def read_job_file(path: Path, errors: ConfigErrors) -> dict[str, Any] | None:
     """The JSON object in the file at `path`; None when that is not possible, which is then an error."""
     try:
-        content = _content(path) if path.is_file() else _content_of_pipe(path)
+        content = _content(path)
     except FileNotFoundError:
         errors.add(
             f"There is no job spec at {str(path)!r}. Name an existing JSON file.", code="startup.missing_job_spec_path"
@@ -262,12 +284,6 @@ def read_job_file(path: Path, errors: ConfigErrors) -> dict[str, Any] | None:
 def _content(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(LARGEST_FILE_BYTES + 1)
-
-
-@functools.cache
-def _content_of_pipe(path: Path) -> bytes:
-    """Kept, for a failed start reads the spec once more to find out where to report."""
-    return _content(path)
 
 
 def _decode_reason(error: ValueError) -> str:

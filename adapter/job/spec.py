@@ -20,8 +20,7 @@ import msgspec
 from msgspec import Meta
 from typing_extensions import override
 
-from ...callbacks.health.faults import FaultKind
-from ...callbacks.health.ladder import Rung
+from ...callbacks.health.faults import FaultKind, Rung
 from ..contract.types import TRAINER_API_VERSION
 from ..plumbing.redaction import without_secrets
 from ..plumbing.text import is_storable, is_utf8
@@ -51,7 +50,7 @@ INVALID, TIMEOUT, PATHS = "startup.invalid_job_spec", "startup.invalid_timeout",
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be beyond its type."""
+    """What a value must be beyond its type; stands in the annotation of a key, where msgspec passes over it."""
 
     expected: str
     """In words, for messages."""
@@ -83,18 +82,6 @@ def _alias(name: str) -> Meta:
 def _group(heading: str) -> Meta:
     """Heading of the settings from this one on, in ``genlight run --help``."""
     return Meta(extra={"group": heading})
-
-
-def _rule(
-    expected: str,
-    holds: Callable[[Any], bool] = lambda _: True,
-    *,
-    secret: bool = False,
-    code: str = INVALID,
-    way_out: str = "",
-    relative: Literal["", "path", "reference"] = "",
-) -> Meta:
-    return Meta(extra={"rule": Rule(expected, holds, secret, code, way_out, relative)})
 
 
 def _is_nonblank(text: str) -> bool:
@@ -150,29 +137,29 @@ def _is_condition(condition: Any) -> bool:
     return isinstance(column, str) and comparison in _COMPARISONS and ("in" not in comparison or type(value) is list)
 
 
-Text: TypeAlias = Annotated[str, _rule("a string without control characters", is_storable)]
-NonBlank: TypeAlias = Annotated[str, _rule("a non-empty string", _is_nonblank)]
-Prose: TypeAlias = Annotated[str, _rule("a string", is_utf8)]
+Text: TypeAlias = Annotated[str, Rule("a string without control characters", is_storable)]
+NonBlank: TypeAlias = Annotated[str, Rule("a non-empty string", _is_nonblank)]
+Prose: TypeAlias = Annotated[str, Rule("a string", is_utf8)]
 ImportPath: TypeAlias = Annotated[
-    str, _rule("a string without control characters", is_storable, code="startup.missing_trainer_import")
+    str, Rule("a string without control characters", is_storable, code="startup.missing_trainer_import")
 ]
-DataPath: TypeAlias = Annotated[str, _rule("a non-empty string", _is_nonblank, relative="path")]
-Reference: TypeAlias = Annotated[str, _rule("a string without control characters", is_storable, relative="reference")]
-FilePath: TypeAlias = Annotated[Path, _rule("a string without control characters", _is_path, relative="path")]
+DataPath: TypeAlias = Annotated[str, Rule("a non-empty string", _is_nonblank, relative="path")]
+Reference: TypeAlias = Annotated[str, Rule("a string without control characters", is_storable, relative="reference")]
+FilePath: TypeAlias = Annotated[Path, Rule("a string without control characters", _is_path, relative="path")]
 ArtifactPath: TypeAlias = Annotated[
-    Path, _rule("a string without control characters", _is_path, relative="path", code=PATHS)
+    Path, Rule("a string without control characters", _is_path, relative="path", code=PATHS)
 ]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
 Positive: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST)]
-Above: TypeAlias = Annotated[float, Meta(gt=0), _rule("a number > 0", lambda number: number < float("inf"))]
-Share: TypeAlias = Annotated[float, Meta(gt=0, lt=1), _rule("a number between 0 and 1")]
+Above: TypeAlias = Annotated[float, Meta(gt=0), Rule("a number > 0", lambda number: number < float("inf"))]
+Share: TypeAlias = Annotated[float, Meta(gt=0, lt=1), Rule("a number between 0 and 1")]
 Minutes: TypeAlias = Annotated[
-    float, Meta(ge=0), _rule("a number of minutes >= 0", lambda minutes: minutes < float("inf"))
+    float, Meta(ge=0), Rule("a number of minutes >= 0", lambda minutes: minutes < float("inf"))
 ]
 Seconds: TypeAlias = Annotated[
     float,
     Meta(ge=0),
-    _rule(
+    Rule(
         "a number of seconds >= 0",
         lambda seconds: seconds < float("inf"),
         code=TIMEOUT,
@@ -181,26 +168,26 @@ Seconds: TypeAlias = Annotated[
 ]
 Token: TypeAlias = Annotated[
     str,
-    _rule(
+    Rule(
         "a string of printable ASCII characters",
         lambda token: token.isascii() and is_storable(token),
         secret=True,
         code="startup.missing_capability_token",
     ),
 ]
-Url: TypeAlias = Annotated[str, _rule("an http:// or https:// URL", lambda url: url_fault(url) is None)]
+Url: TypeAlias = Annotated[str, Rule("an http:// or https:// URL", lambda url: url_fault(url) is None)]
 Target: TypeAlias = Annotated[
     str,
-    _rule(
+    Rule(
         "a URL such as hf://owner/name or s3://bucket/folder",
         lambda url: re.fullmatch(r"hf://[^/@]+/[^/@]+/?(@.*)?|(?!hf:)[^:/]+://.+", url) is not None,
     ),
 ]
-Origin: TypeAlias = Annotated[str, _rule("origins such as https://hub.example.com, separated by commas", _is_origin)]
-Host: TypeAlias = Annotated[str, _rule("host names, addresses or networks, separated by commas, or *", _is_host)]
+Origin: TypeAlias = Annotated[str, Rule("origins such as https://hub.example.com, separated by commas", _is_origin)]
+Host: TypeAlias = Annotated[str, Rule("host names, addresses or networks, separated by commas, or *", _is_host)]
 Filters: TypeAlias = Annotated[
     list[Any],
-    _rule(
+    Rule(
         "a list of [column, operator, value], or of such lists",
         _are_filters,
         way_out=f"The operators are {', '.join(_COMPARISONS)}; the value of the last two is a list.",
@@ -210,10 +197,14 @@ _COLLATE = r"^(torch|[^:\s]+:[^:\s]+)$"
 Collate: TypeAlias = Annotated[
     str,
     Meta(pattern=_COLLATE),
-    _rule('"torch" or "module:function"', lambda name: re.fullmatch(_COLLATE, name) is not None),
+    Rule('"torch" or "module:function"', lambda name: re.fullmatch(_COLLATE, name) is not None),
+]
+_FUNCTION = r"^[^:\s]+:[^:\s]+$"
+Function: TypeAlias = Annotated[
+    str, Meta(pattern=_FUNCTION), Rule('"module:function"', lambda name: re.fullmatch(_FUNCTION, name) is not None)
 ]
 Version: TypeAlias = Annotated[
-    str, _rule(f'"{TRAINER_API_VERSION}"', lambda version: version in ("", TRAINER_API_VERSION))
+    str, Rule(f'"{TRAINER_API_VERSION}"', lambda version: version in ("", TRAINER_API_VERSION))
 ]
 
 
@@ -261,8 +252,8 @@ class DatasetSpec(Block, frozen=True, kw_only=True):
     """Hand out tensors on the accelerator, copied while the step before trains; needs `collate` `torch`, or
     `workers`."""
     collate: Annotated[Collate, _example("torch")] | None = None
-    """Converts record batches: `torch` gives a dictionary of tensors, `module:function` is yours; by default the
-    trainer gets the record batch."""
+    """Converts record batches: `torch` gives a dictionary of tensors, lists padded with zeros and their lengths under
+    `<column>_lengths`; `module:function` is yours; by default the trainer gets the record batch."""
 
 
 class InputsSpec(Block, frozen=True, kw_only=True):
@@ -274,7 +265,7 @@ class InputsSpec(Block, frozen=True, kw_only=True):
     base_model_ref: Annotated[Reference, _alias("base_model_url"), _example("owner/name")] | None = None
     """A model, passed to the trainer in `ctx.model_handles`."""
     dataset_parquet_refs: Annotated[
-        tuple[Annotated[NonBlank, _rule("a non-empty string", _is_nonblank, relative="reference")], ...],
+        tuple[Annotated[NonBlank, Rule("a non-empty string", _is_nonblank, relative="reference")], ...],
         _alias("dataset_parquet_urls"),
     ] = ()
     """Parquet files to train on, instead of `dataset.parquet_paths`."""
@@ -410,8 +401,7 @@ class JobSpec(Block, frozen=True, kw_only=True):
     max_steps: Annotated[Positive, _example(1000)]
     """Steps to train."""
     seed: (
-        Annotated[Annotated[int, Meta(ge=0, le=2**32 - 1), _rule("an integer from 0 to 4294967295")], _example(1)]
-        | None
+        Annotated[Annotated[int, Meta(ge=0, le=2**32 - 1), Rule("an integer from 0 to 4294967295")], _example(1)] | None
     ) = None
     """Seed of torch, NumPy, Python's `random` and the order of the data, set before the class is built; by default none
     is set."""
@@ -431,6 +421,9 @@ class JobSpec(Block, frozen=True, kw_only=True):
     so another callback of genlight is added."""
     dataset: Annotated[DatasetSpec, _group("data and inputs")] | None = None
     """The Parquet files to train on, and how their rows become batches."""
+    data: Annotated[Function, _example("my_data:batches")] | None = None
+    """A function that returns the data instead: a dataset, a DataLoader, an iterable of batches, or a function that
+    returns the next batch. It takes `ctx`, or nothing; modules next to the job file are found."""
     mock_batches: list[Any] | None = None
     """Raw batches, written in the job itself instead of a dataset; used for one pass."""
     inputs: InputsSpec = InputsSpec()

@@ -1,54 +1,110 @@
 """Which callbacks run without being asked for, as data: for the check of a job's ``callbacks`` and for the reference.
 
-Their classes and arguments are put together in `lightning_config`, which loads Lightning; a job is checked without it.
+`lightning_objects`, which loads Lightning, makes them; a job is checked without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ..plumbing.text import nearest
+import msgspec
 
-__all__ = ["STANDARD_CALLBACKS", "StandardCallback", "fault_of_callbacks"]
+from ..plumbing.text import nearest
+from .spec import Settings
+
+__all__ = ["STANDARD_CALLBACKS", "StandardCallback", "callbacks_of_job", "fault_of_callbacks", "plain"]
 
 
 class StandardCallback(NamedTuple):
     """One callback of the standard set."""
 
     purpose: str
-    in_job: bool = True
-    """Whether it runs in `genlight run`."""
+    arguments: Callable[[Settings], dict[str, Any] | None] | None = None
+    """Its arguments in `genlight run`, None where that job does without it; without this, it runs if it is added."""
     in_fit: bool = False
-    """Whether `genlight fit` adds it."""
+    """Whether it runs in `genlight fit` without being asked for: of a trainer class, the module adds it."""
     required: bool = False
     """Whether a job cannot leave it out."""
 
 
+def plain(block: msgspec.Struct) -> dict[str, Any]:
+    """A block as keyword arguments that YAML can write."""
+    given = dict(msgspec.to_builtins(block))
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+
+
+def _stops(job: Settings) -> dict[str, Any]:
+    cancel_file = None if job.cancel_file_path is None else str(job.cancel_file_path)
+    return {
+        "cancel_file": cancel_file,
+        "max_runtime_s": job.max_runtime_seconds or None,
+        "canceled": job.canceled,
+    }
+
+
+def _samples(job: Settings) -> dict[str, Any]:
+    requests = [{name: value for name, value in plain(each).items() if value not in (None, "")}
+                for each in job.sample_prompts]  # fmt: skip
+    cadence = {"every_n_steps": job.sample_every, "seed": job.sample_seed}
+    return {"directory": str(job.samples_dir), "requests": requests, **cadence}
+
+
+def _nonfinite(job: Settings) -> dict[str, Any] | None:
+    return None if job.recover else {"policy": job.on_nonfinite, "every_n_steps": job.metric_every or 50}
+
+
+def _checkpoints(job: Settings) -> dict[str, Any]:
+    keep_last = job.checkpoints.keep_last or None
+    return {"dirpath": str(job.checkpoints_dir), **plain(job.checkpoints), "keep_last": keep_last}
+
+
 STANDARD_CALLBACKS: Mapping[str, StandardCallback] = {
     "StopRequests": StandardCallback(
-        "ends the run on signals, the cancel file and the time limit", in_fit=True, required=True
+        "ends the run on signals, the cancel file and the time limit", _stops, in_fit=True, required=True
     ),
-    "Evaluate": StandardCallback("calls the class's `evaluate`; with `validate` in the job"),
-    "LogMetrics": StandardCallback("logs metrics every `metric_every` steps"),
-    "WriteSamples": StandardCallback("writes samples every `sample_every` steps"),
-    "JobProgress": StandardCallback("shows progress on the terminal"),
-    "Goodput": StandardCallback("measures which share of the time training took"),
-    "SystemMonitor": StandardCallback("records the load of CPU, memory and GPU"),
-    "WatchNonfinite": StandardCallback("does what `on_nonfinite` says; without `recover` in the job"),
-    "Recover": StandardCallback("does what `recover` says; with `recover` in the job"),
-    "WatchHangs": StandardCallback("writes the stacks of all threads when no step ends for a long time"),
-    "Checkpoint": StandardCallback("saves checkpoints as `checkpoints` says", required=True),
+    "Evaluate": StandardCallback(
+        "calls the class's `evaluate`; with `validate` in the job",
+        lambda job: plain(job.validate) if job.validate else None,
+    ),
+    "LogMetrics": StandardCallback(
+        "logs metrics every `metric_every` steps", lambda job: {"every_n_steps": job.metric_every}, in_fit=True
+    ),
+    "WriteSamples": StandardCallback("writes samples every `sample_every` steps", _samples),
+    "JobProgress": StandardCallback("shows progress on the terminal", lambda _: {}, in_fit=True),
+    "Goodput": StandardCallback("measures which share of the time training took", lambda _: {}),
+    "SystemMonitor": StandardCallback("records the load of CPU, memory and GPU", lambda _: {}),
+    "WatchNonfinite": StandardCallback("does what `on_nonfinite` says; without `recover` in the job", _nonfinite),
+    "Recover": StandardCallback(
+        "does what `recover` says; with `recover` in the job", lambda job: plain(job.recover) if job.recover else None
+    ),
+    "WatchHangs": StandardCallback(
+        "writes the stacks of all threads when no step ends for a long time",
+        lambda job: {"directory": str(job.artifacts_dir / "hangs")},
+    ),
+    "Checkpoint": StandardCallback("saves checkpoints as `checkpoints` says", _checkpoints, required=True),
     "ReplicaGuard": StandardCallback("compares the weights of all ranks; on several ranks", in_fit=True, required=True),
-    "Heartbeat": StandardCallback("records the throughput regularly", in_job=False),
-    "Diagnosis": StandardCallback("looks for faults in losses and gradients", in_job=False),
-    "EarlyStopping": StandardCallback("ends training when a score no longer improves", in_job=False),
-    "EvaluateCommand": StandardCallback("runs a command for each checkpoint", in_job=False),
+    "Heartbeat": StandardCallback("records the throughput regularly"),
+    "Diagnosis": StandardCallback("looks for faults in losses and gradients"),
+    "EarlyStopping": StandardCallback("ends training when a score no longer improves"),
+    "EvaluateCommand": StandardCallback("runs a command for each checkpoint"),
 }
 """Callbacks that a job may name, by class, in the order in which a job's own run."""
 
 _SET_ELSEWHERE = {"Evaluate": "validate", "Recover": "recover"}
 """Callbacks that a key of their own turns on, which has their arguments too."""
+
+
+def callbacks_of_job(job: Settings) -> dict[str, dict[str, Any]]:
+    """The callbacks of a job with their arguments: the standard ones as its `callbacks` changes them, then others."""
+    given = ((name, each.arguments(job)) for name, each in STANDARD_CALLBACKS.items() if each.arguments is not None)
+    chosen = {name: arguments for name, arguments in given if arguments is not None}
+    for name, change in job.callbacks.items():
+        if change is False:
+            chosen.pop(name, None)
+        else:
+            chosen[name] = {**chosen.get(name, {}), **(change if isinstance(change, dict) else {})}
+    return chosen
 
 
 def fault_of_callbacks(chosen: Mapping[str, Any]) -> str:

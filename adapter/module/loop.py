@@ -44,8 +44,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -55,6 +54,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from ...callbacks.checkpoint.loader_position import begin_and_leave, with_position
 from ...callbacks.hook.events import fire, run_state_of
 from ...callbacks.lightning_internals import (
     DataFetcher,
@@ -68,8 +68,6 @@ from ...callbacks.lightning_internals import (
     signal_connector,
 )
 from ..contract.exceptions import InputError, TrainingCanceled
-from ..feed.loader_position import with_position
-from ..plumbing.devices import isolated_random_numbers
 from .step import LoggedInSteps, Step, counts_of
 
 if TYPE_CHECKING:
@@ -170,7 +168,12 @@ class ContractFitLoop(FitLoop):
             load_loader_states(self._combined_loader, self._combined_loader_states_to_load)
             self._combined_loader_states_to_load = []
             if self.epoch_loop.batch_progress.is_last_batch and not self.epoch_loop.loader_ended:
-                _begin_and_leave(self._combined_loader.flattened)
+                # A loader that counts epochs is told of them.
+                begin_and_leave(
+                    loader
+                    for loader in self._combined_loader.flattened
+                    if hasattr(loader, "load_state_dict") and not hasattr(loader, "begin_epoch")
+                )
 
     @override
     def reset(self) -> None:
@@ -355,12 +358,6 @@ class ContractEpochLoop(TrainingEpochLoop):
 
     @override
     def run(self, data_fetcher: DataFetcher) -> None:
-        sync = self.module.buffer_sync
-        with nullcontext() if sync is None else sync.deferred() as await_buffers:
-            self._run(data_fetcher, await_buffers)
-
-    def _run(self, data_fetcher: DataFetcher, await_buffers: Callable[[], None] | None) -> None:
-        """An epoch; `await_buffers` comes before all that may look at buffers, except for what a step itself calls."""
         self.reset()
         self.on_run_start(data_fetcher)
         self.module.restore_rng()
@@ -370,7 +367,7 @@ class ContractEpochLoop(TrainingEpochLoop):
         run_state = run_state_of(trainer)
         if self.restarting:
             self._make_up_for_what_the_checkpoint_preceded(data_fetcher)
-        step = Step(self, data_fetcher, await_buffers)
+        step = Step(self, data_fetcher)
         current, batches = step.current, step.batches
         signals = signal_connector(trainer)
         is_first = True
@@ -387,20 +384,14 @@ class ContractEpochLoop(TrainingEpochLoop):
             if not step.run():
                 self.exhausted = progress.is_last_batch = True
                 self.loader_ended = current.ready == current.completed  # or else the module refused a batch
-                if await_buffers is not None:
-                    await_buffers()
                 self._validate_after_unknown_length(data_fetcher)
                 break
             if is_first:
                 is_first = False
                 if self.global_step >= self._next_check:
                     self._next_check = self.global_step + CHECK_EVERY_N_STEPS
-                    if await_buffers is not None:
-                        await_buffers()
                     module.check_unchanged()
             if self.global_step == self.updates_due:
-                if await_buffers is not None:
-                    await_buffers()
                 module.warn_if_not_updated(UPDATES_WITHIN_STEPS)
             if (
                 self.validates_within
@@ -408,8 +399,6 @@ class ContractEpochLoop(TrainingEpochLoop):
                 or trainer.should_stop
                 or signals.received_sigterm
             ) and run_state.stop_reason is None:
-                if await_buffers is not None:
-                    await_buffers()
                 self.on_advance_end(data_fetcher)
             else:
                 self._batches_that_stepped += 1
@@ -419,8 +408,6 @@ class ContractEpochLoop(TrainingEpochLoop):
                 raise TrainingCanceled(run_state.stop_reason)
             control = getattr(module.step_result, "control", None)
             if control is not None and not self.done:
-                if await_buffers is not None:  # a pause asks the caller whether to stop
-                    await_buffers()
                 self._pause(getattr(control, "backoff_seconds", None))
         else:
             self.exhausted = self.exhausted or current.ready >= batches
@@ -474,18 +461,6 @@ class ContractEpochLoop(TrainingEpochLoop):
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0 and not self.module.is_canceled():
             time.sleep(min(left, STOP_POLL_S))
-
-
-def _begin_and_leave(loaders: list[Any]) -> None:
-    """Have loaders take up their position behind the last batch of an epoch, so that the next pass begins anew.
-
-    There may be batches left, where ``limit_train_batches`` or a shorter loader beside them ended the epoch. A loader
-    that counts epochs is told of them.
-    """
-    with isolated_random_numbers():
-        for loader in loaders:
-            if hasattr(loader, "load_state_dict") and not hasattr(loader, "begin_epoch"):
-                next(iter(loader), None)
 
 
 def _empty_source() -> InputError:

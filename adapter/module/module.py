@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,10 +19,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from ...callbacks.checkpoint.capture import CONTRACT_KEY
-from ...callbacks.checkpoint.checkpoint_io import DurableCheckpointIO
-from ...callbacks.checkpoint.frozen import base_of
-from ...callbacks.checkpoint.loading import MapLocation
+from ...callbacks.checkpoint.capture import CONTRACT_KEY, base_of
+from ...callbacks.checkpoint.plugins import DurableCheckpointIO
 from ...callbacks.checkpoint.sharded.rank_channel import Channel
 from ...callbacks.hook.events import callbacks_of, run_state_of
 from ...callbacks.lightning_internals import set_callback_metrics, training_source
@@ -30,17 +29,23 @@ from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJob
 from ..discovery.bare_parameters import BareParameters
 from ..discovery.discover import Discovered, check_devices, discover
 from ..discovery.rank_local import rank_local_of
-from ..gradients.ddp.buffers import BufferSync
 from ..gradients.fsdp.state import whole_metrics
 from ..gradients.fsdp.strategy import shard_for
 from ..gradients.precision import contract_dtype
 from ..gradients.set_up import step_router
 from ..gradients.step import StepRouter
+from ..plumbing.counted_dict import CountedDict, uncounted
 from ..plumbing.redaction import without_secrets
 from .evaluation import host_evaluation
 from .loop import install_loop, own_epoch_loop, start_after
 from .own_hooks import attach_own_hooks
-from .plugin_loading import check_arguments_of_loading, check_instance, load_trainer_plugin, optional_hook
+from .plugin_loading import (
+    check_arguments_of_loading,
+    check_instance,
+    load_trainer_plugin,
+    loader_of_class,
+    optional_hook,
+)
 from .rollout import RolloutBatches
 from .state import ToRestore, TrainerState, collect_from_ranks, rank_channel_of
 from .step_metrics import named_scalars, validated_result, values_on_device
@@ -99,6 +104,7 @@ class ContractModule(pl.LightningModule):
         self._keeps_context_dtype = context is not None
         self._given_dataset = self.ctx.dataset
         self._keep_on_resume = keep_on_resume
+        self._names_unread = True
         self.step_result: Any = None
         """What the last ``train_step`` returned."""
         self.published: dict[str, float] = {}
@@ -117,6 +123,8 @@ class ContractModule(pl.LightningModule):
         self._rollouts = RolloutBatches(self) if optional_hook(self.plugin, "rollout") is not None else None
         if self._rollouts is not None:
             self.train_dataloader = self._rollout_batches  # type: ignore[method-assign]
+        elif optional_hook(self.plugin, "train_loader") is not None:
+            self.train_dataloader = self._own_loader  # type: ignore[method-assign]
         if optional_hook(self.plugin, "save_checkpoint") is not None:
             self.save_trainer_files = self._save_trainer_files
 
@@ -125,7 +133,7 @@ class ContractModule(pl.LightningModule):
     def load_from_checkpoint(  # type: ignore[override]
         cls,
         checkpoint_path: Any,
-        map_location: MapLocation = None,
+        map_location: str | torch.device | None = None,
         hparams_file: Any = None,
         strict: bool | None = None,
         weights_only: bool | None = None,
@@ -151,9 +159,9 @@ class ContractModule(pl.LightningModule):
         """
         check_arguments_of_loading(cls.__name__, arguments, hparams_file)
         module, io = cls(**arguments), DurableCheckpointIO()
-        device = map_location if isinstance(map_location, str | torch.device) else "cpu"
+        device = "cpu" if map_location is None else map_location
         io.store.base = lambda: base_of(module._set_up_alone(device))
-        checkpoint = io.load_checkpoint(checkpoint_path, map_location)
+        checkpoint = io.load_checkpoint(checkpoint_path)
         module._set_up_alone(device)
         module._restored_step = checkpoint.get("global_step", 0)
         assert module._state is not None
@@ -193,7 +201,7 @@ class ContractModule(pl.LightningModule):
     @override
     def hparams_initial(self) -> AttributeDict:
         """What loggers are told: the job's hyperparameters, and those that a subclass has saved; without secrets."""
-        return AttributeDict(without_secrets({**self.given_job.hyperparams, **super().hparams_initial}))
+        return AttributeDict(without_secrets({**uncounted(self.given_job.hyperparams), **super().hparams_initial}))
 
     @property
     def completed_steps(self) -> int:
@@ -333,10 +341,14 @@ class ContractModule(pl.LightningModule):
         job = self.job or dataclasses.replace(ctx.job, max_steps=0)
         if trainer.max_steps != -1 and trainer.max_steps != job.max_steps:
             job = dataclasses.replace(job, max_steps=trainer.max_steps)
-        return dataclasses.replace(
+        if isinstance(ctx.job.hyperparams, CountedDict):
+            job = dataclasses.replace(job, hyperparams=ctx.job.hyperparams)
+        elif "omegaconf" not in sys.modules:  # which takes plain dictionaries alone
+            job = dataclasses.replace(job, hyperparams=CountedDict(job.hyperparams))
+        found = dataclasses.replace(
             ctx,
             job=job,
-            dataset=_feed_of(trainer, self) if self._given_dataset is None else self._given_dataset,
+            dataset=self._given_dataset,
             device=str(trainer.strategy.root_device),
             dtype=ctx.dtype if self._keeps_context_dtype else contract_dtype(trainer.precision_plugin),
             is_canceled=_CancelCheck(self),
@@ -345,6 +357,8 @@ class ContractModule(pl.LightningModule):
             run_state=run_state_of(trainer),
             job_context=ctx.job_context or _job_context(),
         )
+        feed = None if self._given_dataset is not None else _feed_of(trainer, self, found)
+        return found if feed is None else dataclasses.replace(found, dataset=feed)
 
     def _set_up_loop(self) -> None:
         loop = install_loop(self.trainer, self, start_step=self._start_step)
@@ -399,11 +413,6 @@ class ContractModule(pl.LightningModule):
         if self._router is not None:
             self._router.open()
 
-    @property
-    def buffer_sync(self) -> BufferSync | None:
-        """What sends the buffers of rank 0 at the end of a step; None where nothing does."""
-        return None if self._router is None else self._router.buffers
-
     def close_router(self) -> None:
         """Leave torch as it was before the training, which has ended or failed."""
         if self._router is not None:
@@ -418,11 +427,19 @@ class ContractModule(pl.LightningModule):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         assert self._state is not None
+        self._name_unread_hyperparams()
         self._state.put_into(checkpoint, self.metrics_on_device(), self._router)
         if self._rollouts is not None:
             self._rollouts.save(checkpoint[CONTRACT_KEY])
         if self.rank_channel is not None:
             collect_from_ranks(checkpoint, self.trainer, self.rank_channel)
+            self._state.warn_of_ranks(checkpoint)
+
+    def _name_unread_hyperparams(self) -> None:
+        given, is_first, self._names_unread = self.ctx.job.hyperparams, self._names_unread, False
+        if is_first and isinstance(given, CountedDict) and given.unread and self.ctx.rank == 0:
+            unread = ", ".join(f"`hyperparams.{name}`" for name in given.unread)
+            log.warning("nobody has read %s so far: mend the name, or leave it out of the job", unread)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -486,6 +503,9 @@ class ContractModule(pl.LightningModule):
     def _rollout_batches(self) -> RolloutBatches | None:
         return self._rollouts
 
+    def _own_loader(self) -> Any:
+        return loader_of_class(self.plugin, self.ctx)
+
     def _save_trainer_files(self, *, output_dir: Path, step: int, final: bool) -> Mapping[str, Any] | None:
         return save_trainer_files(self.plugin, self.contract_state, self.ctx, output_dir, step=step, final=final)
 
@@ -496,11 +516,13 @@ def _job_context() -> JobContext | None:
     return None if context.job_id is None and context.rank is None else context
 
 
-def _feed_of(trainer: pl.Trainer, module: ContractModule) -> Any:
-    """What feeds the run; None where the trainer collects its own batches, or nothing is trained."""
+def _feed_of(trainer: pl.Trainer, module: ContractModule, ctx: StepContext) -> Any:
+    """What feeds the run; None where the trainer class has its own batches, or nothing is trained."""
     if trainer.state.fn != TrainerFn.FITTING:
         return None
     source = training_source(trainer)
+    if hasattr(source, "use_context"):
+        source.use_context(ctx)
     return None if source is module else getattr(source, "feed", source)
 
 

@@ -36,8 +36,10 @@ class OwnHookAdapter(TrainerHookAdapter):
         super().__init__(hook)
         self.critical, self.ranks = True, "all"
         self._hears_of_minibatches = "on_mb_end" in self._events
-        if self._hears_of_minibatches:
-            self._events.remove("on_mb_end")
+
+    @override
+    def forwarded_hooks(self) -> Mapping[str, str]:
+        return {event: event for event in self._events if event != "on_mb_end"}
 
     @skippable
     @override
@@ -45,7 +47,7 @@ class OwnHookAdapter(TrainerHookAdapter):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._hears_of_minibatches:
-            self.hook.on_mb_end(trainer_state_of(trainer, pl_module))
+            self.callback.on_mb_end(trainer_state_of(trainer, pl_module))
         else:
             self.next_due_step = NEVER
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from ..contract.exceptions import ContractError, TrainerPathError
-from ..contract.types import OPTIONAL_HOOKS, REQUIRED_HOOKS, TrainerPlugin
+from ..contract.types import OPTIONAL_HOOKS, REQUIRED_HOOKS, StepContext, TrainerPlugin
 from ..plumbing.text import closest
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "check_arguments_of_loading",
     "check_instance",
     "find_trainer",
+    "loader_of_class",
     "load_trainer_plugin",
     "make_trainer",
     "misspelled_hooks",
@@ -51,6 +52,7 @@ HOOK_ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "load_rollout_state": (("state", "payload", "ctx"), ()),
     "evaluate": (("state", "ctx"), ()),
     "trainer_hooks": (("state", "ctx"), ()),
+    "train_loader": (("ctx",), ()),
 }
 """Positional and keyword arguments with which each hook is called."""
 
@@ -213,6 +215,13 @@ def optional_hook(trainer: Any, name: str) -> Callable[..., Any] | None:
     """The hook `name` of a trainer, a class or an instance; None where it does not define one."""
     hook = getattr(trainer, name, None)
     return hook if callable(hook) and getattr(hook, "__module__", None) not in _HOMES_OF_STUBS else None
+
+
+def loader_of_class(trainer: Any, ctx: StepContext) -> Any:
+    """What ``train_loader`` of a trainer returns, as batches of the rank of `ctx`; see `feed_of`."""
+    from ..feed.given import feed_of  # loads Arrow and torch's data loaders
+
+    return feed_of(trainer.train_loader, ctx, {})
 
 
 def async_hooks(target: Any) -> list[str]:

@@ -101,6 +101,7 @@ class RolloutBatches:
             if not isinstance(saved["rollout_state"], dict):
                 kind = type(saved["rollout_state"]).__qualname__
                 raise ContractError(f"rollout_state returned a {kind}; it must be a dict")
+            saved["rollout_state_on_device"] = _on_device(saved["rollout_state"])
         contract_part[PHASE] = saved
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -108,7 +109,9 @@ class RolloutBatches:
         module = self._module
         load_state = optional_hook(module.plugin, "load_rollout_state")
         if load_state is not None and "rollout_state" in saved:
-            load_state(module.contract_state, saved["rollout_state"], module.ctx)
+            on_device = saved.get("rollout_state_on_device", [])
+            payload = _to_device(saved["rollout_state"], on_device, module.ctx.device)
+            load_state(module.contract_state, payload, module.ctx)
         lost, is_there = saved.get(LOST), "update_epochs" in saved
         if is_there and saved["world_size"] != module.ctx.world_size:
             lost = f"it was saved by {saved['world_size']} ranks and is resumed by {module.ctx.world_size}"

@@ -25,15 +25,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 
 from ...callbacks.checkpoint.capture import CONTRACT_KEY
-from ...callbacks.checkpoint.rank_differences import Differing, apply_differences, differences_of_ranks
+from ...callbacks.checkpoint.plugins import keep_sharded_for, rank_groups_of
+from ...callbacks.checkpoint.rank_state import Differing, apply_differences, differences_of_ranks
 from ...callbacks.checkpoint.sharded.rank_channel import Channel
-from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for, rank_groups_of
 from ...callbacks.lightning_internals import attached_trainer
 from ..contract.exceptions import CheckpointError, ContractError
 from ..contract.types import StepContext, TrainerPlugin
 from ..discovery.discover import Discovered, Found, check_unchanged, discover
+from ..discovery.rank_local import rank_local_of
 from ..discovery.wrapped_optimizers import kept_by_wrappers
 from ..gradients.fsdp.state import whole_payload
 from .built_settings import SET_BY_SCHEDULERS, BuiltSettings
@@ -51,6 +53,8 @@ PHASE = "phase"
 """The member of a checkpoint's contract part that holds what `RolloutBatches.save` puts there."""
 _AVERAGING = "averaging"
 """The member that holds what the averaging of gradients goes by."""
+_ON_DEVICE = "on_device"
+"""The member that says which tensors of the payload were on a device, in the order of a walk."""
 _GENERATORS = "generators"
 """The member that holds, by path, the states of generators of random numbers."""
 _BUILT = "built"
@@ -60,7 +64,7 @@ _RESIZED = "resized"
 _OF_RANKS = "of_ranks"
 """The member that holds, for each rank, what it has otherwise than rank zero."""
 _OF_THE_DUMP = ("state_dict", "optimizer_states", "lr_schedulers")
-_OF_THE_CONTRACT = ("state", "unmanaged", _GENERATORS, PHASE)
+_OF_THE_CONTRACT = ("state", _ON_DEVICE, "unmanaged", _GENERATORS, PHASE)
 _NAMED_AT_MOST = 8
 _ELEMENTS_SAMPLED = 1024
 """Of each tensor, to see whether it changed through ``.data``, which torch does not count."""
@@ -76,6 +80,8 @@ class ToRestore:
     """For the trainer's ``load_state_dict``; None does not call it."""
     trainer_directory: Path | None
     """For the trainer's ``load_checkpoint``; None does not call it."""
+    on_device: Sequence[bool] = ()
+    """Of each tensor of the payload, whether it was on a device; the checkpoint was read into host memory."""
     unmanaged: Mapping[str, Any] = field(default_factory=dict)
     """By path, the states of what Lightning does not save."""
     generators: Mapping[str, Any] = field(default_factory=dict)
@@ -123,6 +129,7 @@ class TrainerState:
         self._built_buffers = _buffer_shapes(module)
         self._built_settings = BuiltSettings(discovered, keep)
         self._samples: list[_Sample] = []
+        self._warned_of_ranks = False
 
     def check_unchanged(self) -> Discovered:
         """What the trainer has now, without modules, optimizers, layers and groups that a step added or removed.
@@ -187,7 +194,9 @@ class TrainerState:
         trainer, now = self.module.trainer, self.check_unchanged()
         parts = checkpoint.setdefault(CONTRACT_KEY, {})
         with keep_sharded_for(trainer.strategy):
-            parts["state"] = self.payload()
+            parts["state"] = payload = self.payload()
+        if on_device := self._on_device(payload):
+            parts[_ON_DEVICE] = on_device
         parts[_BUILT] = self._built_settings.record()
         if now.generators:
             parts[_GENERATORS] = {found.path: _random_state(found.value) for found in now.generators}
@@ -202,6 +211,28 @@ class TrainerState:
         parts["unmanaged"] = {path: _without_functions(kept, kept.state_dict()) for path, kept in self._unmanaged()}
         numbers = {name: value for name, value in metrics.items() if value.numel() == 1}
         parts["metrics"] = {name: float(value) for name, value in numbers.items() if not value.is_complex()}
+
+    def warn_of_ranks(self, checkpoint: Mapping[str, Any]) -> None:
+        """Say once, on rank zero, which numbers of ``state_dict`` the ranks have otherwise; not of `rank_local`."""
+        if self._warned_of_ranks:
+            return
+        rank_local, of_ranks = rank_local_of(self.plugin), _of_ranks(checkpoint[CONTRACT_KEY])
+        found = [
+            differing
+            for of_rank in of_ranks
+            for differing in of_rank
+            if differing.path[0] == "state" and _has_fractions(differing.value) and str(differing) not in rank_local
+        ]
+        if found:
+            self._warned_of_ranks = True
+            log.warning(
+                "The %d ranks differ in %s: each has what its own rows gave, and gets that back on a resume. Where "
+                "training depends on it, as where losses are divided by first ones, each rank trains by its own rows: "
+                "average it over all ranks, broadcast that of rank 0, or name it in `rank_local` if it is meant so. "
+                "`genlight check` finds out whether training depends on it.",
+                len(of_ranks),
+                _named(found),
+            )
 
     def take_from(self, checkpoint: dict[str, Any]) -> ToRestore:
         """What the contract's part of a checkpoint has for this rank; the rest of its copy becomes this rank's too.
@@ -220,6 +251,7 @@ class TrainerState:
         return ToRestore(
             payload=parts.get("state"),
             trainer_directory=trainer_directory(trainer.ckpt_path, self.plugin),
+            on_device=parts.get(_ON_DEVICE, ()),
             unmanaged=parts.get("unmanaged", {}),
             generators=parts.get(_GENERATORS, {}),
             own_weights=own_weights,
@@ -238,7 +270,7 @@ class TrainerState:
         if weights is not None:
             _fit_buffers(self.module, weights, parts.get(_RESIZED, ()))
             self.module.load_state_dict(weights, strict=strict)
-        return ToRestore(parts.get("state"), trainer_directory(path, self.plugin))
+        return ToRestore(parts.get("state"), trainer_directory(path, self.plugin), parts.get(_ON_DEVICE, ()))
 
     def restore(self, waiting: ToRestore, ctx: StepContext, router: StepRouter | None) -> None:
         """Hand the trainer, and what Lightning does not restore, what `waiting` holds."""
@@ -253,6 +285,7 @@ class TrainerState:
                     kept.load_state_dict(waiting.unmanaged[path])
         payload, directory = waiting.payload, waiting.trainer_directory
         if payload is not None:
+            _bring_back(payload, waiting.on_device, ctx.device)
             self.plugin.load_state_dict(self.value, payload, ctx)
         load_checkpoint = optional_hook(self.plugin, "load_checkpoint")
         if directory is not None and load_checkpoint is not None:
@@ -266,6 +299,22 @@ class TrainerState:
             if found.path in waiting.generators:
                 _set_random_state(found.value, waiting.generators[found.path])
 
+    def _on_device(self, payload: Mapping[str, Any]) -> list[bool]:
+        """Of each tensor of the payload, whether it has to be on the device again; empty where none has.
+
+        Those of modules and of optimizers need not, as ``load_state_dict`` of both takes them from anywhere, and may be
+        too large to be there twice. Nor need shards, which find their device when they are used.
+        """
+        owned: list[Any] = []
+        for found in self.discovered.modules:
+            owned += [*found.value.parameters(), *found.value.buffers()]
+        for optimizer in self.optimizers:
+            owned += tree_leaves(list(optimizer.state.values()))
+        memories = {_memory(tensor) for tensor in owned if isinstance(tensor, Tensor)}
+        tensors = [leaf for leaf in tree_leaves(payload) if isinstance(leaf, Tensor)]
+        flags = [_memory(tensor) not in memories | {None} for tensor in tensors]
+        return flags if any(flags) else []
+
     def _unmanaged(self) -> Iterator[tuple[str, Any]]:
         """What Lightning does not save: scalers, other schedulers, and what wrappers of optimizers keep."""
         trainer = self.module.trainer
@@ -278,6 +327,22 @@ class TrainerState:
 
     def _was_resized(self, name: str, shape: tuple[int, ...] | None) -> bool:
         return name not in self._built_buffers or self._built_buffers[name] != shape
+
+
+def _memory(tensor: Tensor) -> tuple[torch.device, int] | None:
+    """What tensors that share memory of a device have in common; None of those in host memory, and of shards."""
+    if tensor.device.type in ("cpu", "meta") or type(tensor) not in (Tensor, nn.Parameter):
+        return None
+    is_dense = tensor.layout is torch.strided
+    return tensor.device, tensor.untyped_storage().data_ptr() if is_dense else id(tensor)
+
+
+def _bring_back(payload: Mapping[str, Any], on_device: Sequence[bool], device: str) -> None:
+    """Move those tensors of the payload to the device that were on one, each staying the object that it is."""
+    tensors = [leaf for leaf in tree_leaves(payload) if isinstance(leaf, Tensor)] if on_device else []
+    for tensor, was_there in zip(tensors, on_device, strict=False):
+        if was_there:
+            tensor.data = tensor.data.to(device)
 
 
 @dataclass(frozen=True)
@@ -454,6 +519,23 @@ def collect_from_ranks(checkpoint: dict[str, Any], trainer: pl.Trainer, channel:
         ]
 
 
+def _of_ranks(contract: Mapping[str, Any]) -> list[list[Differing]]:
+    """What `collect_from_ranks` has added to a checkpoint's contract part, by rank."""
+    stored = contract.get(_OF_RANKS, [])
+    return [[Differing(tuple(entry["path"]), entry["value"]) for entry in of_rank] for of_rank in stored]
+
+
+def _has_fractions(value: Any) -> bool:
+    """Whether there are numbers to compute with in `value`: states of generators and counters are whole numbers."""
+    if isinstance(value, Mapping):
+        return any(map(_has_fractions, value.values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(map(_has_fractions, value))
+    if isinstance(value, Tensor):
+        return value.is_floating_point() or value.is_complex()
+    return isinstance(value, float) or (isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "fc")
+
+
 def take_own_part(checkpoint: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
     """Put what this rank had for itself into its copy of a loaded `checkpoint`; says what cannot be kept.
 
@@ -467,8 +549,7 @@ def take_own_part(checkpoint: dict[str, Any], rank: int, world_size: int) -> dic
         BrokenCheckpointError: The parts do not belong together.
     """
     contract = checkpoint[CONTRACT_KEY]
-    stored = contract.get(_OF_RANKS, [])
-    parts = [[Differing(tuple(entry["path"]), entry["value"]) for entry in of_rank] for of_rank in stored]
+    parts = _of_ranks(contract)
     if parts and len(parts) != world_size and rank == 0:
         log.warning("%s", _what_is_lost(parts, world_size))
     own = parts[rank] if rank < len(parts) else []

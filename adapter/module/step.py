@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from ...callbacks.hook.events import fire, run_state_of
-from ...callbacks.hook.listeners import listeners, may_look_at_weights, skipping_hook
+from ...callbacks.hook.listeners import listeners, skipping_hook
 from ...callbacks.lightning_internals import (
     DataFetcher,
     ProcessedTracker,
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from .loop import ContractEpochLoop
     from .module import ContractModule
 
-__all__ = ["LoggedInSteps", "Step", "counts_of", "profiler_of", "runs_no_user_code"]
+__all__ = ["LoggedInSteps", "Step", "counts_of", "profiler_of"]
 
 _MAY_LOG = (
     "on_train_batch_start",
@@ -43,8 +42,6 @@ _MAY_LOG = (
 )
 """Hooks of a step in which Lightning lets a callback or a module call `log`."""
 
-_OF_TORCH = ("torch.utils.data.", "lightning.")
-
 
 class Step:
     """One step of an epoch, with everything that does not change between steps looked up once.
@@ -52,13 +49,9 @@ class Step:
     Args:
         loop: Whose steps these are.
         data_fetcher: Fetches the batches.
-        await_buffers: Waits for the buffers of rank 0, which are on their way when a step has ended; called before any
-            code that may look at them. None where none are sent.
     """
 
-    def __init__(
-        self, loop: ContractEpochLoop, data_fetcher: DataFetcher, await_buffers: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, loop: ContractEpochLoop, data_fetcher: DataFetcher) -> None:
         trainer, module = loop.trainer, loop.module
         self.loop = loop
         self.trainer = trainer
@@ -70,20 +63,14 @@ class Step:
         self.batches = trainer.num_training_batches
         self.connector = logger_connector(trainer)
         self.logged = loop._results
-        self.await_buffers = await_buffers
         self.next_batch = _next_batch(trainer, data_fetcher)
-        self.awaits_before_batch = await_buffers is not None and not all(
-            map(runs_no_user_code, data_fetcher.combined_loader.flattened)
-        )
         self.profiler = profiler_of(trainer)
         self.profiled = not isinstance(self.profiler, PassThroughProfiler)
         self.train = self._train_profiled if self.profiled else module.train_raw_batch
         self.on_start = listeners(trainer, "on_train_batch_start")
         on_end = listeners(trainer, "on_train_batch_end")
-        self.on_end = [
-            (hook, skipping_hook(hook), await_buffers is not None and may_look_at_weights(hook)) for hook in on_end
-        ]
-        for _, waits, _ in self.on_end:
+        self.on_end = [(hook, skipping_hook(hook)) for hook in on_end]
+        for _, waits in self.on_end:
             if waits is not None:
                 waits.next_due_step = 0
         self.run_state = run_state_of(trainer)
@@ -102,24 +89,17 @@ class Step:
         self.has_user_hooks = any(
             _module_hook(module, name) or any(map(_is_user_hook, listeners(trainer, name))) for name in _MAY_LOG
         )
-        self.others_look = bool(self.profiled or self.module_on_end or self.on_mb_end)
-        """Whether more than the listeners of ``on_train_batch_end`` is called where a step has ended."""
         self.name_at_end = "on_train_batch_end" if self.has_user_hooks else None
 
     def run(self) -> bool:
         """Train one batch; False if there is none left or the module ended the epoch."""
         loop, trainer, module, current, total = self.loop, self.trainer, self.module, self.current, self.total
         step = loop.step_in_progress = loop.global_step + 1
-        await_buffers = self.await_buffers
-        if self.awaits_before_batch and await_buffers is not None:
-            await_buffers()
         try:
             raw = self.next_batch()
         except StopIteration:
             loop.step_in_progress = None
             return False
-        if await_buffers is not None:
-            await_buffers()
         index = current.ready
         if self.counts_minibatches:
             self.run_state.minibatch_index = index
@@ -142,18 +122,14 @@ class Step:
         current.processed += 1
         total.processed += 1
         loop.global_step = step
-        if await_buffers is not None and self.others_look:
-            await_buffers()
         if self.profiled:
             self._batch_end_profiled(outputs, raw, index)
         else:
             self.names["_current_fx_name"] = self.name_at_end
             run_state = self.run_state
-            for hook, waits, may_look in self.on_end:
+            for hook, waits in self.on_end:
                 if waits is not None and step < waits.next_due_step and run_state.stop_reason is None:
                     continue
-                if may_look and await_buffers is not None:
-                    await_buffers()
                 hook(trainer, module, outputs, raw, index)
             if self.has_user_hooks:
                 if self.module_on_end:
@@ -162,8 +138,6 @@ class Step:
         for hook in self.on_mb_end:
             hook(trainer, module)
         if self.run_state.rolls_back:  # before the step is complete, as with every save
-            if await_buffers is not None:
-                await_buffers()
             fire(trainer, "on_roll_back_due")
             module.check_unchanged()
         current.completed += 1
@@ -203,8 +177,6 @@ class Step:
         if not self.has_user_hooks:
             return
         if len(self.logged):
-            if self.await_buffers is not None:  # loggers are called
-                self.await_buffers()
             self.connector.on_batch_end()
             self.connector.update_train_step_metrics()
         else:
@@ -264,20 +236,3 @@ def _is_user_hook(hook: Callable[..., Any]) -> bool:
     """Whether a hook is not genlight's own."""
     ours = __name__.rpartition(".adapter")[0] + "."
     return not type(getattr(hook, "__self__", None)).__module__.startswith(ours)
-
-
-def runs_no_user_code(loader: Any) -> bool:
-    """Whether only code that is known runs in this process when `loader` is asked for a batch.
-
-    Code of the user may look at weights, and a generator that closes over a model often does. A data loader with
-    workers, of samplers that torch brings, leaves it to other processes; a loader of genlight's own says it itself, by
-    ``runs_no_user_code``.
-    """
-    if isinstance(loader, DataLoader):
-        parts = (loader, loader.sampler, loader.batch_sampler)
-        return loader.num_workers > 0 and all(_is_of_torch(part) for part in parts if part is not None)
-    return bool(getattr(loader, "runs_no_user_code", False))
-
-
-def _is_of_torch(part: Any) -> bool:
-    return f"{type(part).__module__}.".startswith(_OF_TORCH)

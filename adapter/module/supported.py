@@ -28,13 +28,13 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 
-from ...callbacks.checkpoint.sharded.strategy import url_faults
+from ...callbacks.checkpoint.plugins import url_faults
 from ...callbacks.hook.events import callbacks_of
 from ...callbacks.lightning_internals import WEIGHT_AVERAGING, ddp_settings, tensor_parallel_size
 from ...callbacks.log_metrics import LogMetrics
 from ...callbacks.replicas.replica_guard import ReplicaGuard
 from ..contract.exceptions import StartupContractError
-from ..gradients.ddp.buckets import fault_of_hook
+from ..gradients.ddp.buckets import wire_type
 from ..gradients.fsdp.strategy import FSDP2Strategy
 from ..gradients.torch_internals import require_fsdp
 from ..job.trainer_arguments import ENDS_WITH_ITS_PROCESSES
@@ -119,9 +119,10 @@ def check_strategy(strategy: Strategy) -> None:
         settings = ddp_settings(strategy)
         if settings.start_method != "popen":
             raise _refusal(name, f"start_method={settings.start_method!r}: {ENDS_WITH_ITS_PROCESSES}")
-        fault = fault_of_hook(strategy)
-        if fault is not None:
-            raise _refusal(name, fault)
+        try:
+            wire_type(strategy)
+        except ValueError as error:
+            raise _refusal(name, str(error)) from error
         if settings.model_averaging_period is not None:
             raise _refusal(name, "it averages models instead of gradients, which would have to know the optimizers")
     elif isinstance(strategy, ModelParallelStrategy):

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...callbacks.checkpoint.format.record import CheckpointRecord
-from ...callbacks.checkpoint.format.record_file import read_record
+from ...callbacks.checkpoint.format.record import CheckpointRecord, read_record
 from ...callbacks.checkpoint.selection import find_checkpoint
 from ..contract.exceptions import CheckpointError, ContractError
 from ..contract.types import StepContext, TrainerPlugin

@@ -23,7 +23,7 @@ except ImportError:  # as on Windows
 
 from .safe_open import PRIVATE_FILE, open_own
 
-__all__ = ["FileLock", "LockHeldError", "NoLocksError", "is_held", "open_locked"]
+__all__ = ["FileLock", "LockHeldError", "NoLocksError", "holding_process", "is_held", "open_locked"]
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +132,18 @@ def is_held(path: str | os.PathLike[str]) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def holding_process(path: str | os.PathLike[str]) -> int | None:
+    """The process of this machine that holds a lock on a file; None where none does, or the kernel does not say."""
+    try:
+        descriptor = open_own(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        return _holder(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _lock(descriptor: int, path: str | os.PathLike[str], tries: int) -> None:

@@ -18,6 +18,7 @@ import grp
 import os
 import pwd
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from .durable import temporary_name
@@ -26,7 +27,9 @@ __all__ = [
     "PRIVATE_FILE",
     "UnsafeFileError",
     "distrust",
+    "is_own_group",
     "make_directory",
+    "open_below",
     "open_own",
     "open_regular",
     "read_own",
@@ -62,15 +65,12 @@ def open_own(path: str | os.PathLike[str], flags: int, mode: int = PRIVATE_FILE)
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
         raise _explained(error, path) from None
-    try:
+    with _closed_on_error(descriptor):
         status = _regular(descriptor, path)
         _refuse_foreign(status, path)
         if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) & ~mode:
             with contextlib.suppress(PermissionError):  # a file system that keeps no permissions
                 os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & mode)
-    except BaseException:
-        os.close(descriptor)
-        raise
     return descriptor
 
 
@@ -85,11 +85,36 @@ def open_regular(path: str | os.PathLike[str]) -> int:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise _explained(error, path) from None
-    try:
+    with _closed_on_error(descriptor):
         _regular(descriptor, path)
-    except BaseException:
-        os.close(descriptor)
-        raise
+    return descriptor
+
+
+def open_below(folder: str | os.PathLike[str], path: str) -> int:
+    """A descriptor to read the regular file at `path` below `folder` with; no link on the way is followed.
+
+    For a `path` that a stranger names: each folder is opened from the one above it, so that nothing can be put in its
+    place meanwhile.
+
+    Raises:
+        UnsafeFileError: `path` has a part that is empty, ``.`` or ``..``, or it is not a regular file.
+        OSError: It cannot be opened, or a part of it is a link.
+    """
+    *folders, name = path.split("/")
+    if any(part in ("", ".", "..") or "\0" in part for part in (*folders, name)):
+        raise UnsafeFileError(errno.EINVAL, "it is not a path of names below a folder", path)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    above = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+    try:
+        for part in folders:
+            below = os.open(part, flags | os.O_DIRECTORY, dir_fd=above)
+            os.close(above)
+            above = below
+        descriptor = os.open(name, flags | os.O_NONBLOCK, dir_fd=above)
+    finally:
+        os.close(above)
+    with _closed_on_error(descriptor):
+        _regular(descriptor, path)
     return descriptor
 
 
@@ -188,15 +213,13 @@ def _other_writers(status: os.stat_result, *, may_be_sticky: bool) -> str | None
         return None
     if status.st_mode & stat.S_IWOTH:
         return "every user of this machine can write to it (`chmod o-w,g-w` prevents that)"
-    if status.st_mode & stat.S_IWGRP and not _is_private_group(status.st_gid):
+    if status.st_mode & stat.S_IWGRP and not (status.st_gid == _ROOT or is_own_group(status.st_gid)):
         return f"its group (gid {status.st_gid}) can write to it (`chmod g-w` prevents that)"
     return None
 
 
-def _is_private_group(gid: int) -> bool:
-    """Whether a group has this user, or root, as its only member."""
-    if gid == _ROOT:
-        return True
+def is_own_group(gid: int) -> bool:
+    """Whether a group has this user alone, as where each user has a group of its own name and a umask of 002."""
     try:
         group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
     except KeyError:
@@ -217,6 +240,16 @@ def _status_of_new_file(directory: str | os.PathLike[str]) -> os.stat_result | N
     finally:
         os.close(descriptor)
         probe.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _closed_on_error(descriptor: int) -> Iterator[None]:
+    """Close `descriptor` where the block fails; else it goes to the caller."""
+    try:
+        yield
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def _regular(descriptor: int, path: str | os.PathLike[str]) -> os.stat_result:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from ..contract.exceptions import ThreadLimitError
 
-__all__ = ["DaemonThreads", "started"]
+__all__ = ["DaemonThreads", "carry_out", "started"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -51,13 +51,14 @@ class DaemonThreads(Executor):
 
         def run() -> None:
             with self._turns:
-                _carry_out(future, lambda: call(*args, **kwargs))
+                carry_out(future, lambda: call(*args, **kwargs))
 
         started(threading.Thread(target=run, name=self._name, daemon=True))
         return future
 
 
-def _carry_out(future: Future[Any], call: Callable[[], Any]) -> None:
+def carry_out(future: Future[Any], call: Callable[[], Any]) -> None:
+    """Give `future` what `call` returns or raises; a future that was canceled does not call it."""
     if not future.set_running_or_notify_cancel():
         return
     try:

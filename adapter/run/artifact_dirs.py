@@ -8,20 +8,16 @@ from pathlib import Path
 
 from ..contract.exceptions import StartupContractError
 from ..job.config import RunConfig
-from ..plumbing.durable import TEMPORARY_PREFIX, temporary_name
+from ..plumbing.durable import temporary_name
 from ..plumbing.safe_open import distrust, make_directory
 
-__all__ = ["artifact_dir_faults", "directory_fault", "prepare_artifact_dirs", "sweep_probes", "untrusted_dirs"]
+__all__ = ["artifact_dir_faults", "directory_fault", "prepare_artifact_dirs", "untrusted_dirs"]
 
 CODE = "startup.invalid_artifact_paths"
 WAY_OUT = "Choose another folder with `TRAINER_ARTIFACTS_DIR` or `--set artifacts_dir=...`."
 SHARING = "If everyone who can write to it is trusted, as in a team's folder, set `TRAINER_SHARED_ARTIFACTS=1`."
 HOLD_OUR_FILES_ALONE = ("checkpoints_dir", "samples_dir")
 """Directories whose files are taken for ours by their names, so that not even a new one may come from others."""
-
-
-_PROBE_NAME = "probe"
-_PROBE = f"{TEMPORARY_PREFIX}{_PROBE_NAME}-"
 
 
 def prepare_artifact_dirs(config: RunConfig) -> None:
@@ -110,23 +106,12 @@ def _nearest_existing(path: Path) -> Path:
             return path
 
 
-def sweep_probes(config: RunConfig) -> None:
-    """Remove what killed starts left of their probes; only the run that holds the directories may.
-
-    Another start may be probing them at this moment, which does not need its file to stay.
-    """
-    for directory in {config.artifacts_dir, config.checkpoints_dir, config.samples_dir, config.events_path.parent}:
-        for name in os.listdir(directory):
-            if name.startswith(_PROBE):
-                (directory / name).unlink(missing_ok=True)
-
-
 def _probe(directory: Path) -> None:
     """Write and remove a file; permission bits alone say nothing about read-only mounts, quotas or a full disk."""
-    probe = directory / temporary_name(_PROBE_NAME)
+    probe = directory / temporary_name("probe")
     descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
+        probe.unlink()  # first, so that a kill leaves nothing
         os.write(descriptor, b"genlight")
     finally:
         os.close(descriptor)
-        probe.unlink(missing_ok=True)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from ..contract.exceptions import StartupContractError
 from ..job.config import RunConfig
-from ..plumbing.file_lock import FileLock, LockHeldError, NoLocksError, is_held
+from ..plumbing.file_lock import FileLock, LockHeldError, NoLocksError, holding_process, is_held
 from ..plumbing.safe_open import read_own
 
-__all__ = ["LOCK_NAME", "STOP_NAME", "lock_artifacts", "lock_directory", "lock_holder"]
+__all__ = ["LOCK_NAME", "STOP_NAME", "lock_artifacts", "lock_directory", "lock_holder", "locking_process"]
 
 LOCK_NAME = ".lock"
 STOP_NAME = ".stop"
@@ -41,6 +41,11 @@ def lock_artifacts(config: RunConfig) -> Iterator[None]:
 def lock_holder(directory: Path) -> str | None:
     """Who holds an artifacts directory, in words; None when no process does. Neither makes nor keeps a lock."""
     return _holder(directory / LOCK_NAME) if is_held(directory / LOCK_NAME) else None
+
+
+def locking_process(directory: Path) -> int | None:
+    """The process of this machine that holds an artifacts directory; None where none is known to."""
+    return holding_process(directory / LOCK_NAME)
 
 
 def _separate_directories(config: RunConfig) -> list[Path]:

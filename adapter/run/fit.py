@@ -27,6 +27,7 @@ from .ranks.watch import (
     RankZero,
     after,
     failed_ranks,
+    kill_paused,
     killed_on_this_node,
     lost_ranks,
     paused_ranks,
@@ -106,11 +107,12 @@ def _watched_ranks(session: Session, trainer: pl.Trainer) -> Iterator[None]:
         checks.append(killed_on_this_node(processes))
     else:
         announced = RankZero.announced()
-        checks.append(paused_ranks(processes.ids, session.stop))
+        elsewhere = dict if session.notes is None else session.notes.processes
+        checks.append(paused_ranks(lambda: elsewhere() | processes.ids(), session.stop))
         if session.notes is not None:
             failures = [failed_ranks(session.notes, processes), lost_ranks(session.notes)]
             checks += failures if session.reports_at_once else [after(ENDS_BY_ITSELF_S, each) for each in failures]
-            session.before_exit.append(lambda error: _end_logs(trainer, error))
+            session.before_exit += [lambda error: _end_logs(trainer, error), lambda _: kill_paused(elsewhere())]
     try:
         with session.watch.looking(*checks), announced:
             yield

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...callbacks.checkpoint.format.contents import check_contents
+from ...callbacks.checkpoint.contents import check_contents
 from ...callbacks.checkpoint.format.layout import is_record_of_callback, record_paths
 from ...callbacks.checkpoint.format.record import CheckpointRecord
-from ...callbacks.checkpoint.format.verification import verify
-from ...callbacks.checkpoint.ownership import checkpoint_files, folders_of_checkpoints
 from ...callbacks.checkpoint.selection import FALLS_BACK, find_checkpoint, find_final, newest_valid
+from ...callbacks.checkpoint.storage.commit import checkpoint_files, folders_of_checkpoints
+from ...callbacks.checkpoint.storage.files import verify
 from ..contract.exceptions import BrokenCheckpointError, InputError, StartupContractError
 from ..job.config import RunConfig
 from ..job.identity import changed_course, changes_between, numbers_of

@@ -10,7 +10,8 @@ import functools
 import logging
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,14 +19,15 @@ from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import StopSources, cancel_file_is_set
 from ...reporters.events.event_log import EventLog
 from ...reporters.events.goodput import account_of
-from ..contract.exceptions import EventLogError, StartupContractError
+from ...reporters.uploads import Uploader
+from ..contract.exceptions import EventLogError, GenlightError, StartupContractError
 from ..contract.types import JobLifecycleClient
-from ..job.config import RunConfig, read_run_config
+from ..job.config import ARTIFACT_FOLDERS, UNKNOWN_RUN_ID, RunConfig, read_run_config
 from ..job.environment import is_true
-from ..plumbing.failures import EXIT_FAILED
+from ..plumbing.failures import EXIT_FAILED, EXIT_STARTUP
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.operating_system import require_linux
-from .artifact_dirs import prepare_artifact_dirs, sweep_probes
+from .artifact_dirs import prepare_artifact_dirs, untrusted_dirs
 from .artifacts_lock import lock_artifacts
 from .control_plane import LifecycleSession
 from .ranks.this_rank import is_rank_zero
@@ -33,9 +35,8 @@ from .ranks.watch import agent_check
 from .results import newest_picture, show_results
 from .resume import move_old_artifacts_aside
 from .session import Completion, FollowerSession, Session
-from .startup_failure import report_startup_failure
 from .training import train
-from .uploads import open_uploader
+from .uploads import open_uploader, upload_config
 
 __all__ = ["run_job", "run_training_runtime_from_env"]
 
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 
 SPEC_VARIABLE = "TRAINER_JOB_SPEC_PATH"
 CANCEL_VARIABLE = "TRAINER_CANCELLED"
+STARTUP_DEADLINE_S = 10.0
+"""How long a run that cannot start tries to say so."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,8 @@ def attempt_job(options: RunOptions) -> Attempt:
                 log.warning(warning)
             session = held.enter_context(_open_session(config, options, signals))
         except Exception as error:  # noqa: BLE001 - whatever keeps a run from starting is reported
-            is_from_file = options.spec_path is not None
-            code = report_startup_failure(error, config, is_from_file=is_from_file, environ=options.environ)
-            return Attempt(code, error)
+            _report_failed_start(error, config, options)
+            return Attempt(EXIT_STARTUP, error)
         try:  # whatever ends the run from here on, its log ends with a terminal event
             _open_connections(config, options, session)
             completion = train(config, session, allow_changed=options.allow_changed, shadow=options.shadow)
@@ -136,8 +138,8 @@ def _open_session(config: RunConfig, options: RunOptions, signals: StopSignals) 
         StartupContractError: The folder cannot be used, or another run holds it.
     """
     stop = StopSources(
-        config.cancel_file,
-        max_runtime_s=config.max_runtime_s,
+        config.cancel_file_path,
+        max_runtime_s=config.max_runtime_seconds or None,
         age_s=None if options.began_with_process else 0.0,
         canceled=config.canceled,
         signals=signals,
@@ -151,7 +153,7 @@ def _open_session(config: RunConfig, options: RunOptions, signals: StopSignals) 
         secrets=config.secrets,
         environ=options.environ,
         verbose=options.verbose,
-        deadline_s=config.upload_deadline_s,
+        deadline_s=config.upload_deadline_seconds,
     )
     session.way_on = functools.partial(_way_on, config)
     session.next_command = _next_command(config, options)
@@ -160,7 +162,6 @@ def _open_session(config: RunConfig, options: RunOptions, signals: StopSignals) 
         session.hold(lock_artifacts(config))
         with contextlib.ExitStack() as unless_it_opens:
             unless_it_opens.push(session)
-            sweep_probes(config)
             if options.fresh:
                 move_old_artifacts_aside(config)
             try:
@@ -174,6 +175,56 @@ def _open_session(config: RunConfig, options: RunOptions, signals: StopSignals) 
     return session
 
 
+def _report_failed_start(error: Exception, config: RunConfig, options: RunOptions) -> None:
+    """Report a run that could not start wherever its settings still name a place for that, by a session of its own.
+
+    Every sound setting counts, whatever is wrong with the others. What cannot be reported is only logged.
+    """
+    with contextlib.ExitStack() as open_until_reported:
+        session = (Session if is_rank_zero() else FollowerSession)(
+            StopSources(),
+            secrets=config.secrets,
+            environ=options.environ,
+            deadline_s=STARTUP_DEADLINE_S,
+        )
+        session.preparing = "startup"
+        run_id, path = config.run_id or UNKNOWN_RUN_ID, log_of_failed_start(config, options.spec_path is not None)
+        in_use = isinstance(error, StartupContractError) and error.code == "startup.artifacts_in_use"
+        if session.is_rank_zero and path is not None and not in_use:
+            with _logged_failure("in the event log"):
+                session.event_log = open_until_reported.enter_context(EventLog(path, run_id=run_id))
+        if session.is_rank_zero and config.uploads.terminal_url is not None:
+            with _logged_failure("to `uploads.terminal_url`"):
+                queue = open_until_reported.enter_context(tempfile.TemporaryDirectory())
+                target = upload_config(config, run_id=run_id, queue_dir=Path(queue), targets=(), file_store_url=None)
+                # It needs no thread for this message.
+                session.uploader = open_until_reported.enter_context(contextlib.closing(Uploader(target)))
+        session.fail(error)
+
+
+@contextlib.contextmanager
+def _logged_failure(where: str) -> Iterator[None]:
+    """One place where a failed start cannot be reported keeps it from no other."""
+    try:
+        yield
+    except (GenlightError, OSError, ValueError) as problem:
+        log.error("that the run could not start is not reported %s: %s", where, problem)  # noqa: TRY400
+
+
+def log_of_failed_start(config: RunConfig, is_from_file: bool) -> Path | None:
+    """The event log of a run that could not start; None where its folder is not known, or others may write there.
+
+    Args:
+        config: What can be told of the run.
+        is_from_file: Whether the caller named a job file, beside which artifacts go by default.
+    """
+    paths = {name: getattr(config, name) for name in (*ARTIFACT_FOLDERS, "events_path")}
+    is_given = any(config.source_of(name) != "default" for name in ("artifacts_dir", "metrics_dir", "events_path"))
+    is_known = is_given or bool(config.run_id) or not is_from_file  # beside a file the folder has the run's name
+    is_safe = config.shared_artifacts or not untrusted_dirs(paths)
+    return config.events_path if is_known and is_safe else None
+
+
 def _open_connections(config: RunConfig, options: RunOptions, session: Session) -> None:
     """Claim the run from its control plane, and begin to upload; only rank zero does either."""
     if not session.is_rank_zero:
@@ -183,7 +234,7 @@ def _open_connections(config: RunConfig, options: RunOptions, session: Session) 
             options.lifecycle,
             config.run_id,
             interval_s=options.heartbeat_s,
-            answer_s=config.upload_deadline_s,
+            answer_s=config.upload_deadline_seconds,
             raise_if_stopped=session.stop.raise_if_stopped,
         )
         session.hold(lifecycle)
@@ -198,8 +249,8 @@ def _open_connections(config: RunConfig, options: RunOptions, session: Session) 
 def _way_on(config: RunConfig) -> str:
     """The way to continue; first, how what asks the run to stop is kept from stopping its next start."""
     steps = []
-    if config.cancel_file is not None and cancel_file_is_set(config.cancel_file):
-        steps.append(f"remove the cancel file {str(config.cancel_file)!r}")
+    if config.cancel_file_path is not None and cancel_file_is_set(config.cancel_file_path):
+        steps.append(f"remove the cancel file {str(config.cancel_file_path)!r}")
     if config.canceled:
         source = config.source_of("canceled")
         steps.append("leave out `--set canceled`" if source == "--set" else f"unset `{source}`")

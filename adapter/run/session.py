@@ -23,7 +23,7 @@ from ...callbacks.checkpoint.format.layout import is_record_of_callback, record_
 from ...callbacks.stop.signals import exit_on_signal
 from ...callbacks.stop.sources import StopSources
 from ...reporters.uploads import TerminalPayload
-from ..contract.exceptions import EventLogError, FailureCategory, RankFailedError, TrainingCanceled
+from ..contract.exceptions import EventLogError, FailureCategory, GenlightError, RankFailedError, TrainingCanceled
 from ..plumbing.failures import (
     EXIT_COMPLETED,
     EXIT_FAILED,
@@ -360,26 +360,29 @@ class Session:
             raise error
 
     def _tell_completed(self, completion: Completion) -> None:
-        if self.uploader is None or self.event_log is None or completion.was_told:
+        if completion.was_told:
             return
         final = None if completion.final_checkpoint is None else str(completion.final_checkpoint)
-        payload = TerminalPayload("completed", completion.step, final, attempt=self.event_log.attempt)
-        error = self.uploader.deliver_terminal(payload, deadline_s=self._left_s()).error()
+        error = self._deliver(TerminalPayload("completed", completion.step, final))
         if error is not None:
             raise error
 
     def _tell_failed(self, failure: Failure, step: int) -> None:
         """Deliver what the run has left to deliver, and how it ended; what cannot be delivered stays in the queue."""
-        if self.uploader is None or self.event_log is None:
-            return
-        if not self._settled:  # else that was waited for already
+        if self.uploader is not None and not self._settled:  # else that was waited for already
             result = self.uploader.settle(deadline_s=self._left_s(), progress=log.info)
             if not result.ok:
                 log.error("uploads of the failed run: %s", result.error())
-        payload = TerminalPayload("failed", step, error=failure.text, attempt=self.event_log.attempt)
-        error = self.uploader.deliver_terminal(payload, deadline_s=self._left_s()).error()
+        error = self._deliver(TerminalPayload("failed", step, error=failure.text))
         if error is not None:
             log.error("the failure could not be reported: %s", error)
+
+    def _deliver(self, payload: TerminalPayload) -> GenlightError | None:
+        """Send the terminal message and wait until it is acknowledged; what went wrong, None where nothing did."""
+        if self.uploader is None:
+            return None
+        attempt = 1 if self.event_log is None else self.event_log.attempt
+        return self.uploader.deliver_terminal(replace(payload, attempt=attempt), deadline_s=self._left_s()).error()
 
 
 class FollowerSession(Session):
@@ -396,7 +399,7 @@ class FollowerSession(Session):
             self._rank_zero = RankZero(folder)
             if not self._rank_zero.ids():  # else rank zero sees the process
                 self.hold(self.notes.present(this_rank()))
-            self.hold(self.watch.looking(self._rank_zero.check, paused_ranks(self._rank_zero.ids, self.stop)))
+            self.hold(self.watch.looking(self._rank_zero.check, paused_ranks(self._rank_zero.processes, self.stop)))
 
     @override
     def complete(self, completion: Completion | None = None) -> int:

@@ -20,7 +20,6 @@ from ..module.plugin_loading import find_trainer
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from ..check.causes import Circumstances
     from ..check.snapshot import Difference, Recording, StepDistances
 
 __all__ = ["SHADOW_METRIC", "check_shadow_start", "shadowed"]
@@ -29,6 +28,7 @@ log = logging.getLogger(__name__)
 
 SHADOW_METRIC = "trainer/shadow_difference"
 """The largest relative difference of the checked steps; reported once, at the last of them."""
+_DROPOUT = "Dropout layers draw other numbers on each rank. Use `genlight compare`, which turns them off in both loops."
 
 
 def check_shadow_start(steps: int, resumes_after: int | None) -> bool:
@@ -81,13 +81,19 @@ def shadowed(
         StartupContractError: ``startup.invalid_trainer``: the class cannot be copied, or cannot be compared.
     """
     from ...callbacks.hook.events import callbacks_of
-    from ..check.plain_loop import circumstances_of
+    from ..check.plain_loop import circumstances_of, recorded_plain_loop
     from ..check.watch import StepComparison, default_rtol
 
     how = circumstances_of(trainer)
-    recording = None
-    if compares:
-        recording = _recorded(config, trainer, how, steps, parquet_paths, model_handles, look)
+    recording: Recording | None = None
+    try:
+        if compares:
+            recording = recorded_plain_loop(
+                config, find_trainer(config.trainer), trainer, how, steps=steps, parquet_paths=parquet_paths,
+                model_handles=model_handles, look=look, refuse_dropout=_DROPOUT if how.world_size > 1 else "",
+            )  # fmt: skip
+    except ContractError as error:
+        raise StartupContractError("startup.invalid_trainer", f"--shadow: {error}") from error
     rtol, largest = default_rtol(how), 0.0
 
     def told(_: pl.Trainer, found: StepDistances, difference: Difference | None) -> None:
@@ -107,36 +113,6 @@ def shadowed(
     finally:
         if recording is not None:
             recording.close()
-
-
-def _recorded(
-    config: RunConfig,
-    trainer: pl.Trainer,
-    how: Circumstances,
-    steps: int,
-    parquet_paths: Sequence[str],
-    model_handles: Mapping[str, Any],
-    look: Callable[[], None],
-) -> Recording:
-    from ..check.plain_loop import recorded_plain_loop
-
-    refusal = (
-        "Dropout layers draw other numbers on each rank. Use `genlight compare`, which turns them off in both loops."
-    )
-    try:
-        return recorded_plain_loop(
-            config,
-            find_trainer(config.trainer),
-            trainer,
-            how,
-            steps=steps,
-            parquet_paths=parquet_paths,
-            model_handles=model_handles,
-            look=look,
-            refuse_dropout=refusal if how.world_size > 1 else "",
-        )
-    except ContractError as error:
-        raise StartupContractError("startup.invalid_trainer", f"--shadow: {error}") from error
 
 
 def _mismatch(found: Difference, rtol: float) -> ShadowMismatchError:

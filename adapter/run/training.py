@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks.checkpoint.format.layout import FINAL_NAME
-from ...callbacks.checkpoint.format.record import CheckpointRecord, RecordMeta
-from ...callbacks.checkpoint.format.record_file import read_record
+from ...callbacks.checkpoint.format.record import CheckpointRecord, RecordMeta, read_record
 from ...callbacks.checkpoint.storage.commit import sweep
 from ..contract.exceptions import BrokenCheckpointError, ContractError, StartupContractError
 from ..helpers import seed_everything
@@ -21,10 +21,16 @@ from ..inputs.progress import shown_progress
 from ..job.config import RunConfig
 from ..job.identity import numbers_of, sealed_fields
 from ..job.parser_errors import is_about_what_was_given
-from ..module.plugin_loading import find_trainer, make_trainer, misspelled_hooks, on_sys_path
+from ..module.plugin_loading import (
+    find_trainer,
+    make_trainer,
+    misspelled_hooks,
+    on_sys_path,
+    optional_hook,
+    signature_faults,
+)
 from ..plumbing.redaction import text_of
 from ..plumbing.run_metadata import project_folder, run_metadata
-from .preflight import prepare_training
 from .results import shown_path, working_directory
 from .resume import Start, decide_start, start_that_loads
 from .session import Completion, Session
@@ -36,7 +42,7 @@ if TYPE_CHECKING:
 
     from ..contract.types import TrainerPlugin
 
-__all__ = ["train"]
+__all__ = ["check_plugin", "prepare_training", "train"]
 
 log = logging.getLogger(__name__)
 
@@ -134,8 +140,10 @@ def _fit(
         _add_callbacks(config, session, trainer, plugin)
         join(session, trainer, module)
         if session.is_rank_zero:
-            folder, step = config.events_path.parent, _reported_step(config, record)
-            continue_runs(trainer, folder, resumed_step=step, events_path=config.events_path)
+            # MLflow does not change hyperparameters, so another job begins a new run.
+            is_same = record is not None and record.spec_digest in (None, config.spec_digest)
+            resumes = config.resume_from_latest if record is None else is_same
+            continue_runs(trainer, config.events_path.parent, resumes=resumes)
         try:
             fit(session, trainer, module, datamodule=data, ckpt_path=ckpt_path)
         except (ValueError, MisconfigurationException) as error:
@@ -190,14 +198,6 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if isinstance(value, str | int | float)}
 
 
-def _reported_step(config: RunConfig, record: CheckpointRecord | None) -> int | None:
-    """The last step that the runs of W&B and MLflow hold already; None where they are to be new."""
-    if record is None:
-        return 0 if config.resume_from_latest else None
-    is_another = record.spec_digest not in (None, config.spec_digest)  # MLflow does not change hyperparameters
-    return None if is_another else record.step
-
-
 def _completion(config: RunConfig, step: int, stopped: str | None = None) -> Completion:
     """How the run ended, with what stands for its final checkpoint: what the trainer's hook named, else the record."""
     path = config.checkpoints_dir / f"{FINAL_NAME}.json"
@@ -225,3 +225,61 @@ def _load_trainer(config: RunConfig) -> TrainerPlugin:
         )
         raise StartupContractError("startup.invalid_trainer", f"{context}{text_of(error)}") from error
     return make_trainer(target)
+
+
+def prepare_training(
+    config: RunConfig, plugin: Any, *, parquet_paths: Sequence[str] = (), brings_data: bool = False
+) -> tuple[pl.Trainer, pl.LightningDataModule | None]:
+    """The Lightning trainer and the data module of a job, whose trainer class and settings can be trained with.
+
+    Args:
+        config: The job.
+        plugin: Its trainer class, or an instance of it.
+        parquet_paths: Data files that its inputs brought to this machine.
+        brings_data: Whether its inputs will bring such files.
+
+    Returns:
+        The trainer, and None for the data where the trainer class collects its own.
+
+    Raises:
+        StartupContractError: Hooks cannot be called, the job needs a hook that is not there, or its ``lightning``
+            block has arguments that cannot be used here or with a trainer class, or does not fit the tasks of srun.
+    """
+    from ..cluster.slurm_environment import placement_fault
+    from ..job.lightning_objects import instantiate
+    from ..module.supported import check_trainer_arguments
+
+    check_plugin(config, plugin)
+    trainer, data = instantiate(config, parquet_paths=parquet_paths)
+    has_own = any(optional_hook(plugin, hook) is not None for hook in ("rollout", "train_loader"))
+    if data is None and not brings_data and not has_own:
+        raise StartupContractError(
+            "startup.invalid_job_spec",
+            "The job names no data, and its trainer has neither `train_loader` nor `rollout`. Add "
+            "`dataset.parquet_paths`, `inputs.dataset_parquet_refs`, `data` or `mock_batches`.",
+        )
+    check_trainer_arguments(trainer)
+    fault = placement_fault(trainer)
+    if fault is not None:
+        raise StartupContractError("startup.invalid_job_spec", fault)
+    return trainer, data
+
+
+def check_plugin(config: RunConfig, plugin: Any) -> None:
+    """Refuse a trainer class whose hooks cannot do what the job asks of them; needs neither torch nor Lightning.
+
+    Raises:
+        StartupContractError: ``startup.invalid_trainer``: hooks do not take their arguments;
+            ``startup.invalid_job_spec``: the job has `validate`, and the trainer has no ``evaluate``.
+    """
+    wrong = signature_faults(plugin)
+    if wrong:
+        raise StartupContractError(
+            "startup.invalid_trainer", f"{'; '.join(wrong)}. Give the hooks the parameters of the contract."
+        )
+    if config.validate is not None and optional_hook(plugin, "evaluate") is None:
+        name = getattr(plugin, "__name__", type(plugin).__name__)
+        raise StartupContractError(
+            "startup.invalid_job_spec",
+            f"{name} has no `evaluate(state, ctx)`. Add one, or leave `validate` out of the job.",
+        )

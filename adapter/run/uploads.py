@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from ...callbacks.checkpoint.format.record import CheckpointRecord
-from ...callbacks.checkpoint.retention import never_queued
-from ...reporters.uploads import SPOOL_DIRECTORY, UploadConfig, Uploader
+from ...callbacks.checkpoint.selection import never_queued
+from ...reporters.uploads import QUEUE_DIRECTORY, UploadConfig, Uploader
 from ...reporters.uploads.queue import read_entries
 from ..contract.exceptions import StartupContractError, UploadError
 from ..job.config import RunConfig
@@ -29,13 +29,13 @@ def upload_config(config: RunConfig, **changes: Any) -> UploadConfig:
     """
     asked: dict[str, Any] = {
         "run_id": config.run_id,
-        "spool_dir": config.artifacts_dir / SPOOL_DIRECTORY,
+        "queue_dir": config.artifacts_dir / QUEUE_DIRECTORY,
         "owner": config.owner,
-        "token": config.token,
+        "token": config.capability_token,
         "file_store_url": config.file_store_url,
         "token_origins": sorted(config.token_origins),
         "roots": (config.checkpoints_dir, config.samples_dir),
-        "deadline_s": config.upload_deadline_s,
+        "deadline_s": config.upload_deadline_seconds,
         **msgspec.structs.asdict(config.uploads),
     }
     return UploadConfig(**(asked | changes))
@@ -54,7 +54,7 @@ def open_uploader(config: RunConfig) -> Uploader | None:
     if lacking and bool(wanted.owner) != bool(wanted.token):  # else the store is there for `cozy:` references
         log.warning("%s", lacking)
     if not any(wanted.wants(kind) for kind in ("metrics", "checkpoint", "sample", "terminal")):
-        _tell_of_what_waits(Path(wanted.spool_dir))
+        _tell_of_what_waits(Path(wanted.queue_dir))
         return None
     try:
         return Uploader(wanted)
@@ -63,20 +63,20 @@ def open_uploader(config: RunConfig) -> Uploader | None:
     except OSError as error:
         raise StartupContractError(
             "startup.invalid_artifact_paths",
-            f"The upload queue {str(wanted.spool_dir)!r} cannot be written: {error.strerror or error}. "
+            f"The upload queue {str(wanted.queue_dir)!r} cannot be written: {error.strerror or error}. "
             "Choose another folder with `TRAINER_ARTIFACTS_DIR` or `--set artifacts_dir=...`.",
         ) from error
 
 
-def _tell_of_what_waits(spool_dir: Path) -> None:
+def _tell_of_what_waits(queue_dir: Path) -> None:
     """A start without destinations delivers nothing, and would look as if all had arrived."""
     try:
-        waiting = sum(entry.kind in ("checkpoint", "sample") for entry in read_entries(spool_dir))
+        waiting = sum(entry.kind in ("checkpoint", "sample") for entry in read_entries(queue_dir))
     except (UploadError, OSError) as error:
         log.warning("what is waiting for upload cannot be determined: %s", error)
         return
     if waiting:
-        run_dir = shlex.quote(str(spool_dir.parent))
+        run_dir = shlex.quote(str(queue_dir.parent))
         text = "uploads of earlier starts are waiting (%d), but no destination is set: set the URLs, or see %s"
         log.warning(text, waiting, f"`genlight uploads list {run_dir}`")
 
@@ -95,6 +95,6 @@ def _queue(uploader: Uploader, record: CheckpointRecord) -> None:
     files = [record.path.parent / file.path for file in record.files]
     named = record.primary_path  # an older runtime's record may name what is gone
     primary = named if named is not None and named.exists() else None
-    # An older runtime has told its receivers of its end, but knew no targets.
-    told = record.is_old and record.final
-    uploader.enqueue_checkpoint(record.path, files, record.step, record.final, primary, to_targets_alone=told)
+    # An older runtime has reported its end to its receiver itself; a file store never got the files.
+    if not (record.is_old and record.final and uploader.config.checkpoint_url is not None):
+        uploader.enqueue_checkpoint(record.path, files, record.step, record.final, primary)

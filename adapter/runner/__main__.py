@@ -24,7 +24,7 @@ from typing import Any
 
 from ..cluster.injection import bind_job_context
 from ..cluster.job_context import JobContext, current_job_context
-from .contexts import CompletedContext, RunBeginContext, RunEndContext
+from .contexts import CompletedContext, RunBeginContext, RunEndContext, emit
 from .transport import read_pickle, travelling, write_result
 
 __all__ = ["main"]
@@ -73,9 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--module", required=True, help="the module that has the function")
     parser.add_argument("--function", required=True, help="its name there, dotted if it is in a class")
     parser.add_argument("--output-file", required=True, type=Path, help="where rank 0 writes the result")
-    parser.add_argument("--callbacks-file", required=True, type=Path, help="base64 of the pickled callbacks")
-    parser.add_argument("--args-file", type=Path, help="base64 of the pickled positional arguments")
-    parser.add_argument("--kwargs-file", type=Path, help="base64 of the pickled keyword arguments")
+    parser.add_argument("--callbacks-file", required=True, type=Path, help="the pickled callbacks, or base64 of them")
+    parser.add_argument("--args-file", type=Path, help="the pickled positional arguments, likewise")
+    parser.add_argument("--kwargs-file", type=Path, help="the pickled keyword arguments, likewise")
     parser.add_argument("--result", choices=("json", "pickle"), default="pickle", help="how the result is written")
     parser.add_argument("--job-dir", type=Path)
     parser.add_argument("--stdout-path", type=Path)
@@ -101,7 +101,7 @@ def _run(options: argparse.Namespace, termination: _Termination) -> int:
         args, kwargs = bind_job_context(function, args, kwargs, context)
         if not context.rank:
             options.output_file.unlink(missing_ok=True)  # of an attempt that was requeued
-        _emit(callbacks, "on_begin_run_job_ctx", begin)
+        emit(callbacks, "on_begin_run_job_ctx", begin, passing=(_Terminated,))
         result = _call(function, args, kwargs)
         termination.interrupts = False
         if not context.rank:
@@ -113,8 +113,8 @@ def _run(options: argparse.Namespace, termination: _Termination) -> int:
     end = _end(begin, error, output)
     if end.traceback is not None:
         log.error("%s:%s failed\n%s", options.module, options.function, end.traceback.rstrip())
-    _emit(callbacks, "on_end_run_job_ctx", end)
-    _emit(callbacks, "on_completed_ctx", _completed(end))
+    emit(callbacks, "on_end_run_job_ctx", end)
+    emit(callbacks, "on_completed_ctx", _completed(end))
     return end.exit_code
 
 
@@ -156,21 +156,6 @@ def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         if stop.code not in (None, 0):
             raise
         return None
-
-
-def _emit(callbacks: Sequence[Any], event: str, context: object) -> None:
-    """Tell every callback that listens; one that fails is logged, and changes nothing."""
-    for callback in callbacks:
-        try:
-            getattr(callback, event, _ignore)(context)
-        except _Terminated:
-            raise
-        except BaseException:
-            log.exception("%s.%s failed; the run goes on", type(callback).__name__, event)
-
-
-def _ignore(context: object) -> None:
-    """What a callback does that does not listen."""
 
 
 def _end(begin: RunBeginContext, error: BaseException | None, output: Path | None) -> RunEndContext:

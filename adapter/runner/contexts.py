@@ -1,14 +1,18 @@
-"""What callbacks of the runner are told."""
+"""What callbacks of a job are called with: by the runner inside of it, and by the client that waits for its end."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ..cluster.job_context import JobContext
 
-__all__ = ["CompletedContext", "RunBeginContext", "RunEndContext", "Status"]
+__all__ = ["CompletedContext", "RunBeginContext", "RunEndContext", "Status", "emit"]
+
+log = logging.getLogger("genlight.runner")
 
 Status = Literal["success", "failure"]
 
@@ -51,7 +55,7 @@ class RunEndContext(RunBeginContext):
 
 @dataclass(frozen=True, kw_only=True)
 class CompletedContext:
-    """The runner is done, and its process ends after this."""
+    """The runner is done, and its process ends after this; or, from the client, Slurm says that the job has ended."""
 
     job_context: JobContext | None
     status: Status
@@ -59,7 +63,29 @@ class CompletedContext:
     error_type: str | None = None
     error_message: str | None = None
     duration: float
-    """Seconds."""
+    """Seconds; of the client, since it began to wait."""
     output_file: Path | None = None
     pre_submission_id: str | None = None
     emitted_by: Literal["runner", "client"] = "runner"
+
+
+def emit(
+    callbacks: Iterable[Any], event: str, context: object, *, passing: tuple[type[BaseException], ...] = ()
+) -> None:
+    """Call the method named `event` of every callback that has it; one that fails is logged, and changes nothing.
+
+    Args:
+        callbacks: Objects of any class.
+        event: Name of the method.
+        context: Its one argument.
+        passing: Exceptions that are raised all the same.
+    """
+    for callback in callbacks:
+        try:
+            method = getattr(callback, event, None)
+            if method is not None:
+                method(context)
+        except passing:
+            raise
+        except BaseException:
+            log.exception("%s.%s failed; the run goes on", type(callback).__name__, event)

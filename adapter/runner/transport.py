@@ -1,7 +1,7 @@
 """The files between a submitter and the runner: arguments and callbacks in, a result out.
 
-Arguments and callbacks are base64 of pickles, the only ones that genlight reads. A pickle runs code, so one is loaded
-only from a regular file that belongs to this user and that nobody else may write.
+Arguments and callbacks are pickles, as they are or as base64: the only pickles that genlight reads. A pickle runs code,
+so one is loaded only from a regular file that belongs to this user and that nobody else may write.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..plumbing.durable import write_bytes_durably
-from ..plumbing.safe_open import PRIVATE_FILE, UnsafeFileError
+from ..plumbing.safe_open import PRIVATE_FILE, UnsafeFileError, is_own_group
 
 __all__ = ["ResultFormat", "read_pickle", "travelling", "write_pickle", "write_result"]
 
 ResultFormat = Literal["json", "pickle"]
 
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_PICKLE_STARTS = b"\x80"
+"""The first byte of a pickle of protocol 2 or later; base64 has no such byte."""
 
 
 def write_pickle(path: str | os.PathLike[str], value: Any) -> None:
@@ -43,19 +44,20 @@ def _asks(callback: Any) -> bool:
 
 
 def read_pickle(path: str | os.PathLike[str]) -> Any:
-    """What the submitter wrote to `path`.
+    """What the submitter wrote to `path`: a pickle, or the base64 of one.
 
     Raises:
         UnsafeFileError: It is a link or not a regular file, belongs to another user, or may be written by others.
         OSError: It cannot be read.
-        ValueError: It is not base64.
+        ValueError: It is neither of the two.
     """
     data = _read_unchanged_by_others(path)
-    try:
-        pickled = base64.b64decode(data, validate=True)
-    except binascii.Error:
-        raise ValueError(f"{os.fspath(path)} is not the base64 of a pickle") from None
-    return pickle.loads(pickled)  # noqa: S301 - of a file that this user alone can have written
+    if not data.startswith(_PICKLE_STARTS):
+        try:
+            data = base64.b64decode(b"".join(data.split()), validate=True)
+        except binascii.Error:
+            raise ValueError(f"{os.fspath(path)} is neither a pickle nor the base64 of one") from None
+    return pickle.loads(data)  # noqa: S301 - of a file that this user alone can have written
 
 
 def _read_unchanged_by_others(path: str | os.PathLike[str]) -> bytes:
@@ -67,11 +69,11 @@ def _read_unchanged_by_others(path: str | os.PathLike[str]) -> bytes:
             fault = "it is not a regular file"
         elif status.st_uid != os.geteuid():
             fault = f"it belongs to another user (uid {status.st_uid})"
-        elif status.st_mode & _OTHERS_WRITE:
+        elif status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not is_own_group(status.st_gid)):
             fault = "other users can write to it (`chmod go-w` prevents that)"
         if fault is not None:
             raise UnsafeFileError(1, f"{fault}, so no pickle is loaded from it", os.fspath(path))
-        return b"".join(file.read().split())
+        return file.read()
 
 
 def write_result(path: Path, value: Any, form: ResultFormat) -> None:

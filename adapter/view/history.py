@@ -5,17 +5,18 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ...callbacks.checkpoint.format.layout import name_of
-from ...callbacks.checkpoint.format.verification import find_file
 from ...callbacks.checkpoint.selection import Listed, folder_of_checkpoints, list_checkpoints
+from ...callbacks.checkpoint.storage.files import find_file
 from ...reporters.events.event import (
     RESUMED_METRIC,
     ROLLED_BACK_METRIC,
@@ -25,20 +26,21 @@ from ...reporters.events.event import (
     Metric,
     Started,
 )
-from ...reporters.events.goodput import Account, account
-from ...reporters.events.reader import typed_events
+from ...reporters.events.goodput import Ledger
+from ...reporters.events.reader import Position, log_of_run, typed_events
 from ..contract.exceptions import BrokenCheckpointError, EventLogError
-from ..plumbing.safe_open import UnsafeFileError, read_regular
+from ..plumbing.safe_open import UnsafeFileError, open_regular, read_regular
 from .curves import Curve
-from .summary import RunSummary, summary_of
+from .summary import RunSummary, Starts, summary_of
 
-__all__ = ["Budget", "History", "differences", "history_of"]
+__all__ = ["BEGINNING_BYTES", "Budget", "History", "differences", "history_of", "picture_kind"]
 
 FAULT_PREFIX = "diagnosis/"
 MOST_EVENTS = 2000
 MOST_CURVES = 400
 LARGEST_RECORD = 1 << 20
 LARGEST_PICTURE = 600_000
+BEGINNING_BYTES = 16
 LONGEST_TEXT = 2000
 _PICTURES = ((b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif"), (b"RIFF", "webp"))
 _PACKAGES = ("genlight", "lightning", "torch", "numpy", "pyarrow")
@@ -52,11 +54,14 @@ class Budget:
         points: Of all its curves.
         picture_bytes: Of all its pictures.
         sample_steps: How many steps with samples.
+        address_of: Gives the address of a picture by its path in the run's folder, for a page that loads its pictures.
+            None has their bytes in the page.
     """
 
     points: int = 40_000
     picture_bytes: int = 1_500_000
     sample_steps: int = 60
+    address_of: Callable[[str], str] | None = None
 
 
 @dataclass
@@ -66,15 +71,35 @@ class History:
     summary: RunSummary
     curves: dict[str, Curve] = field(default_factory=dict)
     events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
-    account: Account | None = None
+    ledger: Ledger = field(default_factory=Ledger)
     findings: list[dict[str, Any]] = field(default_factory=list)
     left_out_events: int = 0
     left_out_curves: int = 0
     _is_new_attempt: bool = False
     _faults: dict[str, int] = field(default_factory=dict)
+    _position: Position = field(default_factory=Position)
+    _is_broken: bool = False
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the log of the run is still the one that was read."""
+        log = log_of_run(self.summary.path)
+        return log == self.summary.log and self._position.is_of(log)
+
+    def read_on(self) -> None:
+        """Take what the log has got since the last time; where it breaks off, that is a finding."""
+        if self._is_broken:
+            return
+        try:
+            for event in typed_events(self.summary.log, strict=False, position=self._position):
+                self.take(event)
+        except EventLogError as error:
+            self._is_broken = True
+            self._find("fail", None, str(error), "")
 
     def take(self, event: Event) -> None:
         """Go on with the next event of the log."""
+        self.ledger.take(event)
         if isinstance(event, Metric):
             self._take_metric(event)
             return
@@ -103,15 +128,16 @@ class History:
         findings += [_finding("fail", row["step"], f"{row['name']}: {row['state']}", row["show"]) for row in broken]
         metadata = {name: value for name, value in summary.metadata.items() if name != "packages"}
         packages = summary.metadata.get("packages")
+        account = self.ledger.account()
         return {
             **summary.as_json(),
             "words": _words(summary),
             "metadata": metadata,
             "packages": packages if isinstance(packages, dict) else {},
             "curves": {name: curve.points(most) for name, curve in self.curves.items()},
-            "attempts": [] if self.account is None else [_attempt(span) for span in self.account.spans],
-            "parts": {} if self.account is None else {n: s for n, s in self.account.seconds.items() if s > 0},
-            "goodput": None if self.account is None else self.account.goodput,
+            "spans": [] if account is None else [_attempt(span) for span in account.spans],
+            "parts": {} if account is None else {n: s for n, s in account.seconds.items() if s > 0},
+            "goodput": None if account is None else account.goodput,
             "checkpoints": listed,
             "samples": list(_samples(summary.path, budget)),
             "findings": sorted(findings, key=lambda each: each["step"] or 0),
@@ -151,19 +177,19 @@ class History:
         self.findings.append(_finding(level, step, text, remedy))
 
 
-def history_of(folder: Path) -> History:
-    """The run in `folder`, its log read once and in bounded memory; a log that breaks off is told of as a finding."""
-    history = History(summary_of(folder))
+def history_of(folder: Path, before: History | None = None, starts: Starts | None = None) -> History:
+    """The run in `folder`, in bounded memory.
 
-    def seen() -> Iterator[Event]:
-        try:
-            for event in typed_events(history.summary.log, strict=False):
-                history.take(event)
-                yield event
-        except EventLogError as error:
-            history._find("fail", None, str(error), "")
-
-    history.account = account(seen())
+    Args:
+        folder: Of a run.
+        before: What was read earlier; of the same log only what was added is read.
+        starts: As of `summary_of`.
+    """
+    if before is None or not before.is_current:
+        history = History(summary_of(folder, starts=starts))
+    else:
+        history, before.summary = before, summary_of(folder, starts=starts)
+    history.read_on()
     return history
 
 
@@ -245,6 +271,7 @@ def _checkpoint(listed: Listed) -> dict[str, Any]:
         "step": record.step,
         "size": record.size_bytes,
         "saved_ms": record.created_at_ms,
+        "ranks": record.world_size,
         "scores": dict(record.metrics),
         "state": state,
         "show": show,
@@ -263,7 +290,7 @@ def _samples(folder: Path, budget: Budget) -> Iterator[dict[str, Any]]:
     if len(steps) > budget.sample_steps:
         last = len(steps) - 1
         steps = [steps[round(index * last / (budget.sample_steps - 1))] for index in range(budget.sample_steps)]
-    most = budget.picture_bytes // max(sum(len(by_step[step]) for step in steps), 1)
+    share = replace(budget, picture_bytes=budget.picture_bytes // max(sum(len(by_step[step]) for step in steps), 1))
     for step in steps:
         for path in by_step[step]:
             try:
@@ -277,24 +304,41 @@ def _samples(folder: Path, budget: Budget) -> Iterator[dict[str, Any]]:
                     "step": record.get("step"),
                     "name": str(record.get("name") or path.stem)[:LONGEST_TEXT],
                     "prompt": str(record.get("prompt") or "")[:LONGEST_TEXT],
-                    "files": [_file(samples, name, most) for name in names[:8]],
+                    "files": [_file(samples, name, share) for name in names[:8]],
                 }
 
 
-def _file(samples: Path, name: str, most: int) -> dict[str, Any]:
+def _file(samples: Path, name: str, budget: Budget) -> dict[str, Any]:
     """A file of a sample: a picture to show, or why it is none."""
     path, shown = samples / name, {"name": name[:LONGEST_TEXT]}
     if not path.resolve().is_relative_to(samples.resolve()):
         return {**shown, "note": "it leads out of the run's samples"}
     try:
-        content = read_regular(path, limit=LARGEST_PICTURE)
+        size = path.stat().st_size
+        content = read_beginning(path) if budget.address_of else read_regular(path, limit=LARGEST_PICTURE)
     except UnsafeFileError as error:
         return {**shown, "note": f"not shown: {error.strerror}"}
     except OSError as error:
         return {**shown, "note": error.strerror or "it cannot be read"}
-    kind = next((kind for magic, kind in _PICTURES if content.startswith(magic)), None)
+    kind = picture_kind(content)
     if kind is None:
-        return {**shown, "note": f"no picture, {len(content):,} bytes"}
-    if len(content) > most:
-        return {**shown, "note": f"{len(content):,} bytes: too large for this page, see {path}"}
+        return {**shown, "note": f"no picture, {size:,} bytes"}
+    if budget.address_of is not None:
+        return {**shown, "source": budget.address_of(f"{samples.name}/{name}")}
+    if size > budget.picture_bytes:
+        return {**shown, "note": f"{size:,} bytes: too large for this page, see {path}"}
     return {**shown, "source": f"data:image/{kind};base64,{base64.b64encode(content).decode()}"}
+
+
+def read_beginning(path: Path) -> bytes:
+    """The bytes of a file by which `picture_kind` knows it."""
+    descriptor = open_regular(path)
+    try:
+        return os.read(descriptor, BEGINNING_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def picture_kind(content: bytes) -> str | None:
+    """Which kind of picture begins with `content`, as media types name it; None for anything that browsers can run."""
+    return next((kind for magic, kind in _PICTURES if content.startswith(magic)), None)

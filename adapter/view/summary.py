@@ -27,25 +27,28 @@ from ...reporters.events.event import (
     Started,
     decode_event,
 )
-from ...reporters.events.reader import log_of_run
+from ...reporters.events.reader import LONGEST_LINE, log_of_run
+from ...reporters.uploads.queue import count_waiting
 from ..plumbing.file_lock import is_held
 from ..plumbing.safe_open import open_regular, read_own
 from ..run.artifacts_lock import LARGEST_NOTE_BYTES, LOCK_NAME
 
-__all__ = ["RunSummary", "State", "best_score", "find_runs", "is_run", "loss_among", "summary_of"]
+__all__ = ["RunSummary", "Starts", "State", "best_score", "find_runs", "is_run", "loss_among", "summary_of"]
 
 State = Literal["running", "stopped", "completed", "failed", "lost"]
 
 _BLOCK_BYTES = 1 << 20
-TAIL_BYTES = 128 << 10
-"""How much of the end of a log is read: some hundred steps."""
+TAIL_BYTES = 32 << 10
+"""How much of the end of a log is read: some two hundred lines."""
 DEEPEST = 4
 """How many folders below the one that is listed a run may lie."""
 SILENT_S = 300.0
 """After how long without a sign of life a run whose lock cannot be asked for is lost."""
 SILENT_GAPS = 10.0
 """And after how many times the longest time between two of its last signs."""
-_STARTED = (b'"event":"started"', b'"event": "started"')
+_STARTED = b'"started"'
+Starts = dict[tuple[int, int], tuple[int, Started | None]]
+"""By device and inode of a log: up to which byte it was searched, and how its newest attempt started."""
 _CLOCK_MARGIN_MS = 2000
 """How much later than the last event a lock must have been taken to be that of a next attempt."""
 
@@ -68,8 +71,10 @@ class RunSummary:
         alive_at_ms: Its last sign of life.
         steps_per_s: Over the last steps of the newest attempt; None where too few are logged.
         loss: The last one; may be nan.
-        score: Name and value of the best score among the checkpoints that are left.
+        score: Name and value of the best score among the checkpoints that are left; None where the job names no
+            `monitor`, by which alone one is better than another.
         size_bytes: Of all its files.
+        waiting_uploads: How many uploads have not been delivered yet.
         host: Where the newest attempt ran.
         metadata: How the newest attempt came to be, of its ``started``.
     """
@@ -89,6 +94,7 @@ class RunSummary:
     loss: float | None = None
     score: tuple[str, float] | None = None
     size_bytes: int = 0
+    waiting_uploads: int = 0
     host: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
@@ -118,6 +124,7 @@ class RunSummary:
             "loss": loss,
             "score": None if self.score is None else {"name": self.score[0], "value": self.score[1]},
             "size_bytes": self.size_bytes,
+            "waiting_uploads": self.waiting_uploads,
             "host": self.host,
         }
 
@@ -147,17 +154,20 @@ def find_runs(folder: Path, *, depth: int = DEEPEST) -> list[Path]:
     return [run for each in sorted(below) for run in find_runs(each, depth=depth - 1)]
 
 
-def summary_of(folder: Path, *, now_ms: int | None = None, sizes: bool = True) -> RunSummary:
+def summary_of(
+    folder: Path, *, now_ms: int | None = None, sizes: bool = True, starts: Starts | None = None
+) -> RunSummary:
     """What the run in `folder` looks like now.
 
     Args:
         folder: As `find_runs` gives them.
         now_ms: The time, in milliseconds since 1970; None takes the clock.
-        sizes: Whether all files are counted and scores of checkpoints read, which takes longer than the rest.
+        sizes: Whether files and uploads are counted and scores of checkpoints read, which takes longer than the rest.
+        starts: Remembers how each log's newest attempt started, for those who look at a log again.
     """
     now_ms = int(time.time() * 1000) if now_ms is None else now_ms
     log = log_of_run(folder)
-    tail, started = _ends(log)
+    tail, started = _ends(log, {} if starts is None else starts)
     holder = _holder(folder)
     end = next((event for event in reversed(tail) if not isinstance(event, Metric)), None)
     end = end if isinstance(end, Completed | Failed) else None
@@ -169,7 +179,7 @@ def summary_of(folder: Path, *, now_ms: int | None = None, sizes: bool = True) -
     if not isinstance(max_steps, int):
         max_steps = next((record.max_steps for record in reversed(checkpoints) if record.max_steps), None)
     newest = tail[-1] if tail else started
-    signs = [newest.timestamp_ms if newest is not None else 0, _modified_ms(log), _modified_ms(folder / LOCK_NAME)]
+    signs = [newest.timestamp_ms if newest is not None else 0, modified_ms(log), modified_ms(folder / LOCK_NAME)]
     state, detail = _state(folder, log, end, tail, max(signs), now_ms, holder, metadata)
     attempt = started.attempt if started is not None and isinstance(started.attempt, int) else 1
     host = metadata.get("host") or holder.get("host") or ""
@@ -190,12 +200,13 @@ def summary_of(folder: Path, *, now_ms: int | None = None, sizes: bool = True) -
         loss=loss_among(tail),
         score=best_score(listed, metadata),
         size_bytes=_size(folder) if sizes else 0,
+        waiting_uploads=count_waiting(folder) if sizes else 0,
         host=str(host),
         metadata=metadata,
     )
 
 
-def _ends(log: Path) -> tuple[list[Event], Started | None]:
+def _ends(log: Path, starts: Starts) -> tuple[list[Event], Started | None]:
     """The events at the end of a log that can be read, oldest first, of its newest attempt; and how that started.
 
     Nothing of a log that is absent or is no file to read.
@@ -205,7 +216,7 @@ def _ends(log: Path) -> tuple[list[Event], Started | None]:
     except OSError:
         return [], None
     try:
-        return _tail(descriptor), _newest_started(descriptor)
+        return _tail(descriptor), _newest_started(descriptor, starts)
     finally:
         os.close(descriptor)
 
@@ -218,21 +229,39 @@ def _tail(descriptor: int) -> list[Event]:
     return events[first:]
 
 
-def _newest_started(descriptor: int) -> Started | None:
+def _newest_started(descriptor: int, starts: Starts) -> Started | None:
     """Searched from the end, in blocks: memory that is mapped would count as that of this process."""
-    end, rest = os.fstat(descriptor).st_size, b""
-    while end > 0:
-        begin = max(end - _BLOCK_BYTES, 0)
+    status = os.fstat(descriptor)
+    log = status.st_dev, status.st_ino
+    searched, known = starts.get(log, (0, None))
+    if searched > status.st_size:  # another file has taken its place
+        searched, known = 0, None
+    end, rest, whole_until = status.st_size, b"", None
+    found = None
+    while end > searched and found is None:
+        begin = max(end - _BLOCK_BYTES, searched)
         block = os.pread(descriptor, end - begin, begin) + rest
-        first = block.find(b"\n") + 1 if begin else 0
+        first = block.find(b"\n") + 1 if begin > searched else 0
+        if whole_until is None:
+            whole_until = begin + block.rfind(b"\n") + 1
+        if begin == searched or first:
+            found = _last_started(block[first:])
         rest, end = (block[:first] if first else block), begin
-        if (begin and not first) or not any(mark in block for mark in _STARTED):
-            continue
-        lines = block[first:].split(b"\n")[:-1]
-        marked = (_decoded(line) for line in reversed(lines) if any(mark in line for mark in _STARTED))
-        started = next((event for event in marked if isinstance(event, Started)), None)
-        if started is not None:
-            return started
+        if len(rest) > LONGEST_LINE:  # no event is as long
+            rest = b""
+    starts[log] = whole_until or searched, found or known
+    return found or known
+
+
+def _last_started(block: bytes) -> Started | None:
+    """The last whole line of `block` that is a ``started``."""
+    at = block.rfind(_STARTED)
+    while at >= 0:
+        begin, end = block.rfind(b"\n", 0, at) + 1, block.find(b"\n", at)
+        event = _decoded(block[begin:end]) if end > 0 else None
+        if isinstance(event, Started):
+            return event
+        at = block.rfind(_STARTED, 0, begin)
     return None
 
 
@@ -264,7 +293,7 @@ def _state(
 ) -> tuple[State, str]:
     lock = folder / LOCK_NAME
     is_live = is_held(lock) or is_held(log) or is_held(folder / "checkpoints" / LOCK_NAME)
-    if end is not None and not (is_live and _modified_ms(lock) > end.timestamp_ms + _CLOCK_MARGIN_MS):
+    if end is not None and not (is_live and modified_ms(lock) > end.timestamp_ms + _CLOCK_MARGIN_MS):
         if isinstance(end, Completed):
             return "completed", f"stopped by {end.stopped}" if isinstance(end.stopped, str) else ""
         return ("stopped" if end.error in STOP_REASONS else "failed"), end.error
@@ -305,18 +334,14 @@ def loss_among(events: list[Event]) -> float | None:
 
 
 def best_score(listed: list[Listed], metadata: Mapping[str, Any]) -> tuple[str, float] | None:
-    """The best score among checkpoints, by the job's ``monitor`` and ``mode``.
-
-    Where the job says neither: the first score of the newest checkpoint that has one, its lowest value.
-    """
+    """The best score among checkpoints, by the job's ``monitor`` and ``mode``; None where it names no monitor."""
     job = metadata.get("job")
     monitor, mode = (job.get(f"checkpoints.{name}") if isinstance(job, dict) else None for name in ("monitor", "mode"))
-    scores = [each.record.metrics for each in listed if each.record is not None and each.record.metrics]
-    if not scores:
+    if not isinstance(monitor, str):
         return None
-    name = str(monitor or next(iter(scores[-1])))
-    values = [value for score in scores if (value := score.get(name)) is not None]
-    return (name, (max if mode == "max" else min)(values)) if values else None
+    scores = [each.record.metrics.get(monitor) for each in listed if each.record is not None]
+    values = [score for score in scores if score is not None]
+    return (monitor, (max if mode == "max" else min)(values)) if values else None
 
 
 def _listed(folder: Path) -> list[Listed]:
@@ -338,7 +363,8 @@ def _size(folder: Path) -> int:
     return sum(seen.values())
 
 
-def _modified_ms(path: Path) -> int:
+def modified_ms(path: Path) -> int:
+    """When the file at `path` was changed last, in milliseconds since 1970; 0 where there is none."""
     try:
         return int(path.stat().st_mtime * 1000)
     except OSError:

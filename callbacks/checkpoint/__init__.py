@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING
 from ...adapter.plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .checkpoint_io import DurableCheckpointIO as DurableCheckpointIO
     from .format.record import (
         CheckpointRecord as CheckpointRecord,
         FileEntry as FileEntry,
         RecordMeta as RecordMeta,
+        read_record as read_record,
     )
-    from .format.record_file import read_record as read_record
-    from .format.verification import verify as verify
     from .loading import load as load, load_weights as load_weights
+    from .plugins import DurableCheckpointIO as DurableCheckpointIO
     from .policy import Checkpoint as Checkpoint, WritesTrainerFiles as WritesTrainerFiles
     from .rank_state import capture_rng as capture_rng, restore_rng as restore_rng
-    from .retention import Retention as Retention
     from .selection import (
         Listed as Listed,
+        Retention as Retention,
         find_checkpoint as find_checkpoint,
         find_final as find_final,
         list_checkpoints as list_checkpoints,
@@ -37,23 +36,27 @@ if TYPE_CHECKING:
         stage as stage,
         sweep as sweep,
     )
-    from .store import CheckpointStore as CheckpointStore
-    from .writing import save as save
+    from .storage.files import verify as verify
+    from .store import CheckpointStore as CheckpointStore, save as save
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            ".checkpoint_io": ("DurableCheckpointIO",),
-            ".format.record": ("CheckpointRecord", "FileEntry", "RecordMeta"),
-            ".format.record_file": ("read_record",),
-            ".format.verification": ("verify",),
+            ".plugins": ("DurableCheckpointIO",),
+            ".format.record": ("CheckpointRecord", "FileEntry", "RecordMeta", "read_record"),
+            ".storage.files": ("verify",),
             ".loading": ("load", "load_weights"),
             ".policy": ("Checkpoint", "WritesTrainerFiles"),
             ".rank_state": ("capture_rng", "restore_rng"),
-            ".retention": ("Retention",),
-            ".selection": ("Listed", "find_checkpoint", "find_final", "list_checkpoints", "newest_valid"),
+            ".selection": (
+                "Listed",
+                "Retention",
+                "find_checkpoint",
+                "find_final",
+                "list_checkpoints",
+                "newest_valid",
+            ),
             ".storage.commit": ("Staging", "delete_checkpoint", "require_space", "stage", "sweep"),
-            ".store": ("CheckpointStore",),
-            ".writing": ("save",),
+            ".store": ("CheckpointStore", "save"),
         },
     )

@@ -1,27 +1,66 @@
 """What a checkpoint holds: the state taken apart into JSON and tensors, and a copy of the tensors of one moment.
 
-Runs in the training thread and touches no disk. `CheckpointStore` writes what was captured.
+Runs in the training thread and touches no disk, but for links of frozen weights. `CheckpointStore` writes what was
+captured.
+
+A copy goes into host memory that is reused from one save to the next. Copying into memory that was touched before takes
+a third of the time of copying into fresh memory, whose pages the kernel has to find and clear. For tensors of an
+accelerator the memory is pinned, so that the copies run at the speed of the bus and need one synchronisation for all.
+
+Frozen weights are parameters that require no gradient and that no optimizer holds, as the start of training finds them.
+They are written once in an attempt. Each later checkpoint has a hard link to that file, so that its folder is whole by
+itself: it can be removed, copied or moved without a look at the others. A file system without hard links gets them with
+every checkpoint. With ``weights="trained"`` they are left out, as long as they are what the class builds: the record
+says what their bytes were, and a resume takes them from the module, and from no other bytes than those. At each save
+their bytes are compared with those of the start. Version counters would not do: those miss writes through
+``tensor.data``, with which many a class moves its averaged copy of the weights.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...adapter.contract.exceptions import UnstorableStateError
+import numpy as np
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor
+
+from ...adapter.contract.exceptions import CheckpointError, UnstorableStateError
+from ...adapter.plumbing.text import size_text
 from ..finite import are_finite
 from .codec.state_tree import encode
-from .codec.tensor_table import Entry, Slice, TensorTable
+from .codec.tensor_bytes import as_uint8, bytes_of, content_digests
+from .codec.tensor_table import Entry, Slice, TensorTable, stored_as
 from .format.layout import FROZEN_FILE, MODEL_FILE
-from .format.record import LeftOut, RecordMeta
-from .ownership import STATE_MARKER
-from .storage.commit import Staging
-from .storage.host_buffer import HostBuffer
+from .format.record import CheckpointRecord, LeftOut, RecordMeta
+from .format.tensor_files import RAW
+from .storage.commit import STATE_MARKER, Staging, stage
+from .storage.files import naming_the_checkpoint
 
-__all__ = ["CONTRACT_KEY", "Captured", "FrozenFile", "capture", "finite_weights", "snapshot"]
+__all__ = [
+    "ALIGNMENT",
+    "CONTRACT_KEY",
+    "Captured",
+    "Frozen",
+    "HostBuffer",
+    "base_of",
+    "capture",
+    "described",
+    "finite_weights",
+    "frozen_in",
+    "left_out_tensors",
+    "require_base",
+    "snapshot",
+]
+
+log = logging.getLogger(__name__)
 
 CONTRACT_KEY = "genlight"
 """The member of a Lightning checkpoint that holds what the trainer contract adds; its ``state`` is the payload."""
@@ -60,11 +99,7 @@ class Captured:
     """Where it is made; holds the files of the trainer's own hook, and the link to `linked`."""
     linked: FrozenFile | None = None
     """The file of an earlier checkpoint that this one shares."""
-    earlier: FrozenFile | None = None
-    """A file of an earlier attempt that may hold just the frozen tensors of this checkpoint."""
     left_out: list[LeftOut] = field(default_factory=list)
-    nonfinite: frozenset[str] = frozenset()
-    """Which tensors of `linked` and `left_out` are not finite."""
 
     @property
     def nbytes(self) -> int:
@@ -115,12 +150,10 @@ def finite_weights(captured: Captured) -> bool | None:
     entries = [entry for entry in captured.entries if entry.file in (MODEL_FILE, FROZEN_FILE)]
     if not are_finite(slices):
         return False
-    if not captured.nonfinite and _are_finite(entries):
+    if _are_finite(entries):  # what is linked or left out was finite from the start
         return True if entries or slices or captured.linked or captured.left_out else None
     names = captured.meta.parameters
-    if not names:
-        return None
-    return captured.nonfinite.isdisjoint(names) and _are_finite(entry for entry in entries if entry.key in names)
+    return _are_finite(entry for entry in entries if entry.key in names) if names else None
 
 
 def _are_finite(entries: Iterable[Entry]) -> bool:
@@ -154,3 +187,289 @@ def _check_json(value: Mapping[str, Any] | None) -> None:
         json.dumps({**value, "primary_path": str(value.get("primary_path"))}, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise UnstorableStateError("save_checkpoint()", f"{type(value).__name__} ({error})", "return JSON") from None
+
+
+_LEAST_BYTES = 4096
+"""Fewer bytes are written again: a file and a link take as much."""
+_NAMED = 5
+
+
+def frozen_in(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    """By name, the finite parameters of `module` that require no gradient and that none of `optimizers` holds."""
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    parameters = module.named_parameters(remove_duplicate=False)
+    found: dict[str, torch.Tensor] = {
+        name: p for name, p in parameters if not p.requires_grad and id(p) not in held and _is_plain(p)
+    }
+    is_worth_it = sum(p.nbytes for p in found.values()) >= _LEAST_BYTES
+    return found if is_worth_it and are_finite([p.detach() for p in found.values()]) else {}
+
+
+class Frozen:
+    """The frozen weights of a training, from one checkpoint to the next.
+
+    Args:
+        tensors: What `frozen_in` found, at the start.
+        base: Those that checkpoints leave out where they are as here; None writes them.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, base: Mapping[str, LeftOut] | None = None) -> None:
+        self._digests = dict(zip(tensors, content_digests(list(tensors.values())), strict=True))
+        now = {} if base is None else described(tensors)
+        self._left_out = {key: left for key, left in now.items() if base is not None and base.get(key) == left}
+        self._file: FrozenFile | None = None
+
+    def divide(self, captured: Captured, record: Path) -> Captured:
+        """`captured` with its frozen weights set apart: left out, linked from the last checkpoint, or in one file.
+
+        Raises:
+            UnwrittenCheckpointError: The folder of the checkpoint could not be made.
+        """
+        asked = {e.key: e for e in captured.entries if e.file == MODEL_FILE and e.key in self._digests}
+        digests = content_digests([entry.source for entry in asked.values()])
+        same = {key for key, digest in zip(asked, digests, strict=True) if digest == self._digests[key]}
+        left_out = [left for key, left in self._left_out.items() if key in same]
+        keys = frozenset(same) - {left.key for left in left_out}
+        linked, staging = None, captured.staging
+        if self._file is not None and keys == self._file.keys:
+            with naming_the_checkpoint(record, captured.nbytes):
+                staging = staging or stage(record)
+                # At once, while it is there for certain.
+                linked = self._file if link(self._file, staging.path / FROZEN_FILE) else None
+        gone = same if linked is not None else same - keys
+        entries = [e for e in captured.entries if e.file != MODEL_FILE or e.key not in gone]
+        entries = [replace(e, file=FROZEN_FILE) if e.file == MODEL_FILE and e.key in keys else e for e in entries]
+        return replace(
+            captured,
+            entries=sorted(entries, key=lambda entry: entry.file),
+            staging=staging,
+            linked=linked,
+            left_out=left_out,
+        )
+
+    def learn(self, record: CheckpointRecord, captured: Captured) -> None:
+        """Take note of the file of `record`, which is durable: the next checkpoint links it."""
+        written = frozenset(entry.key for entry in captured.entries if entry.file == FROZEN_FILE)
+        keys = captured.linked.keys if captured.linked is not None else written
+        self._file = _file_of(record, keys)
+
+
+def link(file: FrozenFile, target: Path) -> bool:
+    """Make `target` a hard link to `file`; False where that is not possible, so that it has to be written again."""
+    try:
+        os.link(file.path, target, follow_symlinks=False)
+    except OSError:  # gone, no links here, too many of them, or not allowed to this user
+        return False
+    if _identity_of(target) == file.identity:
+        return True
+    os.unlink(target)
+    return False
+
+
+def _file_of(record: CheckpointRecord, keys: frozenset[str]) -> FrozenFile | None:
+    entry = next((entry for entry in record.files if record.file_name(entry) == FROZEN_FILE), None)
+    path = record.path.parent / (entry.path if entry else "")
+    if entry is None or not path.is_file():
+        return None
+    return FrozenFile(keys, entry.size, entry.xxh3_128, path, _identity_of(path))
+
+
+def _identity_of(path: Path) -> tuple[int, int, int]:
+    """Inode, bytes and time of change: what a file still has that nobody has replaced or written to."""
+    status = os.lstat(path)
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def base_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """By name, the tensors of `module` from which a checkpoint may take what it leaves out."""
+    found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    return found
+
+
+def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, LeftOut]:
+    """What a record says of tensors that it leaves out; nothing of those that this process does not hold whole."""
+    return {
+        key: LeftOut(key, *stored_as(tensor), xxhash.xxh3_128_hexdigest(bytes_of(tensor.detach())))
+        for key, tensor in tensors.items()
+        if _is_plain(tensor)
+    }
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_dense = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    return is_dense and not (tensor.is_quantized or tensor.is_meta)
+
+
+def left_out_tensors(record: CheckpointRecord, base: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
+    """What `record` leaves out, copied from `base` and proven; as a file would hold it.
+
+    Raises:
+        CheckpointError: `base` lacks one, or has another; names it, with both digests, and the way out.
+    """
+    require_base(record, base)
+    found = {}
+    for left in record.left_out:
+        tensor = (base or {}).get(left.key)
+        if tensor is None:
+            raise CheckpointError(_refusal(record, f"{left.key} is not among the tensors of the module"))
+        if isinstance(tensor, DTensor):
+            raise CheckpointError(
+                f"{record.name} leaves out {left.key}, which is sharded now: resume it without sharding, or save "
+                "checkpoints with weights='all'"
+            )
+        dtype, shape = stored_as(tensor)
+        if (dtype, shape) != (left.dtype, left.shape):
+            was = f"{left.key} was {left.dtype} {list(left.shape)}, but the module has {dtype} {list(shape)}"
+            raise CheckpointError(_refusal(record, was))
+        host = tensor.detach().to("cpu", copy=True).contiguous()
+        digest = xxhash.xxh3_128_hexdigest(bytes_of(host))
+        if digest != left.xxh3_128:
+            was = f"{left.key} had the digest {left.xxh3_128}, but in the module it has {digest}"
+            raise CheckpointError(_refusal(record, was))
+        found[left.key] = as_uint8(host) if dtype == RAW and host.dtype != torch.uint8 else host
+    return found
+
+
+def require_base(record: CheckpointRecord, base: Mapping[str, Any] | None) -> None:
+    """Raise where `record` leaves tensors out and there is no `base` to take them from.
+
+    Raises:
+        CheckpointError: Says which, and what to do.
+    """
+    if record.left_out and base is None:
+        names = ", ".join(entry.key for entry in record.left_out[:_NAMED])
+        more = ", …" if len(record.left_out) > _NAMED else ""
+        raise CheckpointError(
+            f"{record.name} leaves out {len(record.left_out)} tensors ({names}{more}), which training did not change, "
+            "because it was saved with weights='trained'. Resume it in a Trainer with the Checkpoint callback, whose "
+            "module has them; else give them as `base`: load(path, base=module.state_dict()), or `genlight checkpoints "
+            "export PATH --to FILE --base FILE.safetensors`"
+        )
+
+
+def _refusal(record: CheckpointRecord, why: str) -> str:
+    return (
+        f"{record.name} goes with another base: {why}. It was saved with weights='trained' and leaves that out; build "
+        "the module with the base that it was trained with, or begin a new run"
+    )
+
+
+ALIGNMENT = 64
+"""Every tensor of a snapshot starts at a multiple of this many bytes."""
+_PORTABLE = 1
+"""``cudaHostRegisterPortable``: pinned for all devices of this process."""
+LARGEST_PINNED = 0.5
+"""Share of the machine's memory that is pinned at most: the system cannot take pinned pages back."""
+
+
+class HostBuffer:
+    """One block of host memory that holds the last snapshot."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._made_for = "cpu"
+        """The kind of device that copies fast to this memory."""
+        self._is_registered = False
+        """Whether the device's runtime was told of it."""
+        self._layout: list[tuple[torch.dtype, torch.Size]] = []
+        self._targets: list[torch.Tensor] = []
+        """The parts of the memory that take tensors of `_layout`: most snapshots are like the one before."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._memory.numel()
+
+    def reserve(self, nbytes: int, device: torch.device) -> None:
+        """Hold at least `nbytes` for copies from `device`, and touch them, so that the next copy finds them warm."""
+        if nbytes <= self.nbytes and device.type in ("cpu", self._made_for):
+            return
+        self._release()
+        self._memory, self._made_for = torch.zeros(nbytes, dtype=torch.uint8, device="cpu"), device.type
+        if device.type != "cpu" and nbytes:
+            self._pin(device)
+
+    def copy(self, entries: Sequence[Entry]) -> list[Entry]:
+        """The entries with their values as of now, in this buffer; valid until the next call."""
+        tensors = [entry.source for entry in entries if not isinstance(entry.source, np.ndarray)]
+        devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
+        targets = self._laid_out(tensors, next(iter(devices), torch.device("cpu")))
+        for target, tensor in zip(targets, tensors, strict=True):
+            target.copy_(tensor, non_blocking=not tensor.is_cpu)
+        for device in devices:
+            torch.get_device_module(device).synchronize(device)
+        copies = iter(targets)
+        return [_with(e, e.source.copy() if isinstance(e.source, np.ndarray) else next(copies)) for e in entries]
+
+    def _laid_out(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+        """A part of the memory for each of `tensors`, of its type and shape."""
+        layout = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        offsets, total = [], 0
+        for tensor in tensors:
+            offsets.append(total)
+            total += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        self.reserve(total, device)
+        if layout != self._layout:
+            parts = zip(tensors, offsets, strict=True)
+            self._targets = [_like(tensor, self._memory[at : at + tensor.nbytes]) for tensor, at in parts]
+            self._layout = layout
+        return self._targets
+
+    def _release(self) -> None:
+        """Free the memory before other memory is taken."""
+        if self._is_registered:
+            _runtime_of(self._made_for).cudaHostUnregister(self._memory.data_ptr())
+        self._layout, self._targets, self._made_for, self._is_registered = [], [], "cpu", False
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def __del__(self) -> None:
+        if self._is_registered:  # or CUDA would take these pages for pinned when they belong to something else
+            self._release()
+
+    def _pin(self, device: torch.device) -> None:
+        """Pin the memory for `device`; it stays as it is where that is too much, or refused.
+
+        CUDA is told of just these bytes: torch's own pinned memory is rounded up to a power of two, and kept for good.
+        """
+        nbytes, most = self.nbytes, int(LARGEST_PINNED * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        told = size_text(nbytes)
+        if nbytes > most:
+            log.info("Snapshots of %s are taken in pageable memory: at most %s are pinned", told, size_text(most))
+            return
+        try:
+            runtime = _runtime_of(device.type)
+            if hasattr(runtime, "cudaHostRegister"):
+                self._register(runtime, device)
+            else:
+                self._memory = self._memory.pin_memory()
+        except Exception as error:  # noqa: BLE001 - without it copies are slower, and training goes on
+            log.warning("Snapshots of %s are taken in pageable memory, which is slower: %s", told, error)
+        else:
+            log.info("%s of host memory are pinned for snapshots of checkpoints", told)
+
+    def _register(self, runtime: Any, device: torch.device) -> None:
+        with torch.get_device_module(device).device(device):
+            code = int(runtime.cudaHostRegister(self._memory.data_ptr(), self.nbytes, _PORTABLE))
+            self._is_registered = code == 0
+            if code:
+                with contextlib.suppress(RuntimeError):  # else the next kernel of the training would report it
+                    torch.zeros(1, device=device)
+                raise RuntimeError(f"cudaHostRegister returned {code}")
+
+
+def _runtime_of(kind: str) -> Any:
+    """The part of a device's module that has CUDA's own calls, on AMD's devices too; None where there is none."""
+    make = getattr(torch.get_device_module(kind), "cudart", None)
+    return None if make is None else make()
+
+
+def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """`memory` as a tensor with the type and shape of `tensor`."""
+    if not memory.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return memory.view(tensor.dtype).view(tensor.shape)
+
+
+def _with(entry: Entry, source: torch.Tensor | np.ndarray[Any, Any]) -> Entry:
+    """`entry` with other values; `dataclasses.replace` would take longer than the copy of a small tensor."""
+    return Entry(entry.file, entry.key, entry.dtype, entry.shape, entry.nbytes, source, entry.slice)

@@ -1,4 +1,4 @@
-"""Checkpoints for other tools: one safetensors file, a Lightning ``.ckpt``, or a Hugging Face folder.
+"""Checkpoints for other tools: one safetensors file, or a Lightning ``.ckpt``.
 
 Each is whole or absent, like a checkpoint; the checkpoint is proven before anything is exported.
 """
@@ -6,10 +6,8 @@ Each is whole or absent, like a checkpoint; the checkpoint is proven before anyt
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,15 +21,12 @@ from ...adapter.contract.exceptions import CheckpointError
 from ...adapter.plumbing.durable import TEMPORARY_PREFIX, fsync_directory, temporary_name
 from .capture import CONTRACT_KEY
 from .codec.tensor_bytes import bytes_of
-from .format.layout import MODEL_FILE
-from .format.record import CheckpointRecord
-from .format.safetensors_header import TORCH_TYPES, build_header
-from .format.verification import verify
+from .format.tensor_files import TORCH_TYPES, build_header
 from .loading import Base, load, load_weights
 from .selection import find_checkpoint
-from .storage.write_file import write_file
+from .storage.files import write_file
 
-__all__ = ["export_huggingface", "export_lightning", "export_safetensors", "read_base"]
+__all__ = ["export_lightning", "export_safetensors", "read_base"]
 
 
 _STALE_S = 600
@@ -54,8 +49,16 @@ def export_safetensors(
             checkpoint leaves out is not in `base`.
         BrokenCheckpointError: The checkpoint is not whole.
     """
-    weights = _weights(path, strip_prefix, base)
-    return _whole(target, lambda temporary: _write_weights(temporary, weights))
+    weights = load_weights(path, base=base)
+    chosen = {
+        name.removeprefix(strip_prefix): tensor for name, tensor in weights.items() if name.startswith(strip_prefix)
+    }
+    if not chosen:
+        names = ", ".join(sorted(weights)[:5]) or "none"
+        raise CheckpointError(
+            f"the checkpoint at {path} has no weights named {strip_prefix}…; its first names are: {names}"
+        )
+    return _whole(target, lambda temporary: _write_weights(temporary, chosen))
 
 
 def export_lightning(path: str | os.PathLike[str], target: Path, *, base: Base | None = None) -> Path:
@@ -70,33 +73,6 @@ def export_lightning(path: str | os.PathLike[str], target: Path, *, base: Base |
     """
     checkpoint = {name: value for name, value in load(path, base=base).items() if name != CONTRACT_KEY}
     return _whole(target, lambda temporary: _save_and_sync(checkpoint, temporary))
-
-
-def export_huggingface(
-    path: str | os.PathLike[str], target: Path, *, strip_prefix: str = "", base: Base | None = None
-) -> Path:
-    """A folder with ``model.safetensors``, ``config.json`` and what the trainer's own hook wrote.
-
-    The configuration holds the hyper-parameters that JSON can express, and where the weights come from.
-
-    Raises:
-        CheckpointError: `target` exists, no tensor has the prefix, or what the checkpoint leaves out is not in `base`.
-        BrokenCheckpointError: The checkpoint is not whole.
-    """
-    if target.exists():
-        raise CheckpointError(f"{target} exists already; name a folder that does not")
-    weights, record = _weights(path, strip_prefix, base), verify(path)
-
-    def write(temporary: Path) -> None:
-        temporary.mkdir(parents=True)
-        if record.trainer_folder is not None and record.trainer_folder.is_dir():
-            shutil.copytree(record.trainer_folder, temporary, dirs_exist_ok=True)
-        _write_weights(temporary / MODEL_FILE, weights)
-        config = _configuration(load(path, base=base).get("hyper_parameters", {}), record)
-        (temporary / "config.json").unlink(missing_ok=True)
-        write_file(temporary / "config.json", [json.dumps(config, indent=2).encode() + b"\n"])
-
-    return _whole(target, write)
 
 
 def read_base(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
@@ -115,22 +91,12 @@ def read_base(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
 
 
-def _weights(path: str | os.PathLike[str], prefix: str, base: Base | None) -> dict[str, torch.Tensor]:
-    weights = load_weights(path, base=base)
-    chosen = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-    if chosen:
-        return chosen
-    names = ", ".join(sorted(weights)[:5]) or "none"
-    raise CheckpointError(f"the checkpoint at {path} has no weights named {prefix}…; its first names are: {names}")
-
-
 def _write_weights(target: Path, weights: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in weights.items():
         if str(tensor.dtype).removeprefix("torch.") not in TORCH_TYPES:
             raise CheckpointError(f"{name} is of type {tensor.dtype}, which safetensors cannot hold")
     ordered = sorted(weights.items(), key=lambda item: -item[1].element_size())
     facts = [(n, TORCH_TYPES[str(t.dtype).removeprefix("torch.")], tuple(t.shape), t.nbytes) for n, t in ordered]
-    target.unlink(missing_ok=True)
     write_file(target, [build_header(facts, {"format": "pt"}), *(bytes_of(tensor) for _, tensor in ordered)])
 
 
@@ -139,17 +105,6 @@ def _save_and_sync(value: Any, target: Path) -> None:
         torch.save(value, file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _configuration(hyper_parameters: Any, record: CheckpointRecord) -> dict[str, Any]:
-    config = {"genlight": {"run_id": record.run_id, "step": record.step, "versions": dict(record.versions)}}
-    for name, value in dict(hyper_parameters).items():
-        try:
-            json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError):
-            continue
-        config[str(name)] = value
-    return config
 
 
 def _remove_stale(target: Path) -> None:
@@ -162,10 +117,7 @@ def _remove_stale(target: Path) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(int(match.group(1)), 0)
             continue
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        path.unlink()
 
 
 def _whole(target: Path, write: Callable[[Path], None]) -> Path:
@@ -178,10 +130,7 @@ def _whole(target: Path, write: Callable[[Path], None]) -> Path:
         write(temporary)
         os.replace(temporary, target)
     except BaseException:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
-        else:
-            temporary.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     fsync_directory(target.parent)
     return target

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,26 +22,27 @@ import xxhash
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ...adapter.plumbing.safe_open import open_regular
-from .capture import CONTRACT_KEY
+from .capture import CONTRACT_KEY, left_out_tensors, require_base
 from .codec.state_tree import decode
 from .codec.tensor_bytes import as_uint8, element_type, empty_tensor
-from .codec.tensor_table import stored_as
-from .format.contents import parse_state_file
-from .format.layout import ARRAYS_FILE, MODEL_FILE, STATE_FILE, TRAINER_FOLDER, record_path, tensor_file
-from .format.record import CheckpointRecord, FileEntry
-from .format.record_file import read_record
-from .format.references import Stored, array_type, check_array, check_tensor
-from .format.safetensors_header import HEADER_LIMIT, TORCH_TYPES, TypedShape, parse_header
-from .format.shard_index import rank_of
-from .format.verification import check_file, find_file, read_proven, verify_files
-from .frozen import left_out_tensors, require_base
-from .sharded.lazy_tensor import WholeTensor
-from .sharded.read import Piece, pieces_of, stored_slices
+from .contents import is_of_tensors, read_contents
+from .format.layout import ARRAYS_FILE, MODEL_FILE, STATE_FILE, record_path, tensor_file
+from .format.record import CheckpointRecord, FileEntry, read_record
+from .format.tensor_files import (
+    HEADER_LIMIT,
+    TORCH_TYPES,
+    Stored,
+    TypedShape,
+    array_type,
+    check_array,
+    check_tensor,
+    parse_header,
+    rank_of,
+)
+from .sharded.slices import Piece, WholeTensor, pieces_of, stored_slices
+from .storage.files import check_file, find_file, verify_files
 
-__all__ = ["Base", "MapLocation", "load", "load_for_slices", "load_torch_file", "load_weights"]
-
-MapLocation = Callable[[Any, str], Any] | torch.device | str | dict[str, str] | None
-"""As in ``torch.load``; None puts everything on the host."""
+__all__ = ["Base", "load", "load_record", "load_torch_file", "load_weights"]
 
 Base = Mapping[str, Any]
 """The model's tensors by name, of which those are taken that a checkpoint leaves out."""
@@ -49,14 +52,13 @@ _PIECE = 4 << 20
 _TYPE_OF_FORMAT = {name: getattr(torch, torch_name) for torch_name, name in TORCH_TYPES.items()}
 
 
-def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, base: Base | None = None) -> dict[str, Any]:
-    """The dictionary that was saved at `path`, with equal values of equal types.
+def load(path: str | os.PathLike[str], *, base: Base | None = None) -> dict[str, Any]:
+    """The dictionary that was saved at `path`, with equal values of equal types; its tensors are on the host.
 
     An older runtime's record gives ``{"genlight": {"state": …}, "global_step": step}``.
 
     Args:
         path: The checkpoint.
-        map_location: Where tensors go; None means the host.
         base: The model's tensors, of which those are taken that the checkpoint leaves out.
 
     Raises:
@@ -64,30 +66,25 @@ def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, base
         CheckpointError: It holds a type that this process does not know, or leaves out what `base` does not have.
         FileNotFoundError: There is no such checkpoint.
     """
-    return _load(_Source(read_record(record_path(path)), map_location, base=base))
+    return load_record(read_record(record_path(path)), base=base)
 
 
-def load_for_slices(path: str | os.PathLike[str], *, share: slice, base: Base | None = None) -> dict[str, Any]:
-    """Like `load`, for a rank that needs its own slices of sharded tensors only: those are read when they are used.
-
-    Args:
-        path: The checkpoint.
-        share: Which of the files with slices to prove now; every file has to be in the share of one rank, and nothing
-            may be used before all ranks have proven theirs.
-        base: As of `load`.
+def load_torch_file(path: Path) -> dict[str, Any]:
+    """What ``torch.save`` wrote to `path`, without a pickle that could run code.
 
     Raises:
-        BrokenCheckpointError: Something differs from what was saved.
-        CheckpointError: It leaves out what `base` does not have.
-        FileNotFoundError: There is no such checkpoint.
+        CheckpointError: It holds objects of classes that only such a pickle could make, or is no file of torch.
     """
-    return _load(_Source(read_record(record_path(path)), None, share, base=base))
-
-
-def load_torch_file(path: Path, map_location: MapLocation = None) -> dict[str, Any]:
-    """What ``torch.save`` wrote to `path`, without a pickle that could run code."""
-    location = "cpu" if map_location is None else map_location
-    loaded: dict[str, Any] = torch.load(path, map_location=location, weights_only=True)
+    try:
+        loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        name = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"an object of {name[1]}" if name else "something"
+        raise CheckpointError(
+            f"{os.fspath(path)} holds {what} that torch reads only by running code of the file, which genlight never "
+            "does. If you trust the file, keep what you need of it in one of plain values: `torch.save({'state_dict': "
+            "torch.load(FILE, weights_only=False)['state_dict']}, NEW_FILE)`"
+        ) from error
     return loaded
 
 
@@ -103,7 +100,7 @@ def load_weights(path: str | os.PathLike[str], *, base: Base | None = None) -> d
     weights = left_out
     for entry in record.files:
         if tensor_file(record.file_name(entry)) == MODEL_FILE:
-            weights |= {key: tensor for key, (tensor, _) in _read_tensors(record, entry, as_arrays=False).items()}
+            weights |= _read_tensors(record, entry, as_arrays=False)[0]
     slices = [entry for entry in record.files if rank_of(record.file_name(entry)) is not None]
     verify_files(record, [entry for entry in slices if record.file_name(entry).endswith(MODEL_FILE)])
     for (file, key), pieces in pieces_of(record).items():
@@ -113,12 +110,26 @@ def load_weights(path: str | os.PathLike[str], *, base: Base | None = None) -> d
     return weights
 
 
-def _load(source: _Source) -> dict[str, Any]:
-    record = source.record
+def load_record(
+    record: CheckpointRecord,
+    *,
+    base: Base | None = None,
+    share: slice | None = None,
+) -> dict[str, Any]:
+    """As `load`, where the record was read already.
+
+    Args:
+        record: That of the checkpoint.
+        base: As of `load`.
+        share: For a rank that needs its own slices of sharded tensors only: those are read when they are used. It says
+            which of the files with slices to prove now; every file has to be in the share of one rank, and nothing
+            may be used before all ranks have proven theirs.
+    """
     if record.is_old:
         # What Lightning asks of any checkpoint; its weights, if it has some, are the trainer's affair.
         asked = {"pytorch-lightning_version": version("lightning"), "optimizer_states": [], "lr_schedulers": []}
         return {**asked, "epoch": 0, "global_step": record.step, CONTRACT_KEY: {"state": record.state}}
+    source = _Source(record, share, base=base)
     content = source.read_all()
     try:
         checkpoint: dict[str, Any] = decode(content["checkpoint"], source)
@@ -142,58 +153,47 @@ class _Source:
     def __init__(
         self,
         record: CheckpointRecord,
-        map_location: MapLocation,
         slices_to_prove: slice | None = None,
         *,
         base: Base | None = None,
     ) -> None:
         require_base(record, base)
         self.record, self._base_weights = record, base
-        self._map_location = map_location
         self._slices_to_prove = slices_to_prove
         """None proves them all and reads them with the rest."""
         self._stored: dict[tuple[str, str], Any] = {}
-        self._shapes: dict[tuple[str, str], Stored] = {}
+        self._facts: dict[tuple[str, str], Stored] = {}
         self._pieces: dict[tuple[str, str], list[Piece]] = {}
         self._given: dict[Any, Any] = {}
 
     def read_all(self) -> dict[str, Any]:
         """Read and prove all files, of those with slices the own share; returns the content of the state file."""
         record = self.record
-        content: dict[str, Any] | None = None
+        content, self._facts = read_contents(record, self._read_file)
         others, sliced = [], []
         for entry in record.files:
             name = record.file_name(entry)
-            if name == STATE_FILE:
-                content = parse_state_file(record, read_proven(record, entry))
-            elif rank_of(name) is not None:
+            if rank_of(name) is not None:
                 sliced.append(entry)
-            elif name.endswith(".safetensors") and not name.startswith(f"{TRAINER_FOLDER}/"):
-                as_arrays = name == ARRAYS_FILE
-                self._keep(tensor_file(name), _read_tensors(record, entry, as_arrays))
-            else:
+            elif name != STATE_FILE and not is_of_tensors(name):
                 others.append(entry)
         verify_files(record, others + sliced[self._slices_to_prove or slice(None)])
         for key, tensor in left_out_tensors(record, self._base_weights).items():
-            facts = stored_as(tensor)
-            self._keep(MODEL_FILE, {key: (tensor, TypedShape(*facts, 0, tensor.nbytes))})
+            self._stored[MODEL_FILE, key] = tensor
         self._pieces = pieces_of(record)
-        if content is None:
-            raise BrokenCheckpointError(record.name, f"it has no {STATE_FILE}")
         return content
 
-    def _keep(self, file: str, tensors: dict[str, tuple[Any, TypedShape]]) -> None:
-        for key, (tensor, facts) in tensors.items():
-            if (file, key) in self._stored:
-                raise BrokenCheckpointError(self.record.name, f"it has {key!r} of {file} twice")
-            self._stored[file, key] = tensor
-            self._shapes[file, key] = Stored(facts.dtype, facts.shape, facts.end - facts.begin)
+    def _read_file(self, record: CheckpointRecord, entry: FileEntry) -> dict[str, TypedShape]:
+        name = record.file_name(entry)
+        tensors, header = _read_tensors(record, entry, as_arrays=name == ARRAYS_FILE)
+        self._stored |= {(tensor_file(name), key): tensor for key, tensor in tensors.items()}
+        return header
 
     def tensor(self, reference: dict[str, Any]) -> torch.Tensor:
         """The tensor behind a reference; the same object for equal references."""
         identity = json.dumps(reference, sort_keys=True)
         if identity not in self._given:
-            check_tensor(reference, self._shapes)  # before memory is taken for it
+            check_tensor(reference, self._facts)  # before memory is taken for it
             self._given[identity] = self._make(reference)
         tensor: torch.Tensor = self._given[identity]
         return tensor
@@ -202,7 +202,7 @@ class _Source:
         """The array behind a reference; the same object for equal references."""
         identity = json.dumps(reference, sort_keys=True)
         if identity not in self._given:
-            check_array(reference, self._shapes)
+            check_array(reference, self._facts)
             stored = self._stored[reference["file"], reference["key"]]
             kind = array_type(reference["dtype"])
             array = (
@@ -234,7 +234,7 @@ class _Source:
         if self._slices_to_prove is not None:
             return WholeTensor(slices)
         if ("", *place) not in self._given:
-            whole = _located(slices.whole(), reference.get("device", "cpu"), self._map_location)
+            whole = slices.whole()
             self._given["", *place] = whole
         base: torch.Tensor = self._given["", *place]
         return base
@@ -250,7 +250,7 @@ class _Source:
                 tensor = torch.empty_strided(tensor.shape, reference["stride"], dtype=tensor.dtype, device="cpu").copy_(
                     tensor
                 )
-            self._given["", *place] = _located(tensor, reference.get("device", "cpu"), self._map_location)
+            self._given["", *place] = tensor
         base: torch.Tensor = self._given["", *place]
         return base
 
@@ -258,18 +258,6 @@ class _Source:
 def _view(base: torch.Tensor, view: dict[str, Any]) -> torch.Tensor:
     part = as_uint8(base)[view["offset"] : view["offset"] + view["span"]]
     return part.view(element_type(view["dtype"])).as_strided(view["shape"], view["stride"])
-
-
-def _located(tensor: torch.Tensor, saved_device: str, map_location: MapLocation) -> torch.Tensor:
-    """`tensor` where `map_location` wants what was on `saved_device`."""
-    if map_location is None:
-        return tensor
-    if callable(map_location):
-        storage = map_location(tensor.untyped_storage(), saved_device)
-        return tensor.to(saved_device if storage is None else storage.device)
-    if isinstance(map_location, dict):
-        return tensor.to(map_location.get(saved_device, saved_device))
-    return tensor.to(map_location)
 
 
 def _with_metadata(weights: dict[str, Any], metadata: Any) -> dict[str, Any]:
@@ -280,25 +268,27 @@ def _with_metadata(weights: dict[str, Any], metadata: Any) -> dict[str, Any]:
     return ordered
 
 
-def _read_tensors(record: CheckpointRecord, entry: FileEntry, as_arrays: bool) -> dict[str, tuple[Any, TypedShape]]:
-    """Tensors (or arrays) of one file; none is handed out before the whole file is proven."""
+def _read_tensors(
+    record: CheckpointRecord, entry: FileEntry, *, as_arrays: bool
+) -> tuple[dict[str, Any], dict[str, TypedShape]]:
+    """Tensors (or arrays) of one file, and its header; none is handed out before the whole file is proven."""
     hasher = xxhash.xxh3_128()
-    tensors: dict[str, tuple[Any, TypedShape]] = {}
+    tensors: dict[str, Any] = {}
     with os.fdopen(open_regular(find_file(record, entry)), "rb", buffering=0) as file:
         try:
             header_size = int.from_bytes(_take(file, memoryview(bytearray(8)), hasher), "little")
             if header_size > min(entry.size - 8, HEADER_LIMIT):
                 raise ValueError("it has a header longer than the file, or than the format allows")
             header = bytes(_take(file, memoryview(bytearray(header_size)), hasher))
-            for key, stored in parse_header(header, entry.size - 8 - header_size).items():
-                tensor, memory = _allocate(stored, as_arrays)
-                tensors[key] = (tensor, stored)
+            found = parse_header(header, entry.size - 8 - header_size)
+            for key, stored in found.items():
+                tensors[key], memory = _allocate(stored, as_arrays)
                 _take(file, memory, hasher)
         except (ValueError, EOFError) as error:
             raise BrokenCheckpointError(record.name, f"{entry.path} is malformed: {error}") from error
         position = file.tell()
     check_file(record, entry, position, hasher.hexdigest())
-    return tensors
+    return tensors, found
 
 
 def _take(file: Any, memory: memoryview, hasher: Any) -> memoryview:

@@ -32,22 +32,19 @@ from ..hook.module_hook import awaits_module_hook
 from ..hook.run_context import RunContext
 from ..lightning_internals import checkpoint_connector
 from ..optimizer_state import named_values
-from .capture import CONTRACT_KEY
-from .checkpoint_io import give_back_plugin, install_plugin
+from .capture import ALIGNMENT, CONTRACT_KEY, Frozen, base_of, described, frozen_in
 from .format.layout import FINAL_NAME, TRAINER_FOLDER, is_record_of_callback, local_path, step_name
 from .format.record import CheckpointRecord, RecordMeta
-from .frozen import Frozen, base_of, described, frozen_in
-from .ownership import is_checkpoint_file, require_replaceable
+from .loader_position import forget_positions, keep_positions
+from .plugins import give_back_plugin, install_plugin, rank_groups_of, save_through_plugin, url_faults
 from .rank_state import ResumeState, capture_parts, stands_between_batches
-from .retention import WRITER, Kept, Retention, best_path, is_named, own_records
-from .selection import Listed, list_checkpoints
-from .sharded.boxes import is_sharded
-from .sharded.save import require_shared_directory
-from .sharded.strategy import rank_groups_of, save_through_plugin, url_faults
-from .storage.commit import Staging, require_space, stage, sweep
-from .storage.host_buffer import ALIGNMENT
-from .storage.write_file import naming_the_checkpoint
+from .selection import WRITER, Kept, Listed, Retention, best_path, is_named, list_checkpoints, own_records
+from .sharded.rank_channel import ALONE, Channel
+from .sharded.slices import is_sharded
+from .storage.commit import Staging, is_checkpoint_file, require_replaceable, require_space, stage, sweep
+from .storage.files import naming_the_checkpoint
 from .store import CheckpointStore
+from .writing import require_shared_directory
 
 __all__ = ["Checkpoint", "WritesTrainerFiles", "wait_after_failure"]
 
@@ -55,6 +52,8 @@ log = logging.getLogger(__name__)
 
 _ADAM_STATES = 2
 """Copies of the parameters that the usual optimizer adds; for the estimate before it exists."""
+ROOM_FOR_OTHERS = 1 << 20
+"""Bytes of a snapshot for what its size is not asked of beforehand: random states, small values."""
 _LOOK_EVERY_S = 1.0
 """How far apart the clock is read, at the pace of the last steps."""
 _FURTHEST_LOOK = 10_000
@@ -165,6 +164,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._kept = Kept(self.retention)
         self._resume = ResumeState()
         self._store: CheckpointStore | None = None
+        self._channel = ALONE
         self._gives_plugin_back = False
         self._boundaries = Boundaries(self)
         self._run_state: RunState | None = None
@@ -176,7 +176,13 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        fresh: dict[str, Any] = {"_store": None, "_run_state": None, "_durable": deque(), "_awaited": []}
+        fresh: dict[str, Any] = {
+            "_store": None,
+            "_channel": ALONE,
+            "_run_state": None,
+            "_durable": deque(),
+            "_awaited": [],
+        }
         return {**super().__getstate__(), **fresh}
 
     @override
@@ -190,12 +196,16 @@ class Checkpoint(Hook, LightningCheckpoint):
         if faults := url_faults(trainer):
             raise ValueError("; ".join(faults))
         save_through_plugin(trainer.strategy)
+        groups = rank_groups_of(trainer.strategy)
+        self._channel = Channel() if groups is None else groups.training
         self._store = plugin.store
         self._store.before_background_save = self._wake
         self._store.base, self._store.notes_base = lambda: base_of(pl_module), self.weights == "trained"
         directory = self.place_under(trainer)
-        if stage == "fit" and trainer.is_global_zero:
-            sweep(directory)
+        if stage == "fit":
+            keep_positions(trainer, lambda: self._restore_rng_before_batch(trainer))
+            if trainer.is_global_zero:
+                sweep(directory)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -208,23 +218,45 @@ class Checkpoint(Hook, LightningCheckpoint):
         if not self.saves_anything or getattr(trainer, "fast_dev_run", False):
             return
         listed = list_checkpoints(self.directory) if trainer.is_global_zero else []
-        replaces = self.replace_existing or self._trained_in == self.directory
-        check_directory(trainer, pl_module, self.directory, listed, replaces=replaces, saves_final=self.save_final)
-        self._trained_in = self.directory
+        self._check_directory(trainer, pl_module, listed)
         if trainer.is_global_zero:
             self.run = replace(self.run, metadata=self.run.metadata or metadata_of_module(pl_module))
             run_id = self.run.run_id or self._run_state.run_id
             self._kept.begin([record for record in own_records(listed) if record.run_id == run_id])
-            self._begin_frozen(trainer, pl_module, listed)
+            self._begin_frozen(trainer, pl_module)
 
-    def _begin_frozen(self, trainer: pl.Trainer, pl_module: pl.LightningModule, listed: list[Listed]) -> None:
+    def _check_directory(self, trainer: pl.Trainer, pl_module: pl.LightningModule, listed: list[Listed]) -> None:
+        """Refuse to train where checkpoints cannot go, rather than to fail at the first of them. Collective.
+
+        Raises:
+            StartupContractError: The directory holds another run's checkpoints, and none was named to go on from.
+            CheckpointError: It has no space for one, another file has the name of one, or a rank does not see it.
+        """
+        begins_anew = trainer.ckpt_path is None and trainer.global_step == 0
+        replaces = self.replace_existing or self._trained_in == self.directory
+        fault = _in_use_fault(self.directory, listed) if begins_anew and not replaces else None
+        fault = trainer.strategy.broadcast(fault)  # the other ranks would wait for rank zero
+        if fault is not None:
+            raise ending_the_run(StartupContractError("startup.artifacts_in_use", fault))
+        _trained_here.add(self.directory)
+        self._trained_in = self.directory
+        groups = rank_groups_of(trainer.strategy)
+        if groups is not None and any(isinstance(p, DTensor) for p in pl_module.parameters()):
+            require_shared_directory(groups.training, self.directory)
+        if trainer.is_global_zero:
+            if self.save_final:
+                require_replaceable(self.directory / f"{FINAL_NAME}.json")
+            weights = sum(tensor.nbytes for tensor in (*pl_module.parameters(), *pl_module.buffers()))
+            trained = sum(p.nbytes for p in pl_module.parameters() if p.requires_grad)
+            require_space(self.directory, weights + _ADAM_STATES * trained)
+
+    def _begin_frozen(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert self._store is not None
         frozen = frozen_in(pl_module, trainer.optimizers)
         base = None
         if self.weights == "trained":
             base = described(frozen) if self._store.built is None else self._store.built
-        newest = next((entry.record for entry in reversed(listed) if entry.record is not None), None)
-        self._store.begin(self.directory, Frozen(frozen, base=base, earlier=newest))
+        self._store.begin(self.directory, Frozen(frozen, base=base))
 
     @skippable
     @override
@@ -260,10 +292,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     def _warm_up(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """After the first step, when optimizers have their state, reserve the memory of snapshots in the background."""
         if not self._is_warm and self._store is not None and self.asynchronous and self.every_n_steps:
-            self._wake()
-            nbytes, device = _size_of_snapshot(trainer, pl_module), trainer.strategy.root_device
-            buffer = self._store.buffer
-            self._store.writer.when_idle([lambda: buffer.reserve(nbytes, device)])
+            self._store.warm_up(_size_of_snapshot(trainer, pl_module), trainer.strategy.root_device)
         self._is_warm = True
 
     @override
@@ -278,7 +307,6 @@ class Checkpoint(Hook, LightningCheckpoint):
     ) -> None:
         value = float(scores.get(self.retention.monitor or "", math.nan))
         if trainer.is_global_zero and self.retention.monitor is not None and math.isfinite(value):
-            run_state_of(trainer).extra[self._is_score] = True
             self._kept.note_score(step, value)
 
     @override
@@ -293,13 +321,11 @@ class Checkpoint(Hook, LightningCheckpoint):
             self.save(trainer, pl_module, final=True, wait=True)
         self.wait(trainer)
         if self._store is not None:
-            self._store.writer.finish()
+            self._store.background.finish()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         wait_after_failure(lambda: self.wait(trainer))
-        if self._store is not None:
-            self._store.writer.when_idle([])  # what is left to remove, the next attempt removes
 
     @override
     def on_save_checkpoint(
@@ -309,7 +335,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         parts = checkpoint.setdefault(CONTRACT_KEY, {})
         parts["elapsed_s"] = self._resume.elapsed_s
         is_between_batches = self._is_between_batches and stands_between_batches(trainer)
-        capture_parts(trainer, pl_module, parts, is_between_batches=is_between_batches)
+        capture_parts(trainer, pl_module, parts, is_between_batches=is_between_batches, channel=self._channel)
 
     @override
     def on_load_checkpoint(
@@ -324,6 +350,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
+        forget_positions(trainer)
         if self._gives_plugin_back:
             give_back_plugin(trainer)
 
@@ -428,7 +455,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         name, step = self.retention.monitor, trainer.global_step
         if name is None:
             return {}
-        if run_state_of(trainer).extra.get(self._is_score):
+        if self._kept.is_scored:
             scored = self._kept.score_of(step)
             return {} if scored is None else {name: scored}
         for source in (trainer.callback_metrics, run_state_of(trainer).loss_stats or {}):
@@ -436,11 +463,6 @@ class Checkpoint(Hook, LightningCheckpoint):
                 return {name: float(source[name])}
         log.warning("The metric %r by which checkpoints are kept had not been logged by step %d", name, step)
         return {}
-
-    @property
-    def _is_score(self) -> str:
-        """The fact of the run state that the monitored value is a score, which only steps have that are evaluated."""
-        return f"{self.retention.monitor} is a score"
 
     def _note_end(self, ended: Future[CheckpointRecord | None], began_s: float) -> None:
         """Called in the thread that wrote. What failed there, the store raises."""
@@ -454,9 +476,17 @@ class Checkpoint(Hook, LightningCheckpoint):
         Raises:
             Exception: It could not be written.
         """
+        self.wait_until_durable()
+        self._report(trainer)
+
+    def wait_until_durable(self) -> None:
+        """Return when the save in flight is durable; all callbacks hear of it after a later step.
+
+        Raises:
+            Exception: It could not be written.
+        """
         if self._store is not None:
             self._store.wait()
-        self._report(trainer)
 
     def poll(self, trainer: pl.Trainer) -> None:
         """Report what became durable since the last call, and raise what a save in the background raised."""
@@ -504,6 +534,10 @@ class Checkpoint(Hook, LightningCheckpoint):
         """Take over the random state that was loaded; once, at the point from which a run draws as it did before."""
         vars(self).pop("on_train_batch_start", None)
         self._resume.restore_rng(trainer)
+
+    def _restore_rng_before_batch(self, trainer: pl.Trainer) -> None:
+        if "on_train_batch_start" in vars(self):  # a batch may be drawn of random numbers, before that hook
+            self.restore_pending_rng(trainer)
 
     def _wake(self) -> None:
         """From now on something goes on in the background: look after each step for how it ended."""
@@ -553,46 +587,6 @@ class SaveClock:
         left_s = self._saved_s + self._every_s - now
         left_s = left_s if left_s > 0 else self._every_s  # it is saved now
         return int(max(1, min(_FURTHEST_LOOK, min(left_s / 2, _LOOK_EVERY_S) / step_s)))
-
-
-def check_directory(
-    trainer: pl.Trainer,
-    pl_module: pl.LightningModule,
-    directory: Path,
-    listed: list[Listed],
-    *,
-    replaces: bool,
-    saves_final: bool,
-) -> None:
-    """Refuse to train where checkpoints cannot go, rather than to fail at the first of them. Collective.
-
-    Args:
-        trainer: The trainer that is about to train.
-        pl_module: The module that it trains.
-        directory: Where the checkpoints of this training go.
-        listed: What is there.
-        replaces: Whether those of another run there may be replaced.
-        saves_final: Whether a ``final`` checkpoint is saved at the end.
-
-    Raises:
-        StartupContractError: The directory holds another run's checkpoints, and none was named to go on from.
-        CheckpointError: It has no space for one, another file has the name of one, or a rank does not see it.
-    """
-    begins_anew = trainer.ckpt_path is None and trainer.global_step == 0
-    fault = _in_use_fault(directory, listed) if begins_anew and trainer.is_global_zero and not replaces else None
-    fault = trainer.strategy.broadcast(fault)  # the other ranks would wait for rank zero
-    if fault is not None:
-        raise ending_the_run(StartupContractError("startup.artifacts_in_use", fault))
-    _trained_here.add(directory)
-    groups = rank_groups_of(trainer.strategy)
-    if groups is not None and any(isinstance(p, DTensor) for p in pl_module.parameters()):
-        require_shared_directory(groups.training, directory)
-    if trainer.is_global_zero:
-        if saves_final:
-            require_replaceable(directory / f"{FINAL_NAME}.json")
-        weights = sum(tensor.nbytes for tensor in (*pl_module.parameters(), *pl_module.buffers()))
-        trained = sum(p.nbytes for p in pl_module.parameters() if p.requires_grad)
-        require_space(directory, weights + _ADAM_STATES * trained)
 
 
 def _in_use_fault(directory: Path, listed: list[Listed]) -> str | None:
@@ -650,13 +644,14 @@ def _trainer_files(
 def _size_of_snapshot(trainer: pl.Trainer, module: pl.LightningModule) -> int:
     """Bytes that this rank will copy, rounded up as in the snapshot: its slices, on rank zero also what is whole.
 
-    What is frozen is copied once, elsewhere, and shared by all checkpoints.
+    What is frozen is copied once, elsewhere, and shared by all checkpoints. With room for random states and the like,
+    or the first save would have to take, and to pin, all of the memory anew.
     """
     moments = (t for o in trainer.optimizers for entry in o.state.values() for _, t in named_values(entry))
     trained = (p for p in module.parameters() if p.requires_grad)
     tensors = (t for t in (*trained, *module.buffers(), *moments) if isinstance(t, torch.Tensor))
     own = (t.to_local() if isinstance(t, DTensor) else t for t in tensors if is_sharded(t) or trainer.is_global_zero)
-    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in own)
+    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in own) + ROOM_FOR_OTHERS
 
 
 def wait_after_failure(wait: Callable[[], None]) -> None:

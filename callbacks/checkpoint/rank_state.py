@@ -1,36 +1,50 @@
-"""What a resumed run takes over beside weights and optimizers: random states and gradients of each rank, positions."""
+"""What each rank has for itself in a checkpoint: random states, gradients, and whatever differs from rank zero.
+
+Rank zero writes the checkpoint. What the ranks have alike, nearly all of it, is stored once; what differs (a generator
+seeded by rank, a replay buffer, a hidden state) is found by digests and brought to rank zero by its place in the tree.
+Nothing but digests travels where nothing differs.
+"""
 
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import random
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
 from torch.distributed.tensor import DTensor
 
+from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ...adapter.plumbing.devices import random_states, restore_random_states
 from ..hook.events import run_state_of
-from .codec.digest import content_digests
+from .codec.state_tree import Path, decode, encode, format_path
+from .codec.tensor_bytes import content_digests
+from .codec.tensor_table import refuse_unknown
+from .format.record import digest_of
 from .selection import find_checkpoint
-from .sharded.boxes import sharded_like
-from .sharded.lazy_tensor import unsharded
+from .sharded.rank_channel import Channel
+from .sharded.slices import is_sharded, sharded_like, unsharded
 
 __all__ = [
-    "HoldsBareParameters",
+    "Differing",
     "ResumeState",
+    "apply_differences",
     "capture_parts",
     "capture_rng",
     "clear_gradients",
-    "gather_gradients",
+    "differences_of_ranks",
+    "digests_of",
     "gradients_of_rank",
     "restore_gradients",
     "restore_rng",
@@ -51,15 +65,6 @@ class HoldsBareParameters(Protocol):
     def named_bare_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each with its name in the module's state dict."""
         ...
-
-
-def gather(value: Any) -> list[Any]:
-    """`value` of every rank, in order, on rank zero; an empty list elsewhere. Collective."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(value, parts, dst=0)
-    return parts or []
 
 
 def restore_rng_of_rank(states: list[Any], rank: int, generators: Sequence[torch.Generator] = ()) -> list[str]:
@@ -146,31 +151,16 @@ def _trained(module: pl.LightningModule) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{name}", tensor
 
 
-def gather_gradients(gradients: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+def _gathered(gradients: dict[str, torch.Tensor], channel: Channel) -> list[dict[str, torch.Tensor]]:
     """Gradients of every rank on rank zero, of the others only those that differ from its own. Collective.
 
     After an update the gradients of replicas are equal, and to bring them all to rank zero would take as much memory as
     there are ranks.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return [gradients]
-    names = [name for name, gradient in gradients.items() if gradient.layout == torch.strided]
-    digests = dict(zip(names, content_digests([gradients[name].detach() for name in names]), strict=True))
-    of_rank_zero = [digests]
-    dist.broadcast_object_list(of_rank_zero, src=0)
-    differing = {
-        name: _by_itself(gradient)
-        for name, gradient in gradients.items()
-        if name not in digests or digests[name] != of_rank_zero[0].get(name)
-    }
-    parts: list[dict[str, torch.Tensor]] = gather({} if dist.get_rank() == 0 else differing)
-    return [gradients, *parts[1:]] if parts else []
-
-
-def _by_itself(gradient: torch.Tensor) -> torch.Tensor:
-    """`gradient` in memory of its own: a tensor that is sent takes all memory along that it is a part of."""
-    is_part = gradient.layout == torch.strided and gradient.untyped_storage().nbytes() > gradient.nbytes
-    return gradient.detach().clone() if is_part else gradient
+    found: list[dict[str, torch.Tensor]] = [{}] * channel.size
+    for rank, differing in enumerate(differences_of_ranks(gradients, channel)):
+        found[rank] = {name: gradient for one in differing for name, gradient in one.members()}
+    return [gradients, *found[1:]] if channel.rank == 0 else []
 
 
 def gradients_of_rank(parts: list[dict[str, torch.Tensor]], rank: int, world_size: int) -> dict[str, torch.Tensor]:
@@ -242,6 +232,7 @@ def capture_parts(
     parts: dict[str, Any],
     *,
     is_between_batches: bool,
+    channel: Channel,
 ) -> None:
     """Add what `ResumeState` takes over to `parts` of a checkpoint. Collective.
 
@@ -250,15 +241,16 @@ def capture_parts(
         pl_module: The module that it trains.
         parts: The checkpoint's own part of genlight.
         is_between_batches: Whether a batch was trained to its end and the next one of its epoch not begun.
+        channel: How the ranks bring to rank zero what they have for themselves.
     """
     parts["is_between_batches"] = is_between_batches
     parts["is_last_batch"] = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
     if "rng" not in parts:
-        parts["rng"] = gather(capture_rng(loader_generators(trainer)))
+        parts["rng"] = channel.gather(capture_rng(loader_generators(trainer)))
     held = dict(_gradients(pl_module)) if _needs_gradients(trainer, pl_module, is_between_batches) else {}
     gradients = {name: gradient for name, gradient in held.items() if not isinstance(gradient, DTensor)}
     if trainer.strategy.reduce_boolean_decision(bool(gradients), all=False):
-        parts["gradients"] = gather_gradients(gradients)
+        parts["gradients"] = _gathered(gradients, channel)
     if sharded := {name: gradient for name, gradient in held.items() if isinstance(gradient, DTensor)}:
         parts[SHARDED_GRADIENTS] = sharded  # of which each rank saves its slice
 
@@ -334,3 +326,175 @@ def _uri_of(ckpt_path: str | os.PathLike[str]) -> str:
         return str(find_checkpoint(ckpt_path))
     except FileNotFoundError:  # a URL
         return os.fspath(ckpt_path)
+
+
+_LARGEST_LIST = 1_000
+"""A list with more items is compared and stored as one value: a digest for each would take longer than it saves."""
+_PLAIN = (bool, int, float, str, type(None))
+
+Digests = dict[Path, str]
+"""Of every node of a tree, by its path: of a container what its members are called, of a leaf what it holds."""
+
+
+@dataclass(frozen=True)
+class Differing:
+    """A value that differs on a rank from that of rank zero."""
+
+    path: Path
+    """Keys and indices that lead to it."""
+    value: Any
+
+    def __str__(self) -> str:
+        return format_path(self.path)
+
+    def members(self) -> list[tuple[Any, Any]]:
+        """Key and value of a member of the tree, or of all where the tree itself differs."""
+        return list(self.value.items()) if not self.path else [(self.path[0], self.value)]
+
+
+def differences_of_ranks(tree: dict[str, Any], channel: Channel) -> list[list[Differing]]:
+    """What differs in `tree` on each rank from rank zero, in the order of ranks; on rank zero alone. Collective.
+
+    Sharded tensors are left out: each rank stores its own slices of them anyway.
+
+    Returns:
+        An empty list where nothing differs, and on other ranks.
+
+    Raises:
+        UnstorableStateError: A value cannot be stored; names its path.
+        CheckpointError: A container that differs between ranks holds a sharded tensor.
+    """
+    digests = digests_of(tree)
+    own = digest_of(json.dumps([[repr(path), digest] for path, digest in digests.items()]).encode())
+    if len(set(channel.gather_everywhere(own))) == 1:
+        return []
+    of_zero: Digests = channel.share(digests)
+    found = [] if channel.rank == 0 else list(_differing(tree, (), digests, of_zero))
+    return [
+        [Differing(path, decode(stored, _Leaf(tensors))) for path, stored, tensors in sent]
+        for sent in channel.gather([_packed(path, value) for path, value in found])
+    ]
+
+
+def apply_differences(tree: dict[str, Any], found: list[Differing]) -> None:
+    """Put the values of one rank to their places in `tree`, which was loaded and has those of rank zero.
+
+    Raises:
+        BrokenCheckpointError: `tree` has no such place.
+    """
+    for differing in found:
+        try:
+            _with_value(tree, differing.path, differing.value)
+        except (LookupError, TypeError) as error:
+            raise BrokenCheckpointError("the checkpoint", f"it has no {differing} of rank 0: {error!r}") from error
+
+
+def _with_value(node: Any, path: Path, value: Any) -> Any:
+    """`node` with another value at `path`; changed in place where it can be."""
+    if not path:
+        return value
+    key, *rest = path
+    if isinstance(node, tuple):
+        items = list(node)
+        items[key] = _with_value(node[key], tuple(rest), value)
+        return tuple(items)
+    node[key] = _with_value(node[key], tuple(rest), value)
+    return node
+
+
+def _members(value: Any) -> list[tuple[Any, Any]] | None:
+    """What is below a container that is compared member by member, by key or index; None for a leaf."""
+    if type(value) in (dict, OrderedDict):
+        return list(value.items()) if all(type(key) in (str, int) for key in value) else None
+    if type(value) in (list, tuple) and len(value) <= _LARGEST_LIST:
+        return list(enumerate(value)) if any(not isinstance(member, _PLAIN) for member in value) else None
+    return None
+
+
+def digests_of(tree: Any) -> Digests:
+    """A digest of every node of `tree`, by its path; values of tensors are compared on their devices."""
+    found: dict[Path, tuple[Any, list[Any]]] = {}
+    stack: list[tuple[Path, Any]] = [((), tree)]
+    while stack:
+        path, value = stack.pop()
+        members = _members(value)
+        if members is None:
+            leaf = _Leaf([])
+            found[path] = encode(value, leaf, root=path or ("checkpoint",)), leaf.tensors
+        else:
+            found[path] = [type(value).__name__, [key for key, _ in members]], []
+            stack.extend(((*path, key), member) for key, member in reversed(members))
+    sources = {_memory_of(source): source for _, tensors in found.values() for source in tensors}
+    digests = dict(zip(sources, content_digests(list(sources.values())), strict=True))
+    return {
+        path: digest_of(json.dumps([content, [digests[_memory_of(source)] for source in tensors]]).encode())
+        for path, (content, tensors) in found.items()
+    }
+
+
+def _memory_of(source: Any) -> tuple[Any, ...]:
+    """Equal where two tensors are the same memory, which is read once."""
+    if isinstance(source, np.ndarray):
+        return (id(source),)
+    return source.device, source.data_ptr(), source.shape, source.stride(), source.dtype
+
+
+def _differing(value: Any, path: Path, own: Digests, of_zero: Digests) -> Iterator[tuple[Path, Any]]:
+    if own[path] != of_zero.get(path):
+        yield path, value
+        return
+    for key, member in _members(value) or ():
+        yield from _differing(member, (*path, key), own, of_zero)
+
+
+class _Leaf:
+    """The tensors and arrays of one value, to which its stored form refers by number."""
+
+    def __init__(self, tensors: list[Any]) -> None:
+        self.tensors = tensors
+        self.sharded: Path | None = None
+        """The place of a sharded tensor, which is not among them."""
+
+    def add_tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
+        facts = {"requires_grad": tensor.requires_grad, "parameter": isinstance(tensor, torch.nn.Parameter)}
+        if is_sharded(tensor):
+            self.sharded = path
+            return {"sharded": [str(tensor.dtype), list(tensor.shape)], **facts}
+        tensor = unsharded(tensor).detach()
+        if tensor.layout == torch.sparse_coo:
+            tensor = tensor.coalesce()
+            parts = [self.add_tensor(part, path) for part in (tensor.indices(), tensor.values())]
+            return {"sparse": parts, "shape": list(tensor.shape), **facts}
+        refuse_unknown(tensor, path)
+        self.tensors.append(tensor)
+        return {"index": len(self.tensors) - 1, **facts}
+
+    def add_array(self, array: Any, path: Path) -> dict[str, Any]:
+        self.tensors.append(array)
+        return {"index": len(self.tensors) - 1}
+
+    def tensor(self, reference: dict[str, Any]) -> torch.Tensor:
+        if "sparse" in reference:
+            indices, values = (self.tensor(part) for part in reference["sparse"])
+            made = torch.sparse_coo_tensor(indices, values, reference["shape"], is_coalesced=True)
+        else:
+            made = self.tensors[reference["index"]]
+        if reference["parameter"]:
+            return torch.nn.Parameter(made, requires_grad=reference["requires_grad"])
+        return made.requires_grad_(reference["requires_grad"])
+
+    def array(self, reference: dict[str, Any]) -> Any:
+        return self.tensors[reference["index"]]
+
+
+def _packed(path: Path, value: Any) -> tuple[Path, Any, list[Any]]:
+    """A value on its way to rank zero: as in a file, so that no class of the user is looked up to receive it."""
+    leaf = _Leaf([])
+    stored = encode(value, leaf, root=path or ("checkpoint",))
+    if leaf.sharded is not None:
+        raise CheckpointError(
+            f"{format_path(leaf.sharded)} is sharded, and what holds it differs between ranks: a state_dict has to put "
+            "the same sharded tensors in the same places on all ranks"
+        )
+    # A part of larger memory would be sent with all of it.
+    return path, stored, [t if isinstance(t, np.ndarray) else t.cpu().clone() for t in leaf.tensors]

@@ -1,4 +1,7 @@
-"""Which checkpoint of a directory to resume from.
+"""Which checkpoints a directory has, with their scores; which of them to resume from, and which a run keeps.
+
+A score may come after its checkpoint was saved, from a command that evaluates it while training goes on. A record is
+never changed. So such scores go into a file of their own in the checkpoint's folder, with which they go.
 
 The module imports neither torch nor Lightning.
 """
@@ -6,31 +9,54 @@ The module imports neither torch nor Lightning.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from ...adapter.contract.exceptions import BrokenCheckpointError
-from .format.contents import check_contents
+from ...adapter.plumbing.durable import write_bytes_durably
+from ...adapter.plumbing.safe_open import read_own
+from .contents import check_contents
 from .format.layout import (
     FINAL_NAME,
-    RECORD_SUFFIXES,
+    SCORES_FILE,
     is_record_of_callback,
-    is_temporary,
     name_of,
     record_path,
     record_paths,
     step_of_name,
 )
-from .format.record import CheckpointRecord
-from .format.record_file import read_record
-from .format.verification import verify_files
-from .ownership import is_checkpoint_file
-from .scores import read_scores, with_scores
+from .format.record import CheckpointRecord, read_record
+from .storage.commit import is_checkpoint_file
+from .storage.files import verify_files
 
-__all__ = ["Listed", "find_checkpoint", "find_final", "folder_of_checkpoints", "list_checkpoints", "newest_valid"]
+if TYPE_CHECKING:
+    from ...reporters.uploads import Uploader
+
+__all__ = [
+    "WRITER",
+    "Kept",
+    "Listed",
+    "Retention",
+    "add_score",
+    "best_path",
+    "find_checkpoint",
+    "find_final",
+    "folder_of_checkpoints",
+    "is_named",
+    "list_checkpoints",
+    "never_queued",
+    "newest_valid",
+    "own_records",
+    "read_scores",
+    "to_delete",
+]
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +81,10 @@ class Listed:
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[Listed]:
     """Every record in `directory`, oldest step first, with scores that came later; files are not proven."""
     found = []
-    scores = read_scores(directory)
     for path in record_paths(directory):
         try:
-            found.append(Listed(path, with_scores(read_record(path), scores)))
+            record = read_record(path)
+            found.append(Listed(path, replace(record, metrics={**record.metrics, **read_scores(record)})))
         except BrokenCheckpointError as error:
             found.append(Listed(path, None, error.reason))
         except FileNotFoundError:
@@ -89,8 +115,7 @@ def newest_valid(
         OSError: A newer one cannot be read, which does not mean that it is broken.
     """
     warnings = []
-    checkpoints = list_checkpoints(directory)
-    for listed in reversed(checkpoints):
+    for listed in reversed(list_checkpoints(directory)):
         if listed.error is not None:
             raise listed.error
         try:
@@ -106,22 +131,7 @@ def newest_valid(
             warnings.append(f"{error}{FALLS_BACK}")
             continue
         return listed.record, _few(warnings, directory)
-    _tell_of_foreign(directory, {listed.path.name for listed in checkpoints})
     return None, _few(warnings, directory)
-
-
-def _tell_of_foreign(directory: str | os.PathLike[str], records: set[str]) -> None:
-    """Say once what was passed over: the checkpoint that a user looks for may have been renamed or damaged."""
-    named = [
-        name
-        for name in (os.listdir(directory) if os.path.isdir(directory) else ())
-        if name.endswith(RECORD_SUFFIXES) and name not in records and not is_temporary(name)
-    ]
-    if named:
-        place, example = os.fspath(directory), min(named)
-        log.warning(
-            "%d files in %s are not checkpoint records and were skipped, such as %s", len(named), place, example
-        )
 
 
 def _few(warnings: list[str], directory: str | os.PathLike[str]) -> list[str]:
@@ -193,3 +203,195 @@ def _order(listed: Listed) -> tuple[int, int, int]:
         name = name_of(listed.path)
         return (sys.maxsize if name == FINAL_NAME else step_of_name(name) or 0, 0, 0)
     return (listed.record.step, int(listed.record.final), listed.record.created_at_ms)
+
+
+LARGEST_BYTES = 1 << 20
+"""Of a file of scores."""
+
+
+def add_score(record: CheckpointRecord, name: str, value: float) -> None:
+    """Note the score `value` of `record`; durable when this returns.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    assert record.data_path is not None
+    scores = {**read_scores(record), name: value}
+    write_bytes_durably(record.data_path / SCORES_FILE, msgspec.json.encode(scores))
+
+
+def read_scores(record: CheckpointRecord) -> dict[str, float]:
+    """The scores that came for `record` after it was written."""
+    if record.data_path is None:
+        return {}
+    path = record.data_path / SCORES_FILE
+    try:
+        return msgspec.json.decode(read_own(path, limit=LARGEST_BYTES), type=dict[str, float])
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        log.warning("%s cannot be read: %s", path, getattr(error, "strerror", None) or error)
+        return {}
+
+
+WRITER = "Checkpoint"
+"""How records name the `Checkpoint` callback as the one that may remove them."""
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What to keep; a checkpoint stays if any rule keeps it.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+
+    keep_last: int | None = 2
+    """The newest step checkpoints; None keeps all."""
+    keep_best: int = 1
+    """The best by `monitor`, where one is set."""
+    monitor: str | None = None
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        if self.keep_last is not None and self.keep_last < 1:
+            raise ValueError(f"Invalid `keep_last`. Expected a number >= 1, but received {self.keep_last}.")
+        if self.keep_best < 0:
+            raise ValueError(f"Invalid `keep_best`. Expected a number >= 0, but received {self.keep_best}.")
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"Invalid `mode`. Expected 'min' or 'max', but received {self.mode!r}.")
+
+
+def to_delete(records: Sequence[CheckpointRecord], retention: Retention) -> list[CheckpointRecord]:
+    """The records of one run that `retention` does not keep, oldest first.
+
+    A final checkpoint, and one that an older runtime wrote, is never among them. Nor is the newest whose weights are
+    finite: of a run that diverged it is the only one worth going on from.
+    """
+    if retention.keep_last is None:
+        return []
+    steps = sorted((r for r in records if not r.final and not r.is_old), key=lambda r: (r.step, r.created_at_ms))
+    keep = {record.path for record in steps[-retention.keep_last :]}
+    sound = [r for r in steps if r.finite_weights] or [r for r in steps if r.finite_weights is not False]
+    keep |= {record.path for record in sound[-1:]}
+    keep |= {record.path for record in _best(steps, retention)}
+    return [record for record in steps if record.path not in keep]
+
+
+def _best(records: Sequence[CheckpointRecord], retention: Retention) -> list[CheckpointRecord]:
+    """The `keep_best` records with the best monitored value, best first; of equal ones the older."""
+    if retention.monitor is None:
+        return []
+    sign = 1.0 if retention.mode == "min" else -1.0
+    scored = []
+    for record in records:
+        value = record.metrics.get(retention.monitor)
+        if value is not None and math.isfinite(value):
+            scored.append((sign * value, record.step, record))
+    return [record for _, _, record in sorted(scored, key=lambda item: item[:2])[: retention.keep_best]]
+
+
+def best_path(records: Sequence[CheckpointRecord], retention: Retention) -> str:
+    """The best of `records`, or the last where none has a monitored value; empty for none."""
+    chosen = _best(records, retention) or records[-1:]
+    return str(chosen[0].path) if chosen else ""
+
+
+def own_records(listed: Sequence[Listed]) -> list[CheckpointRecord]:
+    """What the `Checkpoint` callback wrote; a record that does not say who did counts by its name."""
+    records = [entry.record for entry in listed if entry.record is not None and not entry.path.is_symlink()]
+    return [
+        record
+        for record in records
+        if record.writer == WRITER
+        or (record.writer is None and not record.is_old and is_record_of_callback(record.path))
+    ]
+
+
+def is_named(record: CheckpointRecord, paths: set[str]) -> bool:
+    """Whether one of `paths` is the record, its folder, what its hook named, or one of its files."""
+    own = [record.path, *(record.path.parent / file.path for file in record.files)]
+    return any(str(path) in paths for path in (*own, record.data_path, record.primary_path))
+
+
+class Kept:
+    """The checkpoints of one run that are there, held in memory: no record is read again when one is added."""
+
+    def __init__(self, retention: Retention) -> None:
+        self._retention = retention
+        self._records: list[CheckpointRecord] = []
+        self._surplus: list[CheckpointRecord] = []
+        self._early_scores: dict[int, float] = {}
+        """Of steps whose checkpoint is not durable yet, or is none."""
+        self.is_scored = False
+        """Whether the monitored value is a score, which only steps have that are evaluated."""
+
+    def begin(self, records: Sequence[CheckpointRecord]) -> None:
+        """Training begins, and `records` of its run are there."""
+        self._records, self._surplus = [_without_state(record) for record in records], []
+        self._early_scores = {}
+
+    def rewind(self, step: int) -> None:
+        """The run was put back to `step`, and what came after it is undone."""
+        self._records = [record for record in self._records if record.step <= step]
+        self._early_scores = {at: value for at, value in self._early_scores.items() if at <= step}
+
+    def add(self, record: CheckpointRecord) -> None:
+        """`record` has become durable, maybe in the place of another; it gets the score that came before it."""
+        self._records = [old for old in self._records if old.path != record.path]
+        self._records.append(_without_state(record))
+        if record.step in self._early_scores:
+            self._score(len(self._records) - 1, self._early_scores[record.step])
+        self._early_scores = {step: value for step, value in self._early_scores.items() if step >= record.step}
+
+    def note_score(self, step: int, value: float) -> None:
+        """The monitored score of `step` is known."""
+        self.is_scored = True
+        for index, record in enumerate(self._records):
+            if record.step == step:
+                self._score(index, value)
+        self._early_scores[step] = value  # its checkpoint, or ``final`` of the same step, may be on its way
+
+    def score_of(self, step: int) -> float | None:
+        """The monitored score of `step`, where that came already."""
+        return self._early_scores.get(step)
+
+    def surplus(self) -> list[CheckpointRecord]:
+        """What the run does not keep, oldest first; asked again, also what could not be removed the last time."""
+        gone = {record.path for record in self._surplus if not os.path.lexists(record.path)}
+        self._records = [record for record in self._records if record.path not in gone]
+        self._surplus = to_delete(self._records, self._retention)
+        return self._surplus
+
+    def _score(self, index: int, value: float) -> None:
+        name, record = self._retention.monitor or "", self._records[index]
+        if record.metrics.get(name) == value:
+            return  # it was known when the checkpoint was saved
+        try:
+            add_score(record, name, value)
+        except OSError as error:
+            log.warning("%s of step %d is not kept: %s", name, record.step, error.strerror or error)
+            return
+        self._records[index] = replace(record, metrics={**record.metrics, name: value})
+
+
+def _without_state(record: CheckpointRecord) -> CheckpointRecord:
+    """What decides about `record`, without the payload, which may be large."""
+    return replace(record, state=None)
+
+
+def never_queued(uploader: Uploader, record: CheckpointRecord) -> list[CheckpointRecord]:
+    """Step checkpoints of the run of `record`, beside and before it, that `uploader` never heard of; oldest first.
+
+    A process may die when a checkpoint is durable and not queued yet, and leave a newer one to go on from. They are
+    looked for back to the newest that was queued. Where none was, there are none: a run whose uploads begin only now
+    does not send its past.
+    """
+    found: list[CheckpointRecord] = []
+    for older in reversed(own_records(list_checkpoints(record.path.parent))):
+        if older.run_id != record.run_id or older.final or older.step > record.step or older.path == record.path:
+            continue
+        if uploader.has_queued(older.path):
+            return found[::-1]
+        found.append(older)
+    return []

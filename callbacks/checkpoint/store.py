@@ -1,16 +1,15 @@
 """The store of checkpoints: saves in the background, loads with proof, removes between saves.
 
 A save takes the state apart and copies its tensors in the training thread. Then it is written: whole and durable, or
-not at all. One save is in flight at a time; the next one waits for it. With sharded tensors all ranks save together
-(`write_together`), otherwise rank zero saves alone.
+not at all. One save is in flight at a time; the next one waits for it. With sharded tensors all ranks save and load
+together, otherwise a rank does by itself.
 """
 
 from __future__ import annotations
 
-import functools
+import concurrent.futures
 import logging
 import os
-import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,38 +18,44 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from ...adapter.contract.exceptions import CheckpointError, ThreadLimitError
-from ...adapter.plumbing.threads import started
-from .capture import Captured, capture, snapshot
+from ...adapter.plumbing.threads import carry_out, started
+from .capture import Captured, Frozen, HostBuffer, capture, described, snapshot
 from .format.layout import record_path
-from .format.record import CheckpointRecord, LeftOut, RecordMeta
-from .format.record_file import is_torch_file, read_record
-from .frozen import Frozen, described
-from .loading import Base, MapLocation, load, load_for_slices, load_torch_file
-from .ownership import claims_in, is_stock_sharded
+from .format.record import CheckpointRecord, LeftOut, RecordMeta, is_torch_file, read_record
+from .loading import Base, load_record, load_torch_file
 from .selection import find_checkpoint
-from .sharded.rank_channel import EndOfSave, RankGroups
-from .sharded.save import only_slices, plan_save, write_together
-from .storage.commit import Staging, delete_checkpoint
-from .storage.host_buffer import HostBuffer
-from .storage.write_file import naming_the_checkpoint
-from .writing import write
+from .sharded.rank_channel import ALONE, EndOfSave, RankGroups
+from .storage.commit import Staging, claims_in, delete_checkpoint
+from .storage.files import naming_the_checkpoint
+from .writing import only_slices, plan_save, write
 
-__all__ = ["BackgroundWriter", "CheckpointStore"]
+__all__ = ["CheckpointStore", "save"]
 
 log = logging.getLogger(__name__)
 
-DELETED_AT_ONCE = 8
-"""Checkpoints that are removed while a save may wait: some ten milliseconds."""
+
+def save(
+    path: str | os.PathLike[str],
+    checkpoint: Mapping[str, Any],
+    *,
+    meta: RecordMeta | None = None,
+    staging: Staging | None = None,
+) -> CheckpointRecord:
+    """Write a checkpoint; whole and durable when this returns. See `CheckpointStore.save`."""
+    record = CheckpointStore().save(path, checkpoint, meta, staging=staging).result()
+    assert record is not None
+    return record
 
 
 class CheckpointStore:
     """Saves and loads checkpoints; of one process, for any number of directories."""
 
     def __init__(self) -> None:
-        self.writer = BackgroundWriter()
+        self.background = Background()
         self.buffer = HostBuffer()
         self.base: Callable[[], Base] | None = None
         """Gives the model's tensors, of which a load takes what its checkpoint leaves out."""
@@ -61,12 +66,19 @@ class CheckpointStore:
         self.before_background_save: Callable[[], None] = lambda: None
         """Called in the training thread."""
         self._frozen: dict[Path, Frozen] = {}
+        self._saving: Future[None] | None = None
+        """The save in the background, until `wait` or `poll` has found its end."""
         self._end_of_save: EndOfSave | None = None
         """Set while ranks write a checkpoint together in the background."""
 
     def begin(self, directory: Path, frozen: Frozen) -> None:
         """Have checkpoints in `directory` share what is `frozen`. On the rank that writes, before the first step."""
         self._frozen[directory] = frozen
+
+    def warm_up(self, nbytes: int, device: torch.device) -> None:
+        """Reserve memory for snapshots of `nbytes` in the background, so that the first save finds it ready."""
+        self.before_background_save()
+        self._saving = self.background.submit(lambda: self.buffer.reserve(nbytes, device))
 
     def save(
         self,
@@ -98,59 +110,53 @@ class CheckpointStore:
             UnwrittenCheckpointError: It, or the one before it, could not be written; what was there before still is.
         """
         record, meta = record_path(path), meta or RecordMeta()
-        if groups is not None:
-            return self._save_together(record, state, meta, staging, asynchronous, groups)
-        captured = self._capture(record, state, meta, staging)
-        return self._write(captured, asynchronous, lambda taken: write(record, taken))
+        training, writing = (ALONE, ALONE) if groups is None else (groups.training, groups.writing)
+        share: Captured | Exception | None = None
+        self._end_of_save = None
+        try:
+            try:
+                share = self._capture(record, state, meta, staging, groups)
+            except Exception as error:  # noqa: BLE001 - `plan_save` raises it, once the other ranks know
+                share = error
+            plan = plan_save(training, record, share)
+        except BaseException:
+            made = share.staging if isinstance(share, Captured) else staging
+            if made is not None:
+                made.discard()
+            raise
+        assert isinstance(share, Captured)
+        if training.rank != 0 and not plan.is_sharded:
+            nothing: Future[CheckpointRecord | None] = Future()
+            nothing.set_result(None)
+            return nothing
+        share = share if training.rank == 0 else only_slices(share)
+        share.staging = share.staging or Staging(record, plan.staging)
+        if plan.is_sharded and asynchronous:
+            self._end_of_save = EndOfSave(training)
+        channel = writing if plan.is_sharded else ALONE
+        return self._write(share, asynchronous, lambda taken: write(channel, record, taken))
 
-    def _save_together(
+    def _capture(
         self,
         record: Path,
         state: Mapping[str, Any],
         meta: RecordMeta,
         staging: Staging | None,
-        asynchronous: bool,
-        groups: RankGroups,
-    ) -> Future[CheckpointRecord | None]:
-        self._end_of_save = None
-        share: Captured | Exception
-        try:
-            share = self._capture(record, state, replace(meta, world_size=groups.training.size), staging)
-        except Exception as error:  # noqa: BLE001 - `plan_save` raises it, once the other ranks know
-            share = error
-        try:
-            plan = plan_save(groups.training, record, share, asynchronous=asynchronous)
-        except BaseException:
-            if isinstance(share, Captured) and share.staging is not None:
-                share.staging.discard()
-            raise
-        assert isinstance(share, Captured)
-        if not plan.is_sharded:
-            if groups.training.rank == 0:
-                return self._write(share, plan.asynchronous, lambda taken: write(record, taken))
-            nothing: Future[CheckpointRecord | None] = Future()
-            nothing.set_result(None)
-            return nothing
-        share = share if groups.training.rank == 0 else only_slices(share)
-        share.staging = share.staging or Staging(record, plan.staging)
-        future = self._write(share, plan.asynchronous, lambda taken: write_together(groups.writing, record, taken))
-        self._end_of_save = EndOfSave(groups.training) if plan.asynchronous else None
-        return future
-
-    def _capture(self, record: Path, state: Mapping[str, Any], meta: RecordMeta, staging: Staging | None) -> Captured:
-        """`state` taken apart, once the save before it has ended; `staging` is removed if that fails."""
-        try:
-            captured = capture(state, meta, staging)
-            # Here, not in the background: a caller may put a link beside the checkpoint (``save_last="link"``).
-            with naming_the_checkpoint(record, captured.nbytes):
-                record.parent.mkdir(parents=True, exist_ok=True)
-            self.wait()
-            frozen = self._frozen.get(record.parent)
-            return captured if frozen is None else frozen.divide(captured, record)
-        except BaseException:
-            if staging is not None:
-                staging.discard()
-            raise
+        groups: RankGroups | None,
+    ) -> Captured:
+        """`state` taken apart, once the save before it has ended."""
+        captured = capture(state, meta if groups is None else replace(meta, world_size=groups.training.size), staging)
+        if captured.wholes and groups is None:
+            raise CheckpointError(
+                f"{next(iter(captured.wholes))[1]} is sharded over several ranks, which save it together: use the "
+                "Checkpoint callback under ModelParallelStrategy, or gather it first with full_tensor()"
+            )
+        # Here, not in the background: a caller may put a link beside the checkpoint (``save_last="link"``).
+        with naming_the_checkpoint(record, captured.nbytes):
+            record.parent.mkdir(parents=True, exist_ok=True)
+        self.wait()
+        frozen = self._frozen.get(record.parent)
+        return captured if frozen is None else frozen.divide(captured, record)
 
     def _write(
         self, captured: Captured, asynchronous: bool, write: Callable[[Captured], CheckpointRecord | None]
@@ -170,54 +176,46 @@ class CheckpointStore:
         if asynchronous:
             self.before_background_save()
             taken = snapshot(captured, self.buffer)
-            self.writer.start(lambda: job(taken))
+            self._saving = self.background.submit(lambda: job(taken))
         else:
+            self.background.finish()
             job(captured)
         return future
 
-    def load(self, path: str | os.PathLike[str], map_location: MapLocation = None) -> dict[str, Any]:
+    def load(self, path: str | os.PathLike[str], *, groups: RankGroups | None = None) -> dict[str, Any]:
         """The checkpoint at `path`, proven before any of it is used; also a file of torch, without its pickle.
 
-        Raises:
-            BrokenCheckpointError: It differs from what was saved.
-            CheckpointError: It leaves out what the model does not have.
-            FileNotFoundError: There is none.
-        """
-        self.wait()
-        record = find_checkpoint(path)
-        if is_torch_file(record):
-            return load_torch_file(record, map_location)
-        return load(record, map_location, base=self._base_for(record))
-
-    def load_together(self, path: str | os.PathLike[str], groups: RankGroups) -> dict[str, Any]:
-        """`load` on all ranks, which read of sharded tensors only what is used of them. Collective.
+        Args:
+            path: The checkpoint, or what `find_checkpoint` takes for one.
+            groups: All ranks call this, and read of sharded tensors only what is used of them. None has this process
+                read all by itself.
 
         Raises:
             BrokenCheckpointError: It differs from what was saved.
-            CheckpointError: Another rank could not read it.
+            CheckpointError: It leaves out what the model does not have, or another rank could not read it.
             FileNotFoundError: There is none.
         """
-        channel = groups.training
+        channel = ALONE if groups is None else groups.training
         checkpoint: dict[str, Any] = {}
         problem: Exception | None = None
         try:
             self.wait()
-            record = find_checkpoint(path)
-            if is_torch_file(record):
-                checkpoint = load_torch_file(record)
+            found = find_checkpoint(path)
+            if is_torch_file(found):
+                checkpoint = load_torch_file(found)
             else:
-                share = slice(channel.rank, None, channel.size)
-                checkpoint = load_for_slices(record, share=share, base=self._base_for(record))
+                record = read_record(found)
+                share = None if groups is None else slice(channel.rank, None, channel.size)
+                checkpoint = load_record(record, base=self._base_for(record), share=share)
         except Exception as error:  # noqa: BLE001 - `agree` raises it, once all ranks know
             problem = error
         channel.agree(problem, f"load {os.fspath(path)}")
         return checkpoint
 
-    def _base_for(self, path: Path) -> Base | None:
-        """The model's tensors, if they are needed to load the checkpoint at `path`, or to leave them out later."""
-        record = read_record(path)
+    def _base_for(self, record: CheckpointRecord) -> Base | None:
+        """The model's tensors, if they are needed to load the checkpoint of `record`, or to leave them out later."""
         if record.finite_weights is False:
-            _warn_of_nonfinite(path)
+            _warn_of_nonfinite(record.path)
         if self.base is None or not (record.left_out or self.notes_base):
             return None
         base = self.base()
@@ -230,42 +228,51 @@ class CheckpointStore:
 
         A file or folder there that is not a checkpoint stays, with a warning.
         """
-        self.writer.afterwards(lambda: _remove(Path(path)))
+        saving = self._saving
+        if saving is None:
+            _remove(Path(path))
+        else:
+            self.background.submit(lambda: None if saving.exception() else _remove(Path(path)))
 
     def prune(
         self,
         records: Sequence[CheckpointRecord],
         choose: Callable[[list[CheckpointRecord]], list[CheckpointRecord]],
     ) -> None:
-        """Remove `records` in the background, a few at a time, while no save waits; forgets those of the last call.
+        """Remove `records` in the background, after the save that is in flight.
 
         Args:
-            records: Checkpoints of one directory.
-            choose: Called in the background with the next few: those that nothing needs.
+            records: What no rule keeps any more; of one directory.
+            choose: Which of them may go; called in the background.
         """
-        claims = functools.cache(lambda: claims_in(records[0].path.parent))  # every record is read once for all
 
-        def remove(some: list[CheckpointRecord]) -> None:
-            for record in choose(some):
+        def remove() -> None:
+            claims = None
+            for record in choose([record for record in records if os.path.lexists(record.path)]):
                 try:
-                    delete_checkpoint(record.path, claims())
-                except (OSError, CheckpointError) as error:  # it costs space, not the run, and is tried again
+                    claims = claims or claims_in(record.path.parent)
+                    delete_checkpoint(record.path, claims)
+                except (CheckpointError, OSError) as error:
                     log.warning("Could not remove the old checkpoint %s: %s", record.path, error)
 
-        groups = [list(records[at : at + DELETED_AT_ONCE]) for at in range(0, len(records), DELETED_AT_ONCE)]
-        self.writer.when_idle([functools.partial(remove, some) for some in groups])
+        self.background.submit(remove)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether this process writes a checkpoint in the background."""
+        return self._saving is not None and not self._saving.done()
 
     @property
     def is_settled(self) -> bool:
         """Whether no save is in flight on any rank, and none failed that `poll` has yet to raise."""
-        return self._end_of_save is None and not self.writer.is_busy and self.writer.failure is None
+        return self._end_of_save is None and self._saving is None
 
     def poll(self) -> None:
         """Raise what a save in the background raised; after the same step on all ranks that wrote it together."""
         if self._end_of_save is None:
-            if self.writer.failure is not None:
-                self.writer.raise_failure()
-        elif self._end_of_save.has_come(is_busy=self.writer.is_busy):
+            if not self.is_busy:
+                self.wait()
+        elif self._end_of_save.has_come(is_busy=self.is_busy):
             self._end_of_save = None
             self.wait()
 
@@ -276,14 +283,18 @@ class CheckpointStore:
             Exception: What the last save raised; once.
         """
         # `_end_of_save` stays: a rank may wait by itself, and the others go on asking whether all have ended.
-        self.writer.wait()
+        if self._saving is not None:
+            concurrent.futures.wait([self._saving])
+            ended, self._saving = self._saving, None
+            ended.result()
 
     def close(self) -> None:
-        """Wait for the save in flight, and free the memory of snapshots.
+        """Wait for all that goes on in the background, and free the memory of snapshots.
 
         Raises:
             Exception: What the last save raised; once.
         """
+        self.background.finish()
         self.buffer, self._end_of_save = HostBuffer(), None
         self.wait()
 
@@ -298,114 +309,49 @@ def _warn_of_nonfinite(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    if is_stock_sharded(path) and not path.is_symlink():
-        shutil.rmtree(path)
-        return
     try:
         delete_checkpoint(path)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         log.warning("%s", error)
 
 
-class BackgroundWriter:
-    """Runs one save at a time in a thread of its own, and other jobs while no save waits.
+class Background:
+    """A thread that runs one job after the other, and ends with the last.
 
-    The thread is not a daemon: an interpreter that exits lets the save finish. An exception of the save is raised by
-    the next call of any method, so that it reaches the training thread within a step.
+    It is not a daemon: an interpreter that exits lets the jobs finish. Where the system has no room for a thread, a job
+    runs at once.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._jobs: deque[tuple[Future[Any], Callable[[], object]]] = deque()
         self._thread: threading.Thread | None = None
-        self.is_busy = False
-        """Whether a save is in flight."""
-        self.failure: BaseException | None = None
-        """What a save raised and has not been reported yet."""
-        self._afterwards: list[Callable[[], object]] = []
-        self._idle_jobs: deque[Callable[[], object]] = deque()
-        self._is_awaited = False
 
-    def start(self, save: Callable[[], object]) -> None:
-        """Run `save` in the background, after the one before it has ended.
-
-        Raises:
-            Exception: What the save before it raised; `save` is not started then.
-        """
-        self.wait()
-        self.is_busy = True
-        self._start(save)
-
-    def afterwards(self, job: Callable[[], object]) -> None:
-        """Run `job` once the save in flight has succeeded, at once if there is none; drop it if that save fails."""
+    def submit(self, job: Callable[[], object]) -> Future[Any]:
+        """Run `job` after those that were submitted before."""
+        future: Future[Any] = Future()
         with self._lock:
-            if self.is_busy:
-                self._afterwards.append(job)
-                return
-        self.raise_failure()
-        job()
-
-    def when_idle(self, jobs: Sequence[Callable[[], object]]) -> None:
-        """Run `jobs` in the background, one by one, as long as nobody waits; in place of those that are left."""
-        with self._lock:
-            self._idle_jobs = deque(jobs)
-            starts = bool(jobs) and self._thread is None
-        if starts:
-            self._start(None)
+            self._jobs.append((future, job))
+            new = None if self._thread else threading.Thread(target=self._run, name="genlight-checkpoint")
+            self._thread = self._thread or new
+        if new is not None:
+            try:
+                started(new)
+            except ThreadLimitError:  # training waits for it then
+                self._run()
+        return future
 
     def finish(self) -> None:
-        """Return when nothing is in flight and no job is left.
-
-        Raises:
-            Exception: What the last save raised; once.
-        """
-        self.wait()
-        while self._idle_jobs:
-            self._idle_jobs.popleft()()
-
-    def wait(self) -> None:
-        """Return when no save is in flight; jobs that are left go on with the next one.
-
-        Raises:
-            Exception: What the last save raised; once.
-        """
+        """Return when all jobs have ended."""
         thread = self._thread
         if thread is not None:
-            self._is_awaited = True
             thread.join()
-            self._is_awaited = False
-        self.raise_failure()
 
-    def raise_failure(self) -> None:
-        """Raise what a save in the background raised, once; returns at once."""
-        if self.failure is not None:
-            error, self.failure = self.failure, None
-            raise error
-
-    def _start(self, save: Callable[[], object] | None) -> None:
-        thread = threading.Thread(target=self._run, args=(save,), name="genlight-checkpoint")
-        self._thread = thread
-        try:
-            started(thread)
-        except ThreadLimitError:  # training waits for it then
-            self._run(save)
-
-    def _run(self, save: Callable[[], object] | None) -> None:
-        try:
-            job = save or self._next()
-            while job is not None:
-                job()
-                job = self._next()
-        except BaseException as error:  # noqa: BLE001 - it is raised in the training thread
-            with self._lock:
-                self._afterwards.clear()
-                self.failure, self.is_busy, self._thread = error, False, None
-
-    def _next(self) -> Callable[[], object] | None:
-        with self._lock:  # So that nothing is added to a list that will not be read again.
-            if self._afterwards:
-                return self._afterwards.pop(0)
-            self.is_busy = False
-            if self._idle_jobs and not self._is_awaited:
-                return self._idle_jobs.popleft()
-            self._thread = None
-            return None
+    def _run(self) -> None:
+        while True:
+            with self._lock:  # so that no job is added to a queue that will not be read again
+                if not self._jobs:
+                    self._thread = None
+                    return
+                future, job = self._jobs.popleft()
+            carry_out(future, job)

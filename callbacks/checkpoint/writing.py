@@ -1,81 +1,172 @@
-"""Writing what was captured: files into a staged folder, then the record. In any thread."""
+"""Writing what was captured: files into a staged folder, then the record. In any thread.
+
+With sharded tensors all ranks write. In the training threads they agree that there is something to write, room for it,
+and a temporary folder. Then each rank, in its own thread where the save is asynchronous:
+
+1. writes its slices and their index into ``rank-00001/`` of that folder, synced and compared like any other file; rank
+   zero also writes everything that is not sharded;
+2. tells rank zero that it has, or why it could not;
+3. hears from rank zero that the record is committed, or why not.
+
+So a checkpoint exists when its record does, and the record names and proves every part. A rank that cannot write makes
+the save fail on all ranks; one that dies closes its connections, which does too. The checkpoint before stays.
+"""
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 import shutil
+import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import xxhash
 
 from ...adapter.contract.exceptions import CheckpointError
-from .capture import Captured, capture, finite_weights
+from ...adapter.plumbing.durable import fsync_directory
+from .capture import Captured, finite_weights
 from .codec.tensor_bytes import bytes_of
 from .codec.tensor_table import Entry
-from .format.layout import FROZEN_FILE, STATE_FILE, TRAINER_FOLDER, record_path
-from .format.record import CheckpointRecord, FileEntry, RecordMeta
-from .format.record_file import read_record, serialise_record
-from .format.safetensors_header import build_header
-from .frozen import link
-from .ownership import choose_folder
-from .storage.commit import SPACE_FOR_THE_REST, Staging, commit, require_space, stage
-from .storage.write_file import hash_file, naming_the_checkpoint, write_file
+from .format.layout import FROZEN_FILE, STATE_FILE, TRAINER_FOLDER, name_of
+from .format.record import CheckpointRecord, FileEntry, RecordMeta, digest_of, read_record, serialise_record
+from .format.tensor_files import (
+    PART_FILE,
+    SliceEntry,
+    block_digests,
+    build_header,
+    parse_part,
+    part_folder,
+    rank_of,
+    serialise_part,
+)
+from .sharded.rank_channel import Channel, first_problem, text_of
+from .sharded.slices import Box, make_whole
+from .storage.commit import SPACE_FOR_THE_REST, Staging, choose_folder, commit, require_space, stage
+from .storage.files import hash_file, naming_the_checkpoint, write_file
 
-__all__ = ["header_of", "in_order", "publish", "save", "write", "write_files", "write_tensors"]
+__all__ = ["only_slices", "plan_save", "require_shared_directory", "write"]
+
+log = logging.getLogger(__name__)
+
+VISIBLE_WITHIN_S = 10.0
+"""How long a file that one rank made may take to be seen by another, over a network file system that caches."""
+_POLL_S = 0.02
 
 
-def save(
-    path: str | os.PathLike[str],
-    checkpoint: Mapping[str, Any],
-    *,
-    meta: RecordMeta | None = None,
-    staging: Staging | None = None,
-) -> CheckpointRecord:
-    """Write a checkpoint; whole and durable when this returns.
+@dataclass(frozen=True)
+class Plan:
+    """What rank zero decided about a save."""
+
+    staging: Path
+    is_sharded: bool
+    """False where no tensor is, so that rank zero alone has something to write."""
+
+
+def plan_save(
+    channel: Channel,
+    record: Path,
+    captured: Captured | Exception,
+) -> Plan:
+    """Agree on the save of `record`. Collective, in the training threads.
 
     Args:
-        path: Its record, with or without suffix: ``<directory>/step-00000200``.
-        checkpoint: Lightning's dump, or any dictionary. ``checkpoint["genlight"]["state"]`` goes into the record.
-        meta: What the record says beside that.
-        staging: The folder that already holds what the trainer's hook wrote to its ``trainer`` folder.
+        channel: For the training threads.
+        record: Where the record will be; rank zero's counts.
+        captured: This rank's share, or why there is none; it gets a temporary folder, if it has none.
 
     Raises:
-        UnstorableStateError: A value cannot be stored; nothing was written.
-        CheckpointError: The disk has no space for it; nothing was written.
-        UnwrittenCheckpointError: It could not be written; the checkpoint that was there before still is.
+        Exception: Why there is no share of this rank, or a `CheckpointError` about another rank.
+        CheckpointError: The disk has no space for all parts.
+        UnwrittenCheckpointError: Rank zero could not make the folder.
     """
-    return write(record_path(path), capture(checkpoint, meta or RecordMeta(), staging))
+    problem = captured if isinstance(captured, Exception) else None
+    nbytes = 0 if isinstance(captured, Exception) else _own_bytes(captured, channel.rank)
+    said = channel.gather((text_of(problem), nbytes))
+    plan: Plan | str | None = first_problem([text for text, _ in said], f"prepare {name_of(record)}")
+    if channel.rank == 0 and plan is None:
+        assert isinstance(captured, Captured)
+        try:
+            whole = sum(nbytes for _, nbytes in said)
+            with naming_the_checkpoint(record, whole):
+                record.parent.mkdir(parents=True, exist_ok=True)
+                require_space(record.parent, whole + SPACE_FOR_THE_REST)
+                captured.staging = captured.staging or stage(record)
+                plan = Plan(captured.staging.path, bool(captured.wholes))
+        except Exception as error:  # noqa: BLE001 - it is raised below, after the others know
+            problem, plan = error, f"rank 0 could not start {name_of(record)}: {text_of(error)}"
+    decided = channel.share(plan)
+    if isinstance(decided, Plan):
+        return decided
+    raise problem or CheckpointError(decided)
 
 
-def write(path: Path, captured: Captured) -> CheckpointRecord:
-    """Write `captured`; whole and durable when this returns. Its staged folder is gone if that fails.
+def write(channel: Channel, record: Path, captured: Captured) -> CheckpointRecord | None:
+    """Write this rank's part and return when the whole checkpoint is durable, on rank zero with its record. Collective.
+
+    The staged folder is gone if that fails.
 
     Raises:
-        CheckpointError: The disk has no space for it, or it holds sharded tensors; nothing was written.
-        UnwrittenCheckpointError: It could not be written; the checkpoint that was there before still is.
+        CheckpointError: A rank could not write its part, died, or does not see the directory.
+        UnwrittenCheckpointError: This rank could not write its own; the checkpoint that was there before still is.
     """
+    staging = captured.staging
+    assert staging is not None
     try:
-        if captured.wholes:
-            raise CheckpointError(
-                f"{next(iter(captured.wholes))[1]} is sharded over several ranks, which save it together: use the "
-                "Checkpoint callback under ModelParallelStrategy, or gather it first with full_tensor()"
-            )
-        with naming_the_checkpoint(path, captured.nbytes):
-            require_space(path.parent, captured.nbytes + SPACE_FOR_THE_REST)
-            captured.staging = captured.staging or stage(path)
-            files = write_files(captured.staging, captured)
-            return publish(path, captured, captured.staging, files, finite_weights=finite_weights(captured))
+        return _write(channel, record, captured, staging)
     except BaseException:
-        if captured.staging is not None:
-            captured.staging.discard()
+        if channel.rank == 0:
+            staging.discard()
         raise
 
 
-def publish(
+def _write(channel: Channel, record: Path, captured: Captured, staging: Staging) -> CheckpointRecord | None:
+    files, problem = _try_to_write_part(channel, captured, staging)
+    share = text_of(problem), files, finite_weights(captured)
+    try:
+        said = channel.gather(share)
+        if channel.rank == 0:
+            return _commit_and_tell(channel, record, captured, staging, said, problem)
+        verdict = channel.share(None)
+    except RuntimeError as error:  # What gloo raises when a connection closes.
+        if problem is not None:
+            raise problem from None
+        raise CheckpointError(f"a rank ended while {name_of(record)} was being written") from error
+    if problem is not None:
+        raise problem
+    if verdict is not None:
+        raise CheckpointError(verdict)
+    return None
+
+
+def require_shared_directory(channel: Channel, directory: Path) -> None:
+    """Raise where a rank does not see what rank zero makes in `directory`. Collective.
+
+    Raises:
+        CheckpointError: Names the rank and its host.
+        OSError: Rank zero cannot write there.
+    """
+    staging, problem = None, None
+    if channel.rank == 0:
+        try:
+            staging = stage(directory / "shared")
+        except OSError as error:
+            problem = error
+    path = channel.share(None if staging is None else staging.path)
+    if path is not None and channel.rank != 0:
+        try:
+            _wait_until_seen(path, channel.rank)
+        except CheckpointError as error:
+            problem = error  # type: ignore[assignment]
+    try:
+        channel.agree(problem, f"use {directory}")
+    finally:
+        if staging is not None:
+            staging.discard()
+
+
+def _publish(
     path: Path, captured: Captured, staging: Staging, files: Iterable[FileEntry], *, finite_weights: bool | None
 ) -> CheckpointRecord:
     """Commit what was staged; `files` are named relative to the staging folder.
@@ -99,59 +190,32 @@ def publish(
     return read_record(path)
 
 
-def write_files(staging: Staging, captured: Captured) -> list[FileEntry]:
+def _write_files(staging: Staging, captured: Captured) -> list[FileEntry]:
     """Write everything but slices; files are named relative to the staging folder."""
     written = [(f"{TRAINER_FOLDER}/{name}", *facts) for name, facts in _hook_files(staging.path / TRAINER_FOLDER)]
-    by_file: dict[str, list[Entry]] = {}
-    for entry in captured.entries:
-        by_file.setdefault(entry.file, []).append(entry)
-    for file, entries in by_file.items():
-        if file != FROZEN_FILE or not _links_earlier(staging, captured, entries, written):
-            buffers = (bytes_of(entry.source) for entry in in_order(entries))
-            written.append((file, *write_tensors(staging.path / file, entries, buffers)))
+    for file, entries in _by_file(captured.entries):
+        buffers = (bytes_of(entry.source) for entry in entries)
+        written.append((file, *_write_tensors(staging.path / file, entries, buffers)))
     if captured.linked is not None:
         written.append((FROZEN_FILE, captured.linked.size, captured.linked.xxh3_128))
     written.append((STATE_FILE, *write_file(staging.path / STATE_FILE, [captured.rest])))
     return [FileEntry(name, size, digest) for name, size, digest in written]
 
 
-def _links_earlier(
-    staging: Staging, captured: Captured, entries: list[Entry], written: list[tuple[str, int, str]]
-) -> bool:
-    """Link the frozen weights of an earlier attempt, and add them to `written`, where they are whole and the same."""
-    earlier = captured.earlier
-    if earlier is None:
-        return False
-    hasher = xxhash.xxh3_128(header_of(entries))
-    for entry in in_order(entries):
-        hasher.update(bytes_of(entry.source))
-    if hasher.hexdigest() != earlier.xxh3_128 or not link(earlier, staging.path / FROZEN_FILE):
-        return False
-    if hash_file(staging.path / FROZEN_FILE, most=earlier.size) != (earlier.size, earlier.xxh3_128):
-        (staging.path / FROZEN_FILE).unlink()
-        return False
-    written.append((FROZEN_FILE, earlier.size, earlier.xxh3_128))
-    return True
+def _by_file(entries: Iterable[Entry]) -> Iterable[tuple[str, list[Entry]]]:
+    """Entries as they follow each other in each file: large elements first, so that every tensor is aligned."""
+    ordered = sorted(entries, key=lambda entry: (entry.file, -int(entry.source.dtype.itemsize)))
+    return [(file, list(some)) for file, some in itertools.groupby(ordered, key=lambda entry: entry.file)]
 
 
-def write_tensors(path: Path, entries: Iterable[Entry], buffers: Iterable[memoryview]) -> tuple[int, str]:
-    """Write a safetensors file of `entries`, whose bytes `buffers` gives `in_order`; its size and digest."""
-    return write_file(path, _chained(header_of(entries), buffers))
+def _write_tensors(path: Path, entries: Iterable[Entry], buffers: Iterable[memoryview]) -> tuple[int, str]:
+    """Write a safetensors file of `entries`, whose bytes `buffers` gives; its size and digest."""
+    return write_file(path, itertools.chain([_header_of(entries)], buffers))
 
 
-def in_order(entries: Iterable[Entry]) -> list[Entry]:
-    """Entries as they follow each other in a file: large elements first, so that every tensor is aligned."""
-    return sorted(entries, key=lambda entry: -int(entry.source.dtype.itemsize))
-
-
-def header_of(entries: Iterable[Entry]) -> bytes:
-    """The start of the file that `write_tensors` writes."""
-    return build_header([(e.key, e.dtype, e.shape, e.nbytes) for e in in_order(entries)], {"format": "pt"})
-
-
-def _chained(first: bytes, rest: Iterable[memoryview]) -> Iterator[bytes | memoryview]:
-    yield first
-    yield from rest
+def _header_of(entries: Iterable[Entry]) -> bytes:
+    """The start of the file that `_write_tensors` writes."""
+    return build_header([(e.key, e.dtype, e.shape, e.nbytes) for e in entries], {"format": "pt"})
 
 
 def _hook_files(folder: Path) -> list[tuple[str, tuple[int, str]]]:
@@ -189,3 +253,135 @@ def _relative_primary(meta: RecordMeta, staging: Staging) -> RecordMeta:
     if path.is_absolute() and path.is_relative_to(output):
         path = path.relative_to(output)
     return replace(meta, trainer_checkpoint={**meta.trainer_checkpoint, "primary_path": str(path)})
+
+
+def _own_bytes(captured: Captured, rank: int) -> int:
+    return captured.nbytes if rank == 0 else sum(entry.nbytes for entry in captured.slices)
+
+
+def _try_to_write_part(
+    channel: Channel, captured: Captured, staging: Staging
+) -> tuple[list[FileEntry], Exception | None]:
+    """The files of this rank, or why they could not be written: the others wait to hear of it."""
+    try:
+        _wait_until_seen(staging.path, channel.rank)
+        with naming_the_checkpoint(staging.record, _own_bytes(captured, channel.rank)):
+            files = _write_files(staging, captured) if channel.rank == 0 else []
+            return files + (_write_slices(staging, channel, captured.slices) if captured.wholes else []), None
+    except Exception as error:  # noqa: BLE001 - the caller raises it, once rank zero knows
+        return [], error
+
+
+def _write_slices(staging: Staging, channel: Channel, entries: list[Entry]) -> list[FileEntry]:
+    folder = staging.folder(part_folder(channel.rank))
+    written: list[tuple[str, int, str]] = []
+    index: list[SliceEntry] = []
+    for file, held in _by_file(entries):
+        written.append((file, *_write_tensors(folder / file, held, _indexed(file, held, index))))
+    part = serialise_part(channel.rank, channel.size, index)
+    written.append((PART_FILE, *write_file(folder / PART_FILE, [part])))
+    fsync_directory(folder)
+    return [FileEntry(f"{folder.name}/{name}", size, digest) for name, size, digest in written]
+
+
+def _indexed(file: str, entries: list[Entry], index: list[SliceEntry]) -> Iterator[memoryview]:
+    """The bytes of each entry, which is added to `index` on the way."""
+    begin = len(_header_of(entries))
+    for entry in entries:
+        assert entry.slice is not None
+        data, part = bytes_of(entry.source), entry.slice
+        facts = (part.dtype, part.whole, part.box.offset, part.box.shape)
+        index.append(SliceEntry(file, entry.key, *facts, begin, len(data), block_digests(data)))
+        begin += len(data)
+        yield data
+
+
+def _commit_and_tell(
+    channel: Channel,
+    record: Path,
+    captured: Captured,
+    staging: Staging,
+    said: list[tuple[str | None, list[FileEntry], bool | None]],
+    problem: Exception | None,
+) -> CheckpointRecord:
+    """On rank zero: commit if all parts are there, and tell the others either way."""
+    written = None
+    verdict = first_problem([text for text, _, _ in said], f"write its part of {record.name}")
+    if verdict is None:
+        try:
+            files = [file for _, part, _ in said for file in part]
+            # A rank other than zero that holds no slice of a parameter says nothing.
+            verdicts = [
+                is_finite for rank, (_, part, is_finite) in enumerate(said) if is_finite is not None or not rank
+            ]
+            finite = False if False in verdicts else None if None in verdicts else True
+            _check_parts(staging, captured, files)
+            with naming_the_checkpoint(record, sum(file.size for file in files)):
+                written = _publish(record, captured, staging, files, finite_weights=finite)
+        except Exception as error:  # noqa: BLE001 - it is raised below, after the others know
+            problem, verdict = error, f"rank 0 could not commit {record.name}: {text_of(error)}"
+    try:
+        channel.share(verdict)
+    except RuntimeError as error:
+        if written is None:
+            raise
+        log.warning("A rank ended before it heard that %s is durable: %s", record.name, error)
+    if written is None:
+        raise problem if problem is not None else CheckpointError(verdict)
+    return written
+
+
+def _check_parts(staging: Staging, captured: Captured, files: list[FileEntry]) -> None:
+    """Prove that rank zero sees all parts, and that they make the sharded tensors whole."""
+    found: dict[tuple[str, str], list[SliceEntry]] = {key: [] for key in captured.wholes}
+    for file in files:
+        rank = rank_of(file.path)
+        if rank is None:
+            continue
+        path = staging.path / file.path
+        _wait_until_seen(path, 0, size=file.size, made_by=rank)
+        if path.name == PART_FILE:
+            data = path.read_bytes()
+            if digest_of(data) != file.xxh3_128:
+                raise CheckpointError(f"rank 0 reads other bytes from {file.path} than rank {rank} wrote")
+            for entry in parse_part(data):
+                found.setdefault((entry.file, entry.key), []).append(entry)
+    for (file_name, key), slices in found.items():
+        expected = captured.wholes.get((file_name, key))
+        boxes = [Box(entry.offset, entry.shape) for entry in slices]
+        facts = {(entry.whole, entry.dtype) for entry in slices}
+        if expected is None or facts - {(expected.whole, expected.dtype)} or not make_whole(expected.whole, boxes):
+            raise CheckpointError(
+                f"the ranks do not hold the same sharded tensors: their slices of {key} do not make one whole; "
+                "every rank has to put the same sharded tensors into its state"
+            )
+
+
+def _wait_until_seen(path: Path, rank: int, *, size: int | None = None, made_by: int = 0) -> None:
+    """Return once `path` is there for this rank, with its size.
+
+    Raises:
+        CheckpointError: It is not; the directory is not the same one on all nodes.
+    """
+    end = time.monotonic() + VISIBLE_WITHIN_S
+    while True:
+        try:
+            found = os.stat(path).st_size
+            if size is None or found == size:
+                return
+        except FileNotFoundError:
+            pass
+        if time.monotonic() > end:
+            break
+        time.sleep(_POLL_S)
+    directory = path.parent if size is None else path.parent.parent.parent
+    raise CheckpointError(
+        f"rank {rank} on {socket.gethostname()} does not see in {directory} what rank {made_by} wrote there: "
+        "each rank writes its own part of a sharded checkpoint, so the directory must be on a file system that all "
+        "nodes share; choose such a `dirpath`, or train without sharding"
+    )
+
+
+def only_slices(captured: Captured) -> Captured:
+    """What a rank other than zero writes."""
+    return replace(captured, entries=[], rest=b"", state=None, linked=None)

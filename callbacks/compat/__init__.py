@@ -15,9 +15,11 @@ if TYPE_CHECKING:
         CheckpointCallback as CheckpointCallback,
         DiagnosisCallback as DiagnosisCallback,
         EarlyStoppingCallback as EarlyStoppingCallback,
+        EvalCallback as EvalCallback,
         HeartbeatCallback as HeartbeatCallback,
         LoggingCallback as LoggingCallback,
         ProgressCallback as ProgressCallback,
+        TrainingReportCallback as TrainingReportCallback,
     )
     from .six_hooks import Callback as Callback, CallbackList as CallbackList
     from .torch_checkpoint import load_checkpoint as load_checkpoint, save_checkpoint as save_checkpoint
@@ -30,9 +32,11 @@ else:
                 "CheckpointCallback",
                 "DiagnosisCallback",
                 "EarlyStoppingCallback",
+                "EvalCallback",
                 "HeartbeatCallback",
                 "LoggingCallback",
                 "ProgressCallback",
+                "TrainingReportCallback",
             ),
             ".six_hooks": ("Callback", "CallbackList"),
             ".torch_checkpoint": ("load_checkpoint", "save_checkpoint"),

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import lightning.pytorch as pl
 from typing_extensions import override
 
 from ..hook.cadence import NEVER, crossed, next_multiple
-from ..hook.events import callbacks_of, is_rank_zero
-from ..hook.hook import Hook, judge, order_callbacks
+from ..hook.events import callbacks_of
+from ..hook.hook import Hook, order_callbacks
 from ..hook.listeners import skippable
 from ..hook.stand_in import StandIn
 from .trainer_view import TrainerView, view_of
+
+if TYPE_CHECKING:
+    from .own_loop import OwnLoop
 
 __all__ = ["HOOKS", "Callback", "CallbackList"]
 
@@ -79,7 +82,8 @@ class Callback:
 class CallbackList(Hook):
     """Calls the six hooks of its callbacks in order, as a Lightning callback that works in any ``Trainer``.
 
-    You can also call it from your own loop: each of the six methods takes your trainer object and passes it on.
+    You can also call it from your own loop: each of the six methods takes your trainer object and passes it on. What
+    the callbacks of this package look at there, and do, is said in `own_loop`.
 
     Args:
         callbacks: Callbacks of the six-hook style.
@@ -98,6 +102,7 @@ class CallbackList(Hook):
         self.callbacks: list[Any] = []
         self._adapters: list[pl.Callback] = []
         self._step = 0
+        self._own_loop: OwnLoop | None = None
         for callback in callbacks:
             self.append(callback)
 
@@ -196,9 +201,17 @@ class CallbackList(Hook):
         self._dispatch("on_step_end", trainer)
 
     def _dispatch(self, hook: str, trainer: Any) -> None:
+        if self._own_loop is None or self._own_loop.trainer is not trainer:
+            from .own_loop import OwnLoop
+
+            self._own_loop = OwnLoop(trainer)
+        if hook == "on_step_end":
+            self._own_loop.step_ended()
         for callback in self.callbacks:
-            method = getattr(callback, hook, None)
-            if method is not None:
+            act = getattr(callback, "act_in_own_loop", None)  # of ours, which else stand for Lightning callbacks
+            if act is not None:
+                act(self._own_loop, hook)
+            elif (method := getattr(callback, hook, None)) is not None:
                 method(trainer)
 
     def _missing(self, trainer: pl.Trainer) -> list[Any]:
@@ -257,13 +270,8 @@ class _Adapter(StandIn):
         return {HOOKS[six]: six for six, method in own.items() if method not in (None, getattr(Callback, six))}
 
     @override
-    def deliver(self, method: str, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        if self.ranks == "zero" and not is_rank_zero(trainer):
-            return
+    def call(self, method: str, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         view = view_of(trainer, args[0])
         if method == "on_step_end":
             view.step_ended(args[1])
-        try:
-            getattr(self.callback, method)(view)
-        except Exception as error:  # noqa: BLE001  # raised again where the policy says so
-            judge(self, method, error)
+        getattr(self.callback, method)(view)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from ...adapter.contract.exceptions import CheckpointError
 from ...adapter.plumbing.text import nearest
-from ..hook.events import run_state_of
+from ..hook.events import run_state_of, step_metrics
 from .torch_checkpoint import load_checkpoint, save_checkpoint
 
 __all__ = ["TrainerView", "view_of"]
@@ -33,6 +34,8 @@ class TrainerView:
         lightning: The Lightning trainer.
         module: The LightningModule.
         best_loss: The smallest loss that any callback has seen; ``inf`` before. A loss that no one reads is not read.
+        train_start_time: When the fit was set up, in seconds since 1970.
+        ttfi_sec: Seconds from there to the end of the first step of this attempt; None before.
     """
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -40,6 +43,11 @@ class TrainerView:
         self.module = module
         self.best_loss = math.inf
         self.wants_stop = False
+        self.train_start_time = time.time()
+        self.ttfi_sec: float | None = None
+        self._began_at = time.monotonic()
+        self._first_step = self._last_step = trainer.global_step
+        self._total_loss: Any = 0.0
         self._outputs: Any = None
         self._metrics: dict[str, float] | None = None
 
@@ -139,6 +147,21 @@ class TrainerView:
         return self.metrics.get("loss")
 
     @property
+    def total_loss(self) -> float:
+        """The sum of the losses of this attempt's steps; read from the device when it is asked for."""
+        return float(self._total_loss)
+
+    def runtime_profile(self) -> dict[str, float | None]:
+        """Seconds since the fit was set up, those to the end of the first step, and steps a second of this attempt."""
+        elapsed = time.monotonic() - self._began_at
+        steps = self.global_step - self._first_step
+        return {
+            "elapsed_sec": elapsed,
+            "ttfi_sec": self.ttfi_sec,
+            "throughput_steps_per_sec": steps / elapsed if elapsed > 0 else None,
+        }
+
+    @property
     def should_stop(self) -> bool:
         """Whether training ends; all ranks do, at most 10 steps after one of them has set it."""
         return self.lightning.should_stop or self.wants_stop
@@ -184,8 +207,26 @@ class TrainerView:
         return checkpoint
 
     def step_ended(self, outputs: Any) -> None:
-        """A step has ended with `outputs`; metrics that were read before are of an earlier one."""
+        """A step has ended with `outputs`; metrics that were read before are of an earlier one.
+
+        Each callback of the list says so; a step counts once.
+        """
         self._outputs, self._metrics = outputs, None
+        if self.global_step == self._last_step:
+            return
+        self._last_step = self.global_step
+        if self.ttfi_sec is None:
+            self.ttfi_sec = time.monotonic() - self._began_at
+        loss = outputs if isinstance(outputs, torch.Tensor) else self._loss_of(outputs)
+        if isinstance(loss, torch.Tensor):
+            loss = loss.detach() if loss.numel() == 1 else None  # added on its device, which nobody waits for
+        if loss is not None:
+            self._total_loss = self._total_loss + loss
+
+    def _loss_of(self, outputs: Any) -> Any:
+        result = getattr(self.module, "step_result", None)
+        named = outputs if isinstance(outputs, Mapping) else getattr(result, "metrics", {})
+        return named.get("loss", named.get("train/loss"))
 
     def __getattr__(self, name: str) -> Any:
         known = [known for known in dir(type(self)) if not known.startswith("_")]
@@ -212,12 +253,7 @@ class TrainerView:
         return checkpoint
 
     def _read_metrics(self) -> dict[str, float]:
-        reported: dict[str, float] = {}
-        if hasattr(self.module, "step_result"):
-            if self.module.step_result is not None:
-                reported = dict(self.module.metrics())  # type: ignore[operator]
-        else:
-            reported = {name: float(value) for name, value in self.lightning.callback_metrics.items()}
+        reported = step_metrics(self.lightning, self.module)
         named = {"loss": self._outputs} if isinstance(self._outputs, torch.Tensor) else self._outputs
         own = {name: _number(value) for name, value in named.items()} if isinstance(named, Mapping) else {}
         metrics = {**reported, **{str(name): value for name, value in own.items() if value is not None}}

@@ -47,7 +47,7 @@ class FailuresInARow:
         self._count = 0
 
     def note(self, error: Exception) -> None:
-        """It has failed by `error`; the last failure that it may have is told."""
+        """It has failed by `error`; the last failure that it may have is logged."""
         self._count += 1
         if self.is_off:
             log.warning(

@@ -9,11 +9,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal, get_args
 
-__all__ = ["FAULT_KINDS", "Fault", "FaultKind", "FaultLog", "History", "Limits", "Reading", "UpdateFigures"]
+__all__ = [
+    "FAULT_KINDS",
+    "RUNGS",
+    "Fault",
+    "FaultKind",
+    "FaultLog",
+    "History",
+    "Limits",
+    "Reading",
+    "Rung",
+    "UpdateFigures",
+]
 
 FaultKind = Literal["nonfinite", "loss_spike", "exploding_gradients"]
 FAULT_KINDS: Final[tuple[FaultKind, ...]] = get_args(FaultKind)
 """The faults of an update that `Recover` may react to."""
+
+Rung = Literal["skip", "lower_lr", "roll_back"]
+RUNGS: Final[tuple[Rung, ...]] = get_args(Rung)
+"""What `Recover` may do about a fault."""
 
 LOSSES_KEPT = 256
 NORMS_KEPT = 20
@@ -32,10 +47,16 @@ class Limits:
     dead_checks: int = 3
     straggler_factor: float = 2.0
 
+    def faults(self) -> list[str]:
+        """What is wrong with them, each with what was expected."""
+        least = {"dead_checks": 1}
+        wrong = [(name, value) for name, value in asdict(self).items() if not value >= least.get(name, 0)]
+        return [f"`{name}` {value} (expected a number >= {least.get(name, 0)})" for name, value in wrong]
+
 
 @dataclass(frozen=True)
 class Reading:
-    """One check, over all ranks."""
+    """One check, of one rank or over all of them."""
 
     step: int
     gradient_norms: Mapping[str, float] = field(default_factory=dict)
@@ -57,6 +78,8 @@ class Reading:
     """Of each rank: from one update to the last gradient before the next, without the wait for other ranks."""
     hosts: Sequence[str] = ()
     """Of each rank."""
+    batch: float | None = None
+    """A number that is equal for equal batches; None over all ranks, or where a batch does not say."""
     repeats_batch: bool = False
     """Whether a rank got the same batch twice in a row."""
     ranks_share_batch: bool = False
@@ -79,7 +102,7 @@ class Fault:
     suggestions: tuple[str, ...]
     figures: Mapping[str, Any]
     """The numbers behind it."""
-    step: int
+    step: int = 0
     """The check at which it was found."""
     is_over: bool = False
 
@@ -153,8 +176,8 @@ class FaultLog:
     """The faults that have begun and not ended.
 
     Args:
-        cool_down_checks: After how many checks in a row without it a fault is over; one that comes and goes is told
-            once.
+        cool_down_checks: After how many checks in a row without it a fault is over; one that comes and goes is
+            reported once.
     """
 
     def __init__(self, cool_down_checks: int) -> None:

@@ -6,7 +6,9 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -17,23 +19,98 @@ from typing_extensions import override
 from ...adapter.contract.exceptions import RecoveryError
 from ...reporters.events.event import ROLLED_BACK_METRIC
 from ..checkpoint.policy import Checkpoint
-from ..checkpoint.sharded.save import require_shared_directory
+from ..checkpoint.writing import require_shared_directory
 from ..hook.cadence import rewind
 from ..hook.events import callbacks_of, fire, run_state_of
 from ..hook.figures import FIGURES_FIELD, log_to_loggers, publish_figures
 from ..hook.hook import Hook, ending_the_run
 from ..telemetry.run_events import RunEvents, run_id_of
-from .faults import FAULT_KINDS, Fault, History, Limits, UpdateFigures
-from .ladder import RUNGS, Attempt, Ladder, Rung
+from .faults import FAULT_KINDS, RUNGS, Fault, History, Limits, Rung, UpdateFigures
 from .roll_back import Target, abandon_later, last_good_checkpoint, position_of_data, restore
 from .rules import faults_of_update
 from .watch_nonfinite import WatchNonfinite
 
-__all__ = ["Recover"]
+__all__ = ["Attempt", "Ladder", "Recover"]
 
 log = logging.getLogger(__name__)
 
-MOST_SAVES = 64
+
+@dataclass(frozen=True)
+class Attempt:
+    """One rung that was taken."""
+
+    number: int
+    """From 1, within its incident."""
+    rung: Rung
+    step: int
+    """The step in which the fault was found."""
+    fault: str
+    """The finding, in words."""
+
+
+class Ladder:
+    """Climbs a rung with each fault, and begins again at the bottom when an incident is over.
+
+    An incident begins with a fault and is over once `good_steps` steps have been trained beyond the furthest step in
+    which it showed; a roll-back has to come that far again first. So a run that meets the same fault again and again
+    climbs, and cannot go in circles.
+
+    Args:
+        rungs: From the bottom; the last one is taken again where attempts are left.
+        max_attempts: How many rungs an incident may take.
+        good_steps: How many steps without a fault end it.
+    """
+
+    def __init__(self, rungs: Sequence[Rung], max_attempts: int, good_steps: int) -> None:
+        self.rungs = tuple(rungs)
+        self.max_attempts = max_attempts
+        self.good_steps = good_steps
+        self.attempts: list[Attempt] = []
+        """Of the incident that is not over."""
+        self.taken: Counter[str] = Counter()
+        """How often each rung was taken, in all incidents."""
+        self.first_step = 0
+        """The earliest step in which the incident showed."""
+        self.ends_at = 0
+        """The step after which the incident is over, if no fault comes."""
+
+    def climb(self, step: int, fault: str) -> Attempt | None:
+        """The rung for a fault, in words, of `step`; None once all attempts are used up."""
+        if len(self.attempts) >= self.max_attempts:
+            return None
+        self.first_step = min(self.first_step, step) if self.attempts else step
+        self.ends_at = max(step + self.good_steps, self.ends_at if self.attempts else 0)
+        number = len(self.attempts) + 1
+        attempt = Attempt(number, self.rungs[min(number, len(self.rungs)) - 1], step, fault)
+        self.attempts.append(attempt)
+        self.taken[attempt.rung] += 1
+        return attempt
+
+    def hold_until(self, step: int) -> None:
+        """Have the incident last for `good_steps` beyond `step` at least."""
+        self.ends_at = max(self.ends_at, step + self.good_steps)
+
+    def good_step(self, step: int) -> tuple[Attempt, ...]:
+        """Count a step without a fault; the attempts of the incident that it ends, if it ends one."""
+        if not self.attempts or step < self.ends_at:
+            return ()
+        over, self.attempts = tuple(self.attempts), []
+        return over
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state for `load_state_dict`: plain data."""
+        return {
+            "attempts": [asdict(attempt) for attempt in self.attempts],
+            "taken": dict(self.taken),
+            "first_step": self.first_step,
+            "ends_at": self.ends_at,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what a checkpoint holds."""
+        self.attempts = [Attempt(**saved) for saved in state["attempts"]]
+        self.taken = Counter(cast("Mapping[str, int]", state["taken"]))
+        self.first_step, self.ends_at = state["first_step"], state["ends_at"]
 
 
 class Recover(Hook):
@@ -135,8 +212,6 @@ class Recover(Hook):
         self._leaves_out_next = False
         """Whether the next update has a gradient of a step in which a fault was found and no update was due."""
         self._target: Target | None = None
-        self._saved_at: dict[int, float] = {}
-        """When checkpoints were saved, by their steps, on the clock of ``time.monotonic``; the newest ones."""
         self._forget_step()
 
     def _forget_step(self) -> None:
@@ -163,7 +238,7 @@ class Recover(Hook):
         self._trainer = trainer
         self._train_began_at = time.monotonic()
         run_state_of(trainer).rolls_back = False
-        run_id_of(trainer)  # by which checkpoints are told from those of other runs
+        run_id_of(trainer)  # by which checkpoints are distinguished from those of other runs
         saver, channel = _saver_of(trainer), getattr(pl_module, "rank_channel", None)
         if "roll_back" in self.ladder.rungs and saver is not None and channel is not None:
             require_shared_directory(channel, saver.directory)  # every rank reads what it goes back to
@@ -203,7 +278,7 @@ class Recover(Hook):
         if found:
             self._climb(trainer, list(found.values()))
         elif over := self.ladder.good_step(step):
-            self._tell_recovered(trainer, over)
+            self._report_recovered(trainer, over)
         if self._lowered_until and step >= self._lowered_until:
             self._raise_rate(trainer)
 
@@ -226,7 +301,7 @@ class Recover(Hook):
             run_state_of(trainer).rolls_back = self._target is not None
             to_step = None if self._target is None else self._target[0]
             figures |= {"to_step": to_step, "skipped_steps": None if to_step is None else [to_step + 1, step]}
-        self._tell(trainer, attempt, figures)
+        self._report(trainer, attempt, figures)
 
     @override
     def on_roll_back_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -235,7 +310,7 @@ class Recover(Hook):
         saver = _saver_of(trainer)
         assert target is not None
         assert saver is not None
-        step = trainer.global_step
+        step, saved_at = trainer.global_step, target[1].stat().st_mtime
         log_to_loggers(trainer, {ROLLED_BACK_METRIC: float(target[0])}, step)
         restore(trainer, pl_module, target, keeps=self)
         self._leaves_out_next = False
@@ -249,19 +324,9 @@ class Recover(Hook):
                 "rolled back from step %d to step %d; the batches of these %d steps are skipped",
                 *(step, target[0], step - target[0]),
             )
-        since = self._saved_at.get(target[0], self._train_began_at)
-        fire(trainer, "on_time_spent", "lost", time.monotonic() - since)
-        self._saved_at.clear()
+        lost_s = min(time.time() - saved_at, time.monotonic() - self._train_began_at)
+        fire(trainer, "on_time_spent", "lost", max(lost_s, 0.0))
         saver.save(trainer, pl_module, wait=True)
-
-    @override
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        self._saved_at[trainer.global_step] = time.monotonic()
-        if len(self._saved_at) > MOST_SAVES:
-            del self._saved_at[min(self._saved_at)]
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -285,17 +350,17 @@ class Recover(Hook):
         publish_figures(trainer, lambda: {"recover/lr_factor": 1.0})
         self._write(trainer, success=True, error="", figures={"state": "rate_restored", "lr_factor": 1.0})
 
-    def _tell(self, trainer: pl.Trainer, attempt: Attempt, figures: Mapping[str, Any]) -> None:
+    def _report(self, trainer: pl.Trainer, attempt: Attempt, figures: Mapping[str, Any]) -> None:
         metrics = {"recover/attempt": float(attempt.number), f"recover/{attempt.rung}": self.ladder.taken[attempt.rung]}
         if attempt.rung == "lower_lr":
             metrics["recover/lr_factor"] = self.rate_factor
         publish_figures(trainer, lambda: metrics)
         if trainer.is_global_zero:
             log.warning("step %d: %s. %s", attempt.step, attempt.fault, _what_is_done(attempt, figures))
-        told = {"state": "rung", "rung": attempt.rung, "attempt": attempt.number, **figures}
-        self._write(trainer, success=False, error=attempt.fault, figures=told)
+        facts = {"state": "rung", "rung": attempt.rung, "attempt": attempt.number, **figures}
+        self._write(trainer, success=False, error=attempt.fault, figures=facts)
 
-    def _tell_recovered(self, trainer: pl.Trainer, over: Sequence[Attempt]) -> None:
+    def _report_recovered(self, trainer: pl.Trainer, over: Sequence[Attempt]) -> None:
         publish_figures(trainer, lambda: {"recover/attempt": 0.0})
         if trainer.is_global_zero:
             log.info("recovered at step %d, after: %s", trainer.global_step, _tried(over))

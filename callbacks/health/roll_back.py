@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,11 +19,17 @@ import torch
 
 from ...adapter.contract.exceptions import RecoveryError
 from ..checkpoint.capture import CONTRACT_KEY
+from ..checkpoint.codec.state_tree import format_path
 from ..checkpoint.format.record import CheckpointRecord
 from ..checkpoint.policy import Checkpoint
-from ..checkpoint.rank_state import clear_gradients, gradients_of_rank, restore_gradients, restore_rng_of_rank
-from ..checkpoint.retention import WRITER, own_records
-from ..checkpoint.selection import list_checkpoints, newest_valid
+from ..checkpoint.rank_state import (
+    clear_gradients,
+    digests_of,
+    gradients_of_rank,
+    restore_gradients,
+    restore_rng_of_rank,
+)
+from ..checkpoint.selection import WRITER, list_checkpoints, newest_valid, own_records
 from ..checkpoint.storage.commit import delete_checkpoint
 from ..hook.events import callbacks_of, run_state_of
 from ..lightning_internals import checkpoint_connector, loader_states
@@ -56,8 +61,8 @@ def last_good_checkpoint(trainer: pl.Trainer, saver: Checkpoint, before: int) ->
         for warning in warnings:
             log.warning("%s", warning)
         target = None if record is None else (record.step, record.path)
-    told: Target | None = trainer.strategy.broadcast(target)
-    return told
+    shared: Target | None = trainer.strategy.broadcast(target)
+    return shared
 
 
 def abandon_later(trainer: pl.Trainer, saver: Checkpoint, step: int) -> None:
@@ -146,15 +151,13 @@ def _require_equal(trainer: pl.Trainer, pl_module: Any, checkpoint: Mapping[str,
         ],
         "state": checkpoint[CONTRACT_KEY].get("state", {}),
     }
-    now, again = _what_there_is(trainer, pl_module), _what_there_is(trainer, pl_module)
-    for name, saved in expected.items():
-        where = _first_difference(saved, now[name], again[name], name)
-        if where is not None:
-            raise RecoveryError(
-                f"the roll-back to {path.stem} is not exact: {where} differs from the checkpoint, after "
-                f"`load_state_dict` of {type(pl_module.plugin).__name__} was called within a run. Restore the whole "
-                "payload there, or leave 'roll_back' out of the ladder; the run can be resumed from that checkpoint"
-            )
+    where = _first_difference(expected, _what_there_is(trainer, pl_module), _what_there_is(trainer, pl_module))
+    if where is not None:
+        raise RecoveryError(
+            f"the roll-back to {path.stem} is not exact: {where} differs from the checkpoint, after "
+            f"`load_state_dict` of {type(pl_module.plugin).__name__} was called within a run. Restore the whole "
+            "payload there, or leave 'roll_back' out of the ladder; the run can be resumed from that checkpoint"
+        )
 
 
 def _what_there_is(trainer: pl.Trainer, pl_module: Any) -> dict[str, Any]:
@@ -175,60 +178,28 @@ def position_of_data(trainer: pl.Trainer) -> dict[str, Any]:
     data = trainer.datamodule  # type: ignore[attr-defined]
     if data is not None:
         states.append(data.state_dict())
-    told = {name: value for state in states for name, value in state.items() if isinstance(value, int)}
-    return {"batches": batches.ready, **told}
+    counters = {name: value for state in states for name, value in state.items() if isinstance(value, int)}
+    return {"batches": batches.ready, **counters}
 
 
-def _first_difference(expected: Any, actual: Any, again: Any, path: str = "") -> str | None:
+def _first_difference(expected: Any, actual: Any, again: Any) -> str | None:
     """The path of the first value of `actual` that is not the `expected` one; None where all are.
 
     Args:
         expected: What a checkpoint holds.
         actual: What there is, a list or a tuple alike, on any device.
         again: What there is a moment later: what differs between the two, such as a time, has no fixed value.
-        path: Of all three.
     """
-    if isinstance(expected, Mapping) and isinstance(actual, Mapping):
-        if expected.keys() != actual.keys():
-            return path
-        names = ((f"{path}[{name!r}]", name) for name in expected)
-        return next(
-            filter(None, (_first_difference(expected[n], actual[n], _at(again, n), at) for at, n in names)), None
-        )
-    if isinstance(expected, list | tuple) and isinstance(actual, list | tuple):
-        if len(expected) != len(actual):
-            return path
-        pairs = enumerate(zip(expected, actual, strict=True))
-        found = (_first_difference(saved, now, _at(again, i), f"{path}[{i}]") for i, (saved, now) in pairs)
-        return next(filter(None, found), None)
-    return None if _are_equal(expected, actual) or not _are_equal(actual, again) else path
+    saved, now, later = (digests_of(_plain(tree)) for tree in (expected, actual, again))
+    paths = (path for path in {**saved, **now} if saved.get(path) != now.get(path) and now.get(path) == later.get(path))
+    found = next(paths, None)
+    return None if found is None else format_path(found)
 
 
-def _at(values: Any, key: Any) -> Any:
-    try:
-        return values[key]
-    except (LookupError, TypeError):
-        return None
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return _are_equal_tensors(one, other)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and (isinstance(one, numpy.ndarray) or isinstance(other, numpy.ndarray)):
-        one, other = numpy.asarray(one), numpy.asarray(other)
-        return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
-    if getattr(type(one), "__eq__", None) is object.__eq__:
-        return True  # nothing but identity to go by
-    return bool(one == other) or (bool(one != one) and bool(other != other))
-
-
-def _are_equal_tensors(one: Any, other: Any) -> bool:
-    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-        return False
-    if one.dtype != other.dtype or one.shape != other.shape or one.layout != other.layout:
-        return False
-    if one.layout != torch.strided:
-        one, other = one.to_dense(), other.to_dense()
-    one, other = one.detach().cpu(), other.detach().cpu()
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+def _plain(value: Any) -> Any:
+    """A tree in host memory, whose digests are those of a checkpoint; its containers differ by nothing but members."""
+    if isinstance(value, Mapping):
+        return {name: _plain(member) for name, member in value.items()}
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return value.cpu()
+    return [_plain(member) for member in value] if isinstance(value, list | tuple) else value

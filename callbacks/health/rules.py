@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .faults import FAULT_KINDS, Fault, History, Limits, Reading, UpdateFigures
 
@@ -43,7 +43,7 @@ def find_faults(
     for rule in RULES if rules is None else rules:
         fault = rule(case)
         if fault is not None:
-            yield fault
+            yield replace(fault, step=reading.step)
 
 
 def nonfinite_loss(case: Case) -> Fault | None:
@@ -60,7 +60,6 @@ def nonfinite_loss(case: Case) -> Fault | None:
             *_how_to_find_origin(case.reading),
         ),
         {"first_step": step, **_origin_figures(case.reading)},
-        case.reading.step,
     )
 
 
@@ -78,7 +77,6 @@ def nonfinite_gradients(case: Case) -> Fault | None:
             *_how_to_find_origin(case.reading),
         ),
         {"parameters": bad[:MOST_NAMES], "count": len(bad), **_origin_figures(case.reading)},
-        case.reading.step,
     )
 
 
@@ -95,7 +93,6 @@ def vanishing_gradients(case: Case) -> Fault | None:
             "Look for saturated activations; normalise layers, or initialise them differently.",
         ),
         {"largest_norm": largest, "gradient_min_norm": case.limits.gradient_min_norm},
-        case.reading.step,
     )
 
 
@@ -119,7 +116,6 @@ def exploding_gradients(case: Case) -> Fault | None:
         f"the gradient of {name!r} has a norm of {largest:.3g}{before}",
         ("Clip gradients (`torch.nn.utils.clip_grad_norm_`).", "Lower the learning rate, or warm it up for longer."),
         {"parameter": name, "largest_norm": largest, "usual_largest_norm": usual, "limit": limit},
-        case.reading.step,
     )
 
 
@@ -142,7 +138,6 @@ def dead_parameters(case: Case) -> Fault | None:
             "Parameters that are not to be trained: `requires_grad_(False)`.",
         ),
         {"parameters": dead[:MOST_NAMES], "count": len(dead)},
-        case.reading.step,
     )
 
 
@@ -158,7 +153,6 @@ def update_size(case: Case) -> Fault | None:
             f"an update changes the weights by {ratio:.3g} of their norm, above {case.limits.update_ratio_max:.3g}",
             ("Lower the learning rate; about 0.001 of the norm a step is usual.", "Clip gradients."),
             figures,
-            case.reading.step,
         )
     largest = _largest_norm(case.reading)
     if ratio < case.limits.update_ratio_min and largest is not None and largest >= case.limits.gradient_min_norm:
@@ -170,7 +164,6 @@ def update_size(case: Case) -> Fault | None:
                 "Weights in bf16 or fp16 lose small updates in rounding: keep them in fp32 (`bf16-mixed`).",
             ),
             figures,
-            case.reading.step,
         )
     return None
 
@@ -194,7 +187,6 @@ def loss_spike(case: Case) -> Fault | None:
             "Clip gradients, or lower the learning rate.",
         ),
         {"spike_step": step, "loss": loss, "median": median, "deviation": deviation, "limit": limit},
-        case.reading.step,
     )
 
 
@@ -207,7 +199,6 @@ def zero_learning_rate(case: Case) -> Fault | None:
         "the learning rate is 0: updates change nothing",
         ("Check the schedule: its number of steps, its warm-up, and that it is stepped once for each update.",),
         {"learning_rate": case.reading.highest_rate},
-        case.reading.step,
     )
 
 
@@ -224,7 +215,6 @@ def rising_learning_rate(case: Case) -> Fault | None:
             "Where it rises on purpose (warm restarts), this can be left as it is.",
         ),
         {"learning_rate": rate, "learning_rate_before": before},
-        case.reading.step,
     )
 
 
@@ -241,7 +231,6 @@ def latent_collapse(case: Case) -> Fault | None:
             "Check that the decoder cannot do without the latent values.",
         ),
         {"metric": name, "latent_std": deviation, "latent_std_min": case.limits.latent_std_min},
-        case.reading.step,
     )
 
 
@@ -261,7 +250,6 @@ def straggler(case: Case) -> Fault | None:
             "Look at the data of that rank: a slow disk, longer samples, fewer workers.",
         ),
         {"rank": rank, "host": host, "step_seconds": slowest, "step_seconds_of_others": others},
-        case.reading.step,
     )
 
 
@@ -279,7 +267,6 @@ def repeated_data(case: Case) -> Fault | None:
             else "Check the loader: one seed for all batches, an iterator that is made again, a data set of one batch.",
         ),
         {"twice_in_a_row": case.reading.repeats_batch, "on_all_ranks": to_all},
-        case.reading.step,
     )
 
 
@@ -323,11 +310,11 @@ def faults_of_update(
 
 def _slow_rank(step_seconds: Sequence[float | None], limits: Limits) -> tuple[int, float, float] | None:
     """The slowest rank, its seconds and the median of the others, where it is far slower than they are."""
-    told = [(seconds, rank) for rank, seconds in enumerate(step_seconds) if seconds is not None]
-    if len(told) < 2:
+    measured = [(seconds, rank) for rank, seconds in enumerate(step_seconds) if seconds is not None]
+    if len(measured) < 2:
         return None
-    slowest, rank = max(told)
-    others = statistics.median(seconds for seconds, other in told if other != rank)
+    slowest, rank = max(measured)
+    others = statistics.median(seconds for seconds, other in measured if other != rank)
     is_slow = slowest >= limits.straggler_factor * others and slowest - others >= STRAGGLES_BY_S
     return (rank, slowest, others) if is_slow else None
 

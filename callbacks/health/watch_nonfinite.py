@@ -120,7 +120,7 @@ class WatchNonfinite(Hook):
         if not self._boundaries.crosses(step):
             return
         if self.policy == "skip":
-            self._tell_left_out(trainer)
+            self._report_left_out(trainer)
             self._refuse_to_train_nothing(step)
             self._refuse_nonfinite_weights(trainer, pl_module)
             return
@@ -131,17 +131,19 @@ class WatchNonfinite(Hook):
             self._seen_finite_at = step
             return
         self._has_spoken = True
-        self._tell(trainer, step, _first_nonfinite(looked_at))
+        self._report(trainer, step, _first_nonfinite(looked_at))
 
-    def _tell(self, trainer: pl.Trainer, step: int, name: str) -> None:
+    def _report(self, trainer: pl.Trainer, step: int, name: str) -> None:
         before = f"; all was finite at step {self._seen_finite_at}" if self._seen_finite_at else ""
-        told = f"{name} not finite at step {step}{before}"
+        finding = f"{name} not finite at step {step}{before}"
         _report(trainer, step)
         if self.policy == "stop":
-            raise ending_the_run(NonfiniteError(f"{told}. Resume from an earlier checkpoint after removing the cause"))
+            raise ending_the_run(
+                NonfiniteError(f"{finding}. Resume from an earlier checkpoint after removing the cause")
+            )
         if trainer.is_global_zero:
             log.warning(
-                "%s. Training goes on; `on_nonfinite: stop` in a job, or WatchNonfinite('stop'), would end it", told
+                "%s. Training goes on; `on_nonfinite: stop` in a job, or WatchNonfinite('stop'), would end it", finding
             )
 
     @override
@@ -150,11 +152,11 @@ class WatchNonfinite(Hook):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._tell_left_out(trainer)
+        self._report_left_out(trainer)
         if self._left_out and trainer.is_global_zero:
             log.warning("updates left out because they were not finite: %d", self._left_out)
 
-    def _tell_left_out(self, trainer: pl.Trainer) -> None:
+    def _report_left_out(self, trainer: pl.Trainer) -> None:
         if not self._left_out or self._has_spoken:
             return
         self._has_spoken = True

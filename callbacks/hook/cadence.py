@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import sys
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+import time
+from typing import TYPE_CHECKING, Any
 
 __all__ = [
     "NEVER",
     "Boundaries",
+    "Pace",
     "StepCadence",
     "crossed",
     "next_multiple",
     "rewind",
+    "steps_within",
     "suppressed",
     "wait_for_multiple",
 ]
@@ -46,19 +50,11 @@ class StepCadence:
         hook.next_due_step = 0
 
 
-@runtime_checkable
-class Rewinds(Protocol):
-    """Anything that counts steps."""
-
-    def rewind(self, step: int) -> None:
-        """Count on from `step`, which is not later than the last one."""
-
-
 class Boundaries:
     """Which boundaries of its ``every_n_steps`` a hook has seen, so that it acts once for each.
 
     Args:
-        hook: Is told of the step it waits for, as ``next_due_step``.
+        hook: Gets the step it waits for, as ``next_due_step``.
         step: The step that was completed last; boundaries before it are over.
     """
 
@@ -76,6 +72,36 @@ class Boundaries:
         previous = self._step if every == self._every else max(self._step, step - 1)
         self._step, self._every = step, every
         return crossed(previous, step, every)
+
+
+class Pace:
+    """After which step something that goes by the clock is looked at again, without a look at the clock in each step.
+
+    A pace that slows down from one step to the next is noticed after `MOST_UNSEEN` steps.
+
+    Args:
+        every_s: About how far apart looks are, in seconds.
+    """
+
+    MOST_UNSEEN = 8
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._seen: tuple[int, float] | None = None
+
+    def next_look(self, step: int) -> int:
+        """The step at whose end to look again, where `step` has just ended."""
+        seen, self._seen = self._seen, (step, time.monotonic())
+        if seen is None or step <= seen[0]:
+            return step + 1
+        took_s = self._seen[1] - seen[1]
+        return step + steps_within(self._every_s, steps=step - seen[0], took_s=took_s, most=self.MOST_UNSEEN)
+
+
+def steps_within(seconds: float, *, steps: int, took_s: float, most: int) -> int:
+    """How many steps fit into so many seconds at the pace of the last `steps`: 1 to `most`, and to twice `steps`."""
+    most = max(1, min(2 * steps, most))
+    return most if took_s * most <= seconds * steps else max(1, math.ceil(seconds * steps / took_s))
 
 
 def crossed(previous: int, current: int, every: int) -> bool:
@@ -105,7 +131,7 @@ def rewind(hook: Any, step: int) -> None:
     """Have `hook` wait for what comes after `step` again, by all its attributes that have a method of this name."""
     hook.next_due_step = 0
     for value in vars(hook).values():
-        if isinstance(value, Rewinds):
+        if hasattr(value, "rewind"):
             value.rewind(step)
 
 

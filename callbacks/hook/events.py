@@ -12,13 +12,10 @@ import lightning.pytorch as pl
 from ...adapter.contract.run_state import RunState
 
 __all__ = [
-    "HOOK_EVENTS",
     "Figures",
     "callbacks_of",
     "fire",
     "is_own_loop",
-    "is_rank_zero",
-    "note_rank",
     "publish_metrics",
     "publish_scores",
     "run_state_of",
@@ -26,34 +23,10 @@ __all__ = [
     "timed",
 ]
 
-HOOK_EVENTS = (
-    "on_new_training_run",
-    "on_rollout_start",
-    "on_rollout_end",
-    "on_module_batch_end",
-    "on_metrics",
-    "on_scores",
-    "on_figures",
-    "on_mb_end",
-    "on_train_phase_end",
-    "on_epoch_end",
-    "on_training_end",
-    "on_training_failed",
-    "on_checkpoint_timed",
-    "on_checkpoint_durable",
-    "on_samples_written",
-    "on_roll_back_due",
-    "on_roll_back",
-    "on_fault",
-    "on_time_spent",
-)
-"""Events that Lightning's callbacks do not have."""
-
 Figures = Callable[[], Mapping[str, float]]
 """Gives figures by the names of their metrics; called when they are sent."""
 
 _RUN_STATE_ATTRIBUTE = "_genlight_run_state"
-_RANK_ZERO_ATTRIBUTE = "_genlight_is_rank_zero"
 
 
 def run_state_of(trainer: pl.Trainer) -> RunState:
@@ -77,7 +50,7 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
 
 
 def fire(trainer: pl.Trainer, event: str, *args: Any) -> None:
-    """Deliver one of `HOOK_EVENTS` to every callback that has it."""
+    """Deliver one of genlight's own events to every callback that has it."""
     for callback in callbacks_of(trainer):
         method = getattr(callback, event, None)
         if method is not None:
@@ -85,18 +58,25 @@ def fire(trainer: pl.Trainer, event: str, *args: Any) -> None:
 
 
 def is_own_loop(trainer: pl.Trainer) -> bool:
-    """Whether the loop of `trainer` is genlight's, which fires `HOOK_EVENTS`; only once a fit has begun."""
+    """Whether the loop of `trainer` is genlight's, which fires events of its own; only once a fit has begun."""
     return bool(getattr(trainer.fit_loop, "raises_stops", False))
 
 
+def step_metrics(trainer: pl.Trainer, pl_module: Any) -> dict[str, float]:
+    """Metrics of the last step, read from the device: those of a hosted trainer, else what the module has logged."""
+    if hasattr(pl_module, "step_result"):
+        return dict(pl_module.metrics()) if pl_module.step_result is not None else {}
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
 def publish_metrics(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
-    """Tell every callback the metrics of `step` by ``on_metrics``, and keep them as ``loss_stats`` of the run state."""
+    """Give every callback the metrics of `step` by ``on_metrics``, and keep them as ``loss_stats`` of the run state."""
     run_state_of(trainer).loss_stats = metrics
     fire(trainer, "on_metrics", metrics, step)
 
 
 def publish_scores(trainer: pl.Trainer, scores: dict[str, float], step: int) -> None:
-    """Tell every callback the scores of an evaluation after `step` by ``on_scores``, and keep them as ``eval_scores``.
+    """Give every callback the scores of an evaluation after `step` by ``on_scores``, and keep them as ``eval_scores``.
 
     A hook that evaluates calls this in its ``on_train_batch_end`` and states ``writes = ("eval_scores",)``, so that
     `LogMetrics` runs after it and sends the scores to the loggers at the same step.
@@ -107,20 +87,9 @@ def publish_scores(trainer: pl.Trainer, scores: dict[str, float], step: int) -> 
 
 @contextlib.contextmanager
 def timed(trainer: pl.Trainer, what: str) -> Iterator[None]:
-    """Tell every callback by ``on_time_spent`` how long the block held training up, under the name `what`."""
+    """Report to every callback by ``on_time_spent`` how long the block delayed training, under the name `what`."""
     began_s = time.monotonic()
     try:
         yield
     finally:
         fire(trainer, "on_time_spent", what, time.monotonic() - began_s)
-
-
-def note_rank(trainer: pl.Trainer) -> None:
-    """Keep what ``trainer.is_global_zero`` says, three properties deep, once ranks are known."""
-    setattr(trainer, _RANK_ZERO_ATTRIBUTE, trainer.is_global_zero)
-
-
-def is_rank_zero(trainer: pl.Trainer) -> bool:
-    """Whether this process is the first of all, as `note_rank` kept it."""
-    noted: bool | None = getattr(trainer, _RANK_ZERO_ATTRIBUTE, None)
-    return trainer.is_global_zero if noted is None else noted

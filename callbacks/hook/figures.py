@@ -1,4 +1,4 @@
-"""Figures that hooks measure beside training, on their way into the record of metrics of a step."""
+"""Figures that hooks measure while training goes on, on their way into the record of metrics of a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import lightning.pytorch as pl
 
-from .events import Figures, is_rank_zero
+from .events import Figures
 from .listeners import listeners
 
 __all__ = ["FIGURES_FIELD", "log_to_loggers", "publish_figures"]
@@ -28,7 +28,7 @@ def publish_figures(trainer: pl.Trainer, figures: Figures, *, waits: bool = Fals
         step = trainer.global_step
         for hear in heard:
             hear(trainer, trainer.lightning_module, figures, step, waits)
-    elif is_rank_zero(trainer):
+    elif trainer.is_global_zero:
         log_to_loggers(trainer, figures(), trainer.global_step)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,19 +25,35 @@ from typing import Any, ClassVar, Literal
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from ...adapter.contract.exceptions import TrainingCanceled
+from ...adapter.contract.exceptions import HookOrderError, TrainingCanceled
 from ..checkpoint.format.record import CheckpointRecord
 from ..health.faults import Fault
-from .events import Figures, callbacks_of, is_rank_zero, note_rank, run_state_of
-from .ordering import in_order
+from .events import Figures, callbacks_of, run_state_of
 from .run_context import RunContext
 
-__all__ = ["Hook", "ending_the_run", "judge", "order_callbacks", "report_failures"]
+__all__ = ["HOOK_EVENTS", "Hook", "ending_the_run", "in_order", "judge", "order_callbacks", "report_failures"]
 
 log = logging.getLogger(__name__)
 
 RUN_STATE_KEY = "genlight_run_state"
 """Where a checkpoint holds the run state."""
+
+FIELDS_OF_THE_LOOP = frozenset(
+    {
+        "run_id",
+        "attempt",
+        "agent_step",
+        "epoch",
+        "update_epoch",
+        "minibatch_index",
+        "stop_rollout",
+        "stop_update_epoch",
+        "rollout_stats",
+        "loss_stats",
+        "stop_reason",
+    }
+)
+"""Fields of the run state that the loop itself writes, so that a hook may read them without another that writes."""
 
 FIELDS_OF_THE_ATTEMPT = frozenset({"attempt", "stop_reason", "rolls_back"})
 """Fields that a resumed run does not take from its checkpoint: the stop that ended the last attempt is over."""
@@ -49,7 +66,7 @@ _ORDERED_ATTRIBUTE = "_genlight_callbacks_ordered"
 class Hook(pl.Callback):
     """A Lightning callback that keeps a failure, rank and order policy.
 
-    Beside Lightning's own hooks it receives `HOOK_EVENTS`, each as ``(trainer, pl_module, …)``.
+    Besides Lightning's own hooks it receives `HOOK_EVENTS`, each as ``(trainer, pl_module, …)``.
     """
 
     critical: bool = False
@@ -62,8 +79,6 @@ class Hook(pl.Callback):
     """Fields that must be written before this hook runs if any hook writes them."""
     writes: Sequence[str] = ()
     """Fields of the run state that this hook writes."""
-    calls_user_code: bool = False
-    """Whether a method that `looks_at_no_weights` calls code of the user, which may."""
     next_due_step: int = 0
     """The step whose end this hook waits for, where its ``on_train_batch_end`` is `skippable`."""
 
@@ -203,6 +218,10 @@ class Hook(pl.Callback):
         """
 
 
+HOOK_EVENTS = tuple(name for name in vars(Hook) if name.startswith("on_") and not hasattr(pl.Callback, name))
+"""Events that Lightning's callbacks do not have."""
+
+
 def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """`method` under the failure and rank policy of its hook."""
     is_setup, is_last = name == "setup", name in ("teardown", "on_exception")
@@ -213,7 +232,7 @@ def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, trainer, *args, **kwargs)
         if is_setup:
             order_callbacks(trainer)
-        if self.ranks == "zero" and not is_rank_zero(trainer):
+        if self.ranks == "zero" and not trainer.is_global_zero:
             return None
         self._inside_event = True
         try:
@@ -273,7 +292,6 @@ def order_callbacks(trainer: pl.Trainer) -> None:
     Raises:
         HookOrderError: Hooks wait for each other, or one reads a field that no hook writes.
     """
-    note_rank(trainer)
     registered = callbacks_of(trainer)
     if getattr(trainer, _ORDERED_ATTRIBUTE, None) is registered:
         return
@@ -282,3 +300,57 @@ def order_callbacks(trainer: pl.Trainer) -> None:
     callbacks = [next(ordered) if isinstance(callback, Hook) else callback for callback in registered]
     trainer.callbacks = callbacks  # type: ignore[attr-defined]
     setattr(trainer, _ORDERED_ATTRIBUTE, callbacks)
+
+
+def in_order(hooks: Sequence[Hook]) -> list[Hook]:
+    """The hooks, writers first, otherwise as they were registered.
+
+    Raises:
+        HookOrderError: Hooks wait for each other, or one reads a field that no hook writes.
+    """
+    # By position: a hook that is a dataclass can be neither hashed nor distinguished from its equal.
+    waits_for = [_predecessors(position, hooks) for position in range(len(hooks))]
+    ordered: list[int] = []
+    remaining = list(range(len(hooks)))
+    while remaining:
+        ready = next((position for position in remaining if not waits_for[position].intersection(remaining)), None)
+        if ready is None:
+            raise HookOrderError(_describe_cycle(remaining, waits_for, hooks))
+        ordered.append(ready)
+        remaining.remove(ready)
+    return [hooks[position] for position in ordered]
+
+
+def _predecessors(position: int, hooks: Sequence[Hook]) -> set[int]:
+    """Positions of the hooks that must run before the one at `position`.
+
+    Among hooks that both read and write a field, such as a counter, the order of registration decides.
+    """
+    hook = hooks[position]
+    before: set[int] = set()
+    for field in (*hook.reads, *hook.optional_reads):
+        writers = [other for other, writer in enumerate(hooks) if field in writer.writes]
+        if not writers and field in hook.reads and field not in FIELDS_OF_THE_LOOP:
+            raise HookOrderError(f"{hook.label} reads {field!r}, which no hook writes; add the callback that writes it")
+        for writer in writers:
+            both_update = field in hook.writes and field in hooks[writer].reads
+            if writer != position and (not both_update or writer < position):
+                before.add(writer)
+    return before
+
+
+def _describe_cycle(stuck: Sequence[int], waits_for: Sequence[set[int]], hooks: Sequence[Hook]) -> str:
+    """Follow who waits for whom among the `stuck` until a hook comes twice."""
+    path = [stuck[0]]
+    while path.count(path[-1]) == 1:
+        path.append(next(position for position in stuck if position in waits_for[path[-1]]))
+    cycle = [hooks[position] for position in path[path.index(path[-1]) :]]
+    steps = [
+        f"{hook.label} reads {_shared_fields(hook, writer)} of {writer.label}"
+        for hook, writer in itertools.pairwise(cycle)
+    ]
+    return "hooks wait for each other: " + ", ".join(steps) + "; drop one of these reads or writes"
+
+
+def _shared_fields(reader: Hook, writer: Hook) -> list[str]:
+    return sorted({*reader.reads, *reader.optional_reads}.intersection(writer.writes))

@@ -7,21 +7,16 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 
-from .events import callbacks_of, is_rank_zero
+from .events import callbacks_of
 from .hook import Hook
 
 __all__ = [
     "listeners",
-    "looks_at_no_weights",
-    "may_look_at_weights",
     "skippable",
     "skipping_hook",
 ]
 
 _SKIPPABLE_ATTRIBUTE = "_genlight_is_skippable"
-_BLIND_ATTRIBUTE = "_genlight_looks_at_no_weights"
-_PROGRESS_BARS = "lightning.pytorch.callbacks.progress."
-"""Lightning's own, which show metrics."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -35,7 +30,7 @@ def listeners(trainer: pl.Trainer, event: str) -> list[Callable[..., Any]]:
         getattr(callback, event)
         for callback in callbacks_of(trainer)
         if _is_own(callback, event)
-        and (not isinstance(callback, Hook) or callback.ranks == "all" or is_rank_zero(trainer))
+        and (not isinstance(callback, Hook) or callback.ranks == "all" or trainer.is_global_zero)
     ]
 
 
@@ -56,24 +51,6 @@ def skipping_hook(listener: Callable[..., Any]) -> Hook | None:
     """The hook whose ``next_due_step`` says when to call `listener`; None where it is called after each step."""
     hook = getattr(listener, "__self__", None)
     return hook if isinstance(hook, Hook) and hasattr(listener, _SKIPPABLE_ATTRIBUTE) else None
-
-
-def looks_at_no_weights(method: _Method) -> _Method:
-    """Mark an event in which neither the hook nor anything that it calls reads or changes weights or buffers.
-
-    On several ranks genlight's loop lets buffers be on their way to a rank while it is called. Not for a hook that
-    fires events or writes to loggers; one that was given code of the user sets its ``calls_user_code``. A method that a
-    subclass puts in its place counts as one that looks, unless it is marked as well.
-    """
-    setattr(method, _BLIND_ATTRIBUTE, True)
-    return method
-
-
-def may_look_at_weights(listener: Callable[..., Any]) -> bool:
-    """Whether one of the `listeners` may read or change weights or buffers, as far as is known."""
-    hook = getattr(listener, "__self__", None)
-    is_known = hasattr(listener, _BLIND_ATTRIBUTE) or type(hook).__module__.startswith(_PROGRESS_BARS)
-    return not is_known or getattr(hook, "calls_user_code", False)
 
 
 def _is_own(callback: pl.Callback, event: str) -> bool:

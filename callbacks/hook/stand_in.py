@@ -9,15 +9,18 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from .hook import Hook
+from .hook import Hook, judge
 
 __all__ = ["StandIn"]
+
+_OF_THE_STATE = frozenset({"on_save_checkpoint", "on_load_checkpoint"})
+"""A failure of these must reach the code that saves or loads."""
 
 
 class StandIn(Hook):
     """Calls the hooks that one callback has, and no others: a hook that exists is called in each step.
 
-    A subclass says which hooks those are (`forwarded_hooks`) and how each is called (`deliver`).
+    A subclass says which hooks those are (`forwarded_hooks`) and how each is called (`call`).
 
     Args:
         callback: What it stands in for.
@@ -31,9 +34,21 @@ class StandIn(Hook):
         """The hooks of this object, each with the name of the callback's method that it stands for."""
         raise NotImplementedError
 
+    def call(self, method: str, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> Any:
+        """Call the method of the callback."""
+        raise NotImplementedError
+
     def deliver(self, method: str, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> Any:
         """Call the method of the callback under the policy of this object."""
-        raise NotImplementedError
+        if self.ranks == "zero" and not trainer.is_global_zero:
+            return None
+        try:
+            return self.call(method, trainer, *args, **kwargs)
+        except Exception as error:
+            if method in _OF_THE_STATE:
+                raise
+            judge(self, method, error)
+            return None
 
     @property
     @override

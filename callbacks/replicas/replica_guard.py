@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import ReplicaDriftError
 from ...adapter.plumbing.devices import LateCopy, host_group
-from ..checkpoint.codec.wrapper_tensors import wrapped_tensors
+from ..checkpoint.codec.named_types import wrapped_tensors
 from ..hook.cadence import Boundaries, StepCadence
 from ..hook.hook import Hook
 from ..hook.listeners import skippable

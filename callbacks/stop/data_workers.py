@@ -1,7 +1,7 @@
 """Data workers outlive a stop signal that was sent to the whole process group, as schedulers and terminals send it.
 
 The training process finishes its step and saves a checkpoint then, for which it may need further batches. A worker
-ends when its loader tells it to, when the loader's iterator is gone, or when the training process is.
+ends when its loader ends it, when the loader's iterator is gone, or when the training process is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ENTRY = "_get_iterator"
 require_names("torch", DataLoader, _ENTRY)
 
 PATIENCE_S = 10.0
-"""How long a worker may take to end as its loader tells it, once the iterator is gone."""
+"""How long a worker may take to end by its loader, once the iterator is gone."""
 
 _Start = Callable[[DataLoader[Any]], Iterator[Any]]
 

@@ -135,14 +135,14 @@ class StopSources:
         self._checks += [check for check in other._checks if check not in self._checks]
 
     @property
-    def told(self) -> StopReason | None:
-        """Why to stop, as far as this process was told; looks at no file and no clock."""
+    def requested(self) -> StopReason | None:
+        """Why to stop, by the flag and the signals of this process; looks at no file and no clock."""
         return "canceled" if self.canceled else self.signals.reason
 
     def reason(self) -> StopReason | None:
         """Why to stop, by all sources; None where none asks for it."""
-        if self.told is not None:
-            return self.told
+        if self.requested is not None:
+            return self.requested
         if self.deadline.is_over(time.monotonic()):
             return "timeout"
         if any(cancel_file_is_set(path) for path in self.cancel_files):
@@ -155,11 +155,11 @@ class StopSources:
 
     @property
     def is_agreed(self) -> bool:
-        """Whether the ranks stop together, so that none has to be told."""
+        """Whether the ranks stop together, so that none needs a notice."""
         return self.run_state is not None and self.run_state.stop_reason is not None
 
     def is_stopping(self) -> bool:
-        """Whether this rank or another one was told to stop."""
+        """Whether this rank or another one was asked to stop."""
         return self.is_agreed or self.reason() is not None
 
     def raise_if_signalled(self) -> None:

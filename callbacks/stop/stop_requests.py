@@ -11,26 +11,120 @@ from contextlib import ExitStack
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import StopReason, TrainingCanceled
+from ...adapter.plumbing.devices import host_group
 from ..checkpoint.policy import Checkpoint
+from ..hook.cadence import Pace, steps_within
 from ..hook.events import callbacks_of, run_state_of
 from ..hook.hook import Hook
-from ..hook.listeners import looks_at_no_weights, skippable
+from ..hook.listeners import skippable
 from ..hook.run_context import RunContext
-from ..hook.ticker import Ticker
 from ..lightning_internals import attached_trainer, signal_connector
 from .data_workers import protect_workers, release_workers
-from .rank_agreement import Agreement
 from .signals import REASON_OF_SIGNAL, StopSignals
 from .sources import StopSources
 
-__all__ = ["StopRequests"]
+__all__ = ["Agreement", "StopRequests"]
+
+ROUND_S = 0.05
+"""About how far apart rounds are: one costs some 0.3 ms, as much as a step of a small model."""
+MOST_STEPS = 32
+"""How many steps apart they are at most, for a run whose steps become slow from one to the next."""
+
+
+class Agreement:
+    """The largest of the numbers that ranks say, asked for after every so many steps.
+
+    A round is an asynchronous all-reduce that begins at the end of one step and is read at the end of the next, by when
+    the other ranks have usually come as far. With its number each rank says after how many steps it would begin the
+    next round, by its own clock, and the smallest counts. So all begin it after the same step, whatever their clocks
+    and speeds are. The first round comes after the first step; from one to the next their distance at most doubles.
+
+    Args:
+        group: Where a round takes place; None makes a group of all ranks, which all must do at the same time.
+        clock: Seconds since any moment.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        # Of gloo and of its own: numbers stay in host memory and no device is waited for.
+        self._group = host_group() if group is None else group
+        self._clock = clock
+        self._numbers = torch.zeros(3, dtype=torch.int64, device="cpu")
+        self._work: dist.Work | None = None
+        self._is_over = False
+        self._distance = 1
+        self.due_step = 0
+        """The step at whose end a round begins, or is read."""
+        self._began_at = clock()
+        self.took_s = 0.0
+        """From the beginning of the last round until it was read."""
+
+    def now(self, number: int) -> int:
+        """Agree on the numbers of this moment; waits for all ranks."""
+        self._begin(number, trains=True)
+        agreed = self._read()
+        self._distance = 1
+        self.took_s = 0.0  # ranks do not start at the same time
+        return agreed
+
+    def after_step(self, step: int, say: Callable[[], int]) -> int:
+        """At the end of `step`, the same on all ranks: what was agreed on, where a round is read here; else 0.
+
+        Nothing happens before `due_step`, so that it need not be called.
+
+        Args:
+            step: The completed steps.
+            say: Gives the number of this rank; called where a round begins. Once another number than 0 was agreed on,
+                none does any longer.
+        """
+        if step < self.due_step:
+            return 0
+        agreed = 0
+        if self._work is not None:
+            agreed = self._read()
+            self.due_step = step + self._distance - 1
+        if step >= self.due_step and not self._is_over:
+            self._begin(say(), trains=True)
+            self.due_step = step + 1
+        return agreed
+
+    def rewind(self, step: int) -> None:
+        """All ranks go back to `step`."""
+        self.due_step = min(self.due_step, step + 1)
+
+    def leave(self) -> None:
+        """Take part in rounds until no rank trains any longer; those that still do would wait for this one."""
+        while not self._is_over:
+            if self._work is None:
+                self._begin(0, trains=False)
+            self._read()
+
+    def _begin(self, number: int, *, trains: bool) -> None:
+        self._numbers = torch.tensor([number, -self._wanted_distance(), trains], device="cpu")
+        self._work = self._group.allreduce([self._numbers], dist.ReduceOp.MAX)
+
+    def _read(self) -> int:
+        assert self._work is not None
+        self._work.wait()
+        self._work = None
+        self.took_s = self._clock() - self._began_at
+        agreed, negative_distance, someone_trains = self._numbers.tolist()
+        self._distance = -negative_distance
+        self._is_over = agreed != 0 or not someone_trains
+        return int(agreed)
+
+    def _wanted_distance(self) -> int:
+        """How many steps fit between two rounds, at the speed since the last one."""
+        before, self._began_at = self._began_at, self._clock()
+        return steps_within(ROUND_S, steps=self._distance, took_s=self._began_at - before, most=MOST_STEPS)
 
 
 _REASONS: tuple[StopReason | None, ...] = (None, "canceled", "timeout", "preempted")
-"""By code; the largest wins where ranks were told different things."""
+"""By code; the largest wins where ranks were asked for different reasons."""
 
 
 class StopRequests(Hook):
@@ -62,9 +156,8 @@ class StopRequests(Hook):
     critical = True
     ranks: Literal["zero", "all"] = "all"
     writes = ("stop_reason",)
-    _of_this_process = frozenset({"_agreement", "_ticker"})
+    _of_this_process = frozenset({"_agreement"})
     _agreement: Agreement | None = None
-    _ticker: Ticker | None = None
     poll_s = 0.05
     """How often files are looked at; a look costs more than the rest of a step's checks."""
 
@@ -81,6 +174,7 @@ class StopRequests(Hook):
         self.sources = StopSources(cancel_file, max_runtime_s=max_runtime_s, canceled=canceled, signals=signals)
         self._requested: StopReason | None = None
         self._next_poll = 0.0
+        self._pace = Pace(self.poll_s)
         self._undo = ExitStack()
         self._has_fitted = False
 
@@ -97,12 +191,11 @@ class StopRequests(Hook):
     def add_check(self, check: Callable[[], str | None]) -> None:
         """Also stop when `check`, called at most every 50 ms, returns a reason."""
         self.sources.add_check(check)
-        self.calls_user_code = True
 
     def requested(self) -> StopReason | None:
         """The reason for which this rank was asked to stop, or None; looks at files at most every 50 ms."""
         if self._requested is None:
-            self._requested = self.sources.told
+            self._requested = self.sources.requested
         if self._requested is None:
             now = time.monotonic()
             if now >= self._next_poll:
@@ -122,11 +215,6 @@ class StopRequests(Hook):
     def _wake(self) -> None:
         """Have the loop call this hook after the step that runs."""
         self.next_due_step = 0
-
-    def _end_ticks(self) -> None:
-        if self._ticker is not None:
-            self._ticker.stop()
-            self._ticker = None
 
     def _code(self) -> int:
         """The number that stands for what this rank was asked."""
@@ -154,27 +242,24 @@ class StopRequests(Hook):
         self.sources.deadline.begin_training(saves=saves)
         if not getattr(trainer.fit_loop, "raises_stops", False):
             self.on_train_batch_start = _raise_if_stopped  # type: ignore[method-assign, assignment]
+        self._pace = Pace(self.poll_s)
         code = self._code()
         if trainer.world_size > 1:
             self._agreement = Agreement()
             code = self._agreement.now(code)
-        else:
-            self._end_ticks()
-            self._ticker = Ticker(self, self.poll_s, lambda: self._next_poll)
-            self._ticker.start()
         run_state_of(trainer).stop_reason = _REASONS[code]
 
-    @looks_at_no_weights
     @skippable
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        step = trainer.global_step
         if self._agreement is not None:
-            reason: str | None = _REASONS[self._agreement.after_step(self._code)]
+            reason: str | None = _REASONS[self._agreement.after_step(step, self._code)]
+            self.next_due_step = self._agreement.due_step
         else:
-            if self._ticker is not None:
-                self._ticker.rest()  # in this order: a signal that comes in between wakes this hook again
+            self.next_due_step = self._pace.next_look(step)  # first: a signal that comes after it wakes this hook again
             reason = self.requested()
         if reason is not None:
             run_state_of(trainer).stop_reason = reason
@@ -186,19 +271,16 @@ class StopRequests(Hook):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end_ticks()
         if self._agreement is not None:
             self._agreement.leave()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
-        self._end_ticks()
         self._undo.close()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._end_ticks()
         self._undo.close()
 
     def _forget_last_fit(self) -> None:

@@ -10,14 +10,13 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from ...reporters.events.goodput import METRIC_PREFIX
-from ..data_wait import data_wait_s
 from ..hook.events import Figures
 from ..hook.figures import FIGURES_FIELD, publish_figures
 from ..hook.hook import Hook
 from ..hook.listeners import skippable
 from ..stop.sources import process_age_s
 
-__all__ = ["Goodput"]
+__all__ = ["Goodput", "data_wait_s"]
 
 LOOK_EVERY_STEPS = 10
 """How often it looks at the clock."""
@@ -120,3 +119,9 @@ class Goodput(Hook):
         since = self._held_since.pop(what, None)
         if since is not None:
             self.on_time_spent(trainer, pl_module, what, time.monotonic() - since)
+
+
+def data_wait_s(trainer: pl.Trainer) -> float | None:
+    """Seconds that training has waited for data so far; None where the loader does not say."""
+    waited_s: float | None = getattr(trainer.train_dataloader, "wait_seconds", None)
+    return waited_s

@@ -20,9 +20,8 @@ from ..hook.cadence import NEVER, StepCadence, crossed
 from ..hook.figures import FIGURES_FIELD, publish_figures
 from ..hook.hook import Hook
 from ..hook.listeners import skippable
-from .device_peaks import number_type, peak_flops
+from .flops import StepFlops, number_type, peak_flops
 from .run_events import RunEvents
-from .step_flops import StepFlops
 
 __all__ = ["Heartbeat", "samples_in", "tokens_in"]
 
@@ -42,7 +41,7 @@ class _Counts:
     """Completed steps when it began."""
     batches: int = 0
     samples: int | None = 0
-    """None once a batch does not tell."""
+    """None once a batch does not say."""
     tokens: int | None = 0
 
     def add(self, samples: int | None, tokens: int | None) -> None:
@@ -58,7 +57,7 @@ class Heartbeat(Hook):
     Fields without a key of their own go in ``artifacts`` of the event; loggers get the same as ``perf/…``:
 
     - ``steps_per_sec``, ``samples_per_sec`` and ``tokens_per_sec`` of all ranks, and the same of the attempt
-      (``attempt_…``). Samples and tokens are there where batches tell: rows, the first dimension of tensors, the
+      (``attempt_…``). Samples and tokens are there where batches say: rows, the first dimension of tensors, the
       elements of ``input_ids``, ``tokens`` or ``token_ids``.
     - ``flops_per_sec`` of this device: the operations of a step, counted by the formulas of
       ``torch.utils.flop_counter`` in the second step and again in a step after batches changed their shapes, as seen
@@ -98,7 +97,7 @@ class Heartbeat(Hook):
             raise ValueError("Invalid `scenario`. Expected a non-empty string, but received ''.")
         self.interval_steps = interval_steps
         self.count_flops = count_flops
-        self._events = RunEvents(scenario, path)
+        self.events = RunEvents(scenario, path)
         self._set_up_at = time.monotonic()
         self._first_step_s: float | None = None
         self._window = self._attempt = _Counts(self._set_up_at, 0)
@@ -141,7 +140,7 @@ class Heartbeat(Hook):
         self._attempt.add(samples, tokens)
         if self._first_step_s is None:
             self._first_step_s = time.monotonic() - self._set_up_at
-        step = trainer.fit_loop.epoch_loop.global_step  # what `trainer.global_step` returns, a call later
+        step = trainer.global_step
         if crossed(self._window.step, step, self.interval_steps):
             if self._flops is not None:
                 self._flops.look_at(batch)
@@ -182,7 +181,7 @@ class Heartbeat(Hook):
             "watts": watts,
             **_memory(trainer.strategy.root_device),
         }
-        self._events.write(
+        self.events.write(
             trainer,
             event="heartbeat",
             success=True,
@@ -198,7 +197,7 @@ class Heartbeat(Hook):
         publish_figures(trainer, lambda: sent)
 
     def _watts(self, device: torch.device) -> float | None:
-        """The mean over NVML's last second at most; None where nothing tells, which is not asked again."""
+        """The mean over NVML's last second at most; None where nothing says it, which is not asked again."""
         if not self._has_nvml:
             return None
         try:
@@ -251,7 +250,7 @@ def _memory(device: torch.device) -> dict[str, float | None]:
 
 
 def samples_in(batch: Any) -> int | None:
-    """The samples of a batch; None where it does not tell.
+    """The samples of a batch; None where it does not say.
 
     Rows of an Arrow batch; the first dimension of a tensor or array, or of the first one in a mapping or sequence; the
     length of a sequence of anything else.

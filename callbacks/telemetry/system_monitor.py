@@ -1,4 +1,4 @@
-"""Tells at an interval how busy the machine is that trains."""
+"""Reports at an interval how busy the machine is that trains."""
 
 from __future__ import annotations
 
@@ -44,13 +44,16 @@ class SystemMonitor(Hook):
     """
 
     writes = (FIGURES_FIELD,)
-    _of_this_process = frozenset({"_reader"})
-    _reader: _Reader | None = None
+    _of_this_process = frozenset({"_thread", "_stopped"})
+    _thread: threading.Thread | None = None
 
     def __init__(self, every_s: float = 10.0) -> None:
         if not 0 < every_s < threading.TIMEOUT_MAX:
             raise ValueError(f"Invalid `every_s`. Expected a positive number of seconds, but received {every_s!r}.")
         self.every_s = every_s
+        self._newest: Mapping[str, float] = {}
+        self._has_news = False
+        self._failure: Exception | None = None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -58,9 +61,12 @@ class SystemMonitor(Hook):
         self.next_due_step = NEVER
         device = trainer.strategy.root_device
         gpus = _gpus_of_this_machine(trainer, device) if device.type == "cuda" else ()
-        reader = _Reader(self, _Machine(trainer.default_root_dir, gpus))
-        reader.start()
-        self._reader = reader
+        self._newest, self._has_news, self._failure = {}, False, None
+        # Not an Event: an interrupt inside of its `set` can leave its lock held for ever.
+        self._stopped: queue.SimpleQueue[None] = queue.SimpleQueue()
+        machine = _Machine(trainer.default_root_dir, gpus)
+        thread = threading.Thread(target=self._watch, args=(machine,), name="genlight-system-monitor", daemon=True)
+        self._thread = started(thread)
 
     @skippable
     @override
@@ -68,8 +74,16 @@ class SystemMonitor(Hook):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.next_due_step = NEVER  # before the look, which sees what is read meanwhile
-        if self._reader is not None and self._reader.has_news():
-            publish_figures(trainer, self._reader.newest, waits=True)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        has_news, self._has_news = self._has_news, False
+        if has_news:
+            publish_figures(trainer, self.newest, waits=True)
+
+    def newest(self) -> Mapping[str, float]:
+        """The last reading."""
+        return self._newest
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -85,63 +99,27 @@ class SystemMonitor(Hook):
         self._end()
 
     def _end(self) -> None:
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.stop()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._stopped.put(None)
+            thread.join()
 
-
-class _Reader:
-    """A thread that reads the machine, and wakes its hook."""
-
-    def __init__(self, hook: SystemMonitor, machine: _Machine) -> None:
-        self._hook, self._machine = hook, machine
-        # Not an Event: an interrupt inside of its `set` can leave its lock held for ever.
-        self._stopped: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._news: queue.SimpleQueue[dict[str, float] | Exception] = queue.SimpleQueue()
-        self._newest: Mapping[str, float] = {}
-        self._thread = threading.Thread(target=self._run, name="genlight-system-monitor", daemon=True)
-
-    def start(self) -> None:
-        started(self._thread)
-
-    def stop(self) -> None:
-        self._stopped.put(None)
-        self._thread.join()
-
-    def newest(self) -> Mapping[str, float]:
-        return self._newest
-
-    def has_news(self) -> bool:
-        """Whether anything was read since the last call.
-
-        Raises:
-            Exception: The machine could not be read; the thread has ended.
-        """
-        has_news = False
-        while True:
+    def _watch(self, machine: _Machine) -> None:
+        """In the thread: read the machine, and have the next step publish it, until the end or a failure."""
+        while self._failure is None:
             try:
-                news = self._news.get_nowait()
-            except queue.Empty:
-                return has_news
-            if isinstance(news, Exception):
-                raise news
-            self._newest, has_news = news, True
-
-    def _run(self) -> None:
-        while True:
-            try:
-                self._stopped.get(timeout=self._hook.every_s)
+                self._stopped.get(timeout=self.every_s)
             except queue.Empty:
                 pass
             else:
                 return
             try:
-                self._news.put(self._machine.read())
+                self._newest, self._has_news = machine.read(), True
             except Exception as error:  # noqa: BLE001  # raised in the training thread, under the policy of the hook
-                self._news.put(error)
+                self._failure = error
                 return
             finally:
-                self._hook.next_due_step = 0
+                self.next_due_step = 0
 
 
 class _Machine:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from genlight.adapter import ContractModule, StepResult
-from genlight.callbacks.health import observation
+from genlight.callbacks.health import readings
 from genlight.callbacks.health.diagnosis import Diagnosis
 
 STEP_MS = 5.0
@@ -34,12 +34,12 @@ MODELS = {
 }
 TIMED = (
     (Diagnosis, "on_train_batch_end"),
-    (observation.UpdateWatch, "_before_update"),
-    (observation.UpdateWatch, "_after_update"),
-    (observation.StepClock, "_begin"),
-    (observation.StepClock, "_end"),
-    (observation._ForwardHook, "__call__"),
-    (observation._ForwardHook, "_note_gradient"),
+    (readings.UpdateWatch, "_before_update"),
+    (readings.UpdateWatch, "_after_update"),
+    (readings.StepClock, "_begin"),
+    (readings.StepClock, "_end"),
+    (readings.ModuleTrace, "_note_output"),
+    (readings.ModuleTrace, "_note_gradient"),
 )
 
 

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 
 from genlight.callbacks.checkpoint import CheckpointStore, RecordMeta, verify
-from genlight.callbacks.checkpoint.codec.digest import content_digests
-from genlight.callbacks.checkpoint.frozen import Frozen, described
+from genlight.callbacks.checkpoint.capture import Frozen, described
+from genlight.callbacks.checkpoint.codec.tensor_bytes import content_digests
 
 LAYERS = 24
 

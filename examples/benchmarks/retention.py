@@ -26,7 +26,7 @@ from genlight.callbacks.checkpoint import (
     save,
     sweep,
 )
-from genlight.callbacks.checkpoint.retention import WRITER, Kept, own_records
+from genlight.callbacks.checkpoint.selection import WRITER, Kept, own_records
 
 
 def fill(directory: Path, count: int) -> None:
@@ -51,7 +51,7 @@ def measure(directory: Path, kept: int, removed: int) -> dict[str, float]:
     assert len(surplus) == removed
     store.prune(surplus, lambda some: some)
     returned = time.perf_counter()
-    store.writer.finish()
+    store.background.finish()
     done = time.perf_counter()
     assert len(list_checkpoints(directory)) == kept
     return {

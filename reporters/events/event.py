@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
@@ -39,7 +39,6 @@ __all__ = [
     "event_faults",
     "event_schema",
     "finite_float",
-    "metric_lines",
     "path_text",
     "timestamp_ms",
 ]
@@ -72,8 +71,10 @@ class Metadata(msgspec.Struct):
     command: str | _Unset = msgspec.UNSET
     git: Git | _Unset = msgspec.UNSET
     host: str | _Unset = msgspec.UNSET
+    job: dict[str, Any] | _Unset = msgspec.UNSET
     notes: str | _Unset = msgspec.UNSET
     packages: dict[str, str] | _Unset = msgspec.UNSET
+    seed: int | _Unset = msgspec.UNSET
     tags: list[str] | _Unset = msgspec.UNSET
 
 
@@ -102,7 +103,8 @@ class Started(_Common):
             dict[str, Any],
             msgspec.Meta(
                 description="How the attempt came to be: `command`, `git` (`commit`, `dirty`), `host`, `packages` "
-                "(versions by name), and the job's `tags` and `notes`. Without secrets."
+                "(versions by name), the job's `tags`, `notes` and `seed`, and its settings by dotted name (`job`). "
+                "Without secrets."
             ),
         ]
         | _Unset
@@ -223,32 +225,6 @@ def encode_event(event: Event) -> bytes:
         return _encode(msgspec.structs.replace(event, **spelled)) + b"\n"
 
 
-def metric_lines(
-    reports: Iterable[tuple[Mapping[str, float | str], int, int]], *, run_id: str, seq: int
-) -> list[bytes]:
-    """A line for each metric of many reports, in their order; as `encode_event`, at half of its cost.
-
-    Args:
-        reports: Values by name, as `finite_float` gives them, their step, and nanoseconds since the epoch.
-        run_id: Whose metrics these are.
-        seq: Of the first line.
-    """
-    lines = []
-    # One event for all of them: fresh memory costs more than writing to it.
-    event = Metric(run_id=run_id, seq=seq, timestamp_ms=0, name="", step=0, value=0.0)
-    for values, step, now_ns in reports:
-        event.step, event.timestamp_ms = step, timestamp_ms(now_ns)
-        for name, value in values.items():
-            event.name = name
-            event.value, event.value_text = (None, value) if isinstance(value, str) else (value, msgspec.UNSET)  # type: ignore[assignment]
-            try:
-                lines.append(_encode(event) + b"\n")
-            except UnicodeEncodeError:
-                lines.append(encode_event(event))
-            event.seq += 1
-    return lines
-
-
 def event_schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of one line of an event log."""
     _, shapes = msgspec.json.schema_components([*KINDS.values(), Metadata], ref_template="#/$defs/{name}")
@@ -334,8 +310,8 @@ def path_text(field: str, value: Any) -> str:
         raise TypeError(f"Invalid `{field}`. Expected a path, but received {value!r}.") from None
 
 
-def checked_step(value: Any) -> int:
-    """A number of completed steps.
+def checked_step(value: Any, name: str = "step") -> int:
+    """A number of completed steps, or whatever else `name` counts.
 
     Raises:
         TypeError: It is not an integer.
@@ -344,9 +320,9 @@ def checked_step(value: Any) -> int:
     try:
         step = operator.index(value)
     except TypeError:
-        raise TypeError(f"Invalid `step`. Expected an integer >= 0, but received {value!r}.") from None
+        raise TypeError(f"Invalid `{name}`. Expected an integer >= 0, but received {value!r}.") from None
     if not 0 <= step <= MAX_STEP:
-        raise ValueError(f"Invalid `step`. Expected an integer from 0 to 2**63 - 1, but received {step}.")
+        raise ValueError(f"Invalid `{name}`. Expected an integer from 0 to 2**63 - 1, but received {step}.")
     return int(step)
 
 

@@ -9,7 +9,7 @@ import uuid
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from lightning.fabric.loggers.logger import rank_zero_experiment
@@ -90,23 +90,17 @@ class EventLogger(Logger):
         self._left_out: set[str] = set()
         self._run: _HasEventLog | None = None
 
-    @classmethod
-    def attached(cls, event_log: EventLog) -> Self:
-        """A logger that adds metrics to a log that another part of the program opened.
-
-        The opener writes the terminal event and closes it; `RecordEvents` writes the events of the fit.
-        """
-        logger = cls()
-        logger._attach(event_log)
-        return logger
-
     def join_run(self, run: _HasEventLog) -> None:
-        """Add metrics to the log of `run`, as `attached` does, where it has one; called on each rank."""
+        """Add metrics to the log of `run`, as `attach` does, where it has one; called on each rank."""
         self._run = run
         if run.event_log is not None:
-            self._attach(run.event_log)
+            self.attach(run.event_log)
 
-    def _attach(self, event_log: EventLog) -> None:
+    def attach(self, event_log: EventLog) -> None:
+        """Add metrics to a log that another part of the program opened, and that writes its terminal event.
+
+        `RecordEvents` writes the events of the fit.
+        """
         self.run_id, self.path = event_log.run_id, event_log.path.absolute()
         self._save_dir = os.fspath(event_log.path.parent)
         self._log = event_log
@@ -307,20 +301,6 @@ class _HasEventLog(Protocol):
         ...
 
 
-class DurableCheckpoint(Protocol):
-    """The part of a checkpoint's record that the logger reads."""
-
-    @property
-    def reported_path(self) -> Path:
-        """The path that the trainer's hook named, else the record."""
-        ...
-
-    @property
-    def step(self) -> int:
-        """Completed steps."""
-        ...
-
-
 class RecordEvents(Callback):
     """Writes ``started``, ``checkpoint`` and ``sample`` events of a fit to an open log, on rank zero.
 
@@ -344,17 +324,9 @@ class RecordEvents(Callback):
         if trainer.global_step:  # Lightning restores it after it last speaks to loggers
             self.event_log.metric(name=RESUMED_METRIC, value=trainer.global_step, step=trainer.global_step)
 
-    @override
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        self.event_log.flush()  # who resumes from this checkpoint does not report the steps before it again
-
     # Events of genlight's own callbacks, which they deliver to every callback that has a method of that name.
 
-    def on_checkpoint_durable(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: DurableCheckpoint
-    ) -> None:
+    def on_checkpoint_durable(self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: Any) -> None:
         """A checkpoint can no longer be lost."""
         self.event_log.checkpoint(path=record.reported_path, step=record.step)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from .event import RESUMED_METRIC, Checkpoint, Completed, Event, Failed, Metric, Sample, Started
 from .reader import typed_events
 
-__all__ = ["METRIC_PREFIX", "PARTS", "Account", "Span", "account", "account_of"]
+__all__ = ["METRIC_PREFIX", "PARTS", "Account", "Ledger", "Span", "account", "account_of"]
 
 METRIC_PREFIX = "time/"
 """Of the metrics of `genlight.callbacks.Goodput`: seconds that an attempt has spent so far."""
@@ -116,7 +116,7 @@ class _Attempt:
 def account_of(path: str | os.PathLike[str]) -> Account | None:
     """Add up the event log at `path`; None where no attempt has started.
 
-    Where an attempt was killed, what it did since its last event is counted as ``idle``: nothing tells when it ended.
+    Where an attempt was killed, what it did since its last event is counted as ``idle``: nothing says when it ended.
     A last line without its newline is left out, as by `read_events`.
 
     Raises:
@@ -127,23 +127,52 @@ def account_of(path: str | os.PathLike[str]) -> Account | None:
 
 def account(events: Iterable[Event]) -> Account | None:
     """Add up the events of a log, oldest first; as `account_of`."""
-    attempts = _attempts(events)
-    if not attempts:
-        return None
-    seconds = dict.fromkeys(PARTS, 0.0)
-    spans = []
-    for position, attempt in enumerate(attempts):
-        following = attempts[position + 1 :]
-        kept_until = min((later.resumed_from for later in following), default=attempt.last_step)
-        spent = _spent(attempt, kept_until)
-        began_s, ended_s = attempt.process_began_s, attempt.last_s
-        spans.append(Span(began_s, ended_s, attempt.resumed_from, attempt.last_step, attempt.ended, spent))
-        for part, spent_s in spent.items():
-            seconds[part] = seconds.get(part, 0.0) + spent_s
-        if following:
-            seconds["idle"] += max(following[0].process_began_s - attempt.last_s, 0.0)
-    wall_s = attempts[-1].last_s - attempts[0].process_began_s
-    return Account(seconds, len(attempts), wall_s, any(attempt.figures for attempt in attempts), tuple(spans))
+    ledger = Ledger()
+    for event in events:
+        ledger.take(event)
+    return ledger.account()
+
+
+class Ledger:
+    """Adds up events as they come; `account` is asked for whenever it is wanted."""
+
+    def __init__(self) -> None:
+        self._attempts: list[_Attempt] = []
+
+    def take(self, event: Event) -> None:
+        """Go on with the next event of the log."""
+        attempts = self._attempts
+        if isinstance(event, Started):
+            attempts.append(_Attempt(event.timestamp_ms / 1000, event))
+        elif attempts:  # else it failed before it started
+            attempt = attempts[-1]
+            if event.step > attempt.last_step:
+                attempt.last_step = event.step
+            if isinstance(event, Metric) and event.name.startswith(_METRICS_OF_THE_ACCOUNT):
+                _take_metric(attempt, event)
+            if isinstance(event, Completed | Failed):
+                attempt.upload_wait_s = _upload_wait_s(attempt.newest, event)
+            attempt.newest = event
+
+    def account(self) -> Account | None:
+        """Where the time of what was taken went; None where no attempt has started."""
+        attempts = self._attempts
+        if not attempts:
+            return None
+        seconds = dict.fromkeys(PARTS, 0.0)
+        spans = []
+        for position, attempt in enumerate(attempts):
+            following = attempts[position + 1 :]
+            kept_until = min((later.resumed_from for later in following), default=attempt.last_step)
+            spent = _spent(attempt, kept_until)
+            began_s, ended_s = attempt.process_began_s, attempt.last_s
+            spans.append(Span(began_s, ended_s, attempt.resumed_from, attempt.last_step, attempt.ended, spent))
+            for part, spent_s in spent.items():
+                seconds[part] = seconds.get(part, 0.0) + spent_s
+            if following:
+                seconds["idle"] += max(following[0].process_began_s - attempt.last_s, 0.0)
+        wall_s = attempts[-1].last_s - attempts[0].process_began_s
+        return Account(seconds, len(attempts), wall_s, any(attempt.figures for attempt in attempts), tuple(spans))
 
 
 def _spent(attempt: _Attempt, kept_until: int) -> dict[str, float]:
@@ -180,23 +209,6 @@ def _share_after(attempt: _Attempt, step: int) -> float:
             until_s = before_s + (after_s - before_s) * (step - before) / (after - before)
             return 1.0 - until_s / total_s
     return 0.0
-
-
-def _attempts(events: Iterable[Event]) -> list[_Attempt]:
-    attempts: list[_Attempt] = []
-    for event in events:
-        if isinstance(event, Started):
-            attempts.append(_Attempt(event.timestamp_ms / 1000, event))
-        elif attempts:  # else it failed before it started
-            attempt = attempts[-1]
-            if event.step > attempt.last_step:
-                attempt.last_step = event.step
-            if isinstance(event, Metric) and event.name.startswith(_METRICS_OF_THE_ACCOUNT):
-                _take_metric(attempt, event)
-            if isinstance(event, Completed | Failed):
-                attempt.upload_wait_s = _upload_wait_s(attempt.newest, event)
-            attempt.newest = event
-    return attempts
 
 
 def _upload_wait_s(before: Event, terminal: Completed | Failed) -> float:

@@ -55,8 +55,10 @@ class LineFile:
             self.last_line, self.size = _cut_torn_tail(self._descriptor, self.path)
             if not self.size:  # with lines in it, the process that began the file has made its name durable
                 fsync_directory(self.path.parent)
-        except BaseException:
+        except BaseException as error:
             os.close(self._descriptor)
+            if isinstance(error, OSError):
+                raise EventLogError(f"cannot open {self.path}: {error.strerror}") from error
             raise
         _open_files.add(self)
 
@@ -64,29 +66,25 @@ class LineFile:
         """A copy is closed, as in a forked child: the lock is that of one open file in one process."""
         return {**vars(self), "closed": True, "_descriptor": -1}
 
-    def append(self, *lines: bytes) -> None:
-        """Write lines, which end with their newline, one after the other and each whole or not at all.
+    def append(self, line: bytes) -> None:
+        """Write a line, which ends with its newline, whole or not at all.
 
         Raises:
-            EventLogError: The file is closed, or a line could not be written; the file then ends with the one before.
+            EventLogError: The file is closed, or the line could not be written; the file then ends with the one before.
         """
         if self.closed:
             raise EventLogError(f"{self.path} is closed in process {os.getpid()}")
         if self._torn:
             self._cut_off()
         descriptor, start, count = self._descriptor, self.size, self.lines
-        end = start
         try:
-            for line in lines:
-                end = start + len(line)
-                written = os.write(descriptor, line)
-                if written != len(line):
-                    write_all(descriptor, line[written:])
-                start, count = end, count + 1
-            self.size, self.lines = start, count
+            written = os.write(descriptor, line)
+            if written != len(line):
+                write_all(descriptor, line[written:])
+            self.size, self.lines = start + len(line), count + 1
         except BaseException as error:
             # Also for a KeyboardInterrupt that lands between a write and its bookkeeping.
-            self._settle(start, end, count)
+            self._agree(start, start + len(line), count)
             if isinstance(error, OSError):
                 raise EventLogError(f"cannot write to {self.path}: {error.strerror}") from error
             raise
@@ -126,9 +124,9 @@ class LineFile:
             raise EventLogError(f"cannot cut a torn line off {self.path}: {error.strerror}") from error
         self._torn = False
 
-    def _settle(self, start: int, end: int, count: int) -> None:
+    def _agree(self, start: int, end: int, count: int) -> None:
         """Bring the bookkeeping and the file to agree: the line from `start` to `end` is in it, or no byte of it is."""
-        if start < end and end == os.fstat(self._descriptor).st_size:
+        if end == os.fstat(self._descriptor).st_size:
             self.size, self.lines = end, count + 1
             return
         self.size, self.lines = start, count

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
+import io
 import os
-import re
 import threading
 from array import array
 from collections.abc import Iterable, Iterator
@@ -33,6 +31,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 __all__ = [
+    "LONGEST_LINE",
+    "Position",
     "count_started",
     "decode_line",
     "decode_object",
@@ -45,9 +45,9 @@ __all__ = [
     "whole_lines",
 ]
 
-# A quote within a JSON string is escaped, so these bytes are never part of a text.
-_STARTED = re.compile(rb'"event"\s*:\s*"started"')
 _BLOCK_BYTES = 1 << 20
+LONGEST_LINE = 16 << 20
+"""Bytes of a line that is read: no run writes nearly as many, and a log may come from elsewhere."""
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
@@ -82,7 +82,26 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     return (decode_line(path, number, line) for number, line in lines)
 
 
-def typed_events(path: str | os.PathLike[str], *, strict: bool = True) -> Iterator[Event]:
+class Position(msgspec.Struct):
+    """How far a follower has read: which file, whole lines, and where the last of them ends."""
+
+    file: tuple[int, int] | None = None
+    """Device and inode; None before the first line was read."""
+    line: int = 0
+    offset: int = 0
+
+    def is_of(self, path: str | os.PathLike[str]) -> bool:
+        """Whether the file at `path` is the one that was read, as far as it was read, and no newer one."""
+        try:
+            status = os.stat(path)
+        except OSError:
+            return self.file is None
+        return self.file in (None, (status.st_dev, status.st_ino)) and status.st_size >= self.offset
+
+
+def typed_events(
+    path: str | os.PathLike[str], *, strict: bool = True, position: Position | None = None
+) -> Iterator[Event]:
     """The events of a log, oldest first, as structs: five times as fast as `read_events`.
 
     A last line without its newline is left out, as by `read_events`.
@@ -91,24 +110,41 @@ def typed_events(path: str | os.PathLike[str], *, strict: bool = True) -> Iterat
         path: The log.
         strict: Whether a line that is no event is an error. Otherwise it is passed over if it is a JSON object, as
             another release may have written it, or has NUL bytes, as a power cut leaves them.
+        position: Where to go on, of the same file; moved along, for those who come back for what was added.
 
     Raises:
         EventLogError: The log is absent or unreadable, or a line is not an event; names the line.
     """
-    number = 1
+    position = Position() if position is None else position
     with _open(path) as file:
-        while lines := file.readlines(_BLOCK_BYTES):
-            if not lines[-1].endswith(b"\n"):
+        status = os.fstat(file.fileno())
+        position.file = status.st_dev, status.st_ino
+        file.seek(position.offset)
+        is_whole = True
+        while is_whole and (lines := _block(file, path, position)):
+            is_whole = lines[-1].endswith(b"\n")
+            if not is_whole:  # its rest may come at any moment, and would be taken for a line
                 lines.pop()
             try:
                 decoded = decode_events(b"".join(lines))
             except (ValueError, RecursionError):
                 decoded = []
             if len(decoded) != len(lines):  # a line is broken, or empty
-                yield from _one_by_one(path, lines, number, strict=strict)
+                yield from _one_by_one(path, lines, position.line + 1, strict=strict)
             else:
                 yield from decoded
-            number += len(lines)
+            position.line += len(lines)
+            position.offset += sum(map(len, lines))
+
+
+def _block(file: BinaryIO, path: str | os.PathLike[str], position: Position) -> list[bytes]:
+    """The next lines of `file`, which stands at `position`: about a megabyte of them; the last may not be whole."""
+    block = file.read(_BLOCK_BYTES)
+    rest = b"" if block.endswith(b"\n") else file.readline(LONGEST_LINE + 1)
+    lines = io.BytesIO(block + rest).readlines()
+    if len(rest) > LONGEST_LINE:
+        raise _too_long(path, position.line + len(lines))
+    return lines
 
 
 def _one_by_one(path: str | os.PathLike[str], lines: Iterable[bytes], first: int, *, strict: bool) -> Iterator[Event]:
@@ -229,7 +265,7 @@ def follow(
         EventLogError: The log is unreadable, or a line within it is not a JSON object.
     """
     stop = stop or threading.Event()
-    position = _Position()
+    position = Position()
     while not stop.is_set():
         ended = False
         for event in _new_events(path, position):
@@ -241,26 +277,17 @@ def follow(
 
 
 def count_started(path: str | os.PathLike[str], run_id: str) -> int:
-    """How many attempts of a run the log has seen start; a long log is searched, not parsed."""
+    """How many attempts of a run the log has seen start; of a long log hardly a line is parsed."""
     with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            return 0
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return sum(line.get("run_id") == run_id for line in _started_lines(content))
+        return sum(_starts(line, run_id) for line in file if b"started" in line and line.endswith(b"\n"))
 
 
-def _started_lines(content: mmap.mmap) -> Iterator[dict[str, Any]]:
-    """The whole lines of a log that are ``started``; each is parsed once, whatever it holds."""
-    position = 0
-    while match := _STARTED.search(content, position):
-        start, end = content.rfind(b"\n", position, match.start()) + 1 or position, content.find(b"\n", match.start())
-        if end < 0:
-            return
-        position = end + 1
-        with contextlib.suppress(ValueError):  # a line that is broken
-            event = decode_object(content[start:end])
-            if event.get("event") == "started":
-                yield event
+def _starts(line: bytes, run_id: str) -> bool:
+    try:
+        event = decode_object(line)
+    except ValueError:  # a line that is broken
+        return False
+    return event.get("event") == "started" and event.get("run_id") == run_id
 
 
 class _Tail(msgspec.Struct):
@@ -287,14 +314,6 @@ def last_seq(line: bytes | None, path: str | os.PathLike[str]) -> int:
         ) from error
 
 
-class _Position(msgspec.Struct):
-    """How far a follower has read: which file, whole lines, and where the last of them ends."""
-
-    file: tuple[int, int] | None = None
-    line: int = 0
-    offset: int = 0
-
-
 def _open(path: str | os.PathLike[str]) -> BinaryIO:
     try:
         return open(path, "rb")
@@ -304,9 +323,25 @@ def _open(path: str | os.PathLike[str]) -> BinaryIO:
 
 def _numbered(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
     with _open(path) as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(_lines(file, path), start=1):
             if line.endswith(b"\n"):
                 yield number, line
+
+
+def _lines(file: BinaryIO, path: str | os.PathLike[str], before: int = 0) -> Iterator[bytes]:
+    """The lines of `file`, which stands after `before` of them."""
+    while line := file.readline(LONGEST_LINE + 1):
+        before += 1
+        if len(line) > LONGEST_LINE:
+            raise _too_long(path, before)
+        yield line
+
+
+def _too_long(path: str | os.PathLike[str], number: int) -> EventLogError:
+    return EventLogError(
+        f"line {number} of event log {os.fspath(path)!s} has more than {LONGEST_LINE >> 20} MiB, which no run writes; "
+        "cut it out, or use another log"
+    )
 
 
 def decode_line(path: str | os.PathLike[str], number: int, line: bytes) -> dict[str, Any]:
@@ -329,16 +364,17 @@ def _broken(path: str | os.PathLike[str], number: int, kind: str, error: Excepti
     )
 
 
-def _new_events(path: str | os.PathLike[str], position: _Position) -> Iterator[dict[str, Any]]:
+def _new_events(path: str | os.PathLike[str], position: Position) -> Iterator[dict[str, Any]]:
     """Whole lines beyond `position`, which moves along."""
     if not os.path.exists(path):
         return
     with _open(path) as file:
         status = os.fstat(file.fileno())
-        if position.file != (status.st_dev, status.st_ino) or status.st_size < position.offset:
-            position.file, position.line, position.offset = (status.st_dev, status.st_ino), 0, 0
+        if not position.is_of(path):
+            position.line, position.offset = 0, 0
+        position.file = status.st_dev, status.st_ino
         file.seek(position.offset)
-        for line in file:
+        for line in _lines(file, path, position.line):
             if not line.endswith(b"\n"):
                 return
             position.line += 1

@@ -1,4 +1,7 @@
-"""Proves the rules of an event log, each fault with its line."""
+"""The rules of an event log: which event may follow which.
+
+The writer refuses what breaks them, and `validate_events` lists it, each fault with its line.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,16 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from .attempt import Attempt, Fault
 from .event import (
     RESUMED_METRIC,
     ROLLED_BACK_METRIC,
     TERMINAL_EVENTS,
+    Checkpoint,
+    Completed,
     Event,
     Failed,
     Metric,
@@ -27,7 +31,73 @@ from .event import (
 )
 from .reader import decode_object, whole_lines
 
-__all__ = ["Violation", "iter_violations", "validate_events"]
+__all__ = ["Attempt", "Fault", "Phase", "Violation", "iter_violations", "validate_events"]
+
+Phase = Literal["new", "started", "ended"]
+Fault = tuple[str, str]
+"""The name of a broken rule, as `Violation` has it, and the reason in words."""
+
+
+class Attempt:
+    """How far an attempt is. Not thread-safe.
+
+    Attributes:
+        run_id: Whose attempt it is.
+        phase: ``new`` before ``started``, ``ended`` once the terminal event is there.
+        checkpointed: Steps of which a checkpoint was reported, and that take no further metric.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+        self.phase: Phase = "new"
+        self.checkpointed: set[int] = set()
+        self._has_resumed = False
+
+    def fault(self, event: Event) -> Fault | None:
+        """The rule that `event` would break as the next one of this attempt; None where it may come."""
+        if self.phase == "ended":
+            return "terminal", "the attempt already has its terminal event"
+        if isinstance(event, Started):
+            return None if self.phase == "new" else ("started", "the attempt has already started")
+        if self.phase == "new":
+            return None if isinstance(event, Failed) else ("started", "the attempt has not started")
+        if event.run_id != self.run_id:
+            return "run_id", f"expected {self.run_id!r} of this attempt, found {event.run_id!r}"
+        return self.metric_fault(event.name, event.value, event.step) if isinstance(event, Metric) else None
+
+    def metric_fault(self, name: str, value: float | str | None, step: int) -> Fault | None:
+        """As `fault`, for a metric of an attempt that has started."""
+        if step in self.checkpointed:
+            return "order", (
+                f"metric {name!r} of step {step} comes after a checkpoint of that step; "
+                "report the metrics of a step before its checkpoint"
+            )
+        if name == RESUMED_METRIC and (self._has_resumed or value != step):
+            return "resumed", f"{name!r} comes once in an attempt and its value is its step; got {value} at step {step}"
+        if name == ROLLED_BACK_METRIC and not (isinstance(value, float | int) and 0 <= value <= step):
+            return "rolled_back", (
+                f"{name!r} has a step as its value that is not after its own; got {value} at step {step}"
+            )
+        return None
+
+    def take(self, event: Event) -> None:
+        """Go on to after `event`, which has no fault."""
+        if isinstance(event, Started):
+            self.phase = "started"
+        elif isinstance(event, Completed | Failed):
+            self.phase = "ended"
+        elif isinstance(event, Checkpoint):
+            self.checkpointed.add(event.step)
+        elif isinstance(event, Metric):
+            self.take_metric(event.name, event.value)
+
+    def take_metric(self, name: str, value: float | str | None) -> None:
+        """As `take`, for a metric."""
+        if name == RESUMED_METRIC:
+            self._has_resumed = True
+        elif name == ROLLED_BACK_METRIC and isinstance(value, float | int):
+            self.checkpointed = {step for step in self.checkpointed if step <= value}
+
 
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _SPACE = re.compile(rb"\s")
@@ -83,10 +153,9 @@ def iter_violations(path: str | os.PathLike[str]) -> Iterator[Violation]:
     """As `validate_events`, one by one: for a log that is larger than memory."""
     rules = _Rules()
     for number, line in whole_lines(path):
-        metric = _metric_as_written(line)
-        if metric is not None and rules.accepts(metric):
-            continue  # nearly all lines of a log, and a tenth of the cost
-        for rule, message in _faults(number, line, rules):
+        event = _metric_as_written(line)
+        # Nearly all lines of a log are sound by themselves, and looking at how they are written costs the most.
+        for rule, message in _faults(number, line, rules) if event is None else rules.check(number, event):
             yield Violation(number, rule, message)
 
 
@@ -136,21 +205,6 @@ class _Rules:
         self._started: Counter[str] = Counter()
         self._open: Attempt | None = None
         self._ended_at: int | None = None
-
-    def accepts(self, metric: Metric) -> bool:
-        """Whether a metric breaks no rule, and what `check` remembers of it is remembered; else nothing is."""
-        attempt, seq = self._open, metric.seq
-        if (
-            attempt is None
-            or self._seq is None
-            or seq != self._seq + 1
-            or metric.run_id != attempt.run_id
-            or metric.step in attempt.checkpointed
-            or metric.name in (RESUMED_METRIC, ROLLED_BACK_METRIC)
-        ):
-            return False
-        self._seq = seq
-        return True
 
     def check(self, number: int, event: Event) -> Iterator[Fault]:
         """The faults of the place of a sound event."""

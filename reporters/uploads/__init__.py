@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING
 from ...adapter.plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .config import SPOOL_DIRECTORY as SPOOL_DIRECTORY, UploadConfig as UploadConfig
-    from .outcome import SettleResult as SettleResult, Undelivered as Undelivered
+    from .config import QUEUE_DIRECTORY as QUEUE_DIRECTORY, UploadConfig as UploadConfig
     from .payloads import TerminalPayload as TerminalPayload, UploadedFile as UploadedFile
-    from .uploader import Uploader as Uploader
+    from .uploader import SettleResult as SettleResult, Undelivered as Undelivered, Uploader as Uploader
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            ".config": ("SPOOL_DIRECTORY", "UploadConfig"),
-            ".outcome": ("SettleResult", "Undelivered"),
+            ".config": ("QUEUE_DIRECTORY", "UploadConfig"),
             ".payloads": ("TerminalPayload", "UploadedFile"),
-            ".uploader": ("Uploader",),
+            ".uploader": ("SettleResult", "Undelivered", "Uploader"),
         },
     )

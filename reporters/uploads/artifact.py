@@ -6,14 +6,11 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
-
-import msgspec
 
 from ...adapter.contract.exceptions import UploadError
 from .payloads import Kind
 
-__all__ = ["Artifact", "ArtifactFile", "files_in", "pack", "stored_path", "files_outside", "unpack"]
+__all__ = ["Artifact", "ArtifactFile", "files_in", "layout_of", "pack", "stored_path", "files_outside"]
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,16 @@ class Artifact:
     main: str
     """The commit record, sample or only file, by the path with which it was queued."""
     final: bool = False
-    to_targets_alone: bool = False
-    """Whether the endpoints and the file store have it already, from the runtime before genlight."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no process of ours can have queued: a layout, say, that leads out of its folder."""
+        if not self.files or not (self.subject is None or 0 <= self.subject < len(self.files)):
+            raise ValueError("it does not say which file it is about")
+        for file in self.files:
+            if not _is_inside(file.layout):
+                raise ValueError(f"its layout {file.layout!r} leads out of its folder")
+            if "\0" in file.path:
+                raise ValueError(f"{file.path!r} is not a path")
 
     def is_same(self, other: Artifact) -> bool:
         """Whether `other` is about the same files, which may be held by other links."""
@@ -67,31 +72,6 @@ class Artifact:
             return artifact.local_path, artifact.main, artifact.final, files
 
         return identity(self) == identity(other)
-
-    def body(self) -> dict[str, Any]:
-        """The artifact as plain data."""
-        built: dict[str, Any] = msgspec.to_builtins(self)
-        return built
-
-
-def unpack(body: dict[str, Any]) -> Artifact:
-    """The artifact that `Artifact.body` described.
-
-    Raises:
-        UploadError: It is malformed, or its layout leads out of the folder that it is put into.
-    """
-    try:
-        artifact = msgspec.convert(body, Artifact)
-    except msgspec.ValidationError as error:
-        raise UploadError(f"what waits is malformed: {error}") from None
-    if not artifact.files or not (artifact.subject is None or 0 <= artifact.subject < len(artifact.files)):
-        raise UploadError("what waits is malformed: it does not say which file it is about")
-    for file in artifact.files:
-        if not _is_inside(file.layout):
-            raise UploadError(f"what waits is malformed: its layout {file.layout!r} leads out of its folder")
-        if "\0" in file.path:
-            raise UploadError(f"what waits is malformed: {file.path!r} is not a path")
-    return artifact
 
 
 def files_outside(artifact: Artifact, root: Path, roots: Iterable[str | os.PathLike[str]]) -> list[str]:
@@ -116,10 +96,8 @@ def pack(
     *,
     kind: Kind = "checkpoint",
     primary: str | os.PathLike[str] | None = None,
-    reported: str | None = None,
     final: bool = False,
-    main_reported: str | None = None,
-    to_targets_alone: bool = False,
+    links: Path | None = None,
 ) -> Artifact:
     """Look at the files of an artifact and put them in order.
 
@@ -129,10 +107,8 @@ def pack(
         files: The files that belong to it; a directory stands for all files in it.
         kind: Whether it is a checkpoint or a sample.
         primary: The path that the message describes instead of `main`; a file or a directory.
-        reported: What the message calls the path it describes; None for its own.
         final: Whether this is the end of the run.
-        to_targets_alone: Whether the endpoints and the file store have it already.
-        main_reported: What `main` is called where it is a link of ours; None for its own path.
+        links: A folder with links to the files, in their layout, from which they are sent.
 
     Raises:
         UploadError: A file does not exist, or two would have the same name in a store.
@@ -140,13 +116,11 @@ def pack(
     main_path = Path(os.path.abspath(main))
     subject_path = Path(os.path.abspath(primary)) if primary is not None else main_path
     ordered = _in_order(main_path, files, subject_path)
-    packed = tuple(_look_at(path, root, main_path, kind) for path in ordered)
+    packed = tuple(_look_at(path, root, main_path, kind, links) for path in ordered)
     _refuse_same_names(packed)
     size = sum(file.size_bytes for path, file in zip(ordered, packed, strict=True) if path.is_relative_to(subject_path))
     subject = None if subject_path.is_dir() else ordered.index(subject_path)
-    local_path = stored_path(subject_path if reported is None else reported, root)
-    named_main = stored_path(main_path if main_reported is None else main_reported, root)
-    return Artifact(local_path, packed, subject, size, named_main, final, to_targets_alone)
+    return Artifact(stored_path(subject_path, root), packed, subject, size, stored_path(main_path, root), final)
 
 
 def stored_path(path: str | os.PathLike[str], root: Path) -> str:
@@ -175,25 +149,31 @@ def files_in(given: str | os.PathLike[str]) -> Iterator[Path]:
         yield from (Path(top, name) for name in sorted(names))
 
 
-def _look_at(path: Path, root: Path, main: Path, kind: Kind) -> ArtifactFile:
+def layout_of(path: Path, main: Path) -> Path:
+    """The path of a file relative to the folder of `main`; its name where it lies elsewhere."""
+    return path.relative_to(main.parent) if path.is_relative_to(main.parent) else Path(path.name)
+
+
+def _look_at(path: Path, root: Path, main: Path, kind: Kind, links: Path | None) -> ArtifactFile:
+    layout = layout_of(path, main)
+    source = path if links is None else links / layout
     try:
-        found = os.stat(path)
+        found = os.stat(source)
     except OSError as error:
         raise UploadError(f"{path} cannot be uploaded: {error.strerror}") from error
-    beside = path.relative_to(main.parent) if path.is_relative_to(main.parent) else Path(path.name)
-    name = _name_within(beside, main, kind)
-    return ArtifactFile(stored_path(path, root), name, beside.as_posix(), found.st_size, found.st_mtime_ns)
+    name = _name_within(layout, main, kind)
+    return ArtifactFile(stored_path(source, root), name, layout.as_posix(), found.st_size, found.st_mtime_ns)
 
 
-def _name_within(beside: Path, main: Path, kind: Kind) -> str:
+def _name_within(layout: Path, main: Path, kind: Kind) -> str:
     """``trainer/lora.safetensors`` for ``step-00000200/trainer/lora.safetensors``.
 
     The folder of a checkpoint says no more than the step and the record's name; a step may have several samples, whose
-    folders tell them apart.
+    folders distinguish them.
     """
-    folder = beside.parts[0]
-    is_own_folder = len(beside.parts) > 1 and folder.partition("~")[0] in (main.stem, main.name)
-    return Path(*beside.parts[1:]).as_posix() if is_own_folder and kind == "checkpoint" else beside.as_posix()
+    folder = layout.parts[0]
+    is_own_folder = len(layout.parts) > 1 and folder.partition("~")[0] in (main.stem, main.name)
+    return Path(*layout.parts[1:]).as_posix() if is_own_folder and kind == "checkpoint" else layout.as_posix()
 
 
 def _refuse_same_names(files: Sequence[ArtifactFile]) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from ...adapter.plumbing.urls import parse_origins, safe_url, trusted_origins, url_fault
 
-__all__ = ["ENVIRONMENT", "SPOOL_DIRECTORY", "UploadConfig"]
+__all__ = ["ENVIRONMENT", "QUEUE_DIRECTORY", "UploadConfig"]
 
-SPOOL_DIRECTORY = "uploads"
+QUEUE_DIRECTORY = "uploads"
 """Name of the queue within a run's artifacts directory."""
 
 
@@ -50,7 +50,7 @@ class UploadConfig:
     """
 
     run_id: str
-    spool_dir: str | Path
+    queue_dir: str | Path
     """Directory of the queue, best within the run's artifacts: paths inside its parent are kept relative, so that a
     folder that was moved still delivers."""
     owner: str = ""
@@ -62,22 +62,20 @@ class UploadConfig:
     file_store_url: str | None = field(default=None, repr=False)
     """Base of the file store (``TENSORHUB_URL``); used where `owner` and `token` are set too."""
     token_origins: Sequence[str] = ()
-    """Further origins that may be sent the token, beside those of the URLs above."""
+    """Further origins that may be sent the token, besides those of the URLs above."""
     targets: Sequence[str] = field(default=(), repr=False)
     """Further destinations of checkpoints and samples: ``hf://owner/name``, or any URL that fsspec opens."""
     roots: Sequence[str | Path] = ()
-    """Folders that files of an earlier process may lie in, beside the parent of the queue; files that an
+    """Folders that files of an earlier process may lie in, besides the parent of the queue; files that an
     entry names elsewhere are not sent."""
     deadline_s: float = 60.0
-    """Seconds that the end of a run waits for uploads to settle."""
+    """Seconds that the end of a run waits for uploads."""
     timeout_s: float = 30.0
     """Seconds without a byte moving after which a transfer counts as stalled."""
     backoff_base_s: float = 0.5
     backoff_cap_s: float = 60.0
     max_pending_metrics: int = 2000
     """Metric entries kept while the endpoint is away; the oldest are dropped first."""
-    resume_from_bytes: int = 8 * 2**20
-    """Size from which an interrupted file asks the store how much has arrived."""
 
     def __post_init__(self) -> None:
         faults = []
@@ -87,7 +85,7 @@ class UploadConfig:
             received = f"a string of length {len(self.token)}"
             faults.append(f"Invalid `token`. Expected printable ASCII characters, but received {received}.")
         numbers = {"deadline_s": ">=", "backoff_base_s": ">=", "backoff_cap_s": ">="}
-        numbers |= {"timeout_s": ">", "max_pending_metrics": ">", "resume_from_bytes": ">"}
+        numbers |= {"timeout_s": ">", "max_pending_metrics": ">"}
         for name, relation in numbers.items():
             number = getattr(self, name)
             if number < 0 or (relation == ">" and number == 0):

@@ -6,12 +6,12 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from .artifact import Artifact, unpack
+from .artifact import Artifact
 from .config import UploadConfig
 from .payloads import (
     FileFacts,
@@ -82,14 +82,14 @@ class Delivery:
             Interrupted: The uploader is closing.
         """
         if entry.kind == "metrics":
-            body = encode(metrics_payload(self._config.run_id, entry.step, entry.body["metrics"]))
+            body = encode(metrics_payload(self._config.run_id, entry.step, entry.body.metrics))
             self._post(entry, self._config.metrics_url, body, hashlib.sha256(body).hexdigest(), "")
         elif entry.kind == "terminal":
             url = self._config.terminal_url or ""
-            self._wire.post(url, encode(entry.body["payload"]), entry.body["key"], timeout_s)
-            self._queue.add_receipt(Receipt(entry.body["key"]))
+            self._wire.post(url, encode(entry.body.payload), entry.body.key, timeout_s)
+            self._queue.add_receipt(Receipt(entry.body.key))
         else:
-            self._deliver_artifact(entry, unpack(entry.body))
+            self._deliver_artifact(entry, entry.body)
 
     def forget(self, entry: Entry) -> None:
         """Drop what is remembered of the files of an entry that was delivered or given up."""
@@ -99,60 +99,44 @@ class Delivery:
         self._progress.setdefault(entry.seq, _Progress())
         if self._is_superseded(entry, artifact) or self._was_delivered(entry, artifact):
             return
-        while part := self._next_part(entry, artifact):
+        parts = self._parts(entry, artifact)
+        # Again from the first: a file may be replaced while others are sent.
+        while part := next((part for part in parts if not self._has_arrived(entry, artifact, part)), None):
             if self._interrupted():
                 raise Interrupted
-            entry.parts[part] = self._deliver_part(entry, artifact, part)
+            entry.parts[part] = parts[part]()
             self._queue.save(entry)
         self._remember(entry, artifact)
 
-    def _parts(self, entry: Entry, artifact: Artifact) -> list[str]:
-        if artifact.to_targets_alone:
-            return [f"to:{name}" for name in self._targets]
-        files = [f"put:{index}" for index in range(len(artifact.files))] if self._config.stores_files() else []
-        messages = self._messages(entry, artifact) if self._config.url_of(entry.kind) else []
-        return [*files, *(f"to:{name}" for name in self._targets), *messages]
-
-    @staticmethod
-    def _messages(entry: Entry, artifact: Artifact) -> list[str]:
-        """A checkpoint has one message; of a sample every file has one, so that a picture can be shown by itself."""
-        if entry.kind == "sample":
-            return [f"post:{index}" for index in range(len(artifact.files))]
-        return ["post"]
-
-    def _next_part(self, entry: Entry, artifact: Artifact) -> str:
-        """The first part that has not arrived; empty when all have."""
-        return next((part for part in self._parts(entry, artifact) if not self._has_arrived(entry, artifact, part)), "")
+    def _parts(self, entry: Entry, artifact: Artifact) -> dict[str, Callable[[], UploadedFile | None]]:
+        """What is to be sent, in order, each with the function that sends it and returns its receipt."""
+        parts: dict[str, Callable[[], UploadedFile | None]] = {}
+        indices = range(len(artifact.files))
+        if self._config.stores_files():
+            parts |= {f"put:{index}": partial(self._put, entry, artifact, index) for index in indices}
+        shipment = self._shipment(entry, artifact)
+        parts |= {f"to:{name}": partial(target.deliver, shipment) for name, target in self._targets.items()}
+        if self._config.url_of(entry.kind) and entry.kind == "sample":  # a picture can be shown by itself
+            parts |= {f"post:{index}": partial(self._post_file, entry, artifact, index) for index in indices}
+        elif self._config.url_of(entry.kind):
+            parts["post"] = partial(self._post_subject, entry, artifact)
+        return parts
 
     def _has_arrived(self, entry: Entry, artifact: Artifact, part: str) -> bool:
-        receipt = entry.parts.get(part)
-        if receipt is None or not part.startswith("put:"):
-            return receipt is not None
+        uploaded = entry.parts.get(part)
+        if uploaded is None:
+            return part in entry.parts
         now = self._facts_of(entry, artifact, int(part[4:]))
-        return bool(receipt["sha256"] == now.sha256)  # else the file was replaced meanwhile
+        return uploaded.sha256 == now.sha256  # else the file was replaced meanwhile
 
-    def _deliver_part(self, entry: Entry, artifact: Artifact, part: str) -> dict[str, Any]:
-        """Deliver one part; returns its receipt."""
-        kind, _, which = part.partition(":")
-        if kind == "put":
-            return self._put(entry, artifact, int(which))
-        if kind == "to":
-            self._targets[which].deliver(self._shipment(entry, artifact))
-        elif which:
-            self._post_file(entry, artifact, int(which))
-        else:
-            self._post_subject(entry, artifact)
-        return {}
-
-    def _put(self, entry: Entry, artifact: Artifact, index: int) -> dict[str, Any]:
+    def _put(self, entry: Entry, artifact: Artifact, index: int) -> UploadedFile:
         file, facts = artifact.files[index], self._facts_of(entry, artifact, index)
         name = remote_name(entry.step, file.name, final=artifact.final)
         config = self._config
         url = file_url(config.file_store_url or "", config.owner, config.run_id, entry.kind, name)
         key = idempotency_key(config.run_id, "file", entry.step, name, facts.sha256 or "")
-        resume, entry.attempted = entry.attempted, True
         try:
-            uploaded = self._wire.put_file(url, file.location(self._root), facts, key, resume=resume)
+            return self._wire.put_file(url, file.location(self._root), facts, key)
         except Contradicted as error:
             progress = self._progress[entry.seq]
             progress.facts.clear()  # the file itself may have been replaced
@@ -160,44 +144,38 @@ class Delivery:
             if progress.contradictions > CONTRADICTIONS_ALLOWED:
                 raise Refused(error.reason) from error
             raise
-        built: dict[str, Any] = msgspec.to_builtins(uploaded)
-        return built
 
     def _post_subject(self, entry: Entry, artifact: Artifact) -> None:
         facts, uploaded = self._subject(entry, artifact)
         path = self._root / artifact.local_path
-        digest = facts.sha256 or self._facts_of(entry, artifact, len(artifact.files) - 1).sha256 or ""
+        record = self._facts_of(entry, artifact, len(artifact.files) - 1)
         name = f"final/{path.name}" if artifact.final else path.name
-        self._post_artifact(entry, artifact, path, facts, uploaded, digest, name)
+        self._post_artifact(entry, path, facts, uploaded, facts.sha256 or record.sha256, name, final=artifact.final)
 
     def _post_file(self, entry: Entry, artifact: Artifact, index: int) -> None:
         file, facts = artifact.files[index], self._facts_of(entry, artifact, index)
-        path = file.location(self._root)
-        self._post_artifact(entry, artifact, path, facts, self._uploaded(entry, index), facts.sha256 or "", file.name)
+        path, uploaded = file.location(self._root), entry.parts.get(f"put:{index}")
+        self._post_artifact(entry, path, facts, uploaded, facts.sha256, file.name, final=artifact.final)
 
     def _post_artifact(
         self,
         entry: Entry,
-        artifact: Artifact,
         path: Path,
         facts: FileFacts,
         uploaded: UploadedFile | None,
-        digest: str,
+        digest: str | None,
         name: str,
+        *,
+        final: bool,
     ) -> None:
-        run_id = self._config.run_id
-        payload = artifact_payload(run_id, entry.kind, entry.step, str(path), facts, uploaded, final=artifact.final)
-        self._post(entry, self._config.url_of(entry.kind), encode(payload), digest, name)
+        payload = artifact_payload(self._config.run_id, entry.kind, entry.step, str(path), facts, uploaded, final=final)
+        self._post(entry, self._config.url_of(entry.kind), encode(payload), digest or "", name)
 
     def _subject(self, entry: Entry, artifact: Artifact) -> tuple[FileFacts, UploadedFile | None]:
         """The subject of the message: a file and the store's answer about it, or a directory."""
         if artifact.subject is None:
             return FileFacts(artifact.subject_bytes, None), None
-        return self._facts_of(entry, artifact, artifact.subject), self._uploaded(entry, artifact.subject)
-
-    def _uploaded(self, entry: Entry, index: int) -> UploadedFile | None:
-        receipt = entry.parts.get(f"put:{index}")
-        return msgspec.convert(receipt, UploadedFile) if receipt else None
+        return self._facts_of(entry, artifact, artifact.subject), entry.parts.get(f"put:{artifact.subject}")
 
     def _post(self, entry: Entry, url: str | None, body: bytes, digest: str, name: str) -> None:
         if not url:
@@ -226,7 +204,7 @@ class Delivery:
         if all(file.is_unchanged(self._root) for file in artifact.files):
             return False
         later = (other for other in self._queue.entries(entry.kind) if other.seq > entry.seq)
-        return any(other.body.get("local_path") == artifact.local_path for other in later)
+        return any(other.body.local_path == artifact.local_path for other in later)
 
     def _was_delivered(self, entry: Entry, artifact: Artifact) -> bool:
         """Whether exactly this was delivered before: a resumed run writes the same checkpoint again."""
@@ -239,7 +217,7 @@ class Delivery:
         sends_all = self._config.stores_files() or self._targets or entry.kind == "sample"
         indices = range(len(artifact.files)) if sends_all else {artifact.subject or 0, len(artifact.files) - 1}
         digests = [self._facts_of(entry, artifact, index).sha256 for index in sorted(indices)]
-        identity = [entry.step, artifact.final, digests, self._parts(entry, artifact)]
+        identity = [entry.step, artifact.final, digests, list(self._parts(entry, artifact))]
         return hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
 
     def _remember(self, entry: Entry, artifact: Artifact) -> None:
@@ -248,7 +226,7 @@ class Delivery:
         main = len(artifact.files) - 1
         about = {artifact.local_path: self._subject(entry, artifact)}
         if artifact.main != artifact.local_path and artifact.files[main].layout == Path(artifact.main).name:
-            about[artifact.main] = self._facts_of(entry, artifact, main), self._uploaded(entry, main)
+            about[artifact.main] = self._facts_of(entry, artifact, main), entry.parts.get(f"put:{main}")
         for path, (facts, uploaded) in about.items():
             sha256 = uploaded.sha256 if uploaded else facts.sha256
             ref = uploaded.ref if uploaded else None
@@ -257,7 +235,7 @@ class Delivery:
 
     def _address(self, entry: Entry, artifact: Artifact) -> str | None:
         """Where the file that the others hang on lies now: in the file store, else at the first target."""
-        uploaded = self._uploaded(entry, len(artifact.files) - 1)
+        uploaded = entry.parts.get(f"put:{len(artifact.files) - 1}")
         if uploaded is not None:
             return uploaded.ref
         for target in self._targets.values():

@@ -32,17 +32,20 @@ from ...adapter.contract.exceptions import UploadError
 from ...adapter.plumbing.durable import TEMPORARY_PREFIX, temporary_name, write_all, write_bytes_durably
 from ...adapter.plumbing.file_lock import FileLock, LockHeldError
 from ...adapter.plumbing.safe_open import PRIVATE_FILE, make_directory, read_own
-from .artifact import unpack
+from .artifact import Artifact, layout_of
+from .config import QUEUE_DIRECTORY
 from .payloads import Kind, UploadedFile
 
 __all__ = [
     "ABOUT",
     "Description",
     "Entry",
+    "Metrics",
     "Queue",
     "QueueInUseError",
     "Receipt",
-    "fault_of",
+    "Terminal",
+    "count_waiting",
     "queue_of_run",
     "read_description",
     "read_entries",
@@ -69,14 +72,13 @@ class Entry(msgspec.Struct):
     seq: int
     kind: Kind
     step: int
-    body: dict[str, Any]
-    parts: dict[str, dict[str, Any]] = {}
-    """Receipts of the parts that were delivered, by the name of the part."""
+    body: Any
+    """An `Artifact`, `Metrics` or a `Terminal`, as the kind says."""
+    parts: dict[str, UploadedFile | None] = {}
+    """The parts that were delivered, by name, with the store's answer about a file."""
     failure: str | None = None
     """Why it can't be delivered, in safe text; None while it can be tried."""
     auth: bool = False
-    attempted: bool = True
-    """Whether a request for it may have been sent; an entry read back from disk counts as attempted."""
 
 
 class Receipt(msgspec.Struct, frozen=True):
@@ -103,18 +105,31 @@ class Description(msgspec.Struct, frozen=True):
     stores_files: bool = False
 
 
-class _MetricsBody(msgspec.Struct):
+class Metrics(msgspec.Struct):
+    """What an entry of metrics holds; a value that is not finite is None."""
+
     metrics: dict[str, float | None]
 
 
-class _TerminalMessage(msgspec.Struct):
-    status: str
-    error: str | None = None
+class Terminal(msgspec.Struct):
+    """What the entry of a terminal message holds."""
 
-
-class _TerminalBody(msgspec.Struct):
-    payload: _TerminalMessage
+    payload: dict[str, Any]
+    """What is sent."""
     key: str
+    """Its idempotency key."""
+
+    def __post_init__(self) -> None:
+        if "status" not in self.payload:
+            raise ValueError("a terminal message has a status")
+
+
+_BODIES: dict[Kind, type[Any]] = {
+    "metrics": Metrics,
+    "terminal": Terminal,
+    "checkpoint": Artifact,
+    "sample": Artifact,
+}
 
 
 class Queue:
@@ -150,7 +165,7 @@ class Queue:
             self._of_kind: dict[Kind, dict[int, Entry]] = {kind: {} for kind in get_args(Kind)}
             for entry in self._entries.values():
                 self._of_kind[entry.kind][entry.seq] = entry
-                entry.failure, entry.auth, entry.attempted = None, False, True  # a new start is a new chance
+                entry.failure, entry.auth = None, False  # a new start is a new chance
             self._next_seq = count(max(self._entries, default=0) + 1)
             self._drop_links()
         except BaseException:
@@ -162,12 +177,12 @@ class Queue:
         with self._mutex:
             return next(self._next_seq)
 
-    def add(self, kind: Kind, step: int, body: dict[str, Any], *, seq: int | None = None) -> Entry:
+    def add(self, kind: Kind, step: int, body: Any, *, seq: int | None = None) -> Entry:
         """Append an entry; it survives the process when this returns, unless `catch_up` says otherwise.
 
         Metrics, which come often and are best effort, survive a kill but not a power cut.
         """
-        entry = Entry(self.new_seq() if seq is None else seq, kind, step, body, parts={}, attempted=False)
+        entry = Entry(self.new_seq() if seq is None else seq, kind, step, body, parts={})
         self.save(entry)
         with self._mutex:
             self._entries[entry.seq] = self._of_kind[kind][entry.seq] = entry
@@ -221,11 +236,6 @@ class Queue:
         with self._mutex:
             return next((entry for entry in self._of_kind[kind].values() if entry.failure is None), None)
 
-    def newest(self, kind: Kind) -> Entry | None:
-        """The entry of `kind` that was added last."""
-        with self._mutex:
-            return next(reversed(self._of_kind[kind].values()), None)
-
     def drop_oldest(self, kind: Kind, *, keep: int) -> int:
         """Remove the oldest entries of `kind` beyond the newest `keep`; returns how many these were."""
         with self._mutex:
@@ -263,7 +273,7 @@ class Queue:
         """A folder of hard links to `files`, for the entry `seq`; `remove` drops it.
 
         Lightning's ``ModelCheckpoint`` deletes what is no longer among the best without asking. A link keeps the bytes
-        at no cost until they have arrived. Files beside `main` and below keep their layout.
+        at no cost until they have arrived. Files in the folder of `main` and below keep their layout.
 
         Raises:
             OSError: The file system has no hard links, or the queue is on another one.
@@ -271,9 +281,9 @@ class Queue:
         folder = self.directory / HELD / _name(seq)
         try:
             for file in dict.fromkeys(files):
-                beside = file.relative_to(main.parent) if file.is_relative_to(main.parent) else Path(file.name)
-                (folder / beside).parent.mkdir(parents=True, exist_ok=True)
-                os.link(os.path.realpath(file), folder / beside)
+                link = folder / layout_of(file, main)
+                link.parent.mkdir(parents=True, exist_ok=True)
+                os.link(os.path.realpath(file), link)
         except OSError:
             self.release(seq)
             raise
@@ -376,15 +386,22 @@ def read_entries(directory: str | os.PathLike[str]) -> list[Entry]:
         try:
             data = read_own(path, limit=LARGEST_ENTRY_BYTES)
             if data.strip():
-                entries.append(msgspec.json.decode(data, type=Entry))
-                if entries[-1].seq != int(path.stem):
-                    raise ValueError(f"it says that it is number {entries[-1].seq}")
+                entry = msgspec.json.decode(data, type=Entry)
+                entry.body = msgspec.convert(entry.body, _BODIES[entry.kind])
+                if entry.seq != int(path.stem):
+                    raise ValueError(f"it says that it is number {entry.seq}")
+                entries.append(entry)
         except FileNotFoundError:
             continue  # delivered meanwhile
         except (OSError, ValueError, RecursionError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise UploadError(f"The upload {path} is damaged ({why}). Move it aside to go on without it.") from error
     return entries
+
+
+def count_waiting(run: str | os.PathLike[str]) -> int:
+    """How many uploads wait in the queues of the run whose folder is `run`, by their names alone."""
+    return sum(len(_entry_files(place)) for place in Path(run).glob(f"{QUEUE_DIRECTORY}*"))
 
 
 def read_description(directory: str | os.PathLike[str]) -> Description:
@@ -398,23 +415,6 @@ def read_description(directory: str | os.PathLike[str]) -> Description:
         return msgspec.json.decode(read_own(path, limit=LARGEST_DESCRIPTION_BYTES), type=Description)
     except (OSError, ValueError, RecursionError) as error:
         raise UploadError(f"{directory} is not an upload queue: {path.name} cannot be read ({error}).") from error
-
-
-def fault_of(entry: Entry) -> str | None:
-    """Why the content of an entry cannot be used; None where it can."""
-    try:
-        if entry.kind == "metrics":
-            msgspec.convert(entry.body, _MetricsBody)
-        elif entry.kind == "terminal":
-            msgspec.convert(entry.body, _TerminalBody)
-        else:
-            unpack(entry.body)
-        for part, receipt in entry.parts.items():
-            if part.startswith("put:"):
-                msgspec.convert(receipt, UploadedFile)
-    except (UploadError, msgspec.ValidationError) as error:
-        return str(error)
-    return None
 
 
 def _entry_files(directory: Path) -> list[Path]:

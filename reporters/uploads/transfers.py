@@ -1,10 +1,4 @@
-"""One transfer: a JSON POST, or a file that is streamed to the store. Every error becomes `TryAgain` or `Refused`.
-
-A store may offer to resume: asked ``HEAD <file URL>`` with the transfer's ``Idempotency-Key``, it answers with
-``Upload-Offset: <bytes it holds>``; the transfer then goes on as ``PUT`` with ``Content-Range: bytes
-<offset>-<last>/<size>`` (``bytes */<size>`` where nothing is left to send). A store that answers anything else gets
-the whole file.
-"""
+"""One transfer: a JSON POST, or a file that is streamed to the store. Every error becomes `TryAgain` or `Refused`."""
 
 from __future__ import annotations
 
@@ -96,15 +90,14 @@ def outcome_of_status(
 
 
 class FileBody(httpx2.SyncByteStream):
-    """Bytes of a file from `offset` on, read piece by piece, and from the start again when asked again."""
+    """The bytes of a file, read piece by piece, and from the start again when asked again."""
 
-    def __init__(self, path: Path, offset: int, size: int, interrupted: Callable[[], bool]) -> None:
-        self._path, self._offset, self._size, self._interrupted = path, offset, size, interrupted
+    def __init__(self, path: Path, size: int, interrupted: Callable[[], bool]) -> None:
+        self._path, self._size, self._interrupted = path, size, interrupted
 
     def __iter__(self) -> Iterator[bytes]:
-        left = self._size - self._offset
+        left = self._size
         with open_file(self._path) as file:
-            file.seek(self._offset)
             while left > 0:
                 if self._interrupted():
                     raise Interrupted
@@ -132,9 +125,8 @@ def open_file(path: Path) -> Any:
 class Wire:
     """Transfers over one shared client; several threads may use it."""
 
-    def __init__(self, client: httpx2.Client, *, resume_from_bytes: int, interrupted: Callable[[], bool]) -> None:
+    def __init__(self, client: httpx2.Client, *, interrupted: Callable[[], bool]) -> None:
         self._client = client
-        self._resume_from_bytes = resume_from_bytes
         self._interrupted = interrupted
 
     def post(self, url: str, body: bytes, key: str, timeout_s: float | None = None) -> None:
@@ -154,7 +146,7 @@ class Wire:
         timeout = self._client.timeout if timeout_s is None else httpx2.Timeout(timeout_s)
         self._exchange(self._client.build_request("POST", url, content=body, headers=headers, timeout=timeout))
 
-    def put_file(self, url: str, path: Path, facts: FileFacts, key: str, *, resume: bool) -> UploadedFile:
+    def put_file(self, url: str, path: Path, facts: FileFacts, key: str) -> UploadedFile:
         """Stream a file to the store and check what the store says of it.
 
         Args:
@@ -162,44 +154,21 @@ class Wire:
             path: The local file.
             facts: Its size and digest.
             key: Idempotency key.
-            resume: Whether an earlier attempt may have left bytes in the store.
 
         Raises:
             Contradicted: The store's digest or size is another one than ours.
             TryAgain: A network error, or a status that may pass.
             Refused: The file is gone, or any other answer than success.
         """
-        offset = 0
-        if resume and facts.size_bytes >= self._resume_from_bytes:
-            offset = self._offset_in_store(url, key, facts.size_bytes)
-        answer = self._exchange(self._put_request(url, path, facts, key, offset))
-        return _checked_answer(answer, facts, safe_url(url))
-
-    def _put_request(self, url: str, path: Path, facts: FileFacts, key: str, offset: int) -> httpx2.Request:
-        size = facts.size_bytes
         headers = {
             "Content-Type": "application/octet-stream",
-            "Content-Length": str(size - offset),
+            "Content-Length": str(facts.size_bytes),
             "Idempotency-Key": key,
             "Repr-Digest": f"sha-256=:{base64.b64encode(bytes.fromhex(facts.sha256 or '')).decode()}:",
         }
-        if offset:
-            headers["Content-Range"] = f"bytes {offset}-{size - 1}/{size}" if offset < size else f"bytes */{size}"
         request = self._client.build_request("PUT", url, headers=headers)
-        request.stream = FileBody(path, offset, size, self._interrupted)
-        return request
-
-    def _offset_in_store(self, url: str, key: str, size: int) -> int:
-        """Bytes of the transfer that the store holds already; 0 where it does not say."""
-        try:
-            response = self._client.head(url, headers={"Idempotency-Key": key})
-        except (httpx2.TransportError, httpx2.StreamError, httpx2.DecodingError) as error:
-            raise TryAgain(f"{failure_text(error)} at {safe_url(url)}") from error
-        except (httpx2.TooManyRedirects, httpx2.InvalidURL) as error:
-            raise Refused(f"{failure_text(error)} at {safe_url(url)}") from error
-        text = response.headers.get("Upload-Offset", "")
-        held = int(text) if response.is_success and text.isdecimal() and len(text) < 20 else 0
-        return held if held <= size else 0
+        request.stream = FileBody(path, facts.size_bytes, self._interrupted)
+        return _checked_answer(self._exchange(request), facts, safe_url(url))
 
     def _exchange(self, request: httpx2.Request) -> bytes:
         where = safe_url(str(request.url))

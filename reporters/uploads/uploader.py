@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...adapter.contract.exceptions import StartupContractError, ThreadLimitError, UploadError
@@ -21,28 +21,95 @@ from ...adapter.plumbing.http import build_client
 from ...adapter.plumbing.retry import LONGEST_RETRY_AFTER_S, RetryPolicy, with_retries
 from ...adapter.plumbing.threads import started
 from ...adapter.plumbing.urls import safe_url
-from .artifact import Artifact, files_in, files_outside, pack, stored_path, unpack
+from .artifact import Artifact, files_in, files_outside, pack, stored_path
 from .config import UploadConfig
 from .delivery import Delivery, receipt_key
-from .outcome import REQUIRED_KINDS, SettleResult, undelivered
 from .payloads import Kind, TerminalPayload, UploadedFile, idempotency_key, terminal_payload
-from .queue import Description, Entry, Queue, QueueInUseError, fault_of, queue_of_run, read_description
+from .queue import Description, Entry, Metrics, Queue, QueueInUseError, Terminal, queue_of_run, read_description
 from .targets import open_target
 from .transfers import Interrupted, Refused, TryAgain, Wire
 
-__all__ = ["Uploader"]
+__all__ = ["SettleResult", "Undelivered", "Uploader"]
 
 log = logging.getLogger(__name__)
 
 StrPath = str | os.PathLike[str]
 CLOSE_WAIT_S = 2.0
 METRICS_GRACE_S = 5.0
-PROGRESS_EVERY_S = 1.0
+LOOK_EVERY_S = 1.0
+LONGEST_SILENCE_S = 30.0
+"""Lines about what is left come after a second, then half as often each time, until they are this far apart."""
 SETTLING_BACKOFF_CAP_S = 5.0
 """Longest pause between tries while a run waits for its end."""
 SHORTEST_TRY_S = 0.05
 BEYOND_LIMIT_S = 0.2
 """How much longer than its deadline a terminal message is waited for, so that its thread can say why it gave up."""
+
+
+REQUIRED_KINDS: tuple[Kind, ...] = ("checkpoint", "sample", "terminal")
+"""Kinds without whose delivery a run is not complete; metrics are best effort."""
+
+
+@dataclass(frozen=True)
+class Undelivered:
+    """One thing that did not arrive."""
+
+    kind: Kind
+    step: int
+    name: str
+    reason: str
+    """Safe text."""
+    auth: bool
+    """Whether the server refused our credentials."""
+    permanent: bool
+    """Whether a repetition within this attempt is pointless."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} of step {self.step} ({self.name}): {self.reason}"
+
+
+def undelivered(entry: Entry, reason: str) -> Undelivered:
+    """The outcome of an entry that still waits; `reason` is why it was not sent, where it was not refused."""
+    name = Path(getattr(entry.body, "local_path", entry.kind)).name
+    why = entry.failure or reason or "not sent before the deadline"
+    return Undelivered(entry.kind, entry.step, name, why, entry.auth, entry.failure is not None)
+
+
+@dataclass(frozen=True)
+class SettleResult:
+    """The entries that are left after waiting for uploads.
+
+    `lost_metrics` counts metric entries that were refused, or dropped because too many waited.
+    """
+
+    undelivered: Sequence[Undelivered] = ()
+    """Required uploads that did not arrive, oldest first."""
+    pending_metrics: int = 0
+    lost_metrics: int = 0
+    disk_refusal: str = ""
+    """Why what is left could not all be kept for the next start; empty where it was."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every required upload was acknowledged."""
+        return not self.undelivered
+
+    @property
+    def auth(self) -> bool:
+        """Whether credentials were refused."""
+        return any(item.auth for item in self.undelivered)
+
+    def error(self) -> UploadError | None:
+        """The exception that a run ends with, or None. Its text is safe."""
+        if self.ok:
+            return None
+        first = next((item for item in self.undelivered if item.auth), self.undelivered[0])
+        count = len(self.undelivered)
+        others = f" and {count - 1} more" if count > 1 else ""
+        kept = "; kept for the next start"
+        if self.disk_refusal:
+            kept = f", nor kept for the next start, since the queue cannot be written: {self.disk_refusal}"
+        return UploadError(f"{first}{others} not delivered{kept}", auth=self.auth)
 
 
 class _GaveUpError(Exception):
@@ -111,8 +178,6 @@ class _Lane:
                 if entry is None:
                     uploader.condition.wait()
                     continue
-                if self.kind == "metrics":
-                    entry.attempted = True  # from here on nothing may be merged into it
             self.deliver_while_open(entry)
 
     def _try(self, entry: Entry) -> None:
@@ -143,21 +208,20 @@ class _Lane:
     def _pause(self, seconds: float) -> None:
         """Wait before the next try: less where a run waits for its end, but as long as the server asked."""
         uploader, begun = self._uploader, time.monotonic()
-        asked_s = self._failed.retry_after_s or 0.0
-        told = False
+        asked_s, was_settling = self._failed.retry_after_s or 0.0, uploader.settling
+        hurried_s = max(min(seconds, SETTLING_BACKOFF_CAP_S), asked_s)
+        if was_settling or self._end is not None:
+            seconds = hurried_s
+        text = "upload of %s failed (%s); next try in %.1f s"
+        log.log(self._level, text, self.kind, self.last_reason, seconds)
+        if self._end is not None and begun + seconds >= self._end:
+            raise _GaveUpError
         with uploader.condition:
-            was_settling = uploader.settling
             while not uploader.closing.is_set():
-                if uploader.settling or self._end is not None:
-                    seconds = max(min(seconds, SETTLING_BACKOFF_CAP_S), asked_s)
-                if not told:
-                    told = True
-                    text = "upload of %s failed (%s); next try in %.1f s"
-                    log.log(self._level, text, self.kind, self.last_reason, seconds)
+                if uploader.settling and not was_settling:
+                    seconds = hurried_s if asked_s else 0.0
                 left = begun + seconds - time.monotonic()
-                if self._end is not None and begun + seconds >= self._end:
-                    raise _GaveUpError
-                if left <= 0 or (uploader.settling and not was_settling and not asked_s):
+                if left <= 0:
                     return
                 uploader.condition.wait(left)
         raise Interrupted
@@ -195,7 +259,7 @@ class Uploader:
         targets = {target.name: target for target in map(open_target, config.targets)}
         self._client = build_client(config.token, config.origins(), timeout_s=config.timeout_s)
         try:
-            self.queue = Queue(queue_of_run(Path(os.path.abspath(config.spool_dir)), config.run_id))
+            self.queue = Queue(queue_of_run(Path(os.path.abspath(config.queue_dir)), config.run_id))
         except QueueInUseError as error:
             self._client.close()
             raise StartupContractError("startup.artifacts_in_use", str(error)) from error
@@ -203,7 +267,7 @@ class Uploader:
             self._client.close()
             raise
         self._root = self.queue.directory.parent
-        wire = Wire(self._client, resume_from_bytes=config.resume_from_bytes, interrupted=self.closing.is_set)
+        wire = Wire(self._client, interrupted=self.closing.is_set)
         self.delivery = Delivery(config, self.queue, wire, targets, self.closing.is_set)
         kinds: tuple[Kind, ...] = ("metrics", "sample", "checkpoint")
         self._lanes = {kind: _Lane(self, kind) for kind in kinds if config.wants(kind)}
@@ -233,20 +297,16 @@ class Uploader:
         """
         queue, root = self.queue, self._root
         for entry in queue.entries():
-            fault = fault_of(entry)
-            if fault is not None:
-                log.warning("an upload of kind %s in %s is ignored: %s", entry.kind, queue.directory, fault)
-            elif entry.kind in ("checkpoint", "sample"):
-                artifact = unpack(entry.body)
-                missing = [file.path for file in artifact.files if not file.location(root).exists()]
-                outside = files_outside(artifact, root, self.config.roots)
+            if entry.kind in ("checkpoint", "sample"):
+                missing = [file.path for file in entry.body.files if not file.location(root).exists()]
+                outside = files_outside(entry.body, root, self.config.roots)
                 if missing:
                     log.warning("the %s of step %d is no longer there to upload: %s", entry.kind, entry.step, missing)
                     queue.remove(entry)
                 elif outside:
                     reason = f"{outside[0]} lies outside of the run's folders; name its folder as another root"
                     queue.fail(entry, reason, auth=False)
-            if fault is not None or (entry.kind == "terminal" and not keep_terminal):
+            elif entry.kind == "terminal" and not keep_terminal:
                 queue.remove(entry)  # an earlier attempt's terminal message is out of date
         for kind in REQUIRED_KINDS:
             if queue.entries(kind) and not self.config.wants(kind):
@@ -255,22 +315,14 @@ class Uploader:
     # enqueueing, from the training thread
 
     def enqueue_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Queue the metrics of a step; those of the same step that were not sent yet are merged with it.
-
-        Best effort: never raises for a full disk, and drops the oldest when too many wait.
-        """
+        """Queue metrics of a step, best effort: a full disk raises nothing, and the oldest go when too many wait."""
         if not self.config.wants("metrics"):
             return
         values = {name: float(value) for name, value in metrics.items()}
         with self.condition:
-            newest = self.queue.newest("metrics")
-            if newest is not None and newest.step == step and not newest.attempted:
-                newest.body = {"metrics": {**newest.body["metrics"], **values}}
-                self.queue.save(newest)
-                return
             for _ in range(self.queue.drop_oldest("metrics", keep=self.config.max_pending_metrics - 1)):
                 self._count_lost_metrics("too many wait for an endpoint that is away")
-            self.queue.add("metrics", step, {"metrics": values})
+            self.queue.add("metrics", step, Metrics(dict(values)))
             self.condition.notify_all()
 
     def enqueue_checkpoint(
@@ -282,7 +334,6 @@ class Uploader:
         primary_path: StrPath | None = None,
         *,
         hold: bool = False,
-        to_targets_alone: bool = False,
     ) -> None:
         """Queue a checkpoint that is durable; the record goes last.
 
@@ -292,7 +343,6 @@ class Uploader:
             step: Completed steps.
             final: Whether this is the end of the run.
             primary_path: The file or folder that is reported instead of the record.
-            to_targets_alone: Whether the endpoints and the file store have it already, from an older runtime.
             hold: Whether the files may be deleted without asking `pending_paths`; hard links keep their content then.
 
         Raises:
@@ -301,25 +351,10 @@ class Uploader:
         if not self.config.wants("checkpoint"):
             return
         main, subject = Path(os.path.abspath(record_path)), Path(os.path.abspath(primary_path or record_path))
-        wanted = [path for given in (*files, subject, main) for path in files_in(given)]
         seq = self.queue.new_seq()
-        folder = self._held_folder(seq, main, wanted) if hold else None
-
-        def place(path: Path) -> Path:
-            if folder is None:
-                return path
-            return folder / (path.relative_to(main.parent) if path.is_relative_to(main.parent) else path.name)
-
-        artifact = pack(
-            self._root,
-            place(main),
-            [place(path) for path in wanted],
-            primary=place(subject),
-            reported=str(subject),
-            main_reported=str(main),
-            final=final,
-            to_targets_alone=to_targets_alone,
-        )
+        wanted = [path for given in (*files, subject, main) for path in files_in(given)]
+        links = self._links(seq, main, wanted) if hold else None
+        artifact = pack(self._root, main, wanted, primary=subject, final=final, links=links)
         self._enqueue_artifact("checkpoint", step, artifact, seq)
 
     def enqueue_sample(self, path: StrPath, files: Sequence[StrPath] = (), step: int = 0) -> None:
@@ -332,7 +367,7 @@ class Uploader:
             artifact = pack(self._root, path, files, kind="sample")
             self._enqueue_artifact("sample", step, artifact, self.queue.new_seq())
 
-    def _held_folder(self, seq: int, main: Path, files: Sequence[Path]) -> Path | None:
+    def _links(self, seq: int, main: Path, files: Sequence[Path]) -> Path | None:
         """The folder with links to `files`; None where the file system does not have them."""
         try:
             return self.queue.hold(seq, main, files)
@@ -341,11 +376,10 @@ class Uploader:
             return None
 
     def _enqueue_artifact(self, kind: Kind, step: int, artifact: Artifact, seq: int) -> None:
-        body = artifact.body()
-        if any(entry.step == step and artifact.is_same(unpack(entry.body)) for entry in self.queue.entries(kind)):
+        if any(entry.step == step and artifact.is_same(entry.body) for entry in self.queue.entries(kind)):
             self.queue.release(seq)
             return
-        self.queue.add(kind, step, body, seq=seq)
+        self.queue.add(kind, step, artifact, seq=seq)
         with self.condition:
             self.condition.notify_all()
         refusal = self.queue.catch_up()
@@ -362,9 +396,8 @@ class Uploader:
         """Files and reported paths that wait for delivery and must not be deleted yet."""
         paths: set[Path] = set()
         for entry in (*self.queue.entries("checkpoint"), *self.queue.entries("sample")):
-            artifact = unpack(entry.body)
-            paths.add(self._root / artifact.local_path)
-            paths.update(file.location(self._root) for file in artifact.files)
+            paths.add(self._root / entry.body.local_path)
+            paths.update(file.location(self._root) for file in entry.body.files)
         return frozenset(paths)
 
     def delivered(self, path: StrPath, kind: Kind = "checkpoint") -> UploadedFile | None:
@@ -388,7 +421,7 @@ class Uploader:
 
     def _waits(self, path: StrPath) -> bool:
         stored = stored_path(path, self._root)
-        return any(entry.body.get("main") == stored for entry in self.queue.entries("checkpoint"))
+        return any(entry.body.main == stored for entry in self.queue.entries("checkpoint"))
 
     # the end of a run
 
@@ -397,7 +430,7 @@ class Uploader:
 
         Args:
             deadline_s: None means the configured deadline.
-            progress: Called with a line for the operator about once a second while something is left.
+            progress: Called with a line for the operator while something is left, ever less often.
 
         Metrics are waited for a few seconds longer, within the deadline.
         """
@@ -446,7 +479,7 @@ class Uploader:
             return SettleResult()
         for stale in self.queue.entries("terminal"):
             self.queue.remove(stale)
-        body = {"payload": terminal_payload(self.config.run_id, payload), "key": key}
+        body = Terminal(terminal_payload(self.config.run_id, payload), key)
         return self._send_terminal(self.queue.add("terminal", payload.step, body), deadline_s)
 
     def deliver_waiting_terminal(self, deadline_s: float | None = None) -> SettleResult:
@@ -533,22 +566,24 @@ class Uploader:
     def _deliverable(self, *kinds: Kind) -> bool:
         return any(self.config.wants(kind) and self.queue.head(kind) is not None for kind in kinds)
 
-    def _wait_until(self, settled: Callable[[], bool], end: float, progress: Callable[[str], None] | None) -> None:
-        """Wait until `settled` or the time `end` on the monotonic clock."""
+    def _wait_until(self, is_done: Callable[[], bool], end: float, progress: Callable[[str], None] | None) -> None:
+        """Wait until `is_done` or the time `end` on the monotonic clock."""
         try:
             self.start()
         except ThreadLimitError as error:
             log.error("what waits stays in the queue: %s", error)  # noqa: TRY400 - its message says all
             return
-        next_line = time.monotonic() + PROGRESS_EVERY_S
+        silence_s = LOOK_EVERY_S
+        next_line = time.monotonic() + silence_s
         while True:
             with self.condition:
                 now = time.monotonic()
-                if settled() or now >= end:
+                if is_done() or now >= end:
                     return
-                self.condition.wait(min(end - now, PROGRESS_EVERY_S))
-            if progress is not None and time.monotonic() >= next_line and not settled():
-                next_line = time.monotonic() + PROGRESS_EVERY_S
+                self.condition.wait(min(end - now, LOOK_EVERY_S))
+            if progress is not None and time.monotonic() >= next_line and not is_done():
+                silence_s = min(2 * silence_s, LONGEST_SILENCE_S)
+                next_line = time.monotonic() + silence_s
                 progress(self._progress_line(end))
 
     def _progress_line(self, end: float) -> str:

@@ -33,7 +33,8 @@ PUBLIC = {
     "genlight.adapter": """
         TRAINER_API_VERSION ArrowDataModule ArrowFeed ArtifactUploader ArtifactWriter AuthError BatchSource
         BrokenCheckpointError CheckpointError CompletedContext ContractError ContractModule EvaluationError
-        EventLogError FSDP2Strategy GenlightError HookOrderError HttpLifecycleClient InputError JobContext Minibatches
+        EventLogError FSDP2Strategy FunctionDataModule GenlightError HookOrderError InputError
+        JobContext Minibatches
         MonitorError NonfiniteError
         OptimizerBundle RankFailedError RecoveryError ReplayBuffer ReplayFeed ReplayWriterError ReplicaDriftError
         RunBeginContext RunEndContext RunOptions RunState ShadowMismatchError StartupContractError
@@ -45,9 +46,9 @@ PUBLIC = {
         save_trainable_module_checkpoint seed_everything to_float_scalar
     """,
     "genlight.callbacks": """
-        Checkpoint Diagnosis DurableCheckpointIO EarlyStopping Evaluate EvaluateCommand EvaluateLoader
-        Goodput Guarded Heartbeat Hook
-        JobProgress LogMetrics Recover ReplicaGuard StopRequests SystemMonitor
+        Checkpoint CheckpointHook Diagnosis DurableCheckpointIO EarlyStopping
+        Evaluate EvaluateCommand EvaluateLoader EvaluationHook Goodput Guarded Heartbeat Hook
+        JobProgress LogMetrics MetricsHook Recover ReplicaGuard StopRequests SystemMonitor
         TrainerHook TrainerHookAdapter TrainerState UploadArtifacts WatchHangs WatchNonfinite WriteSamples
     """,
     "genlight.reporters": """
@@ -80,9 +81,8 @@ LIGHT = (
     "genlight.callbacks",
     "genlight.callbacks.checkpoint",
     "genlight.callbacks.checkpoint.format.record",
-    "genlight.callbacks.checkpoint.format.record_file",
     "genlight.callbacks.checkpoint.selection",
-    "genlight.callbacks.checkpoint.format.verification",
+    "genlight.callbacks.checkpoint.storage.files",
     "genlight.callbacks.stop.signals",
     "genlight.reporters",
     "genlight.adapter.plumbing.durable",
@@ -172,6 +172,7 @@ def test_names_of_the_vocabulary_load_neither_torch_nor_lightning():
         "ContractModule",
         "run_training_loop",
         "ArrowDataModule",
+        "FunctionDataModule",
         "Minibatches",
         "OptimizerBundle",
         "ReplayBuffer",

@@ -59,7 +59,7 @@ def test_it_has_the_hooks_that_the_callback_has_and_no_others(fit, counting_trai
 
 
 def test_rank_zero_alone_runs_it_by_default(fit, counting_trainer, monkeypatch) -> None:
-    monkeypatch.setattr("genlight.callbacks.guarded.is_rank_zero", lambda trainer: False)
+    monkeypatch.setattr(pl.Trainer, "is_global_zero", property(lambda trainer: False))
     zero, everywhere = Guarded(Fails()), Guarded(Fails(), ranks="all")
 
     fit(counting_trainer(), [zero], steps=3)

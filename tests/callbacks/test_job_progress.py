@@ -11,9 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from genlight.adapter.contract.exceptions import TrainingCanceled
 from genlight.callbacks import Hook, JobProgress, LogMetrics
+from genlight.callbacks.hook.events import fire, publish_scores
 
-LINE = re.compile(r"step (\d+)(?:/(\d+))?(?:  loss (\S+))?(?:  ([\d.]+) steps/s)?(?:  eta (\S+))?")
+LINE = re.compile(
+    r"step (\d+)(?:/(\d+))?(?:  loss (\S+))?(?:  ([\d.]+) steps/s)?(?:  eta (\S+))?(?:  lr (\S+))?(?:  saved (\d+))?"
+)
 
 
 class Boom(Hook):
@@ -91,8 +95,8 @@ def test_without_a_loss_and_without_a_limit_the_line_has_neither(fit_plain, line
 
     shown = lines()
     assert len(shown) == 16
-    assert shown[0] == "step 1"
-    assert all(re.fullmatch(r"step \d+  [\d.]+ steps/s", line) for line in shown[1:])
+    assert shown[0] == "step 1  epoch 1/1"
+    assert all(re.fullmatch(r"step \d+  [\d.]+ steps/s  epoch 1/1", line) for line in shown[1:])
 
 
 def test_speed_counts_only_the_steps_of_this_attempt(fit, counting_trainer, lines, monkeypatch):
@@ -106,7 +110,7 @@ def test_speed_counts_only_the_steps_of_this_attempt(fit, counting_trainer, line
 
     fit(None, [JobProgress()], module=module, steps=1003)
 
-    assert [LINE.fullmatch(line)[4] for line in lines()] == [None, "0.2"]
+    assert [LINE.fullmatch(line)[4] for line in lines()] == [None, "0.1", "0.2"]
 
 
 def test_a_terminal_gets_a_bar_that_reaches_the_end(fit, counting_trainer, terminal):
@@ -118,7 +122,7 @@ def test_a_terminal_gets_a_bar_that_reaches_the_end(fit, counting_trainer, termi
     assert "loss 0.3333" in drawn
     assert "steps/s" in drawn
     assert "━" in drawn
-    assert LINE.search(drawn) is None
+    assert "step 3/3  loss" not in drawn, "a line"
 
 
 def test_a_narrow_terminal_gets_whole_numbers_and_no_bar(fit, counting_trainer, terminal, monkeypatch):
@@ -145,3 +149,45 @@ def test_a_bar_gives_the_cursor_back_also_when_training_fails(fit, counting_trai
 def test_an_interval_that_is_not_positive_is_refused(interval):
     with pytest.raises(ValueError, match=rf"Invalid `line_every_s`. Expected a number > 0, but received {interval}\."):
         JobProgress(line_every_s=interval)
+
+
+def test_a_header_says_what_is_trained(fit, fit_plain, counting_trainer, capsys):
+    fit(counting_trainer(), [JobProgress()], steps=3)
+    assert re.match(r"\w+: \d+ parameters, cpu, 32-true, 3 steps\n", capsys.readouterr().err)
+    fit_plain([JobProgress()], steps=-1, max_epochs=2)
+    assert "Plain: 5 parameters, cpu, 32-true, 2 epochs\n" in capsys.readouterr().err
+
+
+def test_scores_returns_and_checkpoints_stand_beside_the_loss(fit, counting_trainer, lines):
+    class Scores(Hook):
+        writes = ("eval_scores",)
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            publish_scores(trainer, {"acc\x1b[31m": 0.75}, trainer.global_step)
+            fire(trainer, "on_checkpoint_durable", SimpleNamespace(step=trainer.global_step))
+            pl_module.published["rollout/episode_return"] = 12.5
+
+    fit(counting_trainer(), [LogMetrics(1), JobProgress(line_every_s=1e-9), Scores()], steps=3)
+    assert "acc\\x1b[31m 0.75  rollout/episode_return 12.5  lr 0.5  saved 3" in lines()[-1]
+
+
+def test_speed_is_that_of_the_last_half_minute(fit, counting_trainer, lines, monkeypatch):
+    times = iter([0.0, *(100.0 * step for step in range(1, 5)), *(400.0 + step for step in range(1, 60)), 459.0])
+    monkeypatch.setattr("genlight.callbacks.job_progress.time", SimpleNamespace(monotonic=lambda: next(times)))
+    fit(counting_trainer(), [JobProgress(line_every_s=1e-9)], steps=63)
+    shown = {match[1]: (match[4], match[5]) for match in map(LINE.fullmatch, lines())}
+    assert shown["4"] == ("0.01", "1:38:20"), "of two looks at least"
+    assert shown["62"] == ("1.0", "0:00:01"), "and no longer of the slow steps at the beginning"
+
+
+def test_a_stop_leaves_a_line_that_has_the_last_step(fit, counting_trainer, lines):
+    class Stop(Hook):
+        critical = True
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 7:
+                raise TrainingCanceled("canceled")
+
+    with pytest.raises(TrainingCanceled):
+        fit(counting_trainer(), [LogMetrics(1), JobProgress(line_every_s=3600), Stop()], steps=50)
+    assert [LINE.fullmatch(line)[1] for line in lines()] == ["1", "8"]

@@ -7,9 +7,20 @@ import pytest
 import torch
 
 from genlight.adapter import HookOrderError, StepResult
-from genlight.callbacks import Evaluate, TrainerHook, TrainerHookAdapter, TrainerState
+from genlight.callbacks import (
+    Checkpoint,
+    CheckpointHook,
+    Evaluate,
+    EvaluationHook,
+    MetricsHook,
+    TrainerHook,
+    TrainerHookAdapter,
+    TrainerState,
+)
 from genlight.callbacks.hook.events import run_state_of
-from genlight.callbacks.trainer_hooks import TRAINER_HOOK_EVENTS, trainer_state_of
+from genlight.callbacks.trainer_hooks import TRAINER_HOOK_EVENTS, should_run, trainer_state_of
+from genlight.reporters import EventLogger
+from genlight.reporters.events.reader import read_events
 
 
 class Collects:
@@ -52,15 +63,16 @@ for _event in TRAINER_HOOK_EVENTS:
     setattr(Notes, _event, lambda self, state, event=_event: self.events.append(event))
 
 
-def run(plugin, hooks, *, steps=4, callbacks=()):
+def run(plugin, hooks, *, steps=4, callbacks=(), logger=False, resume=None):
     from genlight.adapter import ContractModule, TrainingJobSpec
 
+    saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
     trainer = pl.Trainer(
-        accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        accelerator="cpu", max_steps=steps, logger=logger, enable_checkpointing=saves, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[*callbacks, *map(TrainerHookAdapter, hooks)],
     )  # fmt: skip
     module = ContractModule(plugin, TrainingJobSpec("r", steps, metric_every=1))
-    trainer.fit(module)
+    trainer.fit(module, ckpt_path=resume)
     return trainer, module
 
 
@@ -228,3 +240,104 @@ def test_a_loop_of_ones_own_makes_the_state_itself():
     assert (state.run_state.agent_step, empty.agent_step) == (2, 0)
     with pytest.raises(AttributeError, match="agent_steps"):
         TrainerState(agent_steps=1)
+
+
+class Learns:
+    """Trains its policy on what it draws in a rollout."""
+
+    setup, configure, prepare_batch = Collects.setup, Collects.configure, Collects.prepare_batch
+
+    def rollout(self, state, ctx):
+        return [torch.randn(4, 1), torch.randn(4, 1)], {"reward": [1.0, 2.0], "agent_steps": 8}
+
+    def train_step(self, batch, state, ctx):
+        state["optimizer"].zero_grad()
+        loss = (state["policy"](batch) - batch).square().mean()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult(metrics={"loss": loss.detach()})
+
+    def state_dict(self, state):
+        return {"policy": state["policy"].state_dict(), "optimizer": state["optimizer"].state_dict()}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["policy"].load_state_dict(payload["policy"])
+        state["optimizer"].load_state_dict(payload["optimizer"])
+
+
+def test_losses_are_those_of_the_step_at_every_event_without_another_callback(fit_plain) -> None:
+    class Looks(TrainerHook):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def on_mb_end(self, state):
+            self.seen.append(dict(state.loss_stats))
+
+        def on_epoch_end(self, state):
+            self.at_end = dict(state.loss_stats)
+
+    looks = Looks()
+    _, module = run(Learns(), [looks])  # its job has metrics in every step; nobody logs them
+    assert len({each["train/loss"] for each in looks.seen}) == 4
+    assert looks.at_end == looks.seen[-1]
+    assert looks.seen[-1]["train/loss"] == float(module.step_result.metrics["loss"])
+
+
+def test_a_checkpoint_an_evaluation_and_metrics_of_each_epoch_follow_each_other(tmp_path, caplog) -> None:
+    caplog.set_level("INFO")
+    evaluated = []
+
+    def evaluate(uri, state):
+        evaluated.append((uri, state.epoch))
+        return {"score": 10 * state.epoch}
+
+    hooks = [MetricsHook(), EvaluationHook(evaluate), CheckpointHook(interval=2)]  # in any order
+    logger = EventLogger(run_id="r", save_dir=str(tmp_path))
+    run(Learns(), hooks, steps=8, callbacks=[Checkpoint(tmp_path / "c")], logger=logger)
+
+    second, fourth = (str(tmp_path / "c" / f"step-{step:08d}.json") for step in (4, 8))
+    assert evaluated == [(second, 2), (second, 3), (fourth, 4)]
+    events = [each for each in read_events(tmp_path / "events.jsonl") if each.get("event") == "metric"]
+    assert [each["value"] for each in events if each["name"] == "eval/score"] == [20.0, 30.0, 40.0]
+    assert [each["value"] for each in events if each["name"] == "rollout/reward"] == [1.5] * 4
+    assert [(each["step"], each["value"]) for each in events if each["name"] == "agent_step"] == [
+        *((2, 8), (4, 16), (6, 24), (8, 32))
+    ]
+    assert "Linear has 2 parameters, of which 2 train" in caplog.text
+    assert "epoch 4  train/loss" in caplog.text
+
+
+def test_a_run_goes_on_exactly_from_what_the_checkpoint_hook_saved(tmp_path) -> None:
+    def final(folder, steps, resume=None):
+        torch.manual_seed(3)
+        _, module = run(Learns(), [CheckpointHook()], steps=steps, callbacks=[Checkpoint(folder)], resume=resume)
+        return [each.clone() for each in module.contract_state["policy"].parameters()]
+
+    straight = final(tmp_path / "straight", 8)
+    final(tmp_path / "parts", 4)
+    (tmp_path / "parts" / "final.json").unlink()
+    torch.manual_seed(99)
+    resumed = final(tmp_path / "parts", 8, resume=str(tmp_path / "parts" / "step-00000004.json"))
+    assert all(torch.equal(left, right) for left, right in zip(straight, resumed, strict=True))
+
+
+def test_a_checkpoint_hook_without_a_checkpoint_callback_says_what_is_missing() -> None:
+    with pytest.raises(Exception, match="give the trainer a Checkpoint callback"):
+        run(Learns(), [CheckpointHook()])
+
+
+def test_names_and_policies_may_be_those_of_an_instance(caplog) -> None:
+    class Fails(TrainerHook):
+        def on_epoch_end(self, state):
+            raise ValueError("broken")
+
+    run(Learns(), [Fails(instance_name="the second one")])
+    assert "the second one" in caplog.text
+    with pytest.raises(ValueError, match="broken"):
+        run(Learns(), [Fails(critical=True)])
+
+
+def test_an_interval_of_0_is_never_due() -> None:
+    assert [epoch for epoch in range(1, 7) if should_run(epoch, 3)] == [3, 6]
+    assert not should_run(3, 0)

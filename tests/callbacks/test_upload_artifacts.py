@@ -347,10 +347,10 @@ def test_every_checkpoint_that_our_own_callback_wrote_arrives_whatever_it_keeps(
 
 @pytest.mark.parametrize("has_links", [True, False])
 def test_retention_leaves_a_checkpoint_until_it_has_arrived(chaos, tmp_path, has_links):
-    spool, own = tmp_path / "run" / "uploads", tmp_path / "run" / "own"
-    uploader = Uploader(UploadConfig(run_id="run-1", spool_dir=spool, checkpoint_url=f"{chaos.url}/checkpoint"))
+    queue, own = tmp_path / "run" / "uploads", tmp_path / "run" / "own"
+    uploader = Uploader(UploadConfig(run_id="run-1", queue_dir=queue, checkpoint_url=f"{chaos.url}/checkpoint"))
     if not has_links:
-        (spool / HELD).write_text("stands in the way, as a file system without links does")
+        (queue / HELD).write_text("stands in the way, as a file system without links does")
     waiting = []
 
     class Outage(pl.Callback):
@@ -412,7 +412,7 @@ def test_a_sample_that_cannot_be_queued_keeps_no_other_one_of_its_step_from_it(c
     samples = [tmp_path / f"step-00000004-{index:02d}.json" for index in range(3)]
     for sample in (samples[0], samples[2]):
         sample.write_text("{}")
-    config = UploadConfig(run_id="r", spool_dir=tmp_path / "spool", sample_url=f"{chaos.url}/sample")
+    config = UploadConfig(run_id="r", queue_dir=tmp_path / "queue", sample_url=f"{chaos.url}/sample")
     with Uploader(config) as uploader:
         with pytest.raises(UploadError, match=r"01\.json cannot be uploaded"):
             UploadArtifacts(uploader).queue_samples(samples, step=4)
@@ -492,7 +492,7 @@ def test_a_resumed_run_knows_where_the_checkpoint_is_that_it_resumed_from(fit, c
 
 
 def test_a_given_uploader_is_neither_settled_nor_closed(chaos, tmp_path, fit):
-    config = UploadConfig(run_id="r", spool_dir=tmp_path / "spool", metrics_url=f"{chaos.url}/metrics")
+    config = UploadConfig(run_id="r", queue_dir=tmp_path / "queue", metrics_url=f"{chaos.url}/metrics")
     with Uploader(config) as uploader:
         fit(uploader=uploader)
         assert uploader.settle().ok

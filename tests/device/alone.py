@@ -6,9 +6,11 @@ import pytest
 import torch
 from zoo.updates import OneBufferOfGradients
 
-from device.runs import CountWaits, Penalised, Regression, fit, standard_callbacks
+from device.runs import CountWaits, Penalised, Pinned, Regression, fit, standard_callbacks
+from genlight.adapter import StepContext, TrainingJobSpec, run_training_loop
 from genlight.adapter.contract.exceptions import ContractError
-from genlight.callbacks import Evaluate
+from genlight.callbacks import Checkpoint, Evaluate
+from genlight.callbacks.checkpoint import newest_valid
 
 
 def check_no_step_waits_for_the_device(folder):
@@ -28,6 +30,56 @@ def check_a_step_of_16_mixed_waits_once_for_the_device(folder):
 def check_views_of_weights_that_the_move_to_the_device_would_part_are_refused():
     with pytest.raises(ContractError, match=r'state\["flat"\].*and state\["model"\].*are views of the same memory'):
         fit(OneBufferOfGradients(), "one", steps=2)
+
+
+class SavesItsOwn(Regression):
+    """Returns tensors of the device, of the host, and of its module; remembers where they were when they came back."""
+
+    def state_dict(self, state):
+        average = [parameter.detach().clone() for parameter in state["network"].parameters()]
+        return {"average": average, "seen": torch.ones(2), "network": state["network"].state_dict()}
+
+    def load_state_dict(self, state, payload, ctx):
+        tensors = [*payload["average"], payload["seen"], *payload["network"].values()]
+        self.came_back = [tensor.device.type for tensor in tensors]
+        self.are_leaves = all(tensor.is_leaf for tensor in tensors)
+
+
+def check_tensors_of_a_class_come_back_on_the_device_but_those_of_modules(folder):
+    def saves() -> list[Checkpoint]:
+        return [Checkpoint(folder, every_n_steps=2, save_final=False)]
+
+    fit(SavesItsOwn(), "one", steps=3, callbacks=saves())
+    resumed = SavesItsOwn()
+    fit(resumed, "one", steps=4, callbacks=saves(), ckpt_path=str(newest_valid(folder)[0].path))
+    assert resumed.came_back == ["sim"] * 4 + ["cpu"] + ["cpu"] * 4
+    assert resumed.are_leaves
+
+
+class Reports:
+    """Reporter and writer of a caller; looks where the model is when the final artifact is written."""
+
+    def started(self, **_):
+        self.finalized_on = []
+
+    def metric(self, **_): ...
+
+    def completed(self, **_): ...
+
+    def failed(self, *, error, **_):
+        raise AssertionError(error)
+
+    def is_canceled(self):
+        return False
+
+    def finalize(self, *, state, ctx, **_):
+        self.finalized_on += [ctx.device, *(str(parameter.device) for parameter in state["network"].parameters())]
+
+
+def check_the_callers_writer_finalizes_while_all_is_on_the_device_of_the_context():
+    reports, job = Reports(), TrainingJobSpec("old", 3, metric_every=1)
+    assert run_training_loop(job, StepContext(job, device="sim:1"), Regression(), Pinned(3), reports, reports) == 3
+    assert set(reports.finalized_on) == {"sim:1"}
 
 
 class Draws(Regression):

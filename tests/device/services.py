@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.adapter.feed import ReplayBuffer
 from genlight.callbacks import Checkpoint, Diagnosis, Heartbeat, Hook, Recover
 from genlight.callbacks.checkpoint import newest_valid
+from genlight.callbacks.checkpoint.capture import HostBuffer
 from genlight.reporters.telemetry import read_events
 from support.device.training import one_device
 from support.recovered import Batches, Fragile, digest_of, fit_fragile
@@ -57,6 +61,58 @@ def check_a_diagnosis_names_the_module_and_the_step(folder):
     found = next(event for event in read_events(path) if event["artifacts"].get("fault") == "nonfinite_loss")
     assert (found["step"], found["artifacts"]["first_step"]) == (10, 7)
     assert found["artifacts"]["forward_origin"].endswith("3")
+
+
+def check_memory_of_snapshots_is_pinned_in_the_size_that_is_asked_for():
+    before, device = torch.sim.pinned_bytes(), torch.device("sim", 0)
+    buffer = HostBuffer()
+    for asked, held in ((1_000_003, 1_000_003), (5_000, 1_000_003), (3_000_001, 3_000_001)):
+        buffer.reserve(asked, device)
+        assert torch.sim.pinned_bytes() - before == held
+    del buffer
+    assert torch.sim.pinned_bytes() == before
+
+
+def check_memory_of_snapshots_stays_pageable_where_the_device_refuses_it(folder):
+    class Refuses(torch.sim.Runtime):
+        @staticmethod
+        def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:
+            return 2
+
+    before, torch.sim.cudart = torch.sim.cudart, lambda: Refuses
+    try:
+        with _said() as lines:
+            fit(Regression(), "one", steps=5, callbacks=[Checkpoint(folder, every_n_steps=4, save_final=False)])
+    finally:
+        torch.sim.cudart = before
+    assert ["cudaHostRegister returned 2" in line for line in lines] == [True], lines
+    assert newest_valid(folder)[0].step == 4
+
+
+def check_memory_of_snapshots_is_pinned_once_in_a_run_and_said_so(folder):
+    with _said() as lines:
+        fit(Regression(), "one", steps=14, callbacks=[Checkpoint(folder, every_n_steps=4, save_final=False)])
+    assert ["of host memory are pinned for snapshots of checkpoints" in line for line in lines] == [True], lines
+    assert newest_valid(folder)[0].step == 12
+
+
+@contextlib.contextmanager
+def _said() -> Iterator[list[str]]:
+    """What the memory of snapshots says of itself within the block."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger(HostBuffer.__module__)
+    before = log.level
+    logging.disable(logging.NOTSET)
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+        logging.disable(logging.CRITICAL)
 
 
 class FragileOnDevice(Fragile):
@@ -117,6 +173,12 @@ class Acts(Regression):
             y = 0.9 * state["network"](x) + 0.1
         state["replay"].extend({"x": x, "y": y})
         return [state["replay"].sample(4) for _ in range(2)], {"reward": [y.mean().item()]}
+
+    def rollout_state(self, state: Any) -> dict[str, Any]:
+        return {"seen": torch.ones(2, device="sim")}
+
+    def load_rollout_state(self, state: Any, payload: Any, ctx: Any) -> None:
+        assert payload["seen"].device == torch.device(ctx.device)
 
     def save_checkpoint(self, *, state: Any, step: int, output_dir: Any, final: bool, ctx: Any) -> None:
         state["replay"].save(Path(output_dir) / "replay")

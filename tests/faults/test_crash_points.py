@@ -24,9 +24,9 @@ from genlight.callbacks.checkpoint import (
     sweep,
     verify,
 )
-from genlight.callbacks.checkpoint.frozen import Frozen
+from genlight.callbacks.checkpoint.capture import Frozen
 from genlight.callbacks.checkpoint.sharded.rank_channel import RankGroups
-from genlight.callbacks.checkpoint.storage import commit as commit_module, write_file as file_writing
+from genlight.callbacks.checkpoint.storage import commit as commit_module, files as file_writing
 
 
 def state(step):

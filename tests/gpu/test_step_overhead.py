@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -34,21 +33,6 @@ def device(monkeypatch):
         del sys.modules[name]
 
 
-@pytest.fixture
-def told_of_waits():
-    """Skips where torch says nothing of a wait, as for what stands in for a GPU."""
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            torch.ones(1, device="cuda").item()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    if not any("synchronizing" in str(each.message) for each in found):
-        pytest.skip("torch does not tell of waits for this device")
-
-
-@pytest.mark.usefixtures("told_of_waits")
 def test_no_step_waits_for_the_device_outside_of_the_metric_cadence(device):
     waits = device.waits(device.Transformer(), "cuda", 100)
 
@@ -56,7 +40,6 @@ def test_no_step_waits_for_the_device_outside_of_the_metric_cadence(device):
     assert sum(waits["at_cadence"].values()) == 10, "one metric every 10 steps"
 
 
-@pytest.mark.usefixtures("told_of_waits")
 def test_a_trainer_that_waits_in_every_step_is_found(device):
     class Reads(device.Transformer):
         def train_step(self, batch, state, ctx):

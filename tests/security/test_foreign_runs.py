@@ -12,8 +12,8 @@ from hypothesis import given, strategies as st
 
 from genlight.adapter.contract.exceptions import UploadError
 from genlight.reporters.uploads import UploadConfig, Uploader
-from genlight.reporters.uploads.artifact import files_outside, unpack
-from genlight.reporters.uploads.queue import Entry, Queue, fault_of, read_description, read_entries
+from genlight.reporters.uploads.artifact import Artifact, files_outside
+from genlight.reporters.uploads.queue import Entry, Queue, read_description, read_entries
 from genlight.reporters.uploads.targets import Shipment, open_target
 
 NOWHERE = "http://127.0.0.1:9"
@@ -39,7 +39,7 @@ def secret(tmp_path):
 
 @pytest.fixture
 def foreign(tmp_path):
-    """Writes a spool as somebody else would; returns the run's folder."""
+    """Writes a queue as somebody else would; returns the run's folder."""
 
     def write(*bodies, **description):
         run = tmp_path / "run"
@@ -60,42 +60,47 @@ def _all_files(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.fixture
+def sent(foreign, genlight_uploads, tmp_path, monkeypatch):
+    """Retries what a foreign queue holds, to a folder; returns what was said, and the files in that folder."""
+
+    def retry(*bodies, prepare=lambda run: None, arguments=()):
+        run = foreign(*bodies)
+        prepare(run)
+        monkeypatch.setenv("TRAINER_UPLOAD_CHECKPOINT_URL", NOWHERE)
+        target = f"file://{tmp_path / 'deep' / 'out'}"
+        _, _, err = genlight_uploads("retry", run, "--deadline", "0.1", "--target", target, *arguments)
+        return err, _all_files(tmp_path / "deep")
+
+    return retry
+
+
 @pytest.mark.parametrize("layout", ["../../../planted", "/tmp/planted-by-genlight-test", "a/../../b", "", ".", "x\0"])
-def test_a_layout_that_leads_out_of_the_exported_folder_writes_nothing(foreign, genlight_uploads, tmp_path, layout):
-    run = foreign(_body(layout=layout))
-    _, _, err = genlight_uploads("export", run, "--to", tmp_path / "deep" / "out")
-    assert "entry 1 is ignored" in err
-    assert _all_files(tmp_path / "deep") == ["out/messages.jsonl"]
+def test_a_layout_that_leads_out_of_the_target_writes_nothing(sent, layout):
+    err, files = sent(_body(layout=layout))
+    assert "000000001.json is damaged" in err
+    assert files == []
 
 
-def test_a_file_outside_of_the_run_is_not_copied(foreign, genlight_uploads, tmp_path, secret):
-    run = foreign(_body(secret), _body("../home/id_rsa"))
-    code, _, err = genlight_uploads("export", run, "--to", tmp_path / "out")
-    assert code == 1
-    assert err.count("is outside the run's folder") == 2
-    assert _all_files(tmp_path / "out") == ["messages.jsonl"]
+def test_a_file_outside_of_the_run_is_not_sent(sent, secret):
+    err, files = sent(_body(secret), _body("../home/id_rsa"))
+    assert "outside" in err
+    assert files == []
 
 
-def test_nor_is_one_that_a_link_in_the_run_leads_to(foreign, genlight_uploads, tmp_path, secret):
-    run = foreign(_body("checkpoints/link"))
-    (run / "checkpoints" / "link").symlink_to(secret)
-    genlight_uploads("export", run, "--to", tmp_path / "out")
-    assert _all_files(tmp_path / "out") == ["messages.jsonl"]
+def test_nor_is_one_that_a_link_in_the_run_leads_to(sent, secret):
+    _, files = sent(_body("checkpoints/link"), prepare=lambda run: (run / "checkpoints" / "link").symlink_to(secret))
+    assert files == []
 
 
-def test_a_folder_of_ones_own_may_be_named(foreign, genlight_uploads, tmp_path, secret):
-    run = foreign(_body(secret))
-    code, _, _ = genlight_uploads("export", run, "--to", tmp_path / "out", "--root", secret.parent)
-    assert code == 0
-    assert (tmp_path / "out/checkpoints/000001/step.json").read_text() == "secret"
+def test_a_folder_of_ones_own_may_be_named(sent, secret):
+    _, files = sent(_body(secret), arguments=("--root", secret.parent))
+    assert len(files) == 1
 
 
-def test_a_pipe_among_the_files_is_not_waited_for(foreign, genlight_uploads, tmp_path):
-    run = foreign(_body("checkpoints/pipe"))
-    os.mkfifo(run / "checkpoints" / "pipe")
-    code, _, err = genlight_uploads("export", run, "--to", tmp_path / "out")
-    assert code == 1
-    assert "checkpoints/pipe cannot be read: it is not a regular file" in err
+def test_a_pipe_among_the_files_is_not_waited_for(sent):
+    _, files = sent(_body("checkpoints/pipe"), prepare=lambda run: os.mkfifo(run / "checkpoints" / "pipe"))
+    assert files == []
 
 
 def test_what_the_run_names_as_its_targets_is_not_sent_to(foreign, genlight_uploads, tmp_path, monkeypatch):
@@ -112,7 +117,7 @@ def test_what_the_run_names_as_its_targets_is_not_sent_to(foreign, genlight_uplo
 
 def test_an_uploader_sends_nothing_from_outside_of_the_runs_folders(foreign, tmp_path, secret):
     run, loot = foreign(_body(secret)), tmp_path / "loot"
-    config = UploadConfig(run_id="theirs", spool_dir=run / "uploads", targets=[f"file://{loot}"])
+    config = UploadConfig(run_id="theirs", queue_dir=run / "uploads", targets=[f"file://{loot}"])
     with Uploader(config) as uploader:
         (left,) = uploader.settle(0.1).undelivered
     assert "lies outside of the run's folders" in str(left)
@@ -121,7 +126,7 @@ def test_an_uploader_sends_nothing_from_outside_of_the_runs_folders(foreign, tmp
 
 def test_checkpoints_that_the_job_keeps_elsewhere_are_sent(foreign, tmp_path, secret):
     run, loot = foreign(_body(secret)), tmp_path / "loot"
-    config = UploadConfig(run_id="theirs", spool_dir=run / "uploads", targets=[f"file://{loot}"], roots=[secret.parent])
+    config = UploadConfig(run_id="theirs", queue_dir=run / "uploads", targets=[f"file://{loot}"], roots=[secret.parent])
     with Uploader(config) as uploader:
         assert uploader.settle(30).ok
     assert _all_files(loot) == ["theirs/checkpoints/step.json"]
@@ -135,7 +140,7 @@ def test_links_are_removed_below_the_queues_own_folder_alone(foreign, tmp_path, 
     (tmp_path / "home" / "held" / "x" / "y").write_text("")
     (run / "uploads" / "held").mkdir()
     (run / "uploads" / f"{1:09d}.json").write_text(
-        json.dumps({"seq": 1, "kind": "sample", "step": 1, "body": {"main": name}})
+        json.dumps({"seq": 1, "kind": "sample", "step": 1, "body": _body(main=name)})
     )
     before = _all_files(tmp_path / "home")
     with contextlib.closing(Queue(run / "uploads")) as queue:
@@ -189,13 +194,20 @@ KINDS = st.sampled_from(["metrics", "sample", "checkpoint", "terminal"])
 
 @given(KINDS, BODIES, st.dictionaries(st.sampled_from(["post", "put:0", "put:x"]), st.dictionaries(st.text(), JSON)))
 def test_whatever_an_entry_says_is_used_or_named(tmp_path, kind, body, parts):
-    entry = Entry(1, kind, 1, body, parts)
-    fault = fault_of(entry)
-    assert fault is None or isinstance(fault, str)
-    if fault is None and kind in ("sample", "checkpoint"):
-        artifact = unpack(body)
-        files_outside(artifact, tmp_path, ())
-        assert all(".." not in file.layout.split("/") for file in artifact.files)
+    said = {"seq": 1, "kind": kind, "step": 1, "body": body, "parts": parts}
+    (tmp_path / "000000001.json").write_bytes(_encoded(said))
+    try:
+        (entry,) = read_entries(tmp_path)
+    except UploadError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+    if refusal:
+        assert str(tmp_path / "000000001.json") in refusal
+    elif kind in ("sample", "checkpoint"):
+        assert isinstance(entry.body, Artifact)
+        files_outside(entry.body, tmp_path, ())
+        assert all(".." not in file.layout.split("/") for file in entry.body.files)
 
 
 @given(st.binary(max_size=200) | st.lists(JSON, max_size=3).map(lambda lines: b"\n".join(map(_encoded, lines)) + b"\n"))

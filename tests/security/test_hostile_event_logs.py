@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from genlight.adapter.contract.exceptions import EventLogError
+from genlight.adapter.view import summary
+from genlight.adapter.view.summary import summary_of
 from genlight.reporters import EventLog, read_events
-from genlight.reporters.events import validation
+from genlight.reporters.events import reader, validation
 from genlight.reporters.events.event import Metric, encode_event
-from genlight.reporters.events.reader import count_started
+from genlight.reporters.events.reader import count_started, follow, typed_events
 from genlight.reporters.events.validation import validate_events
 
 STARTED = b'{"event":"started","run_id":"r","schema_version":"trainer_event.v1","seq":1,"timestamp_ms":1}\n'
@@ -85,6 +87,42 @@ def test_checking_a_long_log_needs_no_memory_for_it(tmp_path):
     assert said == "sound: 999999 events"
     assert int(grown_mib) < 50
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss > 0
+
+
+@pytest.fixture
+def endless(tmp_path, monkeypatch):
+    """A log whose second line has four times as many bytes as are read; they are fewer here."""
+    for module in (reader, summary):
+        monkeypatch.setattr(module, "LONGEST_LINE", 2 << 20)
+    path = tmp_path / "metrics" / "events.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(STARTED + b'{"event":"metric","name":"' + b"x" * (8 << 20) + b'"}\n')
+    return path
+
+
+READS = {
+    "validation": validate_events,
+    "structs": lambda path: [*typed_events(path)],
+    "dictionaries": lambda path: [*read_events(path)],
+    "following": lambda path: [*follow(path)],
+}
+
+
+@pytest.mark.parametrize("reads", READS.values(), ids=READS)
+def test_a_line_of_more_bytes_than_any_run_writes_is_named_before_it_takes_memory(endless, reads):
+    with pytest.raises(EventLogError, match=r"line 2 of event log .* has more than 2 MiB"):
+        reads(endless)
+
+
+def test_a_listing_takes_no_more_memory_for_it(endless, monkeypatch):
+    looked_through = []
+    last_started = summary._last_started
+    monkeypatch.setattr(
+        summary, "_last_started", lambda block: looked_through.append(len(block)) or last_started(block)
+    )
+
+    assert summary_of(endless.parent.parent).run_id == "r"
+    assert max(looked_through) <= 4 << 20
 
 
 VALUES = st.none() | st.booleans() | st.integers(-2, 2**64) | st.floats() | st.text(max_size=3) | st.just("nan")

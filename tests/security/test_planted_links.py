@@ -26,7 +26,7 @@ from genlight.adapter.plumbing.safe_open import (
 from genlight.adapter.run.artifact_dirs import prepare_artifact_dirs, untrusted_dirs
 from genlight.adapter.run.artifacts_lock import lock_artifacts, lock_holder
 from genlight.adapter.run.ranks.notes import RankNotes
-from genlight.adapter.run.startup_failure import log_of_failed_start
+from genlight.adapter.run.run import log_of_failed_start
 from genlight.callbacks.stop.sources import cancel_file_is_set
 from genlight.reporters.events.event_log import EventLog
 from genlight.reporters.uploads.queue import Description, Queue, read_entries

@@ -49,7 +49,7 @@ def refusing_server():
     ],
 )
 def test_a_401_names_the_variable_that_holds_the_token_and_shows_its_address(refusing_server, tmp_path, token, advice):
-    config = UploadConfig("r", tmp_path / "spool", token=token, terminal_url=f"{refusing_server}/m")
+    config = UploadConfig("r", tmp_path / "queue", token=token, terminal_url=f"{refusing_server}/m")
     with Uploader(config) as uploader:
         error = uploader.deliver_terminal(TerminalPayload("completed", 1)).error()
     environ = {"TRAINER_TOKEN_ORIGINS": refusing_server, "TRAINER_CAPABILITY_TOKEN": TOKEN}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -9,11 +10,15 @@ import subprocess
 import sys
 import warnings
 
+import lightning.pytorch as pl
 import pytest
-import yaml
+from lightning.pytorch.loggers import CSVLogger
 
+from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.adapter.cli import main
 from genlight.adapter.job.identity import differing_fields
+from genlight.callbacks import Checkpoint, Heartbeat, SystemMonitor
+from genlight.reporters import EventLogger, read_events
 
 CANARIES = {
     "token": "c4nary-0f-th3-t0ken",
@@ -132,6 +137,58 @@ def test_so_they_are_of_a_lightning_module(job, monkeypatch):
     assert "lr: 0.001" in written.read_text()
 
 
+def test_in_a_trainer_of_ones_own_only_the_state_of_a_checkpoint_has_what_a_module_saves(tmp_path, monkeypatch):
+    """Lightning builds the module from it again; event log, record and the rest of what genlight writes have none."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "plain_module.py").write_text(PLAIN_MODULE)
+    module = importlib.import_module("plain_module").Plain(
+        **{name: HYPERPARAMS[name] for name in ("api_key", "data", "login", "lr")}
+    )
+    trainer = pl.Trainer(
+        max_steps=2,
+        accelerator="cpu",
+        enable_progress_bar=False,
+        logger=EventLogger(tmp_path / "out" / "events.jsonl", run_id="own"),
+        callbacks=[Checkpoint(tmp_path / "out" / "checkpoints"), Heartbeat(1), SystemMonitor(0.01)],
+        default_root_dir=tmp_path / "out",
+    )
+    trainer.fit(module)
+
+    found = {path.name for path in (tmp_path / "out").rglob("*") if path.is_file() and leaks(path.read_bytes())}
+    assert found == {"training_state.json"}
+    assert [event["event"] for event in read_events(tmp_path / "out" / "events.jsonl")][-1] == "completed"
+
+
+def test_of_a_trainer_class_foreign_loggers_of_ones_own_trainer_are_told_no_secrets(tmp_path):
+    trainer = pl.Trainer(
+        max_steps=1, accelerator="cpu", enable_progress_bar=False, logger=CSVLogger(tmp_path), default_root_dir=tmp_path
+    )
+    module = ContractModule(Constant(), TrainingJobSpec(run_id="own", max_steps=1, hyperparams=HYPERPARAMS))
+    trainer.fit(module, [1])
+
+    (written,) = tmp_path.rglob("hparams.yaml")
+    assert leaks(written.read_bytes()) == set()
+    assert "lr: 0.001" in written.read_text()
+
+
+class Constant:
+    def setup(self, ctx): ...
+
+    def configure(self, ctx):
+        return {}
+
+    def prepare_batch(self, raw, state, ctx):
+        return raw
+
+    def train_step(self, batch, state, ctx):
+        return StepResult(metrics={"loss": 1.0})
+
+    def state_dict(self, state):
+        return {}
+
+    def load_state_dict(self, state, payload, ctx): ...
+
+
 def test_a_hyperparameter_cannot_be_guessed_from_the_digests_of_two_runs(job):
     records = []
     for run_id in ("a", "b"):
@@ -157,23 +214,6 @@ def test_a_job_goes_on_with_a_renewed_credential_and_not_with_another_learning_r
 
 def test_records_without_a_salt_are_compared_as_they_are():
     assert differing_fields({"trainer": "1", "a": "2"}, {"trainer": "1", "a": "3"}) == ["a"]
-
-
-def test_the_configuration_is_printed_without_credentials(job, capsys):
-    job.run(hyperparams=HYPERPARAMS)
-    job.out = job.folder / "printed"
-    path = job.folder / "job.json"
-    fields = json.loads(path.read_text())
-    fields["inputs"] = {"base_model_url": f"https://me:{CANARIES['url']}@host/m?sig={CANARIES['signature']}"}
-    path.write_text(json.dumps(fields))
-    capsys.readouterr()
-
-    assert main(["run", str(path), "--print_config"]) == 0
-    shown = capsys.readouterr()
-    assert leaks(shown.out.encode(), shown.err.encode()) == set()
-    assert "credentials are left out" in shown.err
-    hyperparams = yaml.safe_load(shown.out)["model"]["init_args"]["job"]["hyperparams"]
-    assert (hyperparams["lr"], hyperparams["api_key"]) == (0.001, "<hidden>")
 
 
 def fit_config(job, does, events):

@@ -16,7 +16,7 @@ ENDLESS = {
 @pytest.mark.parametrize("answer", ENDLESS)
 def test_a_server_that_never_ends_its_answer_is_left_at_the_deadline(hostile_server, tmp_path, answer):
     url = hostile_server(*ENDLESS[answer])
-    config = UploadConfig("r", tmp_path / "spool", terminal_url=f"{url}/end", timeout_s=3600.0)
+    config = UploadConfig("r", tmp_path / "queue", terminal_url=f"{url}/end", timeout_s=3600.0)
     with Uploader(config) as uploader:
         result = uploader.deliver_terminal(TerminalPayload("completed", 1), deadline_s=0.3)
 

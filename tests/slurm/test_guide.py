@@ -12,15 +12,13 @@ PAGE = Path(__file__).parents[2] / "examples/guides/cluster.md"
 
 
 def test_a_job_is_submitted_seen_and_cancelled_as_the_page_says(slurm, tmp_path):
-    commands = re.findall(r"^genlight (slurm (?:submit|status|cancel) .*)$", PAGE.read_text(), re.MULTILINE)
-    submit, status, cancel = (command.split() for command in commands)
+    (submit,) = re.findall(r"^genlight (slurm submit .*)$", PAGE.read_text(), re.MULTILINE)
 
     def genlight(*words):
         return slurm.call(sys.executable, "-m", "genlight.adapter.cli", *words, cwd=tmp_path)
 
     genlight("init", "demo")
-    job = genlight(*submit).strip()
-    assert re.match(rf"{job} (PENDING|RUNNING|CONFIGURING) ", genlight(*status))
-    genlight(*cancel)
+    job = genlight(*submit.split()).strip()
+    assert job in slurm.call("squeue", "--me", "--noheader")
+    slurm.call("scancel", job)
     assert slurm.wait(job)[0] == "CANCELLED"
-    slurm.until(lambda: "is not in the queue" in genlight(*status), "the job has left the queue")

@@ -1,6 +1,8 @@
 """The runner as the program of a job: a function with its context, what it returns, and how it ends."""
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -26,6 +28,10 @@ def wait(job):
 
 class Note:
     requires_runner_transport = True
+
+    def on_completed_ctx(self, context):
+        job = context.job_context.job_id
+        Path(f"completed-{context.emitted_by}-{job}").write_text(f"{context.status} {context.exit_code}")
 
     def on_end_run_job_ctx(self, context):
         Path(f"end-{context.job_context.rank}").write_text(f"{context.status} {context.error_type} {context.exit_code}")
@@ -60,6 +66,18 @@ def test_a_function_gets_its_context_and_its_result_comes_back(slurm, submit, tm
 
     assert json.loads((tmp_path / "result").read_text()) == [20, ["n9", "n10"], 0]
     assert ends(tmp_path) == ["success None 0", "success None 0"]
+
+
+def test_the_client_that_waits_tells_the_callbacks_how_the_job_ended(slurm, submit, tmp_path):
+    write_pickle(tmp_path / "args", (10,))
+    for job, code in ((submit("place", "--args-file args"), 0), (submit("fail"), 1)):
+        command = [sys.executable, "-m", "genlight", "slurm", "wait", job, "--callbacks-file", "callbacks"]
+        environ = slurm.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        state, status = ("COMPLETED", "success") if code == 0 else ("FAILED", "failure")
+        assert done.stdout == f"{job} {state}, exit code {code}\n"
+        assert (tmp_path / f"completed-client-{job}").read_text() == f"{status} {code}"
 
 
 def test_a_function_that_fails_fails_the_job(slurm, submit, tmp_path):

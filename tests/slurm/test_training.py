@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from genlight.callbacks.checkpoint import newest_valid
+from genlight.reporters.events.validation import validate_events
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -192,6 +193,39 @@ def test_a_job_whose_node_is_set_down_or_dies_comes_back_and_the_cause_is_named(
     assert "RankFailedError: rank 1 on n10 ended without a word" in failed[-1]
 
 
+def test_a_rank_that_stays_paused_when_a_stop_comes_is_named_and_ends_the_job(jobs):
+    job = jobs.submit(
+        jobs.write("halted", checkpoint_every=2, hyperparams={"hold": "never"}), "--nodes=2", "--no-requeue"
+    )
+    pids = jobs.until_reached()
+    os.kill(pids[1], signal.SIGSTOP)
+    jobs.slurm.call("scancel", "--signal=TERM", job)
+
+    # Rank 0 ends with 1 and kills the other, whose code is the higher one and so srun's own.
+    assert jobs.slurm.wait(job) == ("FAILED", 128 + signal.SIGKILL)
+    assert [event["event"] for event in jobs.events("halted")].count("failed") == 1
+    failed = jobs.events("halted")[-1]
+    said = f"rank 1 (process {pids[1]}) is paused and did not answer the stop within 15 s"
+    assert (failed["error"], failed["resumable"]) == (f"train-step:{said}", True)
+    jobs.slurm.until(lambda: not any(map(is_alive, pids)), "no rank is left")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_while_its_job_is_requeued_changes_nothing(jobs, rank):
+    straight = jobs.submit(jobs.write("straight"), "--nodes=2")
+    requeued = jobs.submit(jobs.write("requeued", checkpoint_every=2, hyperparams={"hold": "go"}), "--nodes=2")
+    pids = jobs.until_reached()
+    jobs.slurm.call("scontrol", "requeue", requeued)
+    os.kill(pids[rank], signal.SIGKILL)
+    (jobs.folder / "go").touch()
+
+    jobs.slurm.until(lambda: jobs.slurm.job(requeued, "Restarts") == "1", "the job runs again")
+    assert [jobs.slurm.wait(job) for job in (requeued, straight)] == [("COMPLETED", 0)] * 2
+    assert jobs.weights("requeued") == jobs.weights("straight")
+    assert validate_events(jobs.folder / "runs/requeued/metrics/events.jsonl") == []
+    assert [event["event"] for event in jobs.events("requeued")].count("completed") == 1
+
+
 def test_uneven_tasks_per_node_train_what_as_many_on_one_node_do(uneven):
     jobs, apart, together = uneven
     assert [jobs.slurm.wait(job) for job in (apart, together)] == [("COMPLETED", 0)] * 2, jobs.output("uneven")
@@ -212,9 +246,8 @@ def test_each_task_of_an_array_trains_with_its_values_in_a_folder_of_its_own(job
         (jobs.folder / f"runs/sweep/{index}/checkpoints/final/model.safetensors").read_bytes() for index in (0, 1)
     }
     assert len(weights) == 2
-    status = jobs.genlight("slurm", "status", jobs.folder / "runs/sweep")
-    assert "0: attempt 1, completed, step 4" in status
-    assert "1: attempt 1, completed, step 4" in status
+    listed = [json.loads(line) for line in jobs.genlight("ls", jobs.folder / "runs/sweep", "--json").splitlines()]
+    assert [(run["state"], run["step"]) for run in listed] == [("completed", 4)] * 2
 
 
 def test_the_end_of_its_time_leaves_a_durable_checkpoint_and_is_no_preemption(limited):

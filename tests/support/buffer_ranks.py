@@ -21,10 +21,8 @@ from torch import nn
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.adapter.contract.exceptions import RankFailedError, TrainingCanceled
 from genlight.adapter.feed.mock import MockBatches
-from genlight.adapter.gradients.ddp.buffers import BufferSync
-from genlight.callbacks import Checkpoint, DurableCheckpointIO, Evaluate, Hook, LogMetrics, StopRequests
+from genlight.callbacks import Checkpoint, DurableCheckpointIO, Evaluate, Hook
 from genlight.callbacks.hook.events import run_state_of
-from genlight.callbacks.hook.listeners import looks_at_no_weights
 
 RANK, WORLD_SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 STEPS = 6
@@ -131,38 +129,18 @@ class Looking(Logger):
 
 
 class Stream(MockBatches):
-    """Batches, as user code makes them or as genlight does, that may end with an error."""
+    """Batches of a loader that looks at buffers, and may end with an error."""
 
-    def __init__(self, plugin, *, fails=False, known=True):
+    def __init__(self, plugin, *, fails=False):
         super().__init__(list(range(STEPS * WORLD_SIZE)))
-        self.plugin, self.fails, self.runs_no_user_code = plugin, fails, known
+        self.plugin, self.fails = plugin, fails
 
     def __iter__(self):
         for step, batch in enumerate(super().__iter__()):
             if self.fails and step == 3:
                 raise Lost
             self.plugin.see("loader")
-            happened.append("batch")
             yield batch
-
-
-happened = []
-"""What happened between the steps of a training, in order."""
-
-
-def note_what_happens():
-    """Have the sending of buffers, and their arrival, noted as well, with the step whose buffers they are."""
-    send, land = BufferSync.send, BufferSync._land
-
-    def noted_send(sync, step):
-        happened.append(f"sent {step}")
-        send(sync, step)
-
-    def noted_land(sync, *arguments):
-        happened.append(f"landed {sync._step}")
-        land(sync, *arguments)
-
-    BufferSync.send, BufferSync._land = noted_send, noted_land
 
 
 class Stops(Hook):
@@ -170,23 +148,12 @@ class Stops(Hook):
 
     ranks = "all"
 
-    @looks_at_no_weights
     def on_train_batch_end(self, trainer, *_):
         if trainer.global_step == 3:
             run_state_of(trainer).stop_reason = "canceled"
 
 
-class Noting(Hook):
-    """A callback that is called after each step, and looks at weights as far as the loop knows."""
-
-    ranks = "all"
-
-    def on_train_batch_end(self, *_):
-        happened.append("callback")
-
-
 def fit(plugin, *callbacks, stream=None, ckpt_path=None, **settings):
-    happened.clear()
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=WORLD_SIZE,
@@ -211,8 +178,6 @@ def seen_from(look):
     callbacks, stream, settings = [], None, {}
     if look.startswith("on_"):
         callbacks = [Watching(plugin, look)]
-    if look == "loader":
-        stream = Stream(plugin, known=False)
     if look == "evaluate":
         callbacks = [Evaluate(1)]
     if look == "state_dict":
@@ -242,13 +207,6 @@ PLACES = (
 )
 
 
-def order_of(*callbacks, known=True):
-    """What happened between the fifth step and the sixth, where the guard of replicas does not look."""
-    plugin = Normed()
-    fit(plugin, *callbacks, stream=Stream(plugin, known=known))
-    return happened[happened.index("sent 5") : happened.index("sent 6")]
-
-
 def resumed():
     """The buffers at the end of a run, and those of one that goes on after its third step."""
     folder = FOLDER / "resumed"
@@ -273,13 +231,6 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store", rank=RANK, world_size=WORLD_SIZE)
     found = {look: seen_from(look) for look in PLACES}
-    note_what_happens()
-    found["order"] = {
-        "without callbacks": order_of(),
-        "stops and metrics": order_of(StopRequests(), LogMetrics(1000)),
-        "a callback of the user": order_of(Noting()),
-        "a loader of the user": order_of(known=False),
-    }
     found["resumed"] = resumed()
     torch.save(found, FOLDER / f"rank{RANK}.pt")
     dist.barrier()

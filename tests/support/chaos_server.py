@@ -23,8 +23,6 @@ DEFAULTS = {
     "script_paths": "",  # only requests whose path contains this follow the script
     "outage": False,
     "tokens": None,  # accepted tokens; None accepts all
-    "resume": False,
-    "claims": 0,  # bytes that it says it holds, whatever it holds
     "stall_s": 3.0,
     "hold_at": None,  # from so many applied requests on nothing is applied, until this is changed
     "redirect_to": "",
@@ -72,7 +70,6 @@ class Server:
         self.answers = {}  # key -> answer
         self.applied = []  # what was applied, in order
         self.requests = []  # every request that was read
-        self.partial = {}
         self.connections = 0
 
     async def serve(self, reader, writer):
@@ -105,12 +102,6 @@ class Server:
         if fault == "early-401":
             await self.answer(writer, 401, {}, close=True)
             return False
-        if method == "HEAD":
-            held = self.options["claims"] or len(self.partial.get(request["key"], b""))
-            extra = f"Upload-Offset: {held}\r\n" if self.options["resume"] else ""
-            writer.write(f"HTTP/1.1 200 OK\r\n{extra}Content-Length: 0\r\n\r\n".encode())
-            await writer.drain()
-            return True
         body = await self.read_body(reader, length, fault, request)
         return await self.respond(request, body, fault, writer)
 
@@ -134,19 +125,8 @@ class Server:
                 await asyncio.sleep(0.0005)
         request["received"] = len(body)
         if fault == "reset-mid-body":
-            if request["method"] == "PUT" and self.options["resume"]:
-                self.partial[request["key"]] = self.whole(request, body)
             raise Reset
-        return self.whole(request, body) if request["method"] == "PUT" else bytes(body)
-
-    def whole(self, request, body):
-        given = request["headers"].get("content-range")
-        if given is None:
-            return bytes(body)
-        held = self.partial.get(request["key"], b"")
-        start = len(held) if given.startswith("bytes */") else int(given[6:].partition("-")[0])
-        assert start == len(held), (given, len(held))
-        return held + bytes(body)
+        return bytes(body)
 
     async def respond(self, request, body, fault, writer):
         token = request["headers"].get("authorization", "").removeprefix("Bearer ")
@@ -205,7 +185,6 @@ class Server:
             reply = {}
             self.applied.append({"key": key, "path": request["path"].partition("?")[0], "body": json.loads(body)})
         self.answers[key] = reply
-        self.partial.pop(key, None)
         return reply
 
     async def answer(self, writer, status, reply, extra="", broken="", close=False):

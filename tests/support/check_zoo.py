@@ -630,3 +630,45 @@ class KeepsAMeanLoss(ScalesByItsFirstLoss):
 
     def loss(self, batch, state):
         return super().loss(batch, state) * state.first
+
+
+class ReturnsNothing(Sound):
+    def train_step(self, batch, state, ctx):
+        super().train_step(batch, state, ctx)
+
+
+class NanLoss(Sound):
+    """Which an update that is left out hides."""
+
+    def train_step(self, batch, state, ctx):
+        super().train_step(batch, state, ctx)
+        return StepResult({"train/loss": torch.tensor(float("nan"))})
+
+
+class DetachesItsLoss(Sound):
+    def loss(self, batch, state):
+        return super().loss(batch, state).detach().requires_grad_()
+
+
+class SavesHalfOfItsAverage(ForgetsAverage):
+    """Half of the digits."""
+
+    def state_dict(self, state):
+        return {**super().state_dict(state), "shadow": {name: value.half() for name, value in state.shadow.items()}}
+
+    def load_state_dict(self, state, payload, ctx):
+        super().load_state_dict(state, payload, ctx)
+        state.shadow = {name: value.float() for name, value in payload["shadow"].items()}
+
+
+class LoadsIntoACopy(Sound):
+    def load_state_dict(self, state, payload, ctx):
+        super().load_state_dict(copy.copy(state), payload, ctx)
+
+
+class RebuildsItsOptimizer(Sound):
+    """So that what was restored of it is lost."""
+
+    def load_state_dict(self, state, payload, ctx):
+        super().load_state_dict(state, payload, ctx)
+        state.opt = torch.optim.Adam(state.model.parameters(), lr=0.01)

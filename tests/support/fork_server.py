@@ -28,7 +28,7 @@ LOADED = (
     "torch._functorch.aot_autograd",  # by the first compilation
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
-    "genlight.adapter.job.lightning_config",
+    "genlight.adapter.job.lightning_objects",
     "genlight.adapter.cli.command_line",
     "genlight.adapter.compat",
     "genlight.adapter.feed",

@@ -87,9 +87,9 @@ class ChangesAtStepThree(Trains):
             self.change(state)
 
 
-def fit(folder: Path, plugin: Any, steps: int, **options: Any) -> dict[str, torch.Tensor]:
-    """The weights of `plugin` after `steps` steps on batches of two columns; checkpoints are in `folder`."""
-    trainer = pl.Trainer(
+def trainer_with_checkpoints(folder: Path, steps: int, **options: Any) -> pl.Trainer:
+    """A quiet Lightning trainer of the CPU that saves into `folder`."""
+    return pl.Trainer(
         max_steps=steps,
         accelerator="cpu",
         logger=False,
@@ -97,7 +97,13 @@ def fit(folder: Path, plugin: Any, steps: int, **options: Any) -> dict[str, torc
         enable_model_summary=False,
         default_root_dir=folder,
         callbacks=[Checkpoint(folder, asynchronous=False)],
+        **options,
     )
+
+
+def fit(folder: Path, plugin: Any, steps: int, **options: Any) -> dict[str, torch.Tensor]:
+    """The weights of `plugin` after `steps` steps on batches of two columns; checkpoints are in `folder`."""
+    trainer = trainer_with_checkpoints(folder, steps)
     module = ContractModule(plugin, TrainingJobSpec("resumed", steps))
     trainer.fit(module, Batches(), **options)
     return module.state_dict()

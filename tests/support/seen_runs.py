@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -52,8 +54,8 @@ class Tiny:
 """
 
 
-def start(folder, run_id, **job):
-    """Start a run of the trainer class below `folder`, in a process of its own."""
+def write_job(folder, run_id, **job):
+    """Write the trainer class and a job of it into `folder`; returns the name of the job's file."""
     (folder / "tiny.py").write_text(TRAINER)
     hyperparams = {"lr": 0.1, **job.pop("hyperparams", {})}
     job = {
@@ -63,9 +65,14 @@ def start(folder, run_id, **job):
         "lightning": {"accelerator": "cpu", "devices": 1}, **job,
     }  # fmt: skip
     (folder / f"{run_id}.json").write_text(json.dumps(job))
+    return f"{run_id}.json"
+
+
+def start(folder, run_id, **job):
+    """Start a run of the trainer class below `folder`, in a process of its own."""
     code = "import sys; from genlight.adapter.cli import main; sys.exit(main())"
     return subprocess.Popen(
-        [sys.executable, "-c", code, "run", f"{run_id}.json"],
+        [sys.executable, "-c", code, "run", write_job(folder, run_id, **job)],
         cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -74,7 +81,25 @@ def wait_for_step(run, step):
     """Wait until the run in the folder `run` has logged `step`."""
     from genlight.adapter.view.summary import summary_of
 
-    give_up_at = time.monotonic() + 120
+    give_up_at = time.monotonic() + 240
     while summary_of(run).step < step:
         assert time.monotonic() < give_up_at, "the run makes no steps"
         time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def served(folder, *words):
+    """The address that ``genlight serve`` of `folder` writes, in a process of its own."""
+    code = "import sys; from genlight.adapter.cli import main; sys.exit(main())"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "serve", str(folder), "--port", "0", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        address = process.stdout.readline().strip()
+        assert address, process.stderr.read()
+        yield address
+    finally:
+        process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, ""), said

@@ -113,7 +113,7 @@ class LossAwareTimes(Ddpm):
     per_rank = ("history",)
 
     def configure(self, ctx):
-        return {**super().configure(ctx), "history": torch.ones(4)}
+        return {**super().configure(ctx), "history": torch.ones(4, device=ctx.device)}
 
     def loss(self, batch, state):
         bins = (batch["t"][:, 0] * 4).long()

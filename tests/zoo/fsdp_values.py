@@ -56,6 +56,24 @@ class WithListOptimizer(Base):
         return {"model": model, "optimizer": ListOptimizer(model.parameters())}
 
 
+class WholeParameterInTheSameGroup(Base):
+    """A parameter of no module stays whole; operations on lists of tensors, torch's choice on a device, have it too."""
+
+    def configure(self, ctx):
+        model, token = mlp(), torch.zeros(6, requires_grad=True)
+        optimizer = torch.optim.AdamW([*model.parameters(), token], 0.01, foreach=True)
+        return {"model": model, "token": token, "optimizer": optimizer}
+
+    def train_step(self, batch, state, ctx):
+        parameters = state["optimizer"].param_groups[0]["params"]
+        state["optimizer"].zero_grad()
+        loss = mse_loss(state["model"](batch["x"] + state["token"]), batch["y"])
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 0.1, foreach=True)
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
 class ListOptimizerBesideAdam(Base):
     """The head updated by a list optimizer, the body by Adam, and each unused for a step of two."""
 
@@ -476,6 +494,7 @@ class SkipsOneLossOfItsOwn(Base):
 
 CLASSES = (
     WithListOptimizer,
+    WholeParameterInTheSameGroup,
     ListOptimizerBesideAdam,
     AsksForGradients,
     UpdatesByAskedGradients,

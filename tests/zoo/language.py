@@ -30,7 +30,7 @@ class TinyLm(nn.Module):
         self.head = nn.Linear(width, 11, bias=False)
 
     def forward(self, x):
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
         return self.head(self.body(self.embed(x), src_mask=mask, is_causal=True))
 
 
@@ -91,7 +91,7 @@ class MaskedLm(Language):
         return nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 11))
 
     def loss(self, batch, state):
-        hidden = torch.tensor([False, True, False, False, True, False])
+        hidden = torch.tensor([False, True, False, False, True, False], device=batch["x"].device)
         out = state["model"](torch.where(hidden, 11, batch["x"]))
         return cross_entropy(out[:, hidden].flatten(0, 1), batch["x"][:, hidden].flatten())
 

@@ -119,8 +119,9 @@ class LearnedLearningRate(Base):
     """Hypergradients: a log rate that belongs to no module is moved by the product of two gradients."""
 
     def configure(self, ctx):
-        model = mlp()
-        return {"model": model, "log_lr": torch.tensor(-3.0), "last": [torch.zeros_like(p) for p in model.parameters()]}
+        model = mlp().to(ctx.device)
+        log_lr = torch.tensor(-3.0, device=ctx.device)
+        return {"model": model, "log_lr": log_lr, "last": [torch.zeros_like(p) for p in model.parameters()]}
 
     def train_step(self, batch, state, ctx):
         state["model"].zero_grad()

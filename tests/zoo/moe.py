@@ -34,7 +34,7 @@ class TopOneMixture(Base):
         def forward(self, x):
             weights = self.gate(x).softmax(1)
             best = weights.argmax(1)
-            out = torch.zeros(len(x), 1)
+            out = torch.zeros(len(x), 1, device=x.device)
             for k, expert in enumerate(self.experts):
                 rows = best == k
                 if rows.any():
@@ -75,7 +75,7 @@ class BalancedRouter(TopOneMixture):
     per_rank = ("bias",)
 
     def configure(self, ctx):
-        return {**super().configure(ctx), "bias": torch.zeros(3)}
+        return {**super().configure(ctx), "bias": torch.zeros(3, device=ctx.device)}
 
     def loss(self, batch, state):
         gates = state["model"].gate(batch["x"]).detach() + state["bias"]

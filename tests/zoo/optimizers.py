@@ -63,7 +63,7 @@ class HessianDiagonal(Base):
         @torch.no_grad()
         def step(self):
             held = [p for p in self.param_groups[0]["params"] if p.grad is not None]
-            signs = [torch.randint(0, 2, p.shape, dtype=p.dtype) * 2 - 1 for p in held]
+            signs = [torch.randint(0, 2, p.shape, dtype=p.dtype, device=p.device) * 2 - 1 for p in held]
             with torch.enable_grad():
                 products = torch.autograd.grad([p.grad for p in held], held, signs)
             for p, sign, product in zip(held, signs, products, strict=True):

@@ -89,7 +89,7 @@ class TopTwoOfManyExperts(Base):
         model, x = state["model"], state["model"].body(batch["x"])
         logits = model.router(x)
         weights, chosen = logits.softmax(1).topk(2, dim=1)
-        out = torch.zeros(len(x), 1, dtype=weights.dtype)
+        out = torch.zeros(len(x), 1, dtype=weights.dtype, device=x.device)
         for index, expert in enumerate(model.experts):
             row, slot = (chosen == index).nonzero(as_tuple=True)
             if len(row):
@@ -110,7 +110,7 @@ class ContrastOverAllRanks(Base):
             one, other = (self.gathered(features, size) for features in (one, other))
         logits = one.float() @ other.float().T / 0.1
         # Each rank has the gradient through its own rows alone, of which the mean over ranks is taken.
-        return size * cross_entropy(logits, torch.arange(len(logits)))
+        return size * cross_entropy(logits, torch.arange(len(logits), device=logits.device))
 
     @staticmethod
     def gathered(features: torch.Tensor, size: int) -> torch.Tensor:

@@ -241,7 +241,7 @@ class EvolutionStrategy(Base):
 
     def train_step(self, batch, state, ctx):
         parameters = list(state["model"].parameters())
-        noise = [torch.randn(p.shape, generator=self.noise) for p in parameters]
+        noise = [torch.randn(p.shape, generator=self.noise).to(p.device) for p in parameters]
         losses = []
         for sign in (1, -2):
             for p, n in zip(parameters, noise, strict=True):
@@ -282,7 +282,7 @@ class RecurrentPolicy(Base):
     def loss(self, batch, state):
         net, x = state["net"], batch["x"]
         goes_on = (x[:, :1] < 1).float()
-        hidden = state["hidden"] or (torch.zeros(len(x), 8), torch.zeros(len(x), 8))
+        hidden = state["hidden"] or (x.new_zeros(len(x), 8), x.new_zeros(len(x), 8))
         hidden = net["memory"](x, tuple((h * goes_on).to(x) for h in hidden))
         state["hidden"] = tuple(h.detach().float() for h in hidden)
         log_p = net["policy"](hidden[0]).log_softmax(1).gather(1, batch["y"][:, None])

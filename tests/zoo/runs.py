@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,27 +29,13 @@ from support.rank_processes import run_ranks
 STEPS = 4
 
 
-class Hook(NamedTuple):
-    """A communication hook of DDP."""
-
-    function: Any
-    wrapper: Any = None
-    state: Any = lambda: None
-    bucket_cap_mb: float = 1e-6
-    """Under genlight; a parameter for each bucket."""
-
-
-HOOKS = {
-    "fp16_compress_hook": Hook(default_hooks.fp16_compress_hook),
-    "fp16_compress_wrapper": Hook(default_hooks.allreduce_hook, default_hooks.fp16_compress_wrapper),
-}
+HOOKS = {"fp16_compress_hook": default_hooks.fp16_compress_hook}
 DDP: dict[str, dict[str, Any]] = {
     "ddp": {},
     # A parameter for each bucket, so that everything that can travel early does.
     "small buckets": {"bucket_cap_mb": 1e-6},
     "find_unused_parameters": {"find_unused_parameters": True, "bucket_cap_mb": 1e-6},
     "static_graph": {"static_graph": True, "bucket_cap_mb": 1e-6},
-    "gradient_as_bucket_view": {"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-6},
 }
 """Settings of DDP."""
 ROWS = 8
@@ -187,14 +173,11 @@ def strategy_of(kind: str, rank: int, world_size: int, device: str = "cpu", **sh
         from support.device import PROCESS_GROUP as group
         from support.device.training import SimDDPStrategy as DDPStrategy
     if kind in HOOKS:
-        hook = HOOKS[kind]
         return DDPStrategy(
             cluster_environment=environment,
             process_group_backend=group,
-            bucket_cap_mb=hook.bucket_cap_mb,
-            ddp_comm_hook=hook.function,
-            ddp_comm_wrapper=hook.wrapper,
-            ddp_comm_state=hook.state(),
+            bucket_cap_mb=1e-6,  # a parameter for each bucket
+            ddp_comm_hook=HOOKS[kind],
         )
     if kind in DDP:
         settings: Any = DDP[kind]
@@ -249,9 +232,7 @@ def _plain_ddp_run(name: str, rank: int, world_size: int, hook: str | None) -> W
     state = trainer.configure(ctx)
     wrapped = {**state, "model": nn.parallel.DistributedDataParallel(state["model"])}
     if hook is not None:
-        function, wrapper, state_of_hook, _ = HOOKS[hook]
-        function = function if wrapper is None else wrapper(function)
-        wrapped["model"].register_comm_hook(state_of_hook(), function)
+        wrapped["model"].register_comm_hook(None, HOOKS[hook])
     for batch in Shares(rank, world_size, STEPS):
         trainer.train_step(batch, wrapped, ctx)
     return weights(state, trainer)

@@ -27,7 +27,7 @@ class SimClr(Base):
 
     def loss(self, batch, state):
         a, b = (normalize(state["model"](v), dim=1) for v in two_views(batch["x"]))
-        return cross_entropy(a @ b.t() / 0.2, torch.arange(len(a)))
+        return cross_entropy(a @ b.t() / 0.2, torch.arange(len(a), device=a.device))
 
 
 class Clip(Base):
@@ -49,7 +49,7 @@ class Clip(Base):
 
     def loss(self, batch, state):
         logits = state["model"](*two_views(batch["x"]))
-        target = torch.arange(len(logits))
+        target = torch.arange(len(logits), device=logits.device)
         return (cross_entropy(logits, target) + cross_entropy(logits.t(), target)) / 2
 
 
@@ -94,7 +94,7 @@ class Dino(Byol):
     per_rank = ("center",)
 
     def configure(self, ctx):
-        return {**super().configure(ctx), "center": torch.zeros(4)}
+        return {**super().configure(ctx), "center": torch.zeros(4, device=ctx.device)}
 
     def loss(self, batch, state):
         a, b = two_views(batch["x"])
@@ -121,7 +121,7 @@ class MomentumContrast(Base):
     def configure(self, ctx):
         query = mlp(6, 4)
         key = copy.deepcopy(query).requires_grad_(False)
-        queue = normalize(torch.randn(16, 4), dim=1)
+        queue = normalize(torch.randn(16, 4), dim=1).to(ctx.device)
         optimizer = torch.optim.SGD(query.parameters(), lr=0.05, momentum=0.9)
         return {"query": query, "key": key, "queue": queue, "at": 0, "optimizer": optimizer}
 
@@ -133,7 +133,7 @@ class MomentumContrast(Base):
             keys = normalize(state["key"](b), dim=1)
         queries = normalize(state["query"](a), dim=1)
         logits = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ state["queue"].t()], 1)
-        loss = cross_entropy(logits / 0.2, torch.zeros(len(logits), dtype=torch.long))
+        loss = cross_entropy(logits / 0.2, torch.zeros(len(logits), dtype=torch.long, device=logits.device))
         state["optimizer"].zero_grad()
         loss.backward()
         state["optimizer"].step()
@@ -157,7 +157,7 @@ class BarlowTwins(Base):
 
     def loss(self, batch, state):
         a, b = (state["model"](v) for v in two_views(batch["x"]))
-        return ((a - a.mean(0)).t() @ (b - b.mean(0)) / len(a) - torch.eye(4)).square().sum()
+        return ((a - a.mean(0)).t() @ (b - b.mean(0)) / len(a) - torch.eye(4, device=a.device)).square().sum()
 
 
 class MaskedAutoencoder(Base):
@@ -228,7 +228,7 @@ class KMeansCodebook(Base):
     per_rank = ("codes",)
 
     def configure(self, ctx):
-        return {**super().configure(ctx), "codes": torch.randn(4, 6)}
+        return {**super().configure(ctx), "codes": torch.randn(4, 6).to(ctx.device)}
 
     def train_step(self, batch, state, ctx):
         with torch.no_grad():

@@ -68,11 +68,11 @@ def test_masters_of_a_bf16_model_stay_equal_and_near_to_those_of_one_process(out
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", ddp_drift.REFUSED)
-def test_what_cannot_be_made_right_is_ended_on_every_rank_with_the_tensor_its_values_and_the_cause(
+def test_what_cannot_be_made_right_is_ended_on_every_rank_with_the_place_and_the_cause(
     outcomes: list[dict[str, Any]], cls: Any
 ) -> None:
     for rank in outcomes:
         outcome = rank[f"zoo.ddp_drift:{cls.__name__}"]
         assert isinstance(outcome, str), "trained to the end in silence"
-        assert outcome.startswith("ReplicaDriftError: after step ")
+        assert outcome.startswith(("ReplicaDriftError: after step ", "ContractError: "))
         assert re.search(ddp_drift.REFUSED[cls], outcome), outcome

@@ -17,7 +17,7 @@ REFUSED = {
     "ScalesRowsOfGradients": NO_SUCH,
     "ProductsByHand": NO_SUCH,
     "PenaltyByItsOwnLoss": NO_SUCH,
-    "WithOwnListInOptimizer": r"a list or dict has a copy of each parameter",
+    "WithOwnListInOptimizer": NO_SUCH,
     "HeadsByRank": OTHER_HEADS,
     "Experts": r"rank 0 is about to leave gradients of 8 sharded .* ranks used different parameters; set `unused_param",
     "NoisyGradients": NO_SUCH,

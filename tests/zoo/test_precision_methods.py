@@ -16,6 +16,7 @@ pytestmark = [
 MODULE = "zoo.precision_methods"
 NAMES = list(precision_methods.ZOO)
 REFUSED = {
+    ("FirstOrderMaml", "16-mixed"): r"a SGD that it made, by gradients that have the scale of 16-mixed. Use bf16-mixed",
     ("SamWithClosure", "16-mixed"): r"16-mixed cannot host Sam.step\(closure\).*or use bf16-mixed or 32-true",
     ("PerSampleGradients", "16-mixed"): r"mixes types: under fp16-mixed.*p.grad = g.to\(p.dtype\)",
     ("PerSampleGradients", "bf16-mixed"): r"mixes types: under bf16-mixed.*p.grad = g.to\(p.dtype\)",

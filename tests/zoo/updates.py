@@ -15,7 +15,7 @@ class OwnMomentumList(Base):
     """No optimizer: moments in a list, weights changed by hand."""
 
     def configure(self, ctx):
-        model = mlp()
+        model = mlp().to(ctx.device)
         return {"model": model, "moments": [torch.zeros_like(p) for p in model.parameters()]}
 
     def train_step(self, batch, state, ctx):
@@ -39,8 +39,9 @@ class LeavesReplaced(Base):
     """Each update makes new tensors, in a new dict; they are loaded so as well."""
 
     def configure(self, ctx):
-        weight = torch.randn(6, 1) * 0.1
-        return {"params": {"weight": weight.requires_grad_(), "bias": torch.zeros(1, requires_grad=True)}}
+        weight = (torch.randn(6, 1) * 0.1).to(ctx.device)
+        bias = torch.zeros(1, device=ctx.device)
+        return {"params": {"weight": weight.requires_grad_(), "bias": bias.requires_grad_()}}
 
     def train_step(self, batch, state, ctx):
         params = state["params"]
@@ -157,7 +158,7 @@ class GradientNoise(Base):
         state["optimizer"].zero_grad()
         loss.backward()
         for p in state["model"].parameters():
-            p.grad.add_(0.01 * torch.randn(p.shape, generator=self.noise))
+            p.grad.add_(0.01 * torch.randn(p.shape, generator=self.noise).to(p.device))
         state["optimizer"].step()
         return StepResult({"loss": loss.detach()})
 

@@ -104,7 +104,7 @@ class ChannelsLast(ConvNet):
         return state
 
     def prepare_batch(self, raw, state, ctx):
-        return {"x": raw["x"].to(memory_format=torch.channels_last), "y": raw["y"]}
+        return {"x": raw["x"].to(ctx.device, memory_format=torch.channels_last), "y": raw["y"].to(ctx.device)}
 
 
 class UNet(Vision):
@@ -223,8 +223,9 @@ class CenterLoss(Vision):
 
     def configure(self, ctx):
         trunk, head = nn.Sequential(nn.Flatten(), nn.Linear(36, 4)), nn.Linear(4, 3)
+        centers = nn.Parameter(torch.randn(3, 4).to(ctx.device))
         optimizer = torch.optim.SGD([*trunk.parameters(), *head.parameters()], lr=0.05)
-        return {"trunk": trunk, "head": head, "centers": nn.Parameter(torch.randn(3, 4)), "optimizer": optimizer}
+        return {"trunk": trunk, "head": head, "centers": centers, "optimizer": optimizer}
 
     def train_step(self, batch, state, ctx):
         features = state["trunk"](batch["x"])
@@ -250,7 +251,7 @@ class SplatDensification(Base):
     """Points that are split while training: new parameters, with their optimizer state, as in Gaussian splatting."""
 
     def configure(self, ctx):
-        points = nn.Parameter(torch.randn(4, 6))
+        points = nn.Parameter(torch.randn(4, 6).to(ctx.device))
         return {"points": points, "optimizer": torch.optim.Adam([points], lr=0.05), "steps": 0}
 
     def loss(self, batch, state):
@@ -268,7 +269,7 @@ class SplatDensification(Base):
         moments = optimizer.state.pop(old)
         new = nn.Parameter(torch.cat([old.detach(), old.detach()[:2] + 0.1]))
         for name in ("exp_avg", "exp_avg_sq"):
-            moments[name] = torch.cat([moments[name], torch.zeros(2, 6)])
+            moments[name] = torch.cat([moments[name], torch.zeros(2, 6, device=new.device)])
         optimizer.param_groups[0]["params"] = [new]
         optimizer.state[new], state["points"] = moments, new
 

@@ -57,7 +57,17 @@ class Shares:
 
 @functools.cache
 def plain(name: str, precision: str, device: str) -> dict[str, Any]:
-    """The class alone with torch: what its tensors are after whole batches."""
+    """The class alone with torch on the same device: what its tensors are after whole batches."""
+    try:
+        return _plain_loop(name, precision, device)
+    except Exception:
+        if device == "cpu":
+            raise
+        return _plain_loop(name, precision, device, moves=True)  # a class that leaves a module on the host
+
+
+def _plain_loop(name: str, precision: str, device: str, *, moves: bool = False) -> dict[str, Any]:
+    """A loop as its author would write it; one that `moves` brings to the device what the class left on the host."""
     import torch
 
     from genlight.adapter.contract.types import StepContext, TrainingJobSpec
@@ -69,6 +79,8 @@ def plain(name: str, precision: str, device: str) -> dict[str, Any]:
     ctx = StepContext(job=job, device=device, dtype=dtype)
     trainer.setup(ctx)
     state = trainer.configure(ctx)
+    if moves:
+        _move(state, trainer, device)
     half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
     for step in range(STEPS):
         batch = trainer.prepare_batch(cls.rows(step), state, ctx)
@@ -83,17 +95,44 @@ def tensors(state: Any, trainer: Any) -> dict[str, Any]:
     import torch
 
     found: dict[str, Any] = {}
+    for path, value in _parts(state, trainer).items():
+        if isinstance(value, torch.nn.Module):
+            members = (*value.named_parameters(), *value.named_buffers())
+            found |= {f"{path}.{name}": tensor for name, tensor in members}
+        elif isinstance(value, torch.Tensor):
+            found[path] = value
+    return {path: _whole(tensor.detach()).cpu().clone() for path, tensor in found.items() if not tensor.is_meta}
+
+
+def _move(state: Any, trainer: Any, device: str) -> None:
+    """Bring modules, and what optimizers hold, to the device; each stays the object that it is."""
+    import torch
+
+    parts = _parts(state, trainer).values()
+    for module in (part for part in parts if isinstance(part, torch.nn.Module)):
+        if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            module.to(device)
+    for optimizer in (part for part in parts if isinstance(part, torch.optim.Optimizer)):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            parameter.data = parameter.data.to(device)
+        optimizer.load_state_dict(optimizer.state_dict())  # its states follow the parameters
+
+
+def _parts(state: Any, trainer: Any) -> dict[str, Any]:
+    """Modules, trained tensors and optimizers, by where they are."""
+    import torch
+
+    found: dict[str, Any] = {}
     seen: set[int] = set()
 
     def collect(path: str, value: Any) -> None:
         if isinstance(value, torch.nn.Module):
             value = getattr(value, "_orig_mod", value)
-        if id(value) in seen or isinstance(value, torch.optim.Optimizer):
+        if id(value) in seen:
             return
-        if isinstance(value, torch.nn.Module):
+        if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
             seen.add(id(value))
-            for name, tensor in (*value.named_parameters(), *value.named_buffers()):
-                found[f"{path}.{name}"] = tensor
+            found[path] = value
         elif isinstance(value, torch.Tensor):
             if value.requires_grad and value.is_leaf:
                 seen.add(id(value))
@@ -110,7 +149,7 @@ def tensors(state: Any, trainer: Any) -> dict[str, Any]:
 
     collect("state", state)
     collect("trainer", trainer)
-    return {path: _whole(tensor.detach()).cpu().clone() for path, tensor in found.items() if not tensor.is_meta}
+    return found
 
 
 def _whole(tensor: Any) -> Any:
@@ -164,12 +203,7 @@ def cell(
 
     make = functools.partial(Cell, name, strategy, precision)
     try:
-        try:
-            expected = plain(name, precision, device)
-        except RuntimeError:
-            if device == "cpu":
-                raise
-            expected = plain(name, precision, "cpu")  # a class that leaves a module on the host
+        expected = plain(name, precision, device)
     except Exception as error:
         return make("no plain", f"{type(error).__name__}: {_line(error)}")
     try:
@@ -215,9 +249,12 @@ def _resume_verdict(
 def everything(module: Any) -> dict[str, Any]:
     """All that a resume has to bring back, the scaler's progress too; of sharded tensors what this rank holds."""
     from genlight.adapter.check.snapshot import snapshot
+    from genlight.adapter.plumbing.devices import random_states
 
     kept = snapshot(module.contract_state, module.plugin, host=module)
     found = {path: value for values in kept.values.values() for path, value in values.items()}
+    for kind, states in random_states().items():
+        found |= {f"random numbers of {kind}:{index}": state for index, state in enumerate(states)}
     scaler = getattr(module.trainer.precision_plugin, "scaler", None)
     if scaler is not None:
         found |= {f"scaler.{name}": value for name, value in scaler.state_dict().items()}

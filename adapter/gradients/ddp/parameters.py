@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,30 +20,33 @@ __all__ = ["AveragedParameters"]
 class AveragedParameters:
     """The tensors whose gradients are averaged, as they were at the last `refresh`.
 
+    What an optimizer holds always takes part, and without any optimizer everything does. Other parameters of modules
+    and bare tensors may be updated by hand, counted into a norm or copied to others: they take part from their first
+    gradient on.
+
     Args:
         discovered: The trainer's objects. Parameters of its own ``DistributedDataParallel`` modules and sharded ones
             are left to those.
         rank_local: What is each rank's own.
 
     Attributes:
-        always: What takes part in each exchange: what optimizers hold, without any optimizer everything, and what was
-            taken on.
-        others: The rest.
-        all: Both; the same list while they are the same.
+        all: Those that take part, and those that may; the same list while they are the same.
+        waiting: Those that may, by id.
         by_hand: Ids of the tensors that no optimizer holds.
     """
 
     def __init__(self, discovered: Discovered, rank_local: RankLocal) -> None:
         self._discovered = discovered
         self._rank_local = rank_local
-        self._foreign = {id(p) for m in _replicated_by_themselves(discovered) for p in m.parameters()}
+        modules = [m for found in discovered.modules for m in found.value.modules()]
+        replicated = [m for m in modules if isinstance(m, DistributedDataParallel)]
+        self._foreign = {id(p) for m in replicated for p in m.parameters()}
         self._in_groups: list[Tensor] | None = None
         self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
         self._bare: list[Found[Tensor]] = []
-        self._taken_on: dict[int, Tensor] = {}
-        self.always: list[Tensor] = []
-        self.others: list[Tensor] = []
+        self._taken_on: set[int] = set()
         self.all: list[Tensor] = []
+        self.waiting: dict[int, Tensor] = {}
         self.by_hand: frozenset[int] = frozenset()
         self.refresh()
 
@@ -64,12 +67,13 @@ class AveragedParameters:
         self._in_groups = in_groups
         left_out = self._foreign | self._rank_local.ids(self._discovered)
         held = {id(p) for p in in_groups}
-        others = [p for _, p in self.outside_of_optimizers() if id(p) not in held]
-        unique = {id(p): p for p in (*in_groups, *others) if id(p) not in left_out and not isinstance(p, DTensor)}
+        everything = (*in_groups, *(p for _, p in self.named()))
+        unique = {id(p): p for p in everything if id(p) not in left_out and not isinstance(p, DTensor)}
+        self.all = list(unique.values())
         self.by_hand = frozenset(unique.keys() - held)
-        self._taken_on = {key: p for key, p in self._taken_on.items() if key in unique}
-        always = held | self._taken_on.keys() if self._discovered.optimizers else unique.keys()
-        self._divide(unique.values(), always)
+        self._taken_on &= self.by_hand
+        may_wait = self.by_hand - self._taken_on if self._discovered.optimizers else frozenset()
+        self.waiting = {key: p for key, p in unique.items() if key in may_wait}
         self._slots = [
             (m._parameters, name, p)
             for found in self._discovered.modules
@@ -81,27 +85,16 @@ class AveragedParameters:
         self._bare = [each for each in bare if id(each.value) in self.by_hand]
         return True
 
-    def take_on(self, tensors: Iterable[Tensor]) -> None:
-        """Have `tensors`, which are among the others, take part in each exchange from now on."""
-        self._taken_on |= {id(tensor): tensor for tensor in tensors}
-        self._divide(self.all, {id(p) for p in self.always} | self._taken_on.keys())
-
-    def _divide(self, tensors: Iterable[Tensor], always: Collection[int]) -> None:
-        everything = list(tensors)
-        self.always = [p for p in everything if id(p) in always]
-        self.others = [p for p in everything if id(p) not in always]
-        self.all = self.always + self.others
+    def take_on(self, key: int) -> None:
+        """Have the tensor with this id, which was waiting, take part from now on."""
+        del self.waiting[key]
+        self._taken_on.add(key)
 
     def _bare_now(self) -> list[Found[Tensor]]:
         return current(self._discovered, self._bare) if self._bare else []
 
-    def outside_of_optimizers(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters of modules and bare tensors, with their paths; some of them may be held by an optimizer, too."""
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters of modules and bare tensors, with their paths; not those that an optimizer alone knows."""
         for found in self._discovered.modules:
             yield from self._rank_local.parameters(found)
         yield from self._rank_local.bare(self._discovered)
-
-
-def _replicated_by_themselves(discovered: Discovered) -> Iterator[nn.Module]:
-    for found in discovered.modules:
-        yield from (m for m in found.value.modules() if isinstance(m, DistributedDataParallel))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import enum
 import itertools
-import json
 import sys
 import time
 import types
@@ -20,7 +19,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,7 +38,6 @@ __all__ = [
     "Point",
     "RankCheck",
     "Why",
-    "check_same",
     "check_same_on_all_ranks",
     "lost_in_buffers",
     "users_line",
@@ -65,7 +63,7 @@ _MODULUS = 128
 """Numbers are sent modulo this, which is exact in every dtype that gradients have."""
 
 MARKS = _MODULUS * _MODULUS
-"""How many values the mark of a bucket assignment has; the last one says that parameters were replaced."""
+"""How many values the mark of a bucket assignment has."""
 
 _NOT_THE_USERS = ("genlight.", "torch.", "contextlib", "functools", "lightning.")
 
@@ -76,17 +74,15 @@ class Why(enum.IntEnum):
     UPDATE = 1
     READ = 2
     BACKWARD = 3
-    AUTOGRAD_GRAD = 4
-    END_OF_STEP = 5
-    NOTHING = 6
-    LAST = 7
+    END_OF_STEP = 4
+    NOTHING = 5
+    LAST = 6
 
 
 _TEXTS = {
     Why.UPDATE: "updates {what}",
     Why.READ: "reads the gradient of {what}",
     Why.BACKWARD: "calls backward",
-    Why.AUTOGRAD_GRAD: "calls torch.autograd.grad",
     Why.END_OF_STEP: "has ended the step with gradients and without an update",
     Why.NOTHING: "has ended the step without a backward call",
     Why.LAST: "has ended the last step",
@@ -128,7 +124,6 @@ class Point(NamedTuple):
 class _Header(NamedTuple):
     """A header on its way through the device."""
 
-    number: int
     point: Point
     before: Point | None
     rows: Tensor
@@ -156,7 +151,6 @@ class RankCheck:
         self._key = f"genlight/ranks/{next(_runs)}"
         self._on_their_way: deque[_Header] = deque()
         self._previous: Point | None = None
-        self._count = 0
 
     @property
     def header_size(self) -> int:
@@ -172,7 +166,7 @@ class RankCheck:
         else:  # pinned, so that the host does not wait and the memory lives until it was read
             row.copy_(torch.tensor(at.numbers(), dtype=header.dtype, pin_memory=True), non_blocking=True)
 
-    def arrived(self, header: Tensor, at: Point, *, most_left: int = LATE_EXCHANGES) -> list[Why]:
+    def arrived(self, header: Tensor, at: Point, *, most_left: int = LATE_EXCHANGES) -> None:
         """The sum of all headers is there, as far as the device is; compare those that can be read.
 
         Args:
@@ -180,29 +174,21 @@ class RankCheck:
             at: Where this rank was.
             most_left: Headers that may stay unread, of those that are still on a device.
 
-        Returns:
-            Why each rank averages, where that could be read at once; else nothing.
-
         Raises:
             ContractError: The ranks were not together.
             RankFailedError: The device never came this far.
         """
-        self._on_their_way.append(_Header(self._count, at, self._previous, *to_host(header)))
-        self._count += 1
+        self._on_their_way.append(_Header(at, self._previous, *to_host(header)))
         self._previous = at
-        rows: list[list[float]] = []
         while self._on_their_way and (len(self._on_their_way) > most_left or self._on_their_way[-1].ready is None):
-            rows = self._compare(self._on_their_way.popleft())
-        return [] if self._on_their_way else [Why(int(row[0])) for row in rows]
+            self._compare(self._on_their_way.popleft())
 
-    def _compare(self, header: _Header) -> list[list[float]]:
+    def _compare(self, header: _Header) -> None:
         if header.ready is not None:
             self.wait_for(header.ready, header.point)
         numbers = (header.rows.real if header.rows.is_complex() else header.rows).tolist()
-        rows = [numbers[i : i + NUMBERS] for i in range(0, len(numbers), NUMBERS)]
-        if not _are_together(rows):
-            raise self._parted(header, rows)
-        return rows
+        if not _are_together([numbers[i : i + NUMBERS] for i in range(0, len(numbers), NUMBERS)]):
+            raise self._apart(header)
 
     def read(self, values: Tensor, at: Point) -> list[float]:
         """`values` of a device, once they are there; the host waits for them.
@@ -259,15 +245,14 @@ class RankCheck:
             f"at the bucket of {first}; {lost} ({error})"
         )
 
-    def _parted(self, header: _Header, rows: Sequence[Sequence[float]]) -> ContractError:
+    def _apart(self, header: _Header) -> ContractError:
         """The error of ranks that are not together, each of which comes here by itself."""
         before = "" if header.before is None else str(self._named(header.before))
-        mine = self._named(header.point)._replace(before=before)
-        key = f"{self._key}/parted at {header.number}"
-        _tell(f"{key}/{self._rank}", json.dumps(mine))
-        points = [mine if rank == self._rank else _heard(f"{key}/{rank}", row, mine) for rank, row in enumerate(rows)]
+        points: list[Any] = [None] * self._world_size
+        dist.all_gather_object(points, tuple(self._named(header.point)._replace(before=before)), group=self._group)
+        points = [Point(*point) for point in points]
         first = points[0]
-        other = next((r for r, row in enumerate(rows) if not _are_together([rows[0], row])), 1)
+        other = next((r for r, each in enumerate(points) if not _are_together([first.numbers(), each.numbers()])), 1)
         theirs = points[other]
         if first.mark != theirs.mark and _are_together([first.numbers(), theirs._replace(mark=first.mark).numbers()]):
             return ContractError(_trained_differently(points, other))
@@ -303,29 +288,17 @@ def _are_together(rows: Sequence[Sequence[float]]) -> bool:
     return len(why) == 1 or (why.isdisjoint({Why.NOTHING, Why.LAST}) and not why >= {Why.UPDATE, Why.END_OF_STEP})
 
 
-def _heard(key: str, row: Sequence[float], mine: Point) -> Point:
-    """What another rank has said of its point; where it says nothing in time, what its numbers tell."""
-    try:
-        store = default_store()
-        store.wait([key], timedelta(seconds=ANSWERED_WITHIN_S))
-        said = Point(*json.loads(store.get(key)))
-        return said._replace(why=Why(said.why), trained=tuple(said.trained))
-    except RuntimeError:
-        why, step, ordinal, updates, *mark = map(int, row)
-        near = [number - (number - low) % _MODULUS for number, low in ((mine.step, step), (mine.updates, updates))]
-        return Point(Why(why), near[0], ordinal, near[1], mark[0] * _MODULUS + mark[1])
-
-
 def _trained_differently(points: Sequence[Point], other: int) -> str:
     named = []
     for rank, without in ((0, other), (other, 0)):
         alone = sorted({*points[rank].trained} - {*points[without].trained})
         if alone:
             named.append(f"rank {rank} trains {', '.join(alone[:_NAMED_AT_MOST])}, rank {without} does not")
-    why = "; ".join(named) or f"one of the ranks 0 and {other} has replaced parameters, the other has not"
+    why = "; ".join(named) or f"ranks 0 and {other} have parameters of other shapes"
     return (
         f"Ranks train different parameters in step {points[0].step}: {why}. What is frozen, unfrozen or replaced must "
-        "be decided by what is equal on all ranks, such as the step or an averaged loss."
+        "be decided by what is equal on all ranks, such as the step or an averaged loss; what no optimizer holds must "
+        "get its first gradient on all ranks at once."
     )
 
 
@@ -359,17 +332,17 @@ def users_line() -> str:
     return ""
 
 
-def lost_in_buffers(error: RuntimeError, step: int, source: int, group: dist.ProcessGroup | None) -> RankFailedError:
+def lost_in_buffers(error: RuntimeError, step: int, group: dist.ProcessGroup | None) -> RankFailedError:
     """The error of a rank that gets no buffers, because of `error`; waits some seconds for the other ranks.
 
     Args:
         error: What the process group raised.
         step: At whose end they were sent.
-        source: The rank that sends them.
-        group: Of the ranks that get them; None means all.
+        group: Of the ranks that get them from its first one; None means all.
     """
     # Other ranks may have them, and see the connection break in the exchange of the next step.
     lost = _who_is_lost(step + 1, group)
+    source = 0 if group is None else dist.get_global_rank(group, 0)
     return RankFailedError(
         f"the buffers that rank {source} sends at the end of step {step} did not arrive; {lost} ({error})"
     )
@@ -424,27 +397,7 @@ def check_same_on_all_ranks(
     Raises:
         ContractError: Names the first entry that differs and the two ranks.
     """
-    check_same(_inventory(discovered, rank_local), group, _BUILT)
-
-
-_BUILT = (
-    "Ranks 0 and {rank} built different things: rank 0 has {here}, rank {rank} has {there}. `configure` must build the "
-    "same modules and optimizers, in the same order, on every rank; what is meant to differ is named in the trainer's "
-    "`rank_local`."
-)
-
-
-def check_same(mine: list[str], group: dist.ProcessGroup | None, text: str) -> None:
-    """Refuse ranks whose lists differ.
-
-    Args:
-        mine: This rank's lines.
-        group: Process group; None means all ranks.
-        text: Of the error, with places for ``rank``, ``here`` and ``there``.
-
-    Raises:
-        ContractError: Two ranks differ.
-    """
+    mine = _inventory(discovered, rank_local)
     everyone: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyone, mine, group=group)
     for rank, other in enumerate(everyone):
@@ -452,7 +405,11 @@ def check_same(mine: list[str], group: dist.ProcessGroup | None, text: str) -> N
             here, there = next(
                 (a, b) for a, b in zip([*everyone[0], "nothing"], [*other, "nothing"], strict=False) if a != b
             )
-            raise ContractError(text.format(rank=rank, here=here, there=there))
+            raise ContractError(
+                f"Ranks 0 and {rank} built different things: rank 0 has {here}, rank {rank} has {there}. `configure` "
+                "must build the same modules and optimizers, in the same order, on every rank; what is meant to differ "
+                "is named in the trainer's `rank_local`."
+            )
 
 
 def _inventory(discovered: Discovered, rank_local: RankLocal) -> list[str]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ...contract.exceptions import ContractError
 from ..ddp.rank_check import SKIPPED_ALONE, users_line
-from .refused import refusal
+from ..refused import refusal
 
 __all__ = ["BACKWARD", "END_OF_STEP", "UPDATE", "USED", "RankAgreement"]
 

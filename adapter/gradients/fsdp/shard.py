@@ -39,8 +39,8 @@ from ...discovery.discover import Discovered, Found, walk
 from ...discovery.parameter_aliases import Alias, aliases
 from ...discovery.wrapped_optimizers import known_parts, with_inner_optimizers
 from ..ddp.buffers import broadcast_from_zero
+from ..refused import REFUSED, WITH_DDP
 from ..torch_internals import post_accumulate_hooks, require_fsdp
-from .refused import REFUSED, WITH_DDP
 from .state import like, whole_optimizer_states, whole_state_dicts
 
 __all__ = ["Sharding", "shard", "sharding_of"]
@@ -122,11 +122,7 @@ def shard(
     called = [unit for found in modules for unit in _called(found.path, found.value)]
     whole = _to_stay_whole(modules, called, sharding)
     units = _units(called, sharding, whole)
-    faults = [
-        *_faults(discovered, modules, kept),
-        *_faults_of_types(units, whole),
-        *_faults_of_settings(modules, units, sharding),
-    ]
+    faults = [*_faults(discovered, modules, kept), *_faults_of_settings(modules, units, sharding)]
     if faults:
         more = f"; and {len(faults) - SHOWN_FAULTS} more like these" if len(faults) > SHOWN_FAULTS else ""
         raise ContractError(f"FSDP 2 cannot shard this class: {'; '.join(faults[:SHOWN_FAULTS])}{more}; {WITH_DDP}.")
@@ -274,29 +270,6 @@ def _faults(discovered: Discovered, modules: Sequence[Found[nn.Module]], kept: S
     for alias in kept:
         if alias.put is None and id(alias.value) in parameters:
             yield f"{alias.path}: {REFUSED['parameter in a tuple']}"
-    yield from (f"{path}: {REFUSED['copies']}" for path in _containers_of_copies(discovered, kept, parameters))
-
-
-def _containers_of_copies(discovered: Discovered, kept: Sequence[Alias], parameters: Collection[int]) -> Iterator[str]:
-    """Lists and dicts with a tensor in the shape of each parameter."""
-    containers: dict[str, list[tuple[int, ...]]] = {}
-    for alias in kept:
-        if alias.path.endswith("]") and alias.value.is_floating_point() and id(alias.value) not in parameters:
-            containers.setdefault(alias.path.rpartition("[")[0], []).append(tuple(alias.value.shape))
-    rows = [list(found.value.parameters()) for found in discovered.trained]
-    rows += [[p for p in row if p.requires_grad] for row in rows]
-    rows += [group["params"] for found in discovered.optimizers for group in found.value.param_groups]
-    shapes = [[tuple(p.shape) for p in row] for row in rows if len(row) > 1]
-    yield from (path for path, held in containers.items() if held in shapes)
-
-
-def _faults_of_types(units: Sequence[tuple[str, nn.Module]], whole: Collection[nn.Parameter]) -> Iterator[str]:
-    taken: set[nn.Parameter] = set()
-    for path, unit in units:
-        own = [p for p in unit.parameters() if p not in taken and p not in whole]
-        taken.update(own)
-        if len({p.dtype for p in own if p.requires_grad}) > 1:
-            yield f"{path}: {REFUSED['types']}"
 
 
 def _faults_of_settings(

@@ -2,8 +2,8 @@
 
 Within a training step the tensors are the weights themselves, as torch has it: what is written to them is written to
 the weights, and another sharded module loads them. Elsewhere they are whole, for files and for code that knows nothing
-of sharding, and whole ones load into shards. For a checkpoint they are whole in looks only, and nothing is gathered
-unless the trainer uses their values. All ranks must ask for whole tensors together.
+of sharding, and whole ones load into shards. All ranks must ask for whole tensors together. For a checkpoint they stay
+sharded tensors, as torch has them, and nothing is gathered; what is loaded of one is read where it meets a shard.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from ....callbacks.checkpoint.sharded.boxes import sharded_like
-from ....callbacks.checkpoint.sharded.lazy_tensor import WholeTensor, whole
+from ....callbacks.checkpoint.sharded.slices import WholeTensor, sharded_like, whole
 from ....callbacks.optimizer_state import map_values
 from .tensors import is_in_step
 

@@ -26,9 +26,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from ....callbacks.checkpoint.sharded.boxes import Box, slice_of
+from ....callbacks.checkpoint.sharded.slices import Box, slice_of
 from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered
+from ..refused import explained, refusal
 from ..step_part import BackwardCall, StepPart
 from ..torch_internals import (
     current_graph_task_id,
@@ -39,7 +40,6 @@ from ..torch_internals import (
 )
 from . import tensors
 from .ranks import BACKWARD, END_OF_STEP, UPDATE, USED, RankAgreement
-from .refused import explained, refusal
 from .shard import sharding_of
 
 __all__ = ["ShardedStep", "fsdp_modules"]
@@ -358,7 +358,7 @@ class ShardedStep(StepPart):
             return run(outputs, grads, retain_graph, create_graph, inputs, *args, **kwargs)
 
     @override
-    def before_update(self, optimizer: Optimizer, *, in_backward: bool) -> bool:
+    def before_update(self, optimizer: Optimizer) -> bool:
         self._agree(f"{UPDATE} {type(optimizer).__name__}")
         self._in_update = True
         return True

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from ....callbacks.checkpoint.sharded.strategy import save_through_plugin
+from ....callbacks.checkpoint.plugins import save_through_plugin
 from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered
 from .shard import Sharding, shard

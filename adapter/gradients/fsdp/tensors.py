@@ -10,6 +10,8 @@ is assigned to ``.data`` is lost. So, while a step runs::
     p.data = x, p.grad = whole tensor           refused
     p.register_hook(…)                          refused
     p.add_(product)                             of the product as the shard is placed
+    _foreach_mul_([shard, whole], …)            of shards and whole tensors apart, as optimizers have them on a device
+    whole.mul_(number computed of shards)       of the number's value
 
 All ranks have to read a value together.
 """
@@ -23,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from ..refused import refusal
 from ..torch_internals import TensorBase, without_torch_function_of_subclasses
-from .refused import refusal
 
 __all__ = ["begin_step", "end_step", "hold", "is_in_step", "release"]
 
@@ -82,6 +84,10 @@ def _function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
     kwargs = kwargs or {}
     name, first = getattr(func, "__name__", ""), args[0] if args else kwargs.get("tensor", kwargs.get("input"))
     with without_torch_function_of_subclasses():
+        if _agree is not None and name.startswith("_foreach_") and _mixes_kinds(first):
+            return _by_kind(name, func, args, kwargs)
+        if _agree is not None and isinstance(first, Tensor) and not isinstance(first, DTensor) and first.dim():
+            args = _with_whole_numbers(name, args)
         if _agree is None or not isinstance(first, DTensor):
             return func(*args, **kwargs)
         if name in _RANDOM or (getattr(func, "__module__", "") == "torch.nn.init" and name not in _CONSTANTS):
@@ -97,6 +103,36 @@ def _function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
                 _note(f"{name} {tuple(first.shape)}")
             args = (first, *(_placed(other, first) for other in args[1:]))
         return func(*args, **kwargs)
+
+
+def _mixes_kinds(tensors: Any) -> bool:
+    """Whether a list has shards and whole tensors; single numbers torch takes beside shards."""
+    kinds = {isinstance(tensor, DTensor) for tensor in tensors if isinstance(tensor, DTensor) or tensor.dim()}
+    return len(kinds) > 1
+
+
+def _with_whole_numbers(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments beside a whole tensor: of a number computed from shards, such as the factor of a clip, its value."""
+    return tuple(_gathered(name, arg) if isinstance(arg, DTensor) and not arg.dim() else arg for arg in args)
+
+
+def _by_kind(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """One operation on lists, called once for the shards among the tensors of the first, and once for the others."""
+    size = len(args[0])
+    results: list[Any] = [None] * size
+    for kind in (True, False):
+        chosen = [index for index, tensor in enumerate(args[0]) if isinstance(tensor, DTensor) is kind]
+
+        def part(value: Any, chosen: list[int] = chosen) -> Any:
+            is_for_each = isinstance(value, list | tuple) and len(value) == size
+            return [value[index] for index in chosen] if is_for_each else value
+
+        given = tuple(map(part, args))
+        given = given if kind else _with_whole_numbers(name, given)
+        found = func(*given, **{keyword: part(value) for keyword, value in kwargs.items()})
+        for index, result in zip(chosen, found or (), strict=False):
+            results[index] = result
+    return None if results[0] is None else results
 
 
 def _is_written(name: str) -> bool:

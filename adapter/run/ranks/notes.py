@@ -23,7 +23,7 @@ from ....callbacks.stop.sources import process_age_s
 from ...contract.exceptions import FailureCategory, StopReason
 from ...plumbing.durable import write_bytes_durably
 from ...plumbing.failures import EXIT_STOPPED, Failure
-from ...plumbing.file_lock import FileLock, is_held
+from ...plumbing.file_lock import FileLock, holding_process, is_held
 from ...plumbing.safe_open import PRIVATE_FILE, make_directory, read_own
 
 __all__ = ["FOLDER", "LAUNCH_ID", "RankNotes", "host_name"]
@@ -90,6 +90,7 @@ class RankNotes:
         self._exit_file = artifacts_dir / EXIT_FILE
         self._began_s = time.time() - process_age_s() if began_s is None else began_s
         self._seen: set[Path] = set()
+        self._processes: dict[int, int] = {}
         self._ignored: set[Path] = set()
 
     # failures
@@ -137,12 +138,19 @@ class RankNotes:
 
     def note_who_is_present(self) -> None:
         """Remember which locks are held: one that never was proves nothing, as some file systems show none."""
-        self._seen |= {path for path in self.folder.glob("rank-*.lock") if is_held(path)}
+        held = [path for path in self.folder.glob("rank-*.lock") if is_held(path)]
+        self._seen |= set(held)
+        here = {_rank_of(path): holding_process(path) for path in held}
+        self._processes = {rank: process for rank, process in here.items() if process is not None}
+
+    def processes(self) -> dict[int, int]:
+        """The process ids of the ranks that were seen last on this machine, by rank."""
+        return self._processes
 
     def lost(self) -> dict[int, str]:
         """The hosts of the ranks that ended without removing their lock, by rank, without those that left a note."""
         noted = {note.rank for note in self.failures()}
-        gone = {int(path.stem.removeprefix("rank-")): path for path in sorted(self._seen) if _is_abandoned(path)}
+        gone = {_rank_of(path): path for path in sorted(self._seen) if _is_abandoned(path)}
         return {rank: _host_in(path) for rank, path in gone.items() if rank not in noted}
 
     def name_others(self) -> bool:
@@ -198,6 +206,10 @@ def _launch() -> str:
 
 def _restart() -> str:
     return os.environ.get(RESTART, "")
+
+
+def _rank_of(path: Path) -> int:
+    return int(path.stem.removeprefix("rank-"))
 
 
 def _is_abandoned(path: Path) -> bool:

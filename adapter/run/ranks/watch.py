@@ -34,7 +34,7 @@ from ....callbacks.stop.sources import StopSources
 from ...contract.exceptions import RankFailedError, StopReason, TrainingCanceled
 from ...plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
 from ...plumbing.threads import started
-from ..artifacts_lock import lock_holder
+from ..artifacts_lock import lock_holder, locking_process
 from .notes import RankNotes
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ __all__ = [
     "agent_check",
     "failed_ranks",
     "first_cause",
+    "kill_paused",
     "killed_on_this_node",
     "lost_ranks",
     "paused_ranks",
@@ -187,6 +188,11 @@ class RankZero:
     def ids(self) -> dict[int, int]:
         """Its process id, by its rank; empty where another launcher started this process."""
         return {} if self._process is None else {0: self._process}
+
+    def processes(self) -> dict[int, int]:
+        """Its process id, by its rank, whoever started it; empty where it runs on another machine."""
+        process = self._process or locking_process(self._directory)
+        return {} if process is None else {0: process}
 
     def has_exited(self) -> bool:
         """Whether the process that started this one has ended; False where another launcher did."""
@@ -356,6 +362,15 @@ def paused_ranks(processes: Callable[[], Mapping[int, int]], stop: StopSources) 
         return None
 
     return check
+
+
+def kill_paused(processes: Mapping[int, int]) -> None:
+    """Kill the paused ones of `processes`, by rank: nothing else ends them, and their launcher waits for them."""
+    for rank, pid in processes.items():
+        if _is_paused(pid):
+            log.warning("rank %d (process %d) is paused and is killed, since the run has ended", rank, pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def stopped_before_meeting(stop: StopSources) -> Check:

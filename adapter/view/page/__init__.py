@@ -5,6 +5,8 @@ What comes from a run is in it as JSON and becomes text of the page; uPlot (MIT,
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import json
 import time
@@ -15,7 +17,7 @@ from typing import Any
 
 from ..history import Budget, History, differences
 
-__all__ = ["LARGEST_PAGE", "page_of", "report"]
+__all__ = ["LARGEST_PAGE", "facts_of", "page_of", "report", "stamp"]
 
 LARGEST_PAGE = 5_000_000
 """Bytes of a page that is a file."""
@@ -49,30 +51,43 @@ def report(histories: Sequence[History]) -> str:
 
 def facts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What a page shows of runs that `History.as_json` gave."""
-    now_ms = int(time.time() * 1000)
-    return {
-        "runs": runs,
-        "differences": differences(runs),
-        "made_at_ms": now_ms,
-        "version": metadata.version("genlight"),
-    }
+    return {"runs": runs, "differences": differences(runs), **stamp()}
 
 
-def page_of(data: Mapping[str, Any], *, title: str) -> str:
-    """The page that shows `data`."""
+def stamp() -> dict[str, Any]:
+    """When a page was made, and by what."""
+    return {"made_at_ms": int(time.time() * 1000), "version": metadata.version("genlight")}
+
+
+def page_of(data: Mapping[str, Any], *, title: str, sources: str = "img-src data:") -> str:
+    """The page that shows `data`.
+
+    Args:
+        data: As `facts_of` gives it, or ``live``: from where the page fetches it again and again.
+        title: Of the page.
+        sources: What the page may load, as a content policy says it.
+    """
     # No `<` in it, so that no text can end the element that holds it.
     text = json.dumps(data, allow_nan=False, ensure_ascii=True).replace("<", "\\u003c")
-    page = _part("page.html")
+    style = _part("uPlot.min.css") + _part("page.css")
+    uplot = f"/* uPlot {_part('uPlot.LICENSE').replace('*/', '')} */\n{_part('uPlot.iife.min.js')}"
+    script = _part("page.js")
     filled = {
+        "policy": f"default-src 'none'; script-src {hash_of(uplot)} {hash_of(script)}; style-src {hash_of(style)}; "
+        f"{sources}; base-uri 'none'; form-action 'none'",
         "title": html.escape("".join(c for c in title if c.isprintable())),
-        "style": _part("uPlot.min.css") + _part("page.css"),
-        "license": _part("uPlot.LICENSE").replace("*/", ""),
-        "uplot": _part("uPlot.iife.min.js"),
-        "script": _part("page.js"),
+        "style": style,
+        "uplot": uplot,
+        "script": script,
         "data": text,
     }
-    pieces = page.split("{{ ")
+    pieces = _part("page.html").split("{{ ")
     return pieces[0] + "".join(filled[name] + after for name, after in (piece.split(" }}", 1) for piece in pieces[1:]))
+
+
+def hash_of(text: str) -> str:
+    """What a content policy says of a script or a style in a page, so that nothing else is run or applied."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 @cache

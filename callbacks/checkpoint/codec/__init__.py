@@ -1,4 +1,4 @@
 """State as JSON and tensors, without pickle: trees of values, named types, tensors with their views and aliases.
 
-May import the format, the plumbing and the contract.
+May import the format, sharded tensors, the plumbing and the contract.
 """

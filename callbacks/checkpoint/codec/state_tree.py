@@ -2,28 +2,37 @@
 
 What JSON has is stored as JSON: None, booleans, integers, finite floats, text, lists and dictionaries with text keys.
 Everything else is an object with a single key that starts with ``$`` (so a dictionary that has such a key is itself
-stored as ``{"$dict": [[key, value], …]}``). Tensors and arrays become references into safetensors files. Nothing
-is pickled: what has no representation here is refused with its path.
+stored as ``{"$dict": [[key, value], …]}``). Values of Python's standard library, and of torch, NumPy and OmegaConf
+where they are no tensors, have a codec. It turns a value of exactly one type into children, and back. Values of other
+types are stored with the name of their type (see `named_types`). Tensors and arrays become references into safetensors
+files. Nothing is pickled: what has no representation here is refused with its path.
 
 The module imports neither torch nor NumPy: a tree that holds tensors can exist only where torch is loaded.
 """
 
 from __future__ import annotations
 
+import argparse
+import base64
 import dataclasses
-import enum
+import datetime as dt
+import decimal
+import importlib
 import math
-import re
+import pathlib
 import sys
+import types
+import uuid
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ....adapter.contract.exceptions import CheckpointError, UnstorableStateError
-from . import named_types as known_types
-from .omegaconf_values import build_config, config_type, config_type_name, take_config_apart
-from .stdlib_types import CODECS_BY_TAG, CODECS_BY_TYPE
+from ....adapter.plumbing.counted_dict import CountedDict, uncounted
+from .named_types import NAMED_KINDS, NamedKind, UnknownTypeError, is_wrapper, type_name
 
-__all__ = ["Attribute", "Path", "TensorSink", "TensorSource", "check", "decode", "encode", "format_path"]
+__all__ = ["Attribute", "Path", "check", "decode", "encode", "format_path"]
 
 MAX_DEPTH = 100
 """Containers within containers; deeper trees would exceed Python's recursion limit while loading."""
@@ -32,10 +41,9 @@ _DEEPEST_TREE = 2 * MAX_DEPTH + 10
 """Stored values within stored values: a container may be stored as an object with a list in it."""
 
 _INLINE_INT_BITS = 63
-_DEVICE = re.compile(r"[a-z]{1,32}(:\d{1,3})?")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Attribute:
     """A part of a path that is a field, not a key."""
 
@@ -43,7 +51,7 @@ class Attribute:
 
 
 Path = tuple[Any, ...]
-"""Root name, then keys, indices and `Attribute`\\ s."""
+r"""Root name, then keys, indices and `Attribute`\ s."""
 
 
 class TensorSink(Protocol):
@@ -112,6 +120,192 @@ def format_path(path: Path) -> str:
     return text
 
 
+@dataclass(frozen=True)
+class Codec:
+    """How values of one type become children and back.
+
+    `take_apart` returns a list, dict or scalar of encodable values; it raises ValueError for a value of the type that
+    cannot be stored, with what to do about it.
+    """
+
+    tag: str
+    kind: str
+    """``module:name`` of the type, which is not imported to look for its values."""
+    take_apart: Callable[[Any], Any]
+    put_together: Callable[[Any], Any]
+
+
+_FACTORIES: dict[str, Any] = {
+    kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool, deque, OrderedDict, Counter)
+}
+
+
+def _defaultdict_apart(value: defaultdict[Any, Any]) -> list[Any]:
+    factory = value.default_factory
+    if factory is not None and _FACTORIES.get(getattr(factory, "__name__", "")) is not factory:
+        raise ValueError("only a default_factory among " + ", ".join(sorted(_FACTORIES)) + " can be stored")
+    return [None if factory is None else factory.__name__, _pairs(value)]
+
+
+def _defaultdict_together(parts: list[Any]) -> defaultdict[Any, Any]:
+    name, pairs = parts
+    return defaultdict(None if name is None else _FACTORIES[name], _dict_of(pairs))
+
+
+def _pairs(value: dict[Any, Any]) -> list[list[Any]]:
+    return [[key, item] for key, item in value.items()]
+
+
+def _dict_of(pairs: list[Any]) -> dict[Any, Any]:
+    return dict(tuple(pair) for pair in pairs)
+
+
+def _datetime_apart(value: dt.datetime) -> str:
+    if value.tzinfo is not None and type(value.tzinfo) is not dt.timezone:
+        raise ValueError("only times without a zone, or with a fixed offset (datetime.timezone), can be stored")
+    return value.isoformat()
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    return dict(vars(value))
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _unbase64(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _torch() -> Any:
+    return importlib.import_module("torch")
+
+
+def _torch_constant(name: str) -> Any:
+    torch = _torch()
+    value = vars(torch).get(name)
+    if not isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        raise UnknownTypeError(f"torch.{name} is not a dtype, layout or memory format of this torch")
+    return value
+
+
+def _size(sizes: list[int]) -> Any:
+    if any(not 0 <= size < 2**63 for size in sizes):
+        raise ValueError(f"no tensor has the size {sizes}")
+    return _torch().Size(sizes)
+
+
+def _numpy_scalar_apart(value: Any) -> list[str]:
+    if value.dtype.hasobject:
+        raise ValueError("it holds Python objects")
+    return [value.dtype.str, value.tobytes().hex()]
+
+
+def _numpy_scalar(parts: list[str]) -> Any:
+    import numpy as np
+
+    dtype, data = np.dtype(parts[0]), bytes.fromhex(parts[1])
+    return np.frombuffer(data, dtype)[0] if dtype.itemsize else np.zeros((), dtype)[()]
+
+
+def _numpy_dtype_apart(value: Any) -> str:
+    if value.names is not None or value.hasobject:
+        raise ValueError("only types of plain numbers and texts can be stored")
+    return str(value.str)
+
+
+def _numpy_dtype(name: str) -> Any:
+    import numpy as np
+
+    return np.dtype(name)
+
+
+def _omegaconf(name: str) -> Any:
+    if name not in ("DictConfig", "ListConfig"):
+        raise UnknownTypeError(f"OmegaConf has no container {name!r}")
+    try:
+        return getattr(importlib.import_module("omegaconf"), name)
+    except ImportError:
+        raise UnknownTypeError("it holds a configuration of OmegaConf; pip install omegaconf") from None
+
+
+def _config_apart(value: Any) -> list[Any]:
+    """Its type, its content as plain containers, and its flags.
+
+    Interpolations stay unresolved, so that a value of the environment that one would bring in does not get into a
+    checkpoint.
+    """
+    config = sys.modules["omegaconf"].OmegaConf
+    flags = {"readonly": bool(config.is_readonly(value)), "struct": bool(config.is_struct(value))}
+    return [type(value).__name__, config.to_container(value, resolve=False), flags]
+
+
+def _config(parts: list[Any]) -> Any:
+    name, content, flags = parts
+    # A flag that is not set is left open: it would otherwise hide that of a configuration into which this one is put.
+    return _omegaconf(name)(content, flags={flag: True for flag in ("readonly", "struct") if flags.get(flag)} or None)
+
+
+_CODECS = [
+    Codec("$tuple", "builtins:tuple", list, tuple),
+    Codec("$set", "builtins:set", list, set),
+    Codec("$frozenset", "builtins:frozenset", list, frozenset),
+    Codec("$deque", "collections:deque", lambda d: [d.maxlen, list(d)], lambda parts: deque(parts[1], parts[0])),
+    Codec("$ordered", "collections:OrderedDict", _pairs, lambda pairs: OrderedDict(_dict_of(pairs))),
+    Codec("$default", "collections:defaultdict", _defaultdict_apart, _defaultdict_together),
+    Codec("$counter", "collections:Counter", _pairs, lambda pairs: Counter(_dict_of(pairs))),
+    Codec("$bytes", "builtins:bytes", _base64, _unbase64),
+    Codec("$bytearray", "builtins:bytearray", _base64, lambda text: bytearray(_unbase64(text))),
+    Codec("$complex", "builtins:complex", lambda z: [z.real, z.imag], lambda parts: complex(*parts)),
+    Codec("$range", "builtins:range", lambda r: [r.start, r.stop, r.step], lambda parts: range(*parts)),
+    Codec("$path", "pathlib:PosixPath", str, pathlib.Path),
+    Codec("$datetime", "datetime:datetime", _datetime_apart, dt.datetime.fromisoformat),
+    Codec("$date", "datetime:date", dt.date.isoformat, dt.date.fromisoformat),
+    Codec(
+        "$timedelta",
+        "datetime:timedelta",
+        lambda delta: [delta.days, delta.seconds, delta.microseconds],
+        lambda parts: dt.timedelta(*parts),
+    ),
+    Codec("$decimal", "decimal:Decimal", str, decimal.Decimal),
+    Codec("$uuid", "uuid:UUID", str, uuid.UUID),
+    Codec("$arguments", "argparse:Namespace", _attributes, lambda found: argparse.Namespace(**found)),
+    Codec("$namespace", "types:SimpleNamespace", _attributes, lambda found: types.SimpleNamespace(**found)),
+    *(
+        Codec("$torch", f"torch:{kind}", lambda value: str(value).removeprefix("torch."), _torch_constant)
+        for kind in ("dtype", "layout", "memory_format")
+    ),
+    Codec("$device", "torch:device", str, lambda name: _torch().device(name)),
+    Codec("$size", "torch:Size", list, _size),
+    Codec("$npscalar", "numpy:generic", _numpy_scalar_apart, _numpy_scalar),
+    Codec("$npdtype", "numpy:dtype", _numpy_dtype_apart, _numpy_dtype),
+    *(
+        Codec("$omegaconf", f"omegaconf.{kind.lower()}:{kind}", _config_apart, _config)
+        for kind in ("DictConfig", "ListConfig")
+    ),
+    # Lightning keeps the type of the configuration that `save_hyperparameters` got.
+    Codec("$omegaconftype", "", lambda kind: kind.__name__, _omegaconf),
+    Codec("$int", "", hex, lambda text: int(text, 16)),
+    Codec("$float", "", repr, float),
+]
+_BY_TAG = {codec.tag: codec for codec in _CODECS}
+_BY_TYPE = {codec.kind: codec for codec in _CODECS}
+
+
+def _codec_of(value: Any, kind: type) -> Codec | None:
+    if isinstance(value, type):
+        codec = _BY_TYPE.get(_name(value))
+        return _BY_TAG["$omegaconftype"] if codec is not None and codec.tag == "$omegaconf" else None
+    if kind.__module__.partition(".")[0] != "numpy":
+        return _BY_TYPE.get(_name(kind))
+    return next((codec for codec in (_BY_TYPE.get(_name(base)) for base in kind.__mro__) if codec is not None), None)
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
 class _Encoder:
     """One walk over a tree."""
 
@@ -129,11 +323,20 @@ class _Encoder:
             return value if math.isfinite(value) else {"$float": repr(value)}
         if kind is list:
             return self._inside(value, path, lambda: self._list(value, path))
+        if kind is CountedDict:  # a job's hyperparameters, which a class may keep in its state
+            value, kind = uncounted(value), dict
         if kind is dict:
             return self._inside(value, path, lambda: self._dict(value, path))
-        if kind in CODECS_BY_TYPE:
-            return self._inside(value, path, lambda: self._by_codec(value, path))
-        return self._by_kind(value, kind, path)
+        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+        if torch is not None and isinstance(value, torch.Tensor) and not is_wrapper(value):
+            return {"$tensor": self.sink.add_tensor(value, path)}
+        if numpy is not None and kind is numpy.ndarray:
+            return {"$ndarray": self.sink.add_array(value, path)}
+        if (codec := _codec_of(value, kind)) is not None:
+            return self._inside(value, path, lambda: self._by_codec(codec, value, path))
+        if (named := next((named for named in NAMED_KINDS.values() if named.has(value)), None)) is not None:
+            return self._inside(value, path, lambda: self._named(named, value, kind, path))
+        raise _refusal(value, path, _hint(value, path))
 
     def _inside(self, container: Any, path: Path, encode_content: Callable[[], Any]) -> Any:
         if id(container) in self.open_containers:
@@ -152,69 +355,27 @@ class _Encoder:
     def _dict(self, items: dict[Any, Any], path: Path) -> dict[str, Any]:
         if all(type(key) is str and not key.startswith("$") for key in items):
             return {key: self.encode(item, (*path, key)) for key, item in items.items()}
-        return {"$dict": self._pairs(items, path)}
+        pairs = [[self.encode(key, (*path, "<key>")), self.encode(item, (*path, key))] for key, item in items.items()]
+        return {"$dict": pairs}
 
-    def _pairs(self, items: dict[Any, Any], path: Path) -> list[Any]:
-        return [[self.encode(key, (*path, "<key>")), self.encode(item, (*path, key))] for key, item in items.items()]
-
-    def _by_codec(self, value: Any, path: Path) -> dict[str, Any]:
-        codec = CODECS_BY_TYPE[type(value)]
+    def _by_codec(self, codec: Codec, value: Any, path: Path) -> dict[str, Any]:
         try:
             parts = codec.take_apart(value)
         except ValueError as error:
             raise _refusal(value, path, str(error)) from None
         return {codec.tag: self.encode(parts, path)}
 
-    def _by_kind(self, value: Any, kind: type, path: Path) -> Any:
-        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-        if torch is not None and isinstance(value, torch.Tensor):
-            return self._tensor(value, kind, path)
-        if numpy is not None and kind is numpy.ndarray:
-            return {"$ndarray": self.sink.add_array(value, path)}
-        if numpy is not None and isinstance(value, numpy.generic):
-            return {"$npscalar": _numpy_scalar(value, path)}
-        for tag, text in _named_constants(value, kind, torch, numpy):
-            return {tag: text}
-        if isinstance(value, enum.Enum):
-            if type(value)._member_map_.get(value.name or "") is not value:
-                raise _refusal(value, path, "a combination of flags has no name; store its value")
-            return {"$enum": [self._known(value, kind, path), value.name]}
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return self._inside(value, path, lambda: self._dataclass(value, kind, path))
-        if known_types.is_named_tuple(kind):
-            name = self._known(value, kind, path)
-            return self._inside(value, path, lambda: {"$namedtuple": [name, self._list(list(value), path)]})
-        if config_type_name(kind) is not None:
-            return self._inside(value, path, lambda: {"$omegaconf": self.encode(take_config_apart(value), path)})
-        if (config := config_type_name(value)) is not None:
-            return {"$omegaconftype": config}
-        raise _refusal(value, path, _hint(value, path))
-
-    def _dataclass(self, value: Any, kind: type, path: Path) -> dict[str, Any]:
-        fields = {
-            field.name: self.encode(getattr(value, field.name), (*path, Attribute(field.name)))
-            for field in dataclasses.fields(value)
-        }
-        extra = sorted(set(getattr(value, "__dict__", ())) - fields.keys())
-        if extra:
-            raise _refusal(value, path, f"it has attributes that are not fields: {', '.join(extra)}")
-        return {"$dataclass": [self._known(value, kind, path), fields]}
-
-    def _tensor(self, value: Any, kind: type, path: Path) -> dict[str, Any]:
-        from .wrapper_tensors import is_wrapper, take_wrapper_apart
-
-        if not is_wrapper(value):
-            return {"$tensor": self.sink.add_tensor(value, path)}
-        name, parts = self._known(value, kind, path), take_wrapper_apart(value)
-        stored: dict[str, Any] = self._inside(value, path, lambda: {"$wrapper": [name, self._dict(parts, path)]})
-        return stored
-
-    @staticmethod
-    def _known(value: Any, kind: type, path: Path) -> str:
-        name = known_types.type_name(kind)
+    def _named(self, named: NamedKind, value: Any, kind: type, path: Path) -> dict[str, Any]:
+        name = type_name(kind)
         if name is None:
             raise _refusal(value, path, "its class must be at the top level of a module and have no __del__")
-        return name
+        try:
+            parts = named.take_apart(value)
+        except ValueError as error:
+            raise _refusal(value, path, str(error)) from None
+        if dataclasses.is_dataclass(value):
+            return {named.tag: [name, {key: self.encode(v, (*path, Attribute(key))) for key, v in parts.items()}]}
+        return {named.tag: [name, self.encode(parts, path)]}
 
 
 def _refusal(value: Any, path: Path, hint: str) -> UnstorableStateError:
@@ -235,26 +396,6 @@ def _hint(value: Any, path: Path) -> str:
     return "name it in `ignore` of save_hyperparameters" if "hyper_parameters" in path[:2] else ""
 
 
-def _numpy_scalar(value: Any, path: Path) -> list[str]:
-    if value.dtype.hasobject:
-        raise _refusal(value, path, "it holds Python objects")
-    return [value.dtype.str, value.tobytes().hex()]
-
-
-def _named_constants(value: Any, kind: type, torch: Any, numpy: Any) -> list[tuple[str, Any]]:
-    """Types, devices and sizes of torch and NumPy, which are stored by name."""
-    if torch is not None:
-        if kind in (torch.dtype, torch.layout, torch.memory_format):
-            return [("$torch", str(value).removeprefix("torch."))]
-        if kind is torch.device:
-            return [("$device", str(value))]
-        if kind is torch.Size:
-            return [("$size", list(value))]
-    if numpy is not None and isinstance(value, numpy.dtype) and value.names is None and not value.hasobject:
-        return [("$npdtype", value.str)]
-    return []
-
-
 class _Decoder:
     """One walk over stored JSON."""
 
@@ -273,22 +414,28 @@ class _Decoder:
         return {key: self.decode(item) for key, item in tree.items()}
 
     def _tagged(self, tag: str, content: Any) -> Any:
-        if tag in CODECS_BY_TAG:
-            return CODECS_BY_TAG[tag].put_together(self.decode(content))
-        decode_tag = _DECODERS.get(tag)
-        if decode_tag is None:
-            raise CheckpointError(f"the checkpoint holds a value of kind {tag!r}; a newer genlight may have written it")
         try:
-            return decode_tag(self, content)
-        except known_types.UnknownTypeError as error:
+            if tag in _BY_TAG:
+                return _BY_TAG[tag].put_together(self.decode(content))
+            if tag in NAMED_KINDS:
+                name, parts = content
+                return self._named(NAMED_KINDS[tag], name, self.decode(parts))
+        except UnknownTypeError as error:
             raise CheckpointError(f"the checkpoint cannot be loaded here: {error}") from None
+        if tag == "$dict":
+            return {self.decode(key): self.decode(item) for key, item in content}
+        if tag == "$tensor":
+            return self.source.tensor(content)
+        if tag == "$ndarray":
+            return self.source.array(content)
+        raise CheckpointError(f"the checkpoint holds a value of kind {tag!r}; a newer genlight may have written it")
 
-    def _dict(self, pairs: list[Any]) -> dict[Any, Any]:
-        return {self.decode(key): self.decode(item) for key, item in pairs}
+    def _named(self, named: NamedKind, name: str, parts: Any) -> Any:
+        return named.build(named.find(name, parts), parts)
 
 
 class _Checker(_Decoder):
-    """Decodes what Python's own library and torch can hold, and looks for the types that all else is made of."""
+    """Decodes what has a codec, and looks for the types that all else is made of, without making one."""
 
     def __init__(self, source: TensorSource, knows_types: bool) -> None:
         super().__init__(source)
@@ -305,106 +452,7 @@ class _Checker(_Decoder):
         finally:
             self._depth -= 1
 
-    def _tagged(self, tag: str, content: Any) -> Any:
-        if tag in ("$dataclass", "$namedtuple", "$enum", "$wrapper"):
-            name, inner = content
-            if not isinstance(name, str) or isinstance(inner, str) is not (tag == "$enum"):
-                raise TypeError(f"{tag} has no name and content")
-            self.decode({} if tag == "$enum" else inner)
-            if self._knows_types or name.partition(":")[0] in sys.modules:
-                _look_for_type(tag, name, inner)
-            return object()
-        if tag in ("$torch", "$device", "$size"):
-            return self._of_torch(tag, content)
-        return super()._tagged(tag, content)
-
-    def _of_torch(self, tag: str, content: Any) -> Any:
-        if tag == "$size":
-            if not isinstance(content, list) or not all(type(size) is int and 0 <= size < 2**63 for size in content):
-                raise TypeError("a size is not a list of numbers")
-        elif not isinstance(content, str):
-            raise TypeError(f"{tag} is not a string")
-        elif tag == "$device" and not _DEVICE.fullmatch(content):
-            raise ValueError(f"there is no device {content!r}")
-        if "torch" in sys.modules:
-            return super()._tagged(tag, content)
+    def _named(self, named: NamedKind, name: str, parts: Any) -> Any:
+        if self._knows_types or name.partition(":")[0] in sys.modules:
+            named.find(name, parts)
         return object()
-
-
-def _look_for_type(tag: str, name: str, inner: Any) -> None:
-    """Raise where this process has no such type as a tagged value names, or one that is made of other parts."""
-    try:
-        if tag == "$enum":
-            known_types.enum_member(name, inner)
-        elif tag == "$dataclass":
-            known_types.dataclass_of(name, inner)
-        elif tag == "$namedtuple":
-            known_types.named_tuple_of(name, inner)
-        else:
-            from .wrapper_tensors import wrapper_of
-
-            wrapper_of(name)
-    except known_types.UnknownTypeError as error:
-        raise CheckpointError(f"the checkpoint cannot be loaded here: {error}") from None
-
-
-def _decode_wrapper(name: str, parts: dict[str, Any]) -> Any:
-    from .wrapper_tensors import build_wrapper
-
-    return build_wrapper(name, parts)
-
-
-def _decode_numpy_scalar(content: list[str]) -> Any:
-    import numpy as np
-
-    dtype, data = np.dtype(content[0]), bytes.fromhex(content[1])
-    return np.frombuffer(data, dtype)[0] if dtype.itemsize else np.zeros((), dtype)[()]
-
-
-def _decode_torch_constant(name: str) -> Any:
-    import torch
-
-    value = vars(torch).get(name)
-    if not isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
-        raise known_types.UnknownTypeError(f"torch.{name} is not a dtype, layout or memory format of this torch")
-    return value
-
-
-def _decode_device(name: str) -> Any:
-    import torch
-
-    return torch.device(name)
-
-
-def _decode_size(sizes: list[int]) -> Any:
-    import torch
-
-    return torch.Size(sizes)
-
-
-def _decode_numpy_dtype(name: str) -> Any:
-    import numpy as np
-
-    return np.dtype(name)
-
-
-_DECODERS: dict[str, Callable[[_Decoder, Any], Any]] = {
-    "$dict": lambda self, pairs: self._dict(pairs),
-    "$int": lambda _, text: int(text, 16),
-    "$float": lambda _, text: float(text),
-    "$tensor": lambda self, reference: self.source.tensor(reference),
-    "$wrapper": lambda self, content: _decode_wrapper(content[0], self.decode(content[1])),
-    "$ndarray": lambda self, reference: self.source.array(reference),
-    "$npscalar": lambda _, content: _decode_numpy_scalar(content),
-    "$npdtype": lambda _, name: _decode_numpy_dtype(name),
-    "$torch": lambda _, name: _decode_torch_constant(name),
-    "$device": lambda _, name: _decode_device(name),
-    "$size": lambda _, sizes: _decode_size(sizes),
-    "$omegaconf": lambda self, parts: build_config(self.decode(parts)),
-    "$omegaconftype": lambda _, name: config_type(name),
-    "$enum": lambda _, content: known_types.enum_member(*content),
-    "$dataclass": lambda self, content: known_types.build_dataclass(
-        content[0], {name: self.decode(item) for name, item in content[1].items()}
-    ),
-    "$namedtuple": lambda self, content: known_types.build_named_tuple(content[0], self.decode(content[1])),
-}

@@ -1,13 +1,22 @@
-"""Raw bytes of tensors and arrays, without a copy where they lie in host memory in order."""
+"""Bytes of tensors and arrays, and digests of them, wherever they lie.
+
+Bytes in host memory are hashed there (xxh3-128), at about the speed at which memory is read. Those of another device
+stay there: two sums of 64 bits over its words, each of which is mixed with its place first, and 16 bytes per tensor
+come back. A word that changes always changes the first sum; of several that change, one case in about 2**128 is
+missed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
-__all__ = ["as_uint8", "bytes_of", "element_type", "empty_tensor"]
+__all__ = ["as_uint8", "bytes_of", "content_digests", "device_digest", "element_type", "empty_tensor"]
 
 
 def bytes_of(source: Any) -> memoryview:
@@ -52,3 +61,82 @@ def empty_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.Tens
 def _memory(octets: torch.Tensor) -> memoryview:
     # Not `numpy()`, for ever after which the storage cannot be resized: observers of torch.ao resize their buffers.
     return np.from_dlpack(octets).data
+
+
+_CHUNK = 1 << 22
+"""Words that are mixed at once: what the sums need of a device's memory is a few times their size."""
+_WORTH_THREADS = 16 << 20
+"""Bytes of host memory."""
+_ODD = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+"""The multipliers of SplitMix64 (Steele, Lea and Flood, 2014), as signed numbers."""
+_LOW_BITS = {shift: (1 << (64 - shift)) - 1 for shift in (27, 30, 31)}
+
+
+def content_digests(sources: Sequence[Any]) -> list[str]:
+    """A text for each tensor or array, which is equal for equal types, shapes and bytes on the same kind of device.
+
+    Waits for each device once.
+    """
+    found: list[str] = [""] * len(sources)
+    pending: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    on_host = [index for index, source in enumerate(sources) if isinstance(source, np.ndarray) or source.is_cpu]
+    for index, source in enumerate(sources):
+        if not (isinstance(source, np.ndarray) or source.is_cpu):
+            pending.setdefault(source.device, []).append((index, device_digest(source)))
+    for index, digest in zip(on_host, _host_digests([sources[index] for index in on_host]), strict=True):
+        found[index] = digest
+    for device, numbers in pending.items():
+        read = torch.stack([number for _, number in numbers]).tolist()
+        for (index, _), (first, second) in zip(numbers, read, strict=True):
+            found[index] = f"{device.type}:{first % 2**64:016x}{second % 2**64:016x}"
+    return [f"{s.dtype} {list(s.shape)} {digest}" for s, digest in zip(sources, found, strict=True)]
+
+
+def _host_digests(sources: Sequence[Any]) -> list[str]:
+    """In as many threads as torch may use, where that is worth their start: hashing lets others run meanwhile."""
+    threads = min(torch.get_num_threads(), len(sources))
+    if threads < 2 or sum(source.nbytes for source in sources) < _WORTH_THREADS:
+        return [_host_digest(source) for source in sources]
+    with ThreadPoolExecutor(threads, thread_name_prefix="genlight-digest") as pool:
+        return list(pool.map(_host_digest, sources))
+
+
+def _host_digest(source: Any) -> str:
+    plain = source if isinstance(source, np.ndarray) else source.detach().resolve_conj().resolve_neg()
+    return xxhash.xxh3_128_hexdigest(bytes_of(plain))
+
+
+@torch.no_grad()
+def device_digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Two 64-bit numbers of a dense tensor's bytes and their places, on its device, without waiting for that."""
+    words = _words(tensor)
+    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for begin in range(0, len(words), _CHUNK):
+        part = words[begin : begin + _CHUNK]
+        places = torch.arange(begin + 1, begin + 1 + len(part), dtype=torch.int64, device=part.device)
+        mixed = _mixed(part ^ _mixed(places * _ODD[0]))
+        sums[0] += mixed.sum()
+        sums[1] += _mixed(mixed ^ places).sum()
+    return sums
+
+
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finaliser, which maps no two words to the same one."""
+    words = (words ^ _shifted(words, 30)) * _ODD[1]
+    words = (words ^ _shifted(words, 27)) * _ODD[2]
+    return words ^ _shifted(words, 31)
+
+
+def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Moved to the right as if without a sign."""
+    return (words >> bits) & _LOW_BITS[bits]
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes as 64-bit words, of which the last may be filled up with zeros."""
+    octets = as_uint8(tensor.detach().resolve_conj().resolve_neg().contiguous())
+    if octets.numel() % 8 == 0 and octets.storage_offset() % 8 == 0:
+        return octets.view(torch.int64)
+    filled = octets.new_zeros(-(-octets.numel() // 8) * 8)
+    filled[: octets.numel()] = octets
+    return filled.view(torch.int64)

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ....adapter.contract.exceptions import UnstorableStateError
 from ..format.layout import ARRAYS_FILE, MODEL_FILE, TENSORS_FILE
-from ..format.safetensors_header import RAW, TORCH_TYPES, numpy_type
-from ..sharded.boxes import Box, held_by_this_rank, is_sharded
-from ..sharded.lazy_tensor import unsharded
+from ..format.tensor_files import RAW, TORCH_TYPES
+from ..sharded.slices import Box, held_by_this_rank, is_sharded, unsharded
 from .state_tree import Attribute, Path, format_path
 
 __all__ = ["Entry", "Slice", "TensorTable", "refuse_unknown", "stored_as"]
@@ -108,8 +108,9 @@ class TensorTable:
 
     def add_array(self, array: Any, path: Path) -> dict[str, Any]:
         """A reference to a NumPy array; the same object twice is stored once."""
-        if array.dtype.hasobject:
-            raise UnstorableStateError(format_path(path), "numpy.ndarray", "it holds Python objects")
+        if array.dtype.hasobject or array.dtype.names is not None:
+            hint = "it holds Python objects" if array.dtype.hasobject else "store its fields one by one"
+            raise UnstorableStateError(format_path(path), "numpy.ndarray", hint)
         if id(array) not in self._arrays:
             self._arrays[id(array)] = (array, self._new_array(array, path))
         return dict(self._arrays[id(array)][1])
@@ -141,8 +142,6 @@ class TensorTable:
             reference["requires_grad"] = True
         if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
             reference["parameter"] = True
-        if not tensor.is_cpu:
-            reference["device"] = str(tensor.device)
         values = tensor.detach().resolve_conj().resolve_neg()
         begin, end = _byte_range(values)
         self._keys.add((file, key))
@@ -165,8 +164,6 @@ class TensorTable:
             facts = {"file": file, "key": key, "sharded": {"dtype": dtype, "shape": list(held.shape)}}
             self._sharded.setdefault(memory, facts)
         reference = dict(self._sharded[memory])
-        if tensor.device.type != "cpu":
-            reference["device"] = str(tensor.device)
         if tensor.requires_grad:
             reference |= {"requires_grad": True, "parameter": isinstance(tensor, torch.nn.Parameter)}
         return reference
@@ -223,7 +220,7 @@ class TensorTable:
     @staticmethod
     def _refer(use: _Use, base: _Use) -> None:
         """Make `use` an alias, or a view, of the tensor that `base` stored."""
-        own = {name: use.reference[name] for name in ("requires_grad", "parameter", "device") if name in use.reference}
+        own = {name: use.reference[name] for name in ("requires_grad", "parameter") if name in use.reference}
         use.reference.clear()
         stored = {name: item for name, item in base.reference.items() if name not in ("requires_grad", "parameter")}
         use.reference.update(stored | own)
@@ -237,19 +234,14 @@ class TensorTable:
             }
 
     def _new_array(self, array: Any, path: Path) -> dict[str, Any]:
-        import numpy as np
-
         key = self._free_key(ARRAYS_FILE, _dotted(path))
         self._keys.add((ARRAYS_FILE, key))
         stored = np.ascontiguousarray(array).reshape(array.shape)
-        dtype = numpy_type(array.dtype.str)
-        is_plain = array.dtype.names is None
-        shape = tuple(array.shape) if dtype != RAW or array.dtype.str == "|u1" else (array.nbytes,)
-        self._entries.append(Entry(ARRAYS_FILE, key, dtype, shape, array.nbytes, stored))
+        self._entries.append(Entry(ARRAYS_FILE, key, RAW, (array.nbytes,), array.nbytes, stored))
         reference = {
             "file": ARRAYS_FILE,
             "key": key,
-            "dtype": array.dtype.str if is_plain else np.lib.format.dtype_to_descr(array.dtype),
+            "dtype": array.dtype.str,
             "shape": list(array.shape),
         }
         if array.flags.f_contiguous and not array.flags.c_contiguous:

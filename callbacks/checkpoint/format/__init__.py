@@ -1,4 +1,4 @@
-"""What lies on disk: names, the commit record, headers and digests, and how a checkpoint is proven whole.
+"""What lies on disk: names, the commit record, headers, indices and references.
 
 May import the plumbing and the contract.
 """

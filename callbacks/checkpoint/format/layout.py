@@ -21,13 +21,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ....adapter.plumbing.durable import TEMPORARY_PREFIX
+from ....adapter.plumbing.urls import hide_urls
 
 __all__ = [
     "ARRAYS_FILE",
     "FINAL_NAME",
     "FROZEN_FILE",
     "MODEL_FILE",
-    "RECORD_SUFFIXES",
+    "SCORES_FILE",
     "STATE_FILE",
     "TENSORS_FILE",
     "TRAINER_FOLDER",
@@ -59,6 +60,8 @@ STATE_FILE = "training_state.json"
 """Everything that is not a tensor, with references to the tensors."""
 TRAINER_FOLDER = "trainer"
 """What the trainer's own ``save_checkpoint`` hook wrote."""
+SCORES_FILE = "scores.json"
+"""Scores that came after the record was written, which therefore does not list it."""
 UNCOMMITTED_FILE = ".uncommitted"
 """Marks a data folder that no record names yet, or no longer: what a killed process leaves with it is debris."""
 
@@ -104,9 +107,10 @@ def local_path(path: str | os.PathLike[str], argument: str = "dirpath") -> Path:
     """
     if is_remote(path):
         raise ValueError(
-            f"Invalid `{argument}`. Checkpoints are written to a local file system, because nothing else can be synced "
-            f"and renamed atomically, but received {os.fspath(path)!r}. Name a local one, and `uploads.targets` of a "
-            "job, or `targets` of UploadArtifacts, for copies elsewhere."
+            f"Invalid `{argument}`. Checkpoints are on a local file system, because nothing else can be synced and "
+            f"renamed atomically, but received {hide_urls(os.fspath(path))!r}. To save, name a local folder, and "
+            "`uploads.targets` of a job, or `targets` of UploadArtifacts, for copies elsewhere. To load, copy the "
+            "record and the folder of its name here first; a job does so for `inputs.resume_checkpoint_url`."
         )
     return Path(_without_scheme(path))
 

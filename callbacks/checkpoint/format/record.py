@@ -1,22 +1,47 @@
-"""What a commit record says: a checkpoint exists when its record does.
+"""The commit record: a checkpoint exists when its record does.
 
-Imports neither torch nor Lightning.
+A record is one line of JSON whose last member is a digest of all bytes before it, so that any change of it shows,
+whether its name ends in ``.json`` or, where Lightning has chosen it, in ``.ckpt``. It names every file of the
+checkpoint by its path relative to the record's own folder, with size and digest: a folder that was moved still loads.
+Records that an older runtime of the contract wrote have no digest and no files.
+
+The module imports neither torch nor Lightning.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import json
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
 import msgspec
+import xxhash
 
-from .layout import name_of
+from ....adapter.contract.exceptions import BrokenCheckpointError, UnstorableStateError
+from ....adapter.plumbing.safe_open import UnsafeFileError, open_regular
+from .layout import name_of, step_of_name
+from .tensor_files import parse_json
 
-__all__ = ["CheckpointRecord", "FileEntry", "LeftOut", "RecordMeta", "is_path"]
-
+__all__ = [
+    "LARGEST_RECORD_BYTES",
+    "RECORD_MARKER",
+    "CheckpointRecord",
+    "FileEntry",
+    "LeftOut",
+    "RecordMeta",
+    "digest_of",
+    "is_torch_file",
+    "read_record",
+    "serialise_record",
+]
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
@@ -52,32 +77,32 @@ class LeftOut:
 class RecordMeta:
     """What a run knows about a checkpoint beside its content."""
 
-    step: int | None = None
+    step: _Count | None = None
     """Completed steps; None takes ``global_step`` from the checkpoint itself."""
     run_id: str = ""
-    attempt: int = 1
+    attempt: _Count = 1
     final: bool = False
-    max_steps: int | None = None
+    max_steps: _Count | None = None
     spec_digest: str | None = None
     spec: Mapping[str, Any] = field(default_factory=dict)
     """The fields that `spec_digest` covers, so that a mismatch can name those that differ."""
     trainer_checkpoint: Mapping[str, Any] | None = None
-    """What the trainer's ``save_checkpoint`` hook returned."""
-    elapsed_s: float = 0.0
+    """What the trainer's ``save_checkpoint`` hook returned; a relative ``primary_path`` is relative to its folder."""
+    elapsed_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """Training time so far, over all attempts."""
-    world_size: int = 1
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=2**31)] = 1
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
     """Monitored values at this step, for `keep_best`."""
-    writer: str = ""
+    writer: str | None = ""
     """Who decides how long it stays, and may remove it unasked; empty where no one may."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """How the attempt came to be, as `run_metadata` says it."""
+    """How the attempt came to be: command, git, host, packages, tags, notes; empty where not known."""
     parameters: frozenset[str] = frozenset()
     """Which of the model's tensors are parameters, whose values count for `finite_weights`; not stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointRecord:
+class CheckpointRecord(RecordMeta):
     """A parsed record, whose annotations are what one that is read must keep to; a later genlight may write more.
 
     `is_old` tells one of an older runtime, whose files cannot be checked.
@@ -88,16 +113,6 @@ class CheckpointRecord:
     run_id: str
     state: Any
     """The trainer's state payload as stored: `load` turns it into values, except an old record's, which is plain."""
-    attempt: _Count = 1
-    final: bool = False
-    max_steps: _Count | None = None
-    spec_digest: str | None = None
-    spec: Mapping[str, Any] = field(default_factory=dict)
-    trainer_checkpoint: Mapping[str, Any] | None = None
-    """What the hook returned; a relative ``primary_path`` is relative to `trainer_folder`."""
-    elapsed_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    world_size: Annotated[int, msgspec.Meta(ge=1, le=2**31)] = 1
-    metrics: Mapping[str, float | None] = field(default_factory=dict)
     created_at_ms: Annotated[int, msgspec.Meta(ge=-62_000_000_000_000, le=253_000_000_000_000)] = 0
     """Milliseconds since 1970, of the commit; of the years 5 to 9987, which a date can hold in each time zone."""
     folder: str | None = None
@@ -112,8 +127,6 @@ class CheckpointRecord:
     """Tensors that the process which loads it must already have."""
     finite_weights: bool | None = None
     """Whether no parameter is nan or infinite; None where that is not known, as of older checkpoints."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    """How the attempt that saved it came to be: command, git, host, packages, tags, notes; empty where not known."""
 
     @property
     def name(self) -> str:
@@ -181,3 +194,182 @@ def is_path(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return "\0" not in text
+
+
+FORMAT = "genlight.checkpoint"
+FORMAT_VERSION = 1
+RECORD_MARKER = b'{"format":"genlight.checkpoint"'
+"""How every record begins."""
+
+LARGEST_RECORD_BYTES = 256 << 20
+"""JSON takes many times its size in memory. Tensors and arrays are not in the record, so this is a lot."""
+
+_TORCH_MAGICS = (b"PK", b"\x80\x02")
+"""What a file that ``torch.save`` wrote begins with: a ZIP archive, or a bare pickle."""
+
+_OLD_KEYS = frozenset({"step", "run_id", "request_id", "final", "trainer_checkpoint", "state"})
+"""Keys that a record of an older runtime may have."""
+_DIGEST_MEMBER = b',"digest":"xxh3_128:'
+_REQUIRED = frozenset(field.name for field in dataclasses.fields(CheckpointRecord)) - {
+    *("path", "is_old", "writer", "finite_weights", "left_out", "metadata", "parameters"),
+}
+"""Members that every record has."""
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    """xxh3-128 in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def serialise_record(
+    meta: RecordMeta,
+    *,
+    step: int,
+    state: Any,
+    folder: str | None,
+    files: Sequence[FileEntry],
+    created_at_ms: int,
+    left_out: Sequence[LeftOut] = (),
+    finite_weights: bool | None = None,
+) -> bytes:
+    """The bytes of a record."""
+    facts = {field.name: getattr(meta, field.name) for field in dataclasses.fields(meta) if field.name != "parameters"}
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        **facts,
+        "step": step,
+        "created_at_ms": created_at_ms,
+        "metrics": {name: value if math.isfinite(value or 0) else None for name, value in meta.metrics.items()},
+        "versions": library_versions(),
+        "finite_weights": finite_weights,
+        "state": state,
+        "folder": folder,
+        "files": [{name: fact for name, fact in asdict(file).items() if fact is not None} for file in files],
+    }
+    if left_out:
+        content["left_out"] = [asdict(entry) for entry in left_out]
+    # Mappings of other kinds than `dict` are stored as one.
+    body = json.dumps(content, separators=(",", ":"), allow_nan=False, default=dict)[:-1].encode()
+    if len(body) > LARGEST_RECORD_BYTES - 100:
+        hint = f"it takes {len(body):,} bytes of JSON, and a record has room for {LARGEST_RECORD_BYTES:,}; use tensors"
+        raise UnstorableStateError("state_dict()", type(state).__name__, hint)
+    return body + _DIGEST_MEMBER + digest_of(body).encode() + b'"}\n'
+
+
+def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
+    """Parse the record at `path` and prove its own digest; its files are not looked at.
+
+    Raises:
+        BrokenCheckpointError: The record is damaged, or is not a record.
+        FileNotFoundError: There is no such file.
+    """
+    # A link (``last.ckpt``) stands for the record it points to, beside whose files it lies.
+    path = Path(os.path.realpath(path))
+    data = _read(path)
+    try:
+        content = parse_json(data)
+    except (ValueError, RecursionError) as error:
+        raise BrokenCheckpointError(name_of(path), f"its record {path.name} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise BrokenCheckpointError(name_of(path), f"its record {path.name} is not a JSON object")
+    if content.keys() <= _OLD_KEYS and isinstance(content.get("state"), dict):
+        return _old_record(path, content)
+    _check_own_digest(path, data)
+    return _new_record(path, content)
+
+
+def is_torch_file(path: Path) -> bool:
+    """Whether ``torch.save`` wrote the file at `path`.
+
+    Raises:
+        OSError: It cannot be read, or is not a regular file.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read(2) in _TORCH_MAGICS
+
+
+def _read(path: Path) -> bytes:
+    try:
+        descriptor = open_regular(path)
+    except UnsafeFileError as error:
+        raise BrokenCheckpointError(name_of(path), f"its record {path.name} cannot be read: {error.strerror}") from None
+    with os.fdopen(descriptor, "rb") as file:
+        start, size = file.read(len(RECORD_MARKER)), os.fstat(descriptor).st_size
+        if start.startswith(_TORCH_MAGICS):  # or gigabytes would be read to find that they are not JSON
+            raise BrokenCheckpointError(
+                name_of(path), f"{path.name} was written by torch.save and is not a record of genlight"
+            )
+        if size > LARGEST_RECORD_BYTES:
+            raise BrokenCheckpointError(
+                name_of(path), f"its record {path.name} has {size:,} bytes, more than {LARGEST_RECORD_BYTES:,}"
+            )
+        return start + file.read(max(size - len(start), 0))
+
+
+@functools.cache
+def library_versions() -> Mapping[str, str]:
+    """Versions of Python and of the libraries that a checkpoint depends on."""
+    versions = {"python": platform.python_version()}
+    for name in ("genlight", "torch", "lightning", "numpy"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def _check_own_digest(path: Path, data: bytes) -> None:
+    body, member, tail = data.rpartition(_DIGEST_MEMBER)
+    if not member:
+        raise BrokenCheckpointError(name_of(path), f"{path.name} has no digest and is not an older runtime's record")
+    if tail != digest_of(body).encode() + b'"}\n':
+        raise BrokenCheckpointError(name_of(path), f"the digest of its record {path.name} does not match")
+
+
+def _old_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
+    step = content.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**63:
+        step = step_of_name(name_of(path)) or 0
+    trainer_checkpoint = content.get("trainer_checkpoint")
+    return CheckpointRecord(
+        path=path,
+        step=step,
+        run_id=str(content.get("run_id") or content.get("request_id") or ""),
+        state=content["state"],
+        final=content.get("final") is True,
+        trainer_checkpoint=trainer_checkpoint if isinstance(trainer_checkpoint, dict) else None,
+        is_old=True,
+    )
+
+
+def _new_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
+    name = name_of(path)
+    if content.get("format") != FORMAT:
+        raise BrokenCheckpointError(name, f"{path.name} is not a checkpoint record")
+    if content.get("format_version") != FORMAT_VERSION:
+        found = content.get("format_version")
+        raise BrokenCheckpointError(
+            name,
+            f"it has format version {found!r}, and this genlight reads versions up to {FORMAT_VERSION}; upgrade it",
+        )
+    if missing := _REQUIRED - content.keys():
+        raise BrokenCheckpointError(name, f"its record {path.name} lacks {', '.join(sorted(missing))}")
+    try:
+        record = msgspec.convert({**content, "path": path, "is_old": False, "parameters": ()}, CheckpointRecord)
+    except (ValueError, RecursionError) as error:  # as msgspec's own are
+        raise BrokenCheckpointError(name, f"its record {path.name} misspells a member: {error}") from None
+    for named in [entry.path for entry in record.files] + ([] if record.folder is None else [record.folder]):
+        _refuse_outside(name, named)
+    if record.folder is not None and len(PurePosixPath(record.folder).parts) > 1:
+        raise BrokenCheckpointError(name, f"its record names a folder within another one: {record.folder!r}")
+    if len({PurePosixPath(entry.path) for entry in record.files}) < len(record.files):
+        raise BrokenCheckpointError(name, "its record names a file twice")
+    return record
+
+
+def _refuse_outside(checkpoint: str, path: str) -> None:
+    """A record that came from elsewhere must not make this process read, or delete, files beyond its folder."""
+    parts = PurePosixPath(path)
+    if parts.is_absolute() or ".." in parts.parts or not parts.parts or not is_path(path):
+        raise BrokenCheckpointError(checkpoint, f"its record names a file outside of its folder: {path!r}")

@@ -1,4 +1,4 @@
-"""Checkpoints that all ranks write: each its own slices, read back by any number of ranks.
+"""Tensors that ranks have parts of, read back by any number of ranks; and how the ranks speak about a save.
 
-May import the storage, the codec, the format, the plumbing and the contract.
+May import the storage, the format, the bytes of tensors of the codec, the plumbing and the contract.
 """

@@ -17,13 +17,10 @@ import torch.distributed as dist
 from ....adapter.contract.exceptions import CheckpointError
 from ....adapter.plumbing.devices import host_group
 
-__all__ = ["Channel", "RankGroups", "text_of"]
+__all__ = ["ALONE", "Channel", "EndOfSave", "RankGroups", "first_problem", "text_of"]
 
 LONGEST_WAIT = dt.timedelta(hours=1)
 """How long a rank that has written its part waits for the slowest of the others."""
-
-MEETING_WAIT = dt.timedelta(minutes=2)
-"""How far apart ranks may come to one place in the code of a trainer."""
 
 
 class Channel:
@@ -31,10 +28,11 @@ class Channel:
 
     Args:
         longest_wait: For a rank that does not answer; None takes torch's default.
+        alone: For what one rank does by itself.
     """
 
-    def __init__(self, longest_wait: dt.timedelta | None = None) -> None:
-        is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+    def __init__(self, longest_wait: dt.timedelta | None = None, *, alone: bool = False) -> None:
+        is_alone = alone or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
         self.rank, self.size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
         self._group = None if is_alone else host_group(longest_wait)
 
@@ -74,29 +72,6 @@ class Channel:
         if told is not None:
             raise CheckpointError(told)
 
-    def meet(self, what: str) -> None:
-        """Return when all ranks have come here for the same thing.
-
-        Raises:
-            CheckpointError: One has not, for two minutes, or for another thing.
-        """
-        if self._group is None:
-            return
-        wanted: list[str | None] = [None] * self.size
-        try:
-            dist.monitored_barrier(self._group, timeout=MEETING_WAIT)
-            dist.all_gather_object(wanted, what, group=self._group)
-        except RuntimeError as error:
-            raise CheckpointError(self._alone(what)) from error
-        if set(wanted) != {what}:
-            raise CheckpointError(self._alone(what))
-
-    def _alone(self, what: str) -> str:
-        return (
-            f"rank {self.rank} uses the values of {what} while a checkpoint is made, and another rank does not: a "
-            "state_dict has to use those of sharded tensors on all ranks, or hand the tensors on as they are"
-        )
-
     def start_largest(self, number: int) -> tuple[torch.Tensor, Any]:
         """Begin to find the largest number of any rank: the tensor that will hold it, and what to wait for."""
         numbers = torch.tensor([number], device="cpu")
@@ -104,6 +79,9 @@ class Channel:
         if self._group is not None:
             work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group, async_op=True)
         return numbers, work
+
+
+ALONE = Channel(alone=True)
 
 
 class RankGroups:
@@ -115,8 +93,6 @@ class RankGroups:
     def __init__(self) -> None:
         self.training = Channel()
         """For the training threads."""
-        self.meeting = Channel()
-        """For `Channel.meet` alone, where a rank may be missing: what it says elsewhere must not be taken for it."""
         self.writing = Channel(LONGEST_WAIT)
         """For the threads that write, or for the training threads while none does."""
 

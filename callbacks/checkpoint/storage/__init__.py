@@ -1,4 +1,4 @@
-"""Writing whole or not at all: files, the atomic commit, the background thread, the reused host buffer.
+"""Whole or absent: the atomic commit and what belongs to checkpoints in a directory; files that are written and proven.
 
-May import the format, the codec, the plumbing and the contract.
+May import the format, the plumbing and the contract.
 """

@@ -53,9 +53,6 @@ class Alternation:
         data_s: How long each batch is waited for, by the host and by the floor.
     """
 
-    runs_no_user_code = True
-    """The floor trains weights of its own."""
-
     def __init__(
         self,
         floor: Callable[[], None],

@@ -117,16 +117,17 @@ def measure(device: str, *, steps: int, block: int, trace: Path | None = None) -
 def waits(trainer: Transformer, device: str, steps: int) -> dict[str, Any]:
     """Where a run waits for its device, in the steps of the metric cadence and in the others.
 
-    The first step does not count: memory is allocated and kernels are chosen there.
+    The first step does not count: memory is allocated and kernels are chosen there. Nor does one more at the end, after
+    which Lightning moves everything to the host.
     """
     batches = Counted()
     with watching_for_waits(device, lambda: batches.step) as seen:
-        _fit(trainer, batches, device, steps)
+        _fit(trainer, batches, device, steps + 1)
     in_steps = [wait for wait in seen if 1 < wait.step <= steps]
     return {
         "steps": steps,
-        "at_cadence": _by_place([wait for wait in in_steps if wait.step % METRIC_EVERY == 0 or wait.step == steps]),
-        "elsewhere": _by_place([wait for wait in in_steps if wait.step % METRIC_EVERY and wait.step != steps]),
+        "at_cadence": _by_place([wait for wait in in_steps if wait.step % METRIC_EVERY == 0]),
+        "elsewhere": _by_place([wait for wait in in_steps if wait.step % METRIC_EVERY]),
     }
 
 

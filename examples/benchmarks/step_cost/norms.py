@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from genlight.adapter import StepResult
 from genlight.adapter.gradients import set_up
-from genlight.adapter.gradients.ddp.buffers import BufferSync, broadcast_from_zero
+from genlight.adapter.gradients.ddp.buffers import BufferSync
 from genlight.callbacks import LogMetrics, ReplicaGuard
 
 from .alternating import Alternation
@@ -76,17 +76,10 @@ class ResNet:
     def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
 
 
-class ByKind(BufferSync):
-    """How buffers travelled before: a message for floats and one for counts, awaited at the end of each step."""
-
-    def send(self, step: int) -> None:
-        broadcast_from_zero([owner._buffers[name] for owner, name in self._slots], self._group)
-
-
 class Never(BufferSync):
     """Buffers of which each rank keeps its own, to see what is left of the step."""
 
-    def send(self, step: int) -> None: ...
+    def end(self) -> None: ...
 
 
 def _loop(wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel) -> Callable[[], None]:
@@ -120,9 +113,8 @@ def _sent_by(sync: type[BufferSync]) -> Iterator[None]:
 def hosts_with_norms(rank: int, ranks: int) -> dict[str, Host]:
     """Who takes part, beside bare DDP, which sends buffers at each forward and waits for them."""
 
-    def hosted(sync: type[BufferSync], known: bool = True) -> Callable[[Alternation, Path], None]:
+    def hosted(sync: type[BufferSync]) -> Callable[[Alternation, Path], None]:
         def run(batches: Alternation, folder: Path) -> None:
-            batches.runs_no_user_code = known
             ddp = DDPStrategy(cluster_environment=Environment(rank, ranks))
             callbacks = [LogMetrics(0), ReplicaGuard(every_n_steps=0)]
             with _sent_by(sync):
@@ -135,7 +127,5 @@ def hosts_with_norms(rank: int, ranks: int) -> dict[str, Host]:
         "bare DDP loop": Host(_by_hand(DistributedDataParallel), _loop),
         "bare DDP, buffers never sent": Host(unsynced, _loop),
         "genlight": Host(hosted(BufferSync), _loop),
-        "genlight, a loader of the user": Host(hosted(BufferSync, known=False), _loop),
-        "genlight, by kind, awaited": Host(hosted(ByKind), _loop),
         "genlight, buffers never sent": Host(hosted(Never), _loop),
     }

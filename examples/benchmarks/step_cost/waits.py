@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ _READS = {
     _ATEN._unique2.default,
 }
 _TORCH = str(Path(torch.__file__).parent)
+_Note = Callable[[tuple[str, int] | None], None]
 _OPTIMIZERS = str(Path(_TORCH, "optim"))
 """They keep their step counts in host memory and read them there, also on CUDA."""
 
@@ -49,8 +51,8 @@ def watching_for_waits(device: str, current_step: Callable[[], int]) -> Iterator
     """
     waits: list[Wait] = []
 
-    def note() -> None:
-        place = _place()
+    def note(arose_at: tuple[str, int] | None) -> None:
+        place = _place(arose_at)
         if place is not None:
             waits.append(Wait(current_step(), place))
 
@@ -59,10 +61,10 @@ def watching_for_waits(device: str, current_step: Callable[[], int]) -> Iterator
 
 
 @contextlib.contextmanager
-def _cuda_warnings(note: Callable[[], None]) -> Iterator[None]:
-    def seen(message: Any, *_: Any, **__: Any) -> None:
+def _cuda_warnings(note: _Note) -> Iterator[None]:
+    def seen(message: Any, category: Any, file: str, line: int, *_: Any, **__: Any) -> None:
         if "synchronizing" in str(message):
-            note()
+            note((file, line))
 
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
@@ -76,19 +78,25 @@ def _cuda_warnings(note: Callable[[], None]) -> Iterator[None]:
 
 
 class _Reads(TorchDispatchMode):
-    def __init__(self, note: Callable[[], None]) -> None:
+    def __init__(self, note: _Note) -> None:
         super().__init__()
         self._note = note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS:
-            self._note()
+            self._note(None)
         return func(*args, **(kwargs or {}))
 
 
-def _place() -> str | None:
-    """The nearest code outside of torch and of this file; None for an optimizer that reads its own step count."""
-    frame = sys._getframe(2)
+def _place(arose_at: tuple[str, int] | None) -> str | None:
+    """The nearest code outside of torch and of this file; None for an optimizer that reads its own step count.
+
+    Args:
+        arose_at: File and line where a warning arose, which what raised it need not be part of; None looks from here.
+    """
+    frames = [each for each, _ in traceback.walk_stack(sys._getframe(2))]
+    lines = [(each.f_code.co_filename, each.f_lineno) for each in frames]
+    frame = frames[lines.index(arose_at) if arose_at in lines else 0]
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_OPTIMIZERS):

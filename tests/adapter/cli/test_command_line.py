@@ -12,8 +12,9 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import shtab
 
-from genlight.adapter.cli.command_line import COMMANDS, LIGHTNING_COMMANDS, build_parser, main
+from genlight.adapter.cli.command_line import COMMANDS, LIGHTNING_COMMANDS, completion_parser, main
 from genlight.reporters import read_events
 
 OURS = [name for name in COMMANDS if name not in LIGHTNING_COMMANDS]
@@ -50,7 +51,7 @@ def test_help_names_every_command_and_loads_neither_torch_nor_lightning(genlight
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
-    assert all(re.search(rf"^    {name} ", done.stdout, re.MULTILINE) for name in COMMANDS)
+    assert all(re.search(rf"^    {name}\b", done.stdout, re.MULTILINE) for name in COMMANDS)
 
 
 @pytest.mark.parametrize("command", OURS)
@@ -88,7 +89,11 @@ def test_the_version_names_what_it_stands_on(genlight):
         (["run", "job.json", "--no-such-option"], "--no-such-option"),
         (["--no-such-option"], "--no-such-option"),
         (["events"], "required"),
-        (["check", "m:T", "--batch_size", "x"], "error: `batch_size`: Expected int, but received x"),
+        (["check", "m:T", "--batch_size", "x"], "argument --batch_size: expected a number >= 1, but received x"),
+        (["check", "m:T", "--steps", "0"], "argument --steps: expected a number >= 1, but received 0"),
+        (["run", "job.json", "--shadow", "0"], "argument --shadow: expected a number >= 1, but received 0"),
+        (["compare", "job.json", "--seed", "-1"], "argument --seed: expected a number >= 0, but received -1"),
+        (["compare", "job.json", "--rtol", "nan"], "argument --rtol: expected a finite number >= 0, but received nan"),
     ],
 )
 def test_wrong_usage_ends_with_2_and_says_what_is_wrong(genlight, arguments, message):
@@ -155,9 +160,7 @@ def test_a_path_that_is_not_what_was_meant_is_told_as_it_was_typed_with_the_way_
     assert said in capsys.readouterr().err + caplog.text
 
 
-@pytest.mark.parametrize(
-    "words", [["checkpoints", "export", "none", "--to", "x.safetensors"], ["run", "none.json", "--print_config"]]
-)
+@pytest.mark.parametrize("words", [["checkpoints", "export", "none", "--to", "x.safetensors"], ["run", "none.json"]])
 def test_what_is_not_there_is_refused_before_torch_or_lightning_is_loaded(words):
     script = (
         "import sys; from genlight.adapter.cli import main\n"
@@ -174,7 +177,7 @@ def test_ctrl_c_while_the_command_line_is_being_imported_ends_it_without_a_trace
         "from genlight.adapter.cli import main\n"
         "real = builtins.__import__\n"
         "def interrupted(name, *more):\n"
-        "    if name == 'jsonargparse': raise KeyboardInterrupt\n"
+        "    if name == 'argparse': raise KeyboardInterrupt\n"
         "    return real(name, *more)\n"
         "builtins.__import__ = interrupted\n"
         "sys.exit(main(['--help']))"
@@ -267,20 +270,11 @@ def test_every_command_is_a_module_with_the_two_functions(name):
     assert command.__doc__
 
 
-def test_only_the_command_that_is_asked_for_declares_its_arguments():
-    text = build_parser(["run"]).format_help()
+def test_a_completion_script_knows_commands_and_their_options():
+    script = shtab.complete(completion_parser(), "bash")
 
-    assert "run" in text
-    with pytest.raises(SystemExit):
-        build_parser(["events"]).parse_args(["run", "job.json"])
-
-
-def test_a_completion_script_knows_commands_and_their_options(genlight):
-    done = genlight("--print_completion=shtab-bash")
-
-    assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in COMMANDS)
-    assert "--allow-changed" in done.stdout
+    assert all(name in script for name in COMMANDS)
+    assert "--allow-changed" in script
 
 
 @pytest.mark.parametrize(
@@ -294,7 +288,7 @@ def test_a_completion_script_knows_commands_and_their_options(genlight):
         (["checkpoint", "list", "x"], "Did you mean `checkpoints`?"),
         (["events"], "are required: FILE\n"),
         (["checkpoints", "list"], "are required: PATH\n"),
-        (["uploads"], "usage: genlight [options] uploads "),
+        (["uploads"], "usage: genlight uploads "),
     ],
 )
 def test_a_usage_error_offers_the_nearest_name_and_speaks_of_the_command_that_was_meant(arguments, message, capsys):
@@ -315,9 +309,9 @@ def test_a_usage_error_offers_the_nearest_name_and_speaks_of_the_command_that_wa
     ids=" ".join,
 )
 def test_options_may_stand_before_and_after_an_action_and_its_path(words, tmp_path, monkeypatch, capsys):
-    spool = tmp_path / "uploads"
-    spool.mkdir()
-    (spool / "about.json").write_text('{"run_id": "r", "owner": "", "targets": []}')
+    queue = tmp_path / "uploads"
+    queue.mkdir()
+    (queue / "about.json").write_text('{"run_id": "r", "owner": "", "targets": []}')
     monkeypatch.delenv("TRAINER_JOB_SPEC_PATH", raising=False)
 
     assert main(["uploads", *(word.format(tmp_path) for word in words)]) == 0
@@ -364,17 +358,6 @@ def test_a_listing_that_cannot_be_written_fails_and_says_why(genlight, directory
 
     assert done.returncode == 1
     assert done.stderr == "genlight: the output cannot be written: No space left on device\n"
-
-
-def test_a_configuration_that_cannot_be_written_fails_and_says_why(tmp_path, monkeypatch, capsys):
-    (tmp_path / "job.json").write_text('{"run_id": "r", "trainer": "m:T", "max_steps": 1, "mock_batches": [1]}')
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        with pytest.raises(SystemExit) as ended:
-            main(["run", str(tmp_path / "job.json"), "--print_config"])
-
-    assert ended.value.code == 1
-    assert capsys.readouterr().err == "genlight: the output cannot be written: No space left on device\n"
 
 
 @pytest.mark.parametrize(

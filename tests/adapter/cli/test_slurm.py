@@ -84,20 +84,6 @@ def test_a_time_limit_of_the_jobs_own_ends_it(job, capsys):
     assert "(preempted)" in rendered(capsys, "--set", "max_runtime_seconds=60")[1]
 
 
-@pytest.mark.parametrize("action", ["status", "cancel"])
-def test_a_folder_from_which_nothing_was_submitted_is_told(job, capsys, action):
-    assert main(["slurm", action, "runs"]) == 2
-    assert "nothing was submitted from here" in capsys.readouterr().err
-
-
-def test_a_record_that_is_not_ours_starts_no_command(job, capsys):
-    record = job.parent / "slurm_job.json"
-    record.write_text('{"job_id": "1 --all"}')
-    record.chmod(0o600)
-    assert main(["slurm", "cancel", "."]) == 2
-    assert "slurm_job.json" in capsys.readouterr().err
-
-
 def test_an_action_that_is_not_there_offers_the_nearest(job, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["slurm", "submti", "job.json"])

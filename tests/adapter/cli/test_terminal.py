@@ -100,4 +100,4 @@ def test_every_line_of_a_command_is_written_by_the_terminal_module():
         for path in own
         if re.search(r"(?<![.])\bprint\(|std(out|err)\.write", path.read_text(encoding="utf-8"))
     )
-    assert writers == ["run.py", "slurm.py"]
+    assert writers == ["slurm.py"]

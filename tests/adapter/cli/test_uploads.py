@@ -1,13 +1,10 @@
-"""``genlight uploads`` on the spool that a run left behind."""
+"""``genlight uploads`` on the queue that a run left behind."""
 
-import errno
 import json
-import os
 
 import pytest
 
 from genlight.reporters.uploads import TerminalPayload, UploadConfig, Uploader
-from genlight.reporters.uploads.queue import read_entries
 from support.upload_server import TOKEN, start_server, stop_server
 
 
@@ -32,7 +29,7 @@ def left_over(tmp_path):
         run_id="run-1",
         owner="me",
         token=TOKEN,
-        spool_dir=run / "uploads",
+        queue_dir=run / "uploads",
         metrics_url=away,
         checkpoint_url=away,
         terminal_url=away,
@@ -116,54 +113,8 @@ def test_a_checkpoint_is_not_sent_without_the_bytes_that_its_run_would_have_sent
     assert chaos.requests() == []
 
 
-def test_it_exports_files_and_messages_and_keeps_them_waiting(left_over, tmp_path, genlight_uploads):
-    code, _, _ = genlight_uploads("export", left_over, "--to", tmp_path / "out")
-    assert code == 0
-    messages = [json.loads(line) for line in (tmp_path / "out" / "messages.jsonl").read_text().splitlines()]
-    assert [message["kind"] for message in messages] == ["metrics", "checkpoint", "terminal"]
-    assert [(tmp_path / "out" / name).read_bytes() for name in messages[1]["files"]] == [b"weights", b"{}"]
-    assert genlight_uploads("list", left_over)[1].endswith("3 waiting\n")
-
-
-def test_an_export_can_end_the_attempts_to_deliver(left_over, tmp_path, genlight_uploads):
-    code, out, _ = genlight_uploads("export", left_over, "--to", tmp_path / "out", "--remove")
-    assert (code, out) == (0, "3 exported and removed from the queue\n")
-    assert (tmp_path / "out" / "checkpoints" / "000002" / "step-00000003.json").read_bytes() == b"{}"
-    assert genlight_uploads("list", left_over)[1] == "nothing is waiting\n"
-
-
-def test_an_export_that_cannot_end_the_attempts_says_so(left_over, tmp_path, genlight_uploads, monkeypatch):
-    unlink = os.unlink
-
-    def refuse(path, **options):
-        if "uploads/0" in os.fspath(path):
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        unlink(path, **options)
-
-    monkeypatch.setattr(os, "unlink", refuse)
-    code, _, err = genlight_uploads("export", left_over, "--to", tmp_path / "out", "--remove")
-    assert code == 1
-    assert "exported, but" in err
-    assert "Read-only file system" in err
-    assert len(read_entries(left_over / "uploads")) == 3
-
-
-def test_an_export_of_files_that_are_gone_says_so(left_over, tmp_path, genlight_uploads):
-    (left_over / "checkpoints" / "step-00000003" / "model.safetensors").unlink()
-    assert "lost (files are gone)" in genlight_uploads("list", left_over)[1]
-    code, _, err = genlight_uploads("export", left_over, "--to", tmp_path / "out")
-    assert code == 1
-    assert "model.safetensors is gone" in err
-
-
-def test_an_export_never_overwrites(left_over, tmp_path, genlight_uploads):
-    (tmp_path / "out").mkdir()
-    assert genlight_uploads("export", left_over, "--to", tmp_path / "out")[0] == 2
-    assert genlight_uploads("export", left_over)[0] == 2
-
-
-def test_a_run_that_is_alive_keeps_its_spool(left_over, environment, genlight_uploads):
-    config = UploadConfig(run_id="run-1", owner="me", spool_dir=left_over / "uploads")
+def test_a_run_that_is_alive_keeps_its_queue(left_over, environment, genlight_uploads):
+    config = UploadConfig(run_id="run-1", owner="me", queue_dir=left_over / "uploads")
     with Uploader(config, keep_terminal=True):
         code, _, err = genlight_uploads("retry", left_over)
     assert code == 2
@@ -178,7 +129,7 @@ def test_a_terminal_message_waits_until_all_else_is_delivered(left_over, chaos, 
     assert chaos.messages("/terminal") == []
 
 
-@pytest.mark.parametrize("action", ["list", "retry", "export"])
+@pytest.mark.parametrize("action", ["list", "retry"])
 def test_of_a_run_that_had_nothing_to_upload_nothing_is_waiting(tmp_path, genlight_uploads, action):
     code, out, err = genlight_uploads(action, tmp_path)
     assert (code, out) == (0, "")

@@ -79,14 +79,28 @@ def test_booleans_and_times_become_tensors():
     assert batch["when"].tolist() == [1000]
 
 
-def test_lists_of_varying_length_become_a_list_of_tensors():
-    array = pa.array([[9], [1, 2], [], None, [3]], pa.list_(pa.int64())).slice(1)
-    assert [None if t is None else t.tolist() for t in to_torch(pa.record_batch({"x": array}))["x"]] == [
-        [1, 2],
-        [],
-        None,
-        [3],
-    ]
+def test_lists_of_varying_length_are_filled_up_with_zeros_and_their_lengths_are_told():
+    array = pa.array([[9], [1, 2], [], [3]], pa.list_(pa.int64())).slice(1)
+    batch = to_torch(pa.record_batch({"x": array, "s": pa.array([{"y": [1.5]}, {"y": []}, {"y": [2.5, 3.5]}])}))
+
+    assert batch["x"].tolist() == [[1, 2], [0, 0], [3, 0]]
+    assert batch["x_lengths"].tolist() == [2, 0, 1]
+    assert batch["s"]["y"].tolist() == [[1.5, 0.0], [0.0, 0.0], [2.5, 3.5]]
+    assert batch["s"]["y_lengths"].dtype == torch.int64
+
+
+def test_lists_of_equal_length_share_memory_with_arrow():
+    array = pa.array([[1, 2], [3, 4]], pa.list_(pa.int64()))
+    batch = to_torch(pa.record_batch({"x": array}))
+
+    assert batch["x"].tolist() == [[1, 2], [3, 4]]
+    assert batch["x"].data_ptr() == array.values.buffers()[1].address
+    assert to_torch(pa.record_batch({"x": array.slice(0, 0)}))["x"].shape == (0, 0)
+
+
+def test_a_column_named_as_the_lengths_of_another_is_refused():
+    with pytest.raises(InputError, match="column 'x' would be named as column 'x_lengths'"):
+        to_torch(pa.record_batch({"x": [[1], [2]], "x_lengths": [1, 2]}))
 
 
 def test_structs_become_dictionaries_and_other_values_lists():
@@ -109,7 +123,9 @@ def test_images_are_decoded_when_they_are_asked_for():
     assert images[2] is None
 
 
-@pytest.mark.parametrize("array", [pa.array([1, None]), pa.array([[1, 2], None], pa.list_(pa.int32(), 2))])
+@pytest.mark.parametrize(
+    "array", [pa.array([1, None]), pa.array([[1, 2], None], pa.list_(pa.int32(), 2)), pa.array([[1, 2], None])]
+)
 def test_nulls_among_numbers_are_refused_with_the_columns_name(array):
     with pytest.raises(InputError, match="Column 'x' has 1 nulls"):
         to_torch(pa.record_batch({"x": array}))

@@ -18,19 +18,11 @@ def defaults_of(made):
     return {name: parameter.default for name, parameter in inspect.signature(made).parameters.items()}
 
 
-def test_a_job_may_set_every_option_of_the_data_module_with_the_same_default():
+def test_a_job_may_set_the_options_of_the_feed_with_the_same_defaults():
     """A feed option that a job cannot name would be lost to users of job files."""
     options = {key.name: key.default for key in keys_of(DatasetSpec).values() if key.name not in OF_A_JOB_ALONE}
-    of_module = defaults_of(ArrowDataModule)
-    assert {*options} | {"parquet_paths", "val_paths"} == {*of_module}
-    assert options == {name: of_module[name] for name in options}
-
-
-def test_the_data_module_and_the_feed_agree_on_every_default():
-    of_module, of_feed = defaults_of(ArrowDataModule), defaults_of(ArrowFeed)
-    shared = of_module.keys() & of_feed.keys()
-    assert len(shared) == 13
-    assert {name: of_module[name] for name in shared} == {name: of_feed[name] for name in shared}
+    of_feed = defaults_of(ArrowFeed)
+    assert options == {name: of_feed[name] for name in options}
 
 
 @pytest.mark.parametrize("make", [ArrowDataModule, ArrowFeed])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -182,13 +181,8 @@ def test_graphs_break_no_more_often_than_in_a_plain_loop(parts):
     assert all(map(torch.equal, weights, expected))
 
 
-def test_a_gradient_that_is_read_in_compiled_code_breaks_its_graph_which_is_said_once_by_line(caplog):
-    with caplog.at_level(logging.WARNING, logger="genlight"):
-        weights, _, _ = trained(a_norm_of_gradients, routed=True)
+def test_a_gradient_that_is_read_in_compiled_code_is_the_average():
+    weights, _, _ = trained(a_norm_of_gradients, routed=True)
 
     expected, _, _ = trained(a_norm_of_gradients, routed=False)
     assert all(map(torch.equal, weights, expected))
-    (said,) = (record.getMessage() for record in caplog.records if record.name.startswith("genlight"))
-    assert "torch.compile cannot take a read of `.grad`" in said
-    assert "test_compiled.py" in said
-    assert "in clip" in said

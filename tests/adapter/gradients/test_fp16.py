@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.discovery.discover import discover
 from genlight.adapter.gradients.precision import step_precision
 from genlight.adapter.gradients.step import StepRouter
@@ -52,56 +54,21 @@ def test_hooks_of_a_parameter_see_true_units_and_those_of_an_activation_what_a_s
     torch.testing.assert_close(seen["activation"][0], seen["activation"][1] * SCALE, rtol=0.05, atol=0.5)
 
 
-def test_an_optimizer_of_what_a_step_makes_updates_by_true_units():
+def test_an_optimizer_of_what_a_step_makes_is_refused_because_its_gradients_have_the_scale():
     run = Run(fp16())
-    for _ in range(2):
-        latent = torch.ones(1, requires_grad=True)
-        inner = torch.optim.SGD([latent], lr=0.25)
-        with run.router:
-            for _ in range(2):
-                inner.zero_grad()
-                latent.square().sum().backward()
-                inner.step()
+    latent = torch.ones(1, requires_grad=True)
+    inner = torch.optim.SGD([latent], lr=0.25)
 
-        assert latent.item() == 0.25
+    with run.router:
+        latent.square().sum().backward()
+        with pytest.raises(ContractError, match="a SGD that it made, by gradients that have the scale of 16-mixed"):
+            inner.step()
 
 
-class Fused:
-    """Updates each parameter as soon as its gradient is there."""
+def test_an_update_inside_of_backward_is_refused_because_it_could_not_be_skipped():
+    run = Run(fp16())
+    run.model[2].bias.register_post_accumulate_grad_hook(lambda _: run.optimizer.step())
+    x, y = run.batch(0)
 
-    def __init__(self, plugin: Precision) -> None:
-        self.run = Run(plugin)
-        parameters = list(self.run.model.parameters())
-        self.optimizers = {p: torch.optim.SGD([p], lr=0.5) for p in parameters}
-        discovered = discover({"model": self.run.model, "optimizers": list(self.optimizers.values())})
-        self.plugin = plugin
-        self.router = StepRouter(discovered, torch.device("cpu"), precision=step_precision(plugin, discovered))
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self.update)
-
-    def update(self, parameter: Tensor) -> None:
-        self.optimizers[parameter].step()
-        self.optimizers[parameter].zero_grad()
-
-
-def test_optimizers_that_step_inside_of_backward_skip_overflows_and_adapt_the_scale_once_a_call():
-    fused, by_hand = Fused(fp16(2.0**22)), Run(Precision())
-    optimizers = [torch.optim.SGD([p], lr=0.5) for p in by_hand.model.parameters()]
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)
-
-    for number in range(8):
-        x, y = by_hand.batch(number)
-        with fused.router:
-            mean_square(fused.run.model(x), y).backward()
-        by_hand.model.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = mean_square(by_hand.model(x), y)
-        scaler.scale(loss).backward()
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-
-    assert fused.router.overflow_steps > 0
-    assert fused.plugin.scaler.get_scale() == scaler.get_scale() < 2.0**22
-    for mine, expected in zip(fused.run.model.parameters(), by_hand.model.parameters(), strict=True):
-        assert torch.equal(mine, expected)
+    with pytest.raises(ContractError, match="an update of SGD in the middle of a backward call"), run.router:
+        mean_square(run.model(x), y).backward()

@@ -46,10 +46,10 @@ class Run:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.discovered = discover({"model": self.model, "optimizer": self.optimizer})
         hooks = StepHooks(
-            before_backward=lambda loss: self.events.append(f"before_backward {loss.dim()}"),
-            after_backward=lambda: self.events.append("after_backward"),
-            before_optimizer_step=lambda _: self.events.append("before_optimizer_step"),
-            before_zero_grad=lambda _: self.events.append("before_zero_grad"),
+            on_before_backward=lambda loss: self.events.append(f"before_backward {loss.dim()}"),
+            on_after_backward=lambda: self.events.append("after_backward"),
+            on_before_optimizer_step=lambda _: self.events.append("before_optimizer_step"),
+            on_before_zero_grad=lambda _: self.events.append("before_zero_grad"),
         )
         self.router = StepRouter(
             self.discovered,
@@ -295,10 +295,10 @@ def test_overridden_hooks_of_callbacks_and_module_are_called_callbacks_first():
 
     hooks = step_hooks(trainer, module)
     hooks.after_backward()
-    hooks.before_optimizer_step("optimizer")
+    hooks.before_update("optimizer")
 
     assert events == [("callback", trainer, module), ("module",), ("step", "optimizer")]
-    assert hooks.before_backward is None
+    assert "on_before_backward" not in hooks
 
 
 def test_one_device_in_fp32_without_hooks_needs_no_router():

@@ -11,8 +11,7 @@ from genlight.adapter.inputs.progress import Tracker
 from genlight.adapter.job.refs import parse_ref
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.urls import origin_of
-from genlight.callbacks.checkpoint.format.record import FileEntry, RecordMeta
-from genlight.callbacks.checkpoint.format.record_file import digest_of, serialise_record
+from genlight.callbacks.checkpoint.format.record import FileEntry, RecordMeta, digest_of, serialise_record
 
 FILES = {"step-00000200/model.safetensors": b"weights" * 999, "step-00000200/trainer/lora.safetensors": b"lora"}
 

@@ -50,9 +50,14 @@ def test_a_minimal_job_gets_the_documented_defaults(job, tmp_path, monkeypatch):
     config = resolve(job())
     assert (config.run_id, config.trainer, config.job.max_steps) == ("r1", "my_trainer:Trainer", 5)
     assert (config.job.metric_every, config.job.checkpoint_every, config.job.sample_every) == (10, 0, 0)
-    assert (config.dataset, config.mock_batches, config.token, config.max_runtime_s) == (None, None, None, None)
+    assert (config.dataset, config.mock_batches, config.capability_token, config.max_runtime_seconds) == (
+        None,
+        None,
+        None,
+        0,
+    )
     assert (config.orchestrated, config.canceled, config.resume_from_latest) == (False, False, False)
-    assert config.upload_deadline_s == 60.0
+    assert config.upload_deadline_seconds == 60.0
     assert config.token_origins == frozenset()
     runs = config.spec_dir / "runs"
     assert config.artifacts_dir == runs / "r1"
@@ -106,9 +111,9 @@ def test_dataset_defaults_are_the_documented_ones(job):
 # The same setting from every source: setting, field of the config, (spec, environment, --set), environment variable.
 PRECEDENCE = [
     ("trainer", lambda c: c.trainer, ("s:S", "e:E", "c:C"), "TRAINER_PLUGIN"),
-    ("max_runtime_seconds", lambda c: c.max_runtime_s, (1.0, 2.0, 3.0), "TRAINER_MAX_RUNTIME_SECONDS"),
-    ("capability_token", lambda c: c.token, ("s", "e", "c"), "TRAINER_CAPABILITY_TOKEN"),
-    ("cancel_file_path", lambda c: c.cancel_file, ("/s", "/e", "/c"), "TRAINER_CANCEL_FILE"),
+    ("max_runtime_seconds", lambda c: c.max_runtime_seconds, (1.0, 2.0, 3.0), "TRAINER_MAX_RUNTIME_SECONDS"),
+    ("capability_token", lambda c: c.capability_token, ("s", "e", "c"), "TRAINER_CAPABILITY_TOKEN"),
+    ("cancel_file_path", lambda c: c.cancel_file_path, ("/s", "/e", "/c"), "TRAINER_CANCEL_FILE"),
     ("uploads.metrics_url", lambda c: c.uploads.metrics_url, ("http://s", "http://e", "http://c"), None),
     ("uploads.checkpoint_url", lambda c: c.uploads.checkpoint_url, ("http://s", "http://e", "http://c"), None),
     ("uploads.sample_url", lambda c: c.uploads.sample_url, ("http://s", "http://e", "http://c"), None),
@@ -199,12 +204,12 @@ def test_relative_paths_start_at_the_specs_folder_and_those_of_the_shell_at_the_
     config = resolve(path)
     assert config.dataset is not None
     assert config.dataset.parquet_paths == (str(path.parent / "data/x.parquet"),)
-    assert config.cancel_file == path.parent / "stop"
+    assert config.cancel_file_path == path.parent / "stop"
     assert config.resume_checkpoint_path == tmp_path / "c.json"
     config = resolve(path, 'dataset.parquet_paths=["x.parquet"]', TRAINER_CANCEL_FILE="halt")
     assert config.dataset is not None
     assert config.dataset.parquet_paths == (str(shell / "x.parquet"),)
-    assert config.cancel_file == shell / "halt"
+    assert config.cancel_file_path == shell / "halt"
 
 
 def test_an_input_that_is_a_file_beside_the_spec_becomes_a_path_and_any_other_stays_a_reference(job):
@@ -236,7 +241,7 @@ def test_the_token_may_go_to_upload_urls_the_hub_and_listed_origins_alone(job):
 
 
 def test_zero_seconds_mean_no_limit_and_override_one(job):
-    assert resolve(job(max_runtime_seconds=5), TRAINER_MAX_RUNTIME_SECONDS="0").max_runtime_s is None
+    assert resolve(job(max_runtime_seconds=5), TRAINER_MAX_RUNTIME_SECONDS="0").max_runtime_seconds == 0
 
 
 def test_the_environment_can_switch_off_what_the_spec_switches_on(job):
@@ -325,7 +330,7 @@ def test_no_secret_is_in_the_repr_or_in_an_error(job):
         lightning={"logger": {"token": "canary-lightning"}},
     )
     config = resolve(path, TRAINER_CAPABILITY_TOKEN="canary-environment", TENSORHUB_URL="http://u:canary-hub@h")
-    assert config.token == "canary-environment"
+    assert config.capability_token == "canary-environment"
     assert "canary" not in repr(config)
     assert "canary" not in json.dumps(dict(config.spec_fields)) + config.spec_digest
     error = refused(

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from genlight.adapter.job.environment import VARIABLES, is_true, read_environment
-from genlight.adapter.job.errors import ConfigErrors
+from genlight.adapter.job.config import read_run_config
+from genlight.adapter.job.environment import JOB_VARIABLE, VARIABLES, is_true
 
 
-def read(**environ):
-    errors = ConfigErrors()
-    return read_environment(environ, errors), errors
+@pytest.fixture
+def read(tmp_path):
+    """What these variables give besides a job file without settings, and what is wrong with them."""
+
+    def read_variables(**environ):
+        (tmp_path / "job.json").write_text("{}")
+        config, errors = read_run_config(environ={JOB_VARIABLE: str(tmp_path / "job.json"), **environ}, complete=False)
+        return config, errors
+
+    return read_variables
 
 
 @pytest.mark.parametrize("word", ["1", "true", "t", "yes", "y", "TRUE", " Yes "])
@@ -23,9 +30,9 @@ def test_every_other_word_is_false(word):
     assert not is_true(word)
 
 
-def test_a_word_that_is_neither_true_nor_false_is_a_warning():
-    values, errors = read(TRAINER_ORCHESTRATED="maybe")
-    assert values == {"orchestrated": False}
+def test_a_word_that_is_neither_true_nor_false_is_a_warning(read):
+    config, errors = read(TRAINER_ORCHESTRATED="maybe")
+    assert config.orchestrated is False
     assert "`TRAINER_ORCHESTRATED`" in errors.warnings[0]
 
 
@@ -49,22 +56,22 @@ def test_the_documented_variables_are_read():
     }
 
 
-def test_blank_variables_give_nothing_and_values_are_stripped():
-    values, errors = read(TRAINER_PLUGIN="  ", TRAINER_CANCEL_FILE=" stop ", TRAINER_MAX_RUNTIME_SECONDS=" 1.5e1 ")
-    assert values == {"cancel_file_path": "stop", "max_runtime_seconds": 15.0}
+def test_blank_variables_give_nothing_and_values_are_stripped(read, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config, errors = read(TRAINER_PLUGIN="  ", TRAINER_CANCEL_FILE=" stop ", TRAINER_MAX_RUNTIME_SECONDS=" 1.5e1 ")
+    assert (config.trainer, config.cancel_file_path, config.max_runtime_seconds) == ("", tmp_path / "stop", 15.0)
     assert errors.found == []
 
 
 @pytest.mark.parametrize("text", ["-1", "nan", "inf", "1h", "1,5"])
 @pytest.mark.parametrize("name", ["TRAINER_MAX_RUNTIME_SECONDS", "TRAINER_UPLOAD_DEADLINE_SECONDS"])
-def test_a_time_that_is_no_number_of_seconds_is_an_invalid_timeout(name, text):
-    values, errors = read(**{name: text})
-    assert values == {}
+def test_a_time_that_is_no_number_of_seconds_is_an_invalid_timeout(read, name, text):
+    _, errors = read(**{name: text})
     assert [error.code for error in errors.found] == ["startup.invalid_timeout"]
     assert f"Invalid `{name}`. Expected a number of seconds >= 0, but received" in errors.found[0].text
 
 
-def test_a_number_is_shown_and_any_other_text_is_not_since_it_may_be_a_token():
+def test_a_number_is_shown_and_any_other_text_is_not_since_it_may_be_a_token(read):
     assert "received -3." in read(TRAINER_MAX_RUNTIME_SECONDS="-3")[1].found[0].text
     for name in ("TRAINER_MAX_RUNTIME_SECONDS", "TRAINER_UPLOAD_METRICS_URL", "TENSORHUB_URL", "TRAINER_TOKEN_ORIGINS"):
         text = read(**{name: "canary://x y"})[1].found[0].text
@@ -72,13 +79,13 @@ def test_a_number_is_shown_and_any_other_text_is_not_since_it_may_be_a_token():
         assert "canary" not in text
 
 
-def test_a_token_that_no_header_can_carry_is_refused_without_showing_it():
-    values, errors = read(TRAINER_CAPABILITY_TOKEN="canary\r\nX: y")
-    assert values == {}
+def test_a_token_that_no_header_can_carry_is_refused_without_showing_it(read):
+    config, errors = read(TRAINER_CAPABILITY_TOKEN="canary\r\nX: y")
+    assert config.capability_token is None
     assert "canary" not in errors.found[0].text
 
 
-def test_a_misspelled_variable_is_a_warning_with_the_nearest_name_and_a_foreign_one_is_none():
+def test_a_misspelled_variable_is_a_warning_with_the_nearest_name_and_a_foreign_one_is_none(read):
     _, errors = read(TRAINER_CHECKPOINT_DIR="/x", TRAINER_REGION_OF_THE_MOON="z", PATH="/bin")
     assert errors.warnings == [
         "Unknown environment variable `TRAINER_CHECKPOINT_DIR` is ignored. Did you mean `TRAINER_CHECKPOINTS_DIR`?"

@@ -32,7 +32,7 @@ def parse(tmp_path):
 def test_every_documented_key_is_known():
     assert {*job_keys(), *(key.alias for key in job_keys().values() if key.alias)} == {
         *("run_id", "request_id", "trainer", "trainer_api_version", "max_steps", "metric_every", "checkpoint_every"),
-        *("sample_every", "owner", "release_ref", "hyperparams", "dataset", "mock_batches", "inputs"),
+        *("sample_every", "owner", "release_ref", "hyperparams", "dataset", "data", "mock_batches", "inputs"),
         *("resume_from_latest", "resume_checkpoint_path", "sample_prompts", "sample_seed", "capability_token"),
         *("orchestrated", "max_runtime_seconds", "cancel_file_path", "uploads", "lightning", "validate"),
         *("on_nonfinite", "recover", "tags", "notes", "seed", "checkpoints", "callbacks", "resume"),

@@ -2,13 +2,17 @@
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from genlight.adapter.contract.exceptions import UnstorableStateError
-from genlight.adapter.module.state import take_own_part
+from genlight.adapter.discovery.discover import discover
+from genlight.adapter.module.state import TrainerState, take_own_part
 from genlight.callbacks.checkpoint import load, newest_valid
-from genlight.callbacks.checkpoint.rank_differences import differences_of_ranks
+from genlight.callbacks.checkpoint.capture import CONTRACT_KEY
+from genlight.callbacks.checkpoint.rank_state import differences_of_ranks
 from support.rank_processes import run_ranks
 
 
@@ -34,7 +38,11 @@ def same(a, b):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_each_rank_gets_its_own_generator_buffer_hidden_state_and_statistics_back(tmp_path, kind):
-    expected, _ = run(tmp_path / "reference", tmp_path / "unused", "train", kind=kind)
+    expected, said = run(tmp_path / "reference", tmp_path / "unused", "train", kind=kind)
+    assert said.count("The 2 ranks differ in ") == 1, "at the first of two checkpoints"
+    named = said.partition("The 2 ranks differ in ")[2].partition(": ")[0]
+    assert {'state["replay"]', 'state["nested"]["hidden"]'} <= set(named.split(", ")), "and no state of a generator"
+    assert "noise" not in named
     assert not same(expected[0]["hidden"], expected[1]["hidden"])
     assert not same(expected[0]["mean"], expected[1]["mean"])
     run(tmp_path / "interrupted", tmp_path / "c", "interrupt", kind=kind)
@@ -67,6 +75,38 @@ def test_another_number_of_ranks_is_told_by_name_what_is_not_kept(tmp_path):
 
     _, more = run(tmp_path / "three", tmp_path / "copy", "resume", world_size=3)
     assert more.count("rank 2 can only be given what rank 0 had: ") == 1
+
+
+class Declares:
+    rank_local = ("losses",)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "names"),
+    [
+        (("state", "first"), 0.5, True),
+        (("state", "first"), torch.ones(2), True),
+        (("state", "first", 0), np.float32(1.0), True),
+        (("state", "first"), {"task": [0.5]}, True),
+        (("state", "seen"), 3, False),
+        (("state", "generator"), torch.zeros(4, dtype=torch.uint8), False),
+        (("state", "losses", "first"), 0.5, False),
+        (("generators", "state.first"), 0.5, False),
+        (("state_dict", "first"), 0.5, False),
+    ],
+)
+def test_numbers_that_training_may_depend_on_are_named_once_with_what_to_do(caplog, path, value, names):
+    state = TrainerState(nn.Module(), Declares(), {}, discover({}))
+    checkpoint = {CONTRACT_KEY: {"of_ranks": [[], [{"path": list(path), "value": value}]]}}
+
+    state.warn_of_ranks({CONTRACT_KEY: {}})
+    state.warn_of_ranks(checkpoint)
+    state.warn_of_ranks(checkpoint)
+
+    assert len(caplog.messages) == names
+    if names:
+        assert 'The 2 ranks differ in state["first"]' in caplog.text
+        assert "average it over all ranks, broadcast that of rank 0, or name it in `rank_local`" in caplog.text
 
 
 def test_a_checkpoint_without_parts_of_ranks_is_taken_as_it_is():

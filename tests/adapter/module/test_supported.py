@@ -22,9 +22,10 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
     fp16_compress_hook,
+    fp16_compress_wrapper,
 )
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from genlight.adapter.contract.exceptions import StartupContractError
@@ -53,11 +54,15 @@ Homemade.__abstractmethods__ = frozenset()
         (ModelParallelStrategy(1, 2), "tensor_parallel_size=1"),
         (
             DDPStrategy(ddp_comm_hook=powerSGD_hook, ddp_comm_state=PowerSGDState(None)),
-            "DDPStrategy cannot host.*hook keeps a PowerSGDState between steps.*Use a hook without state",
+            "DDPStrategy cannot host.*powerSGD_hook exchanges gradients in its own way.*fp16_compress_hook",
         ),
         (
-            DDPStrategy(ddp_comm_hook=post_localSGD_hook, ddp_comm_state=PostLocalSGDState(None, None, 10)),
-            "DDPStrategy cannot host.*hook keeps a PostLocalSGDState between steps",
+            DDPStrategy(ddp_comm_hook=allreduce_hook, ddp_comm_wrapper=fp16_compress_wrapper),
+            r"DDPStrategy cannot host.*fp16_compress_wrapper\(allreduce_hook\) exchanges.*without a wrapper",
+        ),
+        (
+            DDPStrategy(ddp_comm_hook=fp16_compress_hook, ddp_comm_state=object()),
+            "DDPStrategy cannot host.*fp16_compress_hook exchanges gradients in its own way.*and a state, or none",
         ),
         (DDPStrategy(model_averaging_period=2), "DDPStrategy cannot host.*averages models"),
         (blank(Homemade), "Homemade cannot host"),

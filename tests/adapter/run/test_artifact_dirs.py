@@ -10,7 +10,7 @@ import pytest
 
 from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.job.config import resolve_run_config
-from genlight.adapter.run.artifact_dirs import artifact_dir_faults, prepare_artifact_dirs, sweep_probes
+from genlight.adapter.run.artifact_dirs import artifact_dir_faults, prepare_artifact_dirs
 
 
 @pytest.fixture
@@ -31,16 +31,6 @@ def test_directories_are_made_and_left_without_a_trace_of_the_probe(config_of, t
     assert sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")) == [
         *("checkpoints", "metrics", "samples")
     ]
-
-
-def test_the_probe_of_a_killed_start_goes_and_nothing_else_does(config_of, tmp_path):
-    prepare_artifact_dirs(config_of())
-    left = [tmp_path / "out" / folder / ".tmp-probe-1-abc" for folder in (".", "checkpoints", "metrics", "samples")]
-    others = [tmp_path / "out" / "samples" / name for name in (".tmp-probe", ".tmp-other-1-abc", "probe-1-abc")]
-    for path in (*left, *others):
-        path.touch()
-    sweep_probes(config_of())
-    assert [path.exists() for path in (*left, *others)] == [False] * 4 + [True] * 3
 
 
 def test_a_file_in_the_way_is_named_with_the_directory_that_it_blocks(config_of, tmp_path):

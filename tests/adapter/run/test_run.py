@@ -963,7 +963,7 @@ def test_the_orchestrated_path_from_end_to_end(
         assert not path.is_file() or b"token-canary" not in path.read_bytes()
 
 
-def test_an_upload_spool_that_cannot_be_written_is_told_at_the_start(write_job: Callable[..., Path]) -> None:
+def test_an_upload_queue_that_cannot_be_written_is_told_at_the_start(write_job: Callable[..., Path]) -> None:
     """By its path, with the way out."""
     job = write_job(uploads={"metrics_url": "http://127.0.0.1:9/metrics"})
     (job.parent / "out").mkdir()
@@ -1024,7 +1024,7 @@ def test_what_this_user_may_not_open_is_named_and_left_alone(
     assert events(job)[-1]["error"].startswith(said.format(path))
 
 
-def test_a_spool_that_cannot_be_read_keeps_no_run_that_uploads_nothing(write_job: Callable[..., Path]) -> None:
+def test_a_queue_that_cannot_be_read_keeps_no_run_that_uploads_nothing(write_job: Callable[..., Path]) -> None:
     job = write_job()
     (job.parent / "out").mkdir()
     (job.parent / "out" / "uploads").write_text("a file")

@@ -117,14 +117,6 @@ def test_a_record_of_step_zero_is_no_beginning_either(run, tmp_path):
     assert "the run goes on after step 0" in events[-1]["error"]
 
 
-@pytest.mark.parametrize("steps", ["0", "-3"])
-def test_a_number_of_steps_below_one_is_wrong_usage(steps, run, capsys):
-    code, events, _ = run("Plain", "--shadow", steps)
-
-    assert (code, events) == (2, [])
-    assert f"Invalid `--shadow`. Expected a number >= 1, but received {steps}." in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_a_run_on_two_ranks_is_compared_with_the_rows_of_both(tmp_path):
     """A sum over rows, which the average over ranks halves, ends it; rank 0 reports."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from genlight.adapter.job.config import read_run_config
-from genlight.adapter.run.startup_failure import log_of_failed_start
+from genlight.adapter.run.run import log_of_failed_start
 
 
 def read(**settings):
@@ -40,7 +40,7 @@ def test_a_faulty_spec_still_names_its_run_its_log_and_its_terminal(spec, tmp_pa
         }
     )
     config, log = read(spec_path=path, environ={})
-    assert (config.run_id, config.uploads.terminal_url, config.token) == ("r", "http://h/t", "canary")
+    assert (config.run_id, config.uploads.terminal_url, config.capability_token) == ("r", "http://h/t", "canary")
     assert log == tmp_path / "runs" / "r" / "metrics" / "events.jsonl"
     assert "canary" not in repr(config)
 
@@ -53,7 +53,7 @@ def test_without_any_spec_the_environment_is_enough(spec):
         "TRAINER_MAX_RUNTIME_SECONDS": "never",
     }
     config, log = read(environ=environ)
-    assert (config.run_id, config.uploads.terminal_url, config.token) == ("", "http://h/t", "t")
+    assert (config.run_id, config.uploads.terminal_url, config.capability_token) == ("", "http://h/t", "t")
     assert log == Path("/logs/e.jsonl")
 
 

@@ -97,7 +97,8 @@ def command(tmp_path):
     (tmp_path / "job.json").write_text(json.dumps(JOB))
     mine = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "MLFLOW"))}
     offline = {"WANDB_SILENT": "true", "WANDB_MODE": "offline", "MLFLOW_ALLOW_FILE_STORE": "true"}
-    environ = mine | offline | {"PYTHONPATH": str(PACKAGES), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    path = os.pathsep.join([str(PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environ = mine | offline | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
     def run(*arguments: str, kill_at: int = 0) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -191,3 +192,48 @@ def test_a_fit_of_any_module_that_is_killed_is_one_run_with_each_step_once(comma
     assert run["status"] == "FINISHED"
     assert run["batch"] == expected
     assert "not checkpoint records" not in done.stderr
+
+
+ARTIFACTS = """
+import lightning.pytorch as pl
+import wandb
+from lightning.pytorch.demos.boring_classes import BoringModel
+from genlight.callbacks import Checkpoint, CheckpointHook, TrainerHook, TrainerHookAdapter
+
+class Notes(TrainerHook):
+    optional_reads = ("latest_wandb_uri",)
+
+    def on_epoch_end(self, trainer_state):
+        print("noted", trainer_state.epoch, trainer_state.latest_wandb_uri, trainer_state.latest_checkpoint_uri)
+
+run = wandb.init(project="demo", id="r1")
+logged = []
+keep = run.log_artifact
+run.log_artifact = lambda artifact, **options: (logged.append(artifact), keep(artifact, **options))
+hooks = [TrainerHookAdapter(hook) for hook in (Notes(), CheckpointHook(wandb_run=run, wandb_interval=2))]
+trainer = pl.Trainer(
+    accelerator="cpu", max_epochs=2, limit_train_batches=2, logger=False, enable_progress_bar=False,
+    callbacks=[Checkpoint("c"), *hooks],
+)
+trainer.fit(BoringModel())
+(artifact,) = logged
+print("noted", artifact.name, artifact.type, *sorted(artifact.manifest.entries))
+run.finish()
+"""
+
+
+def test_a_checkpoint_hook_keeps_whole_checkpoints_as_artifacts_of_wandb(command, tmp_path):
+    done = command("-c", ARTIFACTS)
+    assert done.returncode == 0, done.stderr
+
+    lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("noted ")]
+    first, second, artifact = lines
+    assert first == ["1", "None", str(tmp_path / "c" / "step-00000002.json")]
+    epoch, uri, record = second
+    assert (epoch, record) == ("2", str(tmp_path / "c" / "step-00000004.json"))
+    assert uri.startswith("wandb://")
+    assert uri.endswith("/demo/r1-checkpoint:epoch-2")
+    name, kind, *entries = artifact
+    assert (name, kind) == ("r1-checkpoint", "model")
+    files = [path for path in (tmp_path / "c").rglob("*") if "00000004" in str(path) and path.is_file()]
+    assert entries == sorted(str(path.relative_to(tmp_path / "c")) for path in files)

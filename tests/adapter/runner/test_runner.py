@@ -1,8 +1,10 @@
 """The runner, as a job script starts it: a process that calls one function and reports how it went."""
 
+import grp
 import json
 import os
 import pickle
+import pwd
 import signal
 import subprocess
 import sys
@@ -285,6 +287,7 @@ def make_unsafe(path, how):
         path.unlink()
         os.mkfifo(path)
     elif how == "group":
+        os.chown(path, -1, 12345)
         path.chmod(0o620)
     elif how == "world":
         path.chmod(0o602)
@@ -297,7 +300,7 @@ def make_unsafe(path, how):
 
 @pytest.mark.parametrize("how", ["link", "pipe", "group", "world", "owner", "text"])
 def test_no_pickle_is_loaded_from_a_file_that_another_user_could_have_written(tmp_path, monkeypatch, how):
-    if how == "owner" and os.geteuid():
+    if how in ("owner", "group") and os.geteuid():
         pytest.skip("only root gives files away")
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "args"
@@ -316,6 +319,33 @@ def test_what_a_submitter_writes_is_for_this_user_alone_and_is_read_again(tmp_pa
     assert read_pickle(path) == ((1, "two"), {"three": 3.0})
     path.write_bytes(b"\n".join(path.read_bytes()[i : i + 8] for i in range(0, 999, 8)))  # as the shell's base64
     assert read_pickle(path) == ((1, "two"), {"three": 3.0})
+
+
+def test_a_file_of_the_user_s_own_group_and_a_pickle_that_is_no_base64_are_read(tmp_path):
+    user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(os.getegid())
+    if (group.gr_name, group.gr_gid) != (user.pw_name, user.pw_gid):
+        pytest.skip("this user has no group of its own")
+    path = tmp_path / "args"
+    path.write_bytes(pickle.dumps(("hello", 2)))
+    os.chown(path, -1, group.gr_gid)
+    path.chmod(0o664)  # what a umask of 002 leaves
+
+    assert read_pickle(path) == ("hello", 2)
+
+
+def test_the_command_of_older_scripts_is_this_runner_unless_another_package_has_it(submitter):
+    write_pickle(submitter.folder / "args", (1,))
+    write_pickle(submitter.folder / "callbacks", [])
+    command = [sys.executable, "-m", "slurm.runner", "--module", "tasks", "--function", "add", "--args-file", "args"]
+    command += ["--callbacks-file", "callbacks", "--output-file", "result", "--result", "json"]
+
+    assert subprocess.run(command, cwd=submitter.folder, check=False).returncode == 0
+    assert json.loads(submitter.result.read_text()) == 1
+
+    (submitter.folder / "slurm").mkdir()
+    (submitter.folder / "slurm" / "__init__.py").write_text("")
+    (submitter.folder / "slurm" / "runner.py").write_text("import sys; sys.exit(17)")
+    assert subprocess.run(command, cwd=submitter.folder, check=False).returncode == 17
 
 
 def test_only_callbacks_that_ask_for_it_travel():

@@ -13,6 +13,7 @@ import pytest
 
 from genlight.adapter.cli import main
 from genlight.adapter.view.summary import find_runs, summary_of
+from genlight.reporters.events.event_log import EventLog
 from support.seen_runs import start, wait_for_step
 
 
@@ -35,6 +36,8 @@ def test_a_listing_tells_how_each_run_ended(runs, capsys):
     assert (done["step"], done["max_steps"], done["attempts"]) == (40, 40, 1)
     assert 0 <= done["loss"] < 1
     assert done["steps_per_s"] > 0
+    assert done["score"] == {"name": "score", "value": 40}, "by the job's monitor and mode"
+    assert listed["killed"]["score"] is None, "nothing says which is better"
     assert done["size_bytes"] > 1000
     assert "no <b>luck</b>" in listed["broken"]["detail"]
     assert "is gone" in listed["killed"]["detail"]
@@ -112,6 +115,28 @@ def test_a_log_without_an_event_is_no_error(copy, content):
     seen = summary_of(folder)
     assert (seen.state, seen.attempts) == ("lost", 0)
     assert seen.step == 40, "of its newest checkpoint"
+
+
+def test_uploads_that_wait_are_counted(copy, capsys):
+    folder = copy("done")
+    for name in ("uploads/000000003.json", "uploads-2/000000001.json", "uploads/about.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    assert summary_of(folder).waiting_uploads == 2
+    main(["ls", str(folder)])
+    assert "2 wait" in capsys.readouterr().out
+
+
+def test_what_was_searched_is_not_searched_again_and_a_new_start_is_found(copy):
+    log, starts = copy("done") / "metrics" / "events.jsonl", {}
+    assert summary_of(log.parent.parent, starts=starts).attempts == 1
+    with EventLog(log, run_id="done") as events:
+        events.started(metadata={"notes": "x" * 100_000})
+        assert summary_of(log.parent.parent, starts=starts).attempts == 2
+        events.metric(name="train/loss", value=1.0, step=41)
+    assert summary_of(log.parent.parent, starts=starts).metadata["notes"] == "x" * 100_000
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:20]))
+    assert summary_of(log.parent.parent, starts=starts).attempts == 1
 
 
 def test_links_and_deep_folders_are_left_out(runs, tmp_path):

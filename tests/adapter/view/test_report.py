@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -16,7 +17,6 @@ from genlight.adapter.view.curves import MOST_KEPT, Curve, thinned
 from genlight.adapter.view.history import Budget, differences, history_of
 from genlight.adapter.view.page import LARGEST_PAGE, report
 from genlight.reporters.events.event_log import EventLog
-from support.browser import drive, needs_chromium
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_a_page_says_what_happened_and_what_differs(page):
     assert [each["step"] for each in done["checkpoints"]] == [10, 20, 30, 40, 40][-len(done["checkpoints"]) :]
     assert done["checkpoints"][-1]["state"] == "final"
     assert done["checkpoints"][-1]["export"].startswith("genlight checkpoints export ")
-    assert done["attempts"][0]["last_step"] == 40
+    assert done["spans"][0]["last_step"] == 40
     assert 0 < done["goodput"] <= 1
     steps = done["curves"]["train/loss"]["steps"]
     assert (steps[0], steps[-1]) == (2, 40)
@@ -76,45 +76,6 @@ def test_a_huge_picture_and_one_that_leads_out_are_named_and_left_out(runs, tmp_
     assert not [file for file in files if "source" in file]
     assert "3,000,008 bytes" in files[0]["note"]
     assert [file["note"] for file in files[1:4]] == ["it leads out of the run's samples"] * 3
-
-
-@needs_chromium
-def test_a_browser_shows_the_page_as_text_and_its_parts_react(page, tmp_path):
-    said = drive(
-        page,
-        """
-        const text = () => document.querySelector("main").innerText;
-        said.markup = document.querySelectorAll("main b, main img[src=x], main script").length;
-        said.luck = text().includes("no <b>luck</b>");
-        said.canvas = document.querySelectorAll("canvas").length;
-        const whole = window.chart.scales.x.max - window.chart.scales.x.min;
-        document.querySelector("#zoom-in").click(); await pause();
-        said.zoomed = (window.chart.scales.x.max - window.chart.scales.x.min) / whole;
-        document.querySelector("#zoom-reset").click(); await pause();
-        said.whole = (window.chart.scales.x.max - window.chart.scales.x.min) / whole;
-        window.chart.setCursor({ left: 200, top: 50 }); await pause();
-        said.hover = document.querySelector(".u-legend").innerText;
-        set("#smooth", "0.9", "input"); set("#log", true, "change"); await pause();
-        said.log = window.chart.scales.y.distr;
-        set("#time", true, "change"); await pause();
-        said.time = window.chart.scales.x.min > 1e9;
-        said.names = [...document.querySelectorAll("#metric option")].map((e) => e.textContent);
-        said.picture = document.querySelector("figure img").naturalWidth;
-        set(".steps", "0", "input"); await pause();
-        said.step = document.querySelector("output").textContent;
-        set(".kind", "checkpoint", "change"); await pause();
-        said.filtered = document.querySelector(".kind").closest("section").innerText;
-        """,
-        tmp_path,
-    )
-    assert (said["markup"], said["luck"], said["canvas"]) == (0, True, 1)
-    assert said["zoomed"] == pytest.approx(0.5, abs=0.1)
-    assert said["whole"] == pytest.approx(1)
-    assert re.search(r"done[\d.]+broken[\d.]+", said["hover"])
-    assert (said["log"], said["time"], said["step"], said["picture"]) == (3, True, "step 20", 16)
-    assert "<img src=x onerror=alert(1)>" in said["names"]
-    assert "bell\\u0007" in said["names"]
-    assert "started" not in said["filtered"].split("WHAT")[-1].split("what")[-1]
 
 
 def test_thinning_keeps_every_peak_and_both_ends():
@@ -158,8 +119,34 @@ def test_steps_that_are_made_again_replace_those_of_before(tmp_path):
         "train/loss was nan for the first time",
         "loss spike from step 5 on",
     ]
-    assert [each["ended"] for each in seen["attempts"]] == [False, False]
+    assert [each["ended"] for each in seen["spans"]] == [False, False]
     assert differences([seen, seen]) == []
+
+
+def test_a_log_that_grows_is_read_on_as_if_it_had_been_read_at_once(runs, tmp_path):
+    folder = shutil.copytree(runs / "done", tmp_path / "done")
+    log = folder / "metrics" / "events.jsonl"
+    content = log.read_bytes()
+    log.write_bytes(b"")
+    history = history_of(folder)
+    for begin in range(0, len(content), 777):
+        with log.open("ab") as file:
+            file.write(content[begin : begin + 777])  # in the middle of lines
+        before, history = history, history_of(folder, history)
+        assert history is before
+    assert history.as_json(Budget()) == history_of(folder).as_json(Budget())
+
+    os.replace(shutil.copy(runs / "broken/metrics/events.jsonl", tmp_path / "other"), log)
+    assert history_of(folder, history).as_json(Budget())["run_id"] == "broken", "another file has taken its place"
+
+
+def test_a_run_whose_log_comes_later_is_followed_from_its_first_line(runs, tmp_path):
+    folder = shutil.copytree(runs / "done", tmp_path / "done")
+    shutil.move(folder / "metrics", tmp_path / "aside")
+    history = history_of(folder)
+    assert not history.curves
+    shutil.move(tmp_path / "aside", folder / "metrics")
+    assert "train/loss" in history_of(folder, history).curves
 
 
 def test_a_torn_or_damaged_log_is_reported_as_far_as_it_goes(runs, tmp_path):

@@ -1,5 +1,6 @@
 """The Checkpoint callback in a plain Lightning trainer."""
 
+import concurrent.futures
 import os
 import random
 import threading
@@ -313,6 +314,11 @@ def test_debris_of_a_killed_run_is_swept(tmp_path, make_trainer, make_net, make_
     assert sorted(os.listdir(directory)) == ["final", "final.json", "mine", "step-00000010", "step-00000010.json"]
 
 
+def ended(checkpoint):
+    """The save in the background has, and is not looked at yet."""
+    concurrent.futures.wait([checkpoint._store._saving] if checkpoint._store._saving else [])
+
+
 class Unwritable(pl.Callback):
     """Takes the destination away while training goes on, and lets a save in the background end before a step does."""
 
@@ -324,8 +330,7 @@ class Unwritable(pl.Callback):
         if batch_idx == 1:
             self.directory.rmdir()
             self.directory.write_text("in the way")
-        if thread := self.checkpoint._store.writer._thread:
-            thread.join()
+        ended(self.checkpoint)
 
 
 def test_a_failed_write_ends_the_run_within_a_step(tmp_path, make_trainer, make_net, make_loader):
@@ -425,10 +430,10 @@ def test_memory_for_snapshots_is_ready_before_the_first_save(tmp_path, make_trai
     class Look(pl.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if batch_idx == 2:
-                checkpoint._store.writer.wait()
+                ended(checkpoint)
                 before_saving.append(checkpoint._store.buffer.nbytes)
             if batch_idx == 4:
-                checkpoint._store.writer.wait()
+                ended(checkpoint)
                 after_saving.append(checkpoint._store.buffer.nbytes)
 
     before_saving, after_saving = [], []
@@ -436,7 +441,7 @@ def test_memory_for_snapshots_is_ready_before_the_first_save(tmp_path, make_trai
     net = make_net()
     make_trainer(Look(), checkpoint, max_epochs=1).fit(net, make_loader(5))
     weights_and_moments = sum(t.nbytes for t in net.state_dict().values()) + 2 * sum(p.nbytes for p in net.parameters())
-    assert weights_and_moments < before_saving[0] < after_saving[0]  # The random state comes on top.
+    assert weights_and_moments < before_saving[0] == after_saving[0]  # with room for the random states
 
 
 def test_a_strategy_with_a_format_of_its_own_is_refused_with_the_way_out(tmp_path, make_trainer, make_net):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from genlight.adapter.contract.exceptions import BrokenCheckpointError, UnwrittenCheckpointError
+from genlight.adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, UnwrittenCheckpointError
 from genlight.callbacks.checkpoint import Checkpoint, DurableCheckpointIO, save, verify
 
 
@@ -89,7 +89,7 @@ class Bomb:
 def test_a_pickle_in_a_torch_file_runs_no_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": Bomb()}, tmp_path / "a.ckpt")
-    with pytest.raises(pickle.UnpicklingError):
+    with pytest.raises(CheckpointError, match=r"a\.ckpt holds an object of posix\.mkdir .* keep what you need of it"):
         DurableCheckpointIO().load_checkpoint(tmp_path / "a.ckpt", weights_only=False)
     assert not (tmp_path / "exploded").exists()
 
@@ -100,11 +100,15 @@ def test_loading_waits_for_the_save_in_flight(tmp_path):
     assert plugin.load_checkpoint(tmp_path / "a.ckpt")["global_step"] == 3
 
 
+def in_flight(plugin, save):
+    plugin.store._saving = plugin.store.background.submit(save)
+
+
 def test_a_removal_waits_until_the_newer_one_is_durable(tmp_path):
     plugin = DurableCheckpointIO()
     plugin.save_checkpoint({"global_step": 1}, tmp_path / "old.ckpt")
     release = threading.Event()
-    plugin.store.writer.start(lambda: release.wait() and save(tmp_path / "new.ckpt", {"global_step": 2}))
+    in_flight(plugin, lambda: release.wait() and save(tmp_path / "new.ckpt", {"global_step": 2}))
     plugin.remove_checkpoint(tmp_path / "old.ckpt")
     assert verify(tmp_path / "old.ckpt").step == 1
     release.set()
@@ -122,7 +126,7 @@ def test_a_removal_is_dropped_when_the_newer_one_fails(tmp_path):
         release.wait()
         raise OSError("disk gone")
 
-    plugin.store.writer.start(fail)
+    in_flight(plugin, fail)
     plugin.remove_checkpoint(tmp_path / "old.ckpt")
     release.set()
     with pytest.raises(OSError, match="disk gone"):
@@ -160,7 +164,7 @@ def test_an_asynchronous_save_holds_the_values_of_its_moment(tmp_path):
     plugin = DurableCheckpointIO(asynchronous=True)
     weight, other = torch.ones(1000), torch.arange(12.0).reshape(3, 4).t()
     release = threading.Event()
-    plugin.store.writer.start(release.wait)
+    in_flight(plugin, release.wait)
     threading.Timer(0.05, release.set).start()
     plugin.save_checkpoint(
         {"w": weight, "o": other, "empty": torch.zeros(0, 2), "n": torch.tensor(5)}, tmp_path / "a.ckpt"
@@ -211,6 +215,8 @@ def test_a_url_is_refused_with_the_way_out(tmp_path, make_trainer, make_net, mak
         trainer.fit(make_net(), make_loader(2))
     with pytest.raises(ValueError, match=r"Invalid `dirpath`.*received 's3://bucket/c'"):
         Checkpoint("s3://bucket/c")
+    with pytest.raises(ValueError, match=r"received 'http://host/c/final\.json'.*To load, copy the record"):
+        DurableCheckpointIO().load_checkpoint("http://host/c/final.json")
     plugin = DurableCheckpointIO()
     plugin.save_checkpoint({"global_step": 1}, f"file:{tmp_path}/a.ckpt")
     assert plugin.load_checkpoint(f"file://{tmp_path}/a.ckpt")["global_step"] == 1
@@ -227,3 +233,11 @@ def test_removing_a_torch_file_leaves_a_folder_of_the_same_name(tmp_path):
     (tmp_path / "a").mkdir()
     DurableCheckpointIO().remove_checkpoint(tmp_path / "a.ckpt")
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_tensors_are_loaded_to_the_host_and_another_place_is_refused(tmp_path):
+    plugin = DurableCheckpointIO()
+    plugin.save_checkpoint({"w": torch.ones(2)}, tmp_path / "a.ckpt")
+    assert plugin.load_checkpoint(tmp_path / "a.ckpt", map_location="cpu")["w"].is_cpu
+    with pytest.raises(TypeError, match=r"Invalid `map_location`. DurableCheckpointIO loads tensors to the host"):
+        plugin.load_checkpoint(tmp_path / "a.ckpt", map_location="cuda:0")

@@ -7,7 +7,7 @@ import torch
 
 from genlight.adapter.cli.command_line import main
 from genlight.callbacks.checkpoint import Checkpoint, DurableCheckpointIO, RecordMeta, list_checkpoints, load, save
-from genlight.callbacks.checkpoint.format.record_file import digest_of, read_record
+from genlight.callbacks.checkpoint.format.record import digest_of, read_record
 
 NAN, INF = float("nan"), float("inf")
 

@@ -123,14 +123,6 @@ def test_removing_a_folder_that_is_not_a_checkpoint_leaves_it(tmp_path):
     assert tree(tmp_path) == before
 
 
-def test_a_sharded_checkpoint_of_stock_lightning_is_removed(tmp_path):
-    (tmp_path / "a.ckpt").mkdir()
-    for name in (".metadata", "meta.pt", "__0_0.distcp"):
-        (tmp_path / "a.ckpt" / name).touch()
-    DurableCheckpointIO().remove_checkpoint(tmp_path / "a.ckpt")
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_users_file_within_a_data_folder_outlives_the_checkpoint(tmp_path):
     save(tmp_path / "a", checkpoint_of(1))
     (tmp_path / "a" / "exported").mkdir()
@@ -156,15 +148,6 @@ def test_a_sweep_leaves_copies_of_data_and_temporary_names_of_others(tmp_path):
     before = tree(tmp_path)
     assert sweep(tmp_path) == []
     assert tree(tmp_path) == before
-
-
-@pytest.mark.parametrize("content", [b"", bytes(500)])
-def test_a_record_that_was_wiped_out_is_replaced_where_the_callback_saves_again(tmp_path, content):
-    save(tmp_path / "step-00000001", checkpoint_of(1))
-    (tmp_path / "step-00000001.json").write_bytes(content)
-    save(tmp_path / "step-00000001", checkpoint_of(1))
-    assert verify(tmp_path / "step-00000001").step == 1
-    assert len(os.listdir(tmp_path)) == 2
 
 
 def test_what_a_kill_left_is_reused_but_not_with_a_file_of_others_in_it(tmp_path):
@@ -199,7 +182,7 @@ def test_a_renamed_record_keeps_its_data(tmp_path):
 
 def without_writer(record):
     """The record as a genlight wrote it that named no writer."""
-    from genlight.callbacks.checkpoint.format.record_file import digest_of
+    from genlight.callbacks.checkpoint.format.record import digest_of
 
     content = json.loads(record.read_bytes())
     del content["writer"], content["digest"]

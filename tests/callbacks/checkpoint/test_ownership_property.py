@@ -23,7 +23,7 @@ from genlight.callbacks.checkpoint import (
     verify,
 )
 from genlight.callbacks.checkpoint.format.layout import record_path
-from genlight.callbacks.checkpoint.retention import Kept, own_records
+from genlight.callbacks.checkpoint.selection import Kept, own_records
 from genlight.callbacks.checkpoint.storage import commit
 
 MANY = 200 if os.environ.get("GENLIGHT_LONG_FAULTS") else 80
@@ -150,7 +150,7 @@ class Directory(RuleBasedStateMachine):
         policy, kept = Checkpoint(self.directory), Kept(Retention(keep_last=2))
         kept.begin([r for r in own_records(list_checkpoints(self.directory)) if r.run_id == record.run_id])
         self.store.prune(kept.surplus(), policy._unneeded)
-        self.store.writer.finish()
+        self.store.background.finish()
 
     @rule(name=records)
     def remove(self, name):

@@ -163,8 +163,7 @@ def test_an_older_records_step_comes_from_its_content_else_its_name(tmp_path, na
 
 
 def test_a_record_that_names_files_outside_of_its_folder_is_refused(tmp_path):
-    from genlight.callbacks.checkpoint.format.record import FileEntry
-    from genlight.callbacks.checkpoint.format.record_file import serialise_record
+    from genlight.callbacks.checkpoint.format.record import FileEntry, serialise_record
 
     (tmp_path / "secret").write_text("x")
     files = [FileEntry("../secret", 1, "0" * 32)]

@@ -11,9 +11,9 @@ import torch
 
 from genlight.adapter.cli import main
 from genlight.callbacks import Checkpoint, EvaluateCommand, Hook
-from genlight.callbacks.checkpoint import RecordMeta, list_checkpoints, save
-from genlight.callbacks.checkpoint.retention import WRITER
-from genlight.callbacks.checkpoint.scores import SCORES_FILE, add_score, read_scores
+from genlight.callbacks.checkpoint import RecordMeta, delete_checkpoint, list_checkpoints, save
+from genlight.callbacks.checkpoint.format.layout import SCORES_FILE
+from genlight.callbacks.checkpoint.selection import WRITER, add_score, read_scores
 from genlight.callbacks.hook.events import publish_scores
 from support.score_waiting import WaitsForScores
 
@@ -112,24 +112,31 @@ def test_a_checkpoint_that_takes_the_place_of_another_has_no_score_of_that(tmp_p
     assert scores_in(tmp_path) == {2: None}
 
 
-def test_a_torn_line_costs_no_other_score(tmp_path):
-    first, second = record_at(tmp_path, 2, 1.0), record_at(tmp_path, 4, 1.0)
-    add_score(first, "val", 0.5)
-    with (tmp_path / SCORES_FILE).open("ab") as file:
-        file.write(b'{"digest":"' + b"[" * 100)
-    add_score(second, "val", 0.25)
-    assert scores_in(tmp_path) == {2: 0.5, 4: 0.25}
+def test_scores_go_with_their_checkpoint(tmp_path):
+    record = record_at(tmp_path, 2, 1.0)
+    add_score(record, "val", 0.5)
+    add_score(record, "test", 0.25)
+    (record.data_path / ".tmp-scores.json-12-0123abcd").write_bytes(b"{")  # of a process that was killed
+    assert list_checkpoints(tmp_path)[0].record.metrics == {"val": 0.5, "test": 0.25}
+    delete_checkpoint(record.path)
+    assert not [*tmp_path.iterdir()]
 
 
-def test_a_link_in_the_place_of_the_file_is_neither_read_nor_written(tmp_path, caplog):
+@pytest.mark.parametrize("content", [b"", b"[" * 100_000, b'{"val": "best"}', b"{}" * 1_000_000])
+def test_a_damaged_file_of_scores_is_said_and_costs_no_checkpoint(tmp_path, caplog, content):
+    record = record_at(tmp_path, 2, 1.0)
+    (record.data_path / SCORES_FILE).write_bytes(content)
+    assert scores_in(tmp_path) == {2: None}
+    assert "scores.json cannot be read" in caplog.text
+
+
+def test_a_link_in_the_place_of_the_file_is_not_read_and_is_replaced_itself(tmp_path, caplog):
     other = tmp_path / "other"
-    other.write_text("of others\n")
-    folder = tmp_path / "c"
-    folder.mkdir()
-    (folder / SCORES_FILE).symlink_to(other)
-    record = record_at(folder, 2, 1.0)
-    with pytest.raises(OSError, match="link"):
-        add_score(record, "val", 0.5)
-    assert read_scores(folder) == {}
+    other.write_text('{"val": 1.0}')
+    record = record_at(tmp_path / "c", 2, 1.0)
+    (record.data_path / SCORES_FILE).symlink_to(other)
+    assert read_scores(record) == {}
     assert "cannot be read" in caplog.text
-    assert other.read_text() == "of others\n"
+    add_score(record, "val", 0.5)
+    assert read_scores(record) == {"val": 0.5}
+    assert other.read_text() == '{"val": 1.0}'

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import time
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -20,9 +22,11 @@ from genlight.callbacks.compat import (
     CheckpointCallback,
     DiagnosisCallback,
     EarlyStoppingCallback,
+    EvalCallback,
     HeartbeatCallback,
     LoggingCallback,
     ProgressCallback,
+    TrainingReportCallback,
     load_checkpoint,
 )
 from genlight.reporters import EventLogger
@@ -304,7 +308,7 @@ def test_early_stopping_heartbeats_diagnosis_and_progress_are_ours(run, tmp_path
     monkeypatch.setenv("WORLDFLUX_METRICS_PATH", str(tmp_path / "metrics.jsonl"))
     callbacks = [
         EarlyStoppingCallback(patience=20, monitor="loss"),
-        HeartbeatCallback(10, "digits"),
+        HeartbeatCallback(10, scenario="digits"),
         DiagnosisCallback(10, gradient_min_norm=1e9),
         ProgressCallback("Digits"),
     ]
@@ -316,6 +320,72 @@ def test_early_stopping_heartbeats_diagnosis_and_progress_are_ours(run, tmp_path
     assert "vanishing_gradients" in [event["artifacts"].get("fault") for event in events]
     assert len({event["run_id"] for event in events}) == 1
     assert "Digits  step 30/200" in capfd.readouterr().err
+
+
+def test_the_file_and_the_id_of_telemetry_may_be_given(run, tmp_path: Path) -> None:
+    given = {"run_id": "mine", "metrics_path": tmp_path / "own.jsonl", "scenario": "digits"}
+    run([HeartbeatCallback(2, **given), DiagnosisCallback(2, gradient_min_norm=1e9, **given)], steps=4)
+
+    events = read_events(tmp_path / "own.jsonl")
+    assert {event["event"] for event in events} == {"heartbeat", "diagnostic"}
+    assert {(event["run_id"], event["scenario"]) for event in events} == {("mine", "digits")}
+
+
+def test_a_second_argument_needs_its_name() -> None:
+    for kind in (LoggingCallback, CheckpointCallback, EarlyStoppingCallback, HeartbeatCallback, DiagnosisCallback):
+        with pytest.raises(TypeError, match="positional argument"):
+            kind(10, True)
+
+
+def test_all_checkpoints_are_kept_where_no_number_is_given(run, tmp_path: Path) -> None:
+    callback = CheckpointCallback(1, save_best=False, max_checkpoints=None, output_dir=tmp_path / "pt", format="pt")
+    run([callback], steps=7)
+    assert len(list((tmp_path / "pt").iterdir())) == 7
+
+
+def test_the_view_has_times_and_the_sum_of_the_losses(run) -> None:
+    class Looks(Callback):
+        def on_train_begin(self, trainer):
+            self.before = (trainer.state.ttfi_sec, trainer.state.total_loss)
+
+        def on_step_end(self, trainer):
+            self.view = trainer.state
+
+    looks = Looks()
+    run([looks, LoggingCallback(2)], steps=4)
+
+    assert looks.before == (None, 0.0)
+    assert looks.view.total_loss == 9.0 + 8.0 + 7.0 + 6.0
+    profile = looks.view.runtime_profile()
+    assert 0 < looks.view.ttfi_sec <= profile["elapsed_sec"]
+    assert profile["ttfi_sec"] == looks.view.ttfi_sec
+    assert profile["throughput_steps_per_sec"] > 0
+    assert 0 < looks.view.train_start_time < time.time()
+
+
+def test_a_function_evaluates_at_its_cadence_with_the_model_in_eval_mode(run, tmp_path: Path) -> None:
+    modes = []
+
+    def evaluate(trainer):
+        modes.append((trainer.global_step, trainer.model.training, torch.is_grad_enabled()))
+        return {"accuracy": trainer.global_step / 10}
+
+    logger = EventLogger(run_id="r", save_dir=str(tmp_path))
+    _, module = run([EvalCallback(evaluate, 2)], steps=5, logger=logger)
+
+    assert modes == [(2, False, False), (4, False, False)]
+    assert module.contract_state["model"].training
+    logged = [event for event in read_log(tmp_path / "events.jsonl") if event.get("name") == "eval/accuracy"]
+    assert [(event["step"], event["value"]) for event in logged] == [(2, 0.2), (4, 0.4)]
+
+
+def test_a_report_is_written_at_the_end_without_secrets(run, tmp_path: Path) -> None:
+    run([TrainingReportCallback(tmp_path / "report.json")], steps=3)
+
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["global_step"], report["loss"], report["best_loss"]) == (3, 7.0, 7.0)
+    assert report["config"]["width"] == 7
+    assert report["elapsed_sec"] > 0
 
 
 @pytest.mark.parametrize(

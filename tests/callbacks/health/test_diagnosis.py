@@ -398,8 +398,8 @@ def test_what_fails_inside_a_step_is_a_failure_of_the_check_and_not_of_the_step(
     def fails(*args, **kwargs):
         raise NotImplementedError("no norm of such a type")
 
-    monkeypatch.setattr("genlight.callbacks.health.observation._norms", fails)
-    monkeypatch.setattr("genlight.callbacks.health.observation._largest", fails)
+    monkeypatch.setattr("genlight.callbacks.health.readings._norms", fails)
+    monkeypatch.setattr("genlight.callbacks.health.readings._largest", fails)
     diagnosis = Diagnosis(2, path=path)
     trainer, _ = fit(Planted(), [diagnosis], steps=6, batches=batches(6))
 

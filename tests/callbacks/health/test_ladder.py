@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from genlight.callbacks.health.ladder import Ladder
+from genlight.callbacks.health.recover import Ladder
 
 
 def climbed(ladder: Ladder, *steps: int) -> list[str]:

@@ -364,7 +364,7 @@ def test_a_class_that_cannot_be_put_back_within_a_run_is_refused_there_and_named
         def load_state_dict(self, state, payload, ctx):
             state["steps"] = payload["steps"]  # and not the average
 
-    with pytest.raises(RecoveryError, match=r"roll-back to step-00000010 is not exact: state\['average'\]"):
+    with pytest.raises(RecoveryError, match=r'roll-back to step-00000010 is not exact: state\["average"\]'):
         fit_fragile(tmp_path, recover(["roll_back"]), Batches({12}), trainer=Forgets())
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, strategies as st
 
-from genlight.callbacks.stop.rank_agreement import MOST_STEPS, ROUND_S, Agreement, steps_within
+from genlight.callbacks.hook.cadence import steps_within
+from genlight.callbacks.stop.stop_requests import MOST_STEPS, ROUND_S, Agreement
 
 STEP_S = (1 / 1024, 1 / 128)
 """What a step takes on each of two ranks, by its own clock."""
@@ -41,7 +42,7 @@ class Rank:
         for self.step in range(1, steps + 1):
             self.now += self.step_s
             number = 2 if says_at is not None and self.step >= says_at else 0
-            agreed = self.agreement.after_step(lambda number=number: number)
+            agreed = self.agreement.after_step(self.step, lambda number=number: number)
             if agreed:
                 self.agreed = agreed, self.step
                 break
@@ -118,7 +119,7 @@ def test_steps_that_become_slow_are_followed_with_the_next_round(ranks):
     def train(rank):
         for rank.step in range(1, 400):
             rank.now += 0.0005 if rank.step <= 200 else 10.0
-            rank.agreement.after_step(lambda: 0)
+            rank.agreement.after_step(rank.step, lambda: 0)
         rank.agreement.leave()
 
     fast, _ = ranks(train)
@@ -134,6 +135,21 @@ def test_a_rank_that_ends_early_lets_the_others_go_on(ranks, early, says_at):
 
     assert made[early].step == 7
     assert made[1 - early].step == 400 if says_at is None else made[1 - early].agreed[0] == 2
+
+
+def test_ranks_that_go_back_agree_from_there_on(ranks):
+    def train(rank):
+        for step in [*range(1, 300), *range(100, 120)]:
+            if step == 100 and rank.rounds and rank.rounds[-1] > 100:
+                rank.agreement.rewind(99)
+            rank.step = step
+            rank.now += 0.0005
+            rank.agreement.after_step(step, lambda: 0)
+        rank.agreement.leave()
+
+    fast, slow = ranks(train)
+    assert fast.rounds == slow.rounds
+    assert any(after < before for before, after in itertools.pairwise(fast.rounds))
 
 
 def test_ranks_can_agree_at_once_and_the_first_round_comes_after_the_first_step(ranks):
@@ -154,9 +170,9 @@ def test_what_is_agreed_on_at_once_is_the_largest_number(ranks):
 def test_how_long_it_takes_until_a_number_is_heeded_is_known(ranks):
     def train(rank):
         rank.agreement.now(0)
-        for _ in range(20):
+        for step in range(1, 21):
             rank.now += rank.step_s
-            rank.agreement.after_step(lambda: 0)
+            rank.agreement.after_step(step, lambda: 0)
         rank.agreed = rank.agreement.took_s
         rank.agreement.leave()
 

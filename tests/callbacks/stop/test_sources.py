@@ -121,7 +121,7 @@ def test_what_is_said_comes_before_what_is_looked_at(tmp_path):
     sources = StopSources(tmp_path / "cancel", max_runtime_s=1e-9)
     (tmp_path / "cancel").touch()
 
-    assert sources.told is None
+    assert sources.requested is None
     assert sources.reason() == "timeout"
     sources.signals.reason = "preempted"
     assert sources.reason() == "preempted"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from genlight.callbacks.telemetry.device_peaks import PEAKS, number_type, peak_flops
+from genlight.callbacks.telemetry.flops import PEAKS, number_type, peak_flops
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ class WaitsForAReading(Hook):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step % 10 == 9:
             end = time.monotonic() + PATIENCE_S
-            while self.monitor._reader._news.empty() and time.monotonic() < end:
+            while self.monitor._thread.is_alive() and self.monitor.next_due_step and time.monotonic() < end:
                 time.sleep(0.005)
 
 

@@ -13,7 +13,7 @@ import threading
 import pytest
 
 from genlight.callbacks.checkpoint.selection import newest_valid
-from genlight.reporters.uploads import SPOOL_DIRECTORY
+from genlight.reporters.uploads import QUEUE_DIRECTORY
 
 STEPS = 60
 
@@ -135,12 +135,12 @@ def test_the_event_log_on_a_full_disk(job, small_disk, run_until_full):
     assert_goes_on(job, metrics)
 
 
-def test_the_upload_spool_on_a_full_disk(job, small_disk, run_until_full):
-    spool = small_disk(job.out / SPOOL_DIRECTORY)
-    assert run_until_full(spool, checkpoint_every=4) == 1
+def test_the_upload_queue_on_a_full_disk(job, small_disk, run_until_full):
+    queue = small_disk(job.out / QUEUE_DIRECTORY)
+    assert run_until_full(queue, checkpoint_every=4) == 1
 
     failed = job.terminal_event()
     assert (failed["category"], failed["resumable"]) == ("upload", True)
     assert os.strerror(errno.ENOSPC) in failed["error"]
     assert job.server.posted("/terminal")[-1]["error"] == failed["error"]
-    assert_goes_on(job, spool)
+    assert_goes_on(job, queue)

@@ -1,5 +1,6 @@
 """Ranks that torchrun or Slurm started: the first cause is what is reported, and no rank outlives it by long."""
 
+import os
 import random
 import signal
 import socket
@@ -196,3 +197,38 @@ def test_torchrun_that_is_told_to_end_stops_all_ranks_at_one_step(job, torchrun)
     failed = job.terminal_event()
     assert (failed["error"], failed["resumable"]) == ("preempted", True)
     assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_of_torchrun_that_stays_paused_is_named_once_the_run_hangs(job, torchrun, rank):
+    """Where rank 0 is paused, nobody is left to write how the run ended; the next start finds it without an end."""
+    hangs = {"WatchHangs": {"floor_s": 3.0, "end_run": True}}
+    write(job, {"at": "train_step:6", "rank": rank, "holds": 60.0}, callbacks=hangs)
+    process = torchrun()
+    job.wait_until(lambda: job.reached(rank), process)
+    os.kill(int((job.folder / f"reached-{rank}").read_text()), signal.SIGSTOP)
+
+    assert process.wait(200) == 1
+    said = f"rank {rank} wrote none: lost, paused, or not hanging"
+    assert said in (job.folder / "stderr").read_text()
+    if rank == 1:
+        assert said in job.terminal_event()["error"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_of_torchrun_that_stays_paused_when_a_stop_comes_is_named(job, torchrun, rank):
+    """Before torchrun, which waits for half a minute, kills them all."""
+    write(job, {"at": "train_step:6", "rank": rank, "holds": 60.0})
+    process = torchrun()
+    job.wait_until(lambda: job.reached(rank), process)
+    paused = int((job.folder / f"reached-{rank}").read_text())
+    os.kill(paused, signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait(200) == 1
+    said = f"rank {rank} (process {paused}) is paused and did not answer the stop within 15 s"
+    assert said in (job.folder / "stderr").read_text()
+    if rank == 1:
+        failed = job.terminal_event()
+        assert failed["error"] == f"train-step:{said}"
+        assert failed["resumable"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from genlight.callbacks.checkpoint.selection import newest_valid
-from genlight.reporters.uploads import SPOOL_DIRECTORY, Uploader
+from genlight.reporters.uploads import QUEUE_DIRECTORY, Uploader
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ def test_a_disk_that_fails_while_an_event_is_written(job, disk_fails, caplog, co
 def test_a_disk_that_fails_while_an_upload_is_queued(job, disk_fails, caplog, code):
     uploads = {f"{kind}_url": f"SERVER/{kind}" for kind in ("terminal", "checkpoint", "metrics")}
     job.write(uploads=uploads)
-    disk_fails(f"/{SPOOL_DIRECTORY}/", code, when=(job.out / "checkpoints" / "step-00000004.json").exists)
+    disk_fails(f"/{QUEUE_DIRECTORY}/", code, when=(job.out / "checkpoints" / "step-00000004.json").exists)
 
     assert job.run() == 1
     failed = job.terminal_event()

@@ -1,4 +1,4 @@
-"""No byte that a run leaves holds a secret: no log, event, checkpoint, sample, spool, stack, message, repr."""
+"""No byte that a run leaves holds a secret: no log, event, checkpoint, sample, queue, stack, message, repr."""
 
 import logging
 import os
@@ -133,3 +133,17 @@ def test_neither_process_title_nor_stack_dump_nor_output_holds_a_secret(job, kil
 
     assert process.wait(120) == 75
     assert leaks(job, title, (job.folder / "stderr").read_text()) == []
+
+
+def test_no_character_of_an_error_commands_the_terminal_of_a_run(job, kill_after):
+    """A row of foreign data may be in the message of an exception."""
+    text = "\x1b]0;owned\x07 gnp\x9b31m"
+    job.write(plan={"at": "train_step:2", "raises": "ValueError", "text": text})
+    process = job.fork("run", str(job.spec))
+    kill_after(process)
+
+    assert process.wait(120) == 1
+    said = (job.folder / "stderr").read_text()
+    assert "ValueError: \\x1b]0;owned\\x07 gnp\\x9b31m" in said
+    assert not {"\x1b", "\x07", "\x9b"} & set(said)
+    assert text in job.terminal_event()["error"], "the log has it as it was"

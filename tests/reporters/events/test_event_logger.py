@@ -302,7 +302,8 @@ def test_metrics_at_a_step_whose_checkpoint_is_reported_are_left_out_with_one_wa
 def test_an_attached_logger_adds_metrics_and_leaves_the_rest_to_the_owner(tmp_path, path):
     with EventLog(path, run_id="r") as event_log:
         event_log.started()
-        logger = EventLogger.attached(event_log)
+        logger = EventLogger()
+        logger.attach(event_log)
         trainer = make_trainer(tmp_path, ModelCheckpoint(every_n_train_steps=2), logger=logger)
         trainer.fit(Line())
         assert event_log.phase == "started"

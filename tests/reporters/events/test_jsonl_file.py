@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 
 from genlight.adapter.contract.exceptions import EventLogError
-from genlight.reporters.events import event_log
 from genlight.reporters.events.event_log import EventLog
 from genlight.reporters.events.jsonl_file import LineFile
 from genlight.reporters.events.reader import read_events
@@ -26,7 +25,6 @@ from genlight.reporters.events.validation import validate_events
 
 WRITER = """
 import itertools, sys
-from genlight.reporters.events import event_log
 from genlight.reporters.events.event_log import EventLog
 log = EventLog(sys.argv[1], run_id="r")
 log.started()
@@ -42,7 +40,6 @@ for step in itertools.count():
 LIMITED_WRITER = """
 import resource, sys
 from genlight.adapter.contract.exceptions import EventLogError
-from genlight.reporters.events import event_log
 from genlight.reporters.events.event_log import EventLog
 with EventLog(sys.argv[1], run_id="r") as log:
     log.started()
@@ -272,179 +269,36 @@ def test_started_checkpoint_and_the_terminal_event_are_durable_when_the_call_ret
         assert size_of(path) in synced_sizes
 
 
-def test_a_metric_becomes_durable_on_its_own(path, synced_sizes):
+def test_metrics_are_durable_with_the_next_checkpoint_and_when_the_log_is_closed(path, synced_sizes):
     with EventLog(path, run_id="r") as log:
         log.started()
-        for step in range(3):
-            log.metric(name="a", value=1, step=step)
-            wait_until(lambda: size_of(path) in synced_sizes)
-
-
-def test_nothing_is_synced_while_nothing_is_written(path, synced_sizes, monkeypatch):
-    monkeypatch.setattr(event_log, "SYNC_EVERY_S", 0.001)
-    with EventLog(path, run_id="r", flush_every_s=0.001) as log:
-        log.started()
-        log.metric(name="a", value=1, step=1)
-        wait_until(lambda: len(synced_sizes) == 2)
-        time.sleep(0.05)
-        assert len(synced_sizes) == 2
-
-
-def flush_now(log: EventLog) -> None:
-    """Have the flusher of a log come by twice that has an hour of time; at the second time it writes what waits."""
-    for _ in range(2):
-        log._wakeups.put(False)
-
-
-def seqs(path: Path) -> list[int]:
-    return [event["seq"] for event in read_events(path)]
-
-
-def metrics_in_quick_succession(log: EventLog, *, upto: int) -> None:
-    """Report as the loop of a tiny model does; the first call finds an idle log and is written at once."""
-    for step in range(1, upto + 1):
-        log.metrics({"a": 1.0}, step=step)
-
-
-def test_metrics_in_quick_succession_wait_for_each_other(path):
-    with EventLog(path, run_id="r", flush_every_s=3600.0) as log:
-        log.started()
-        metrics_in_quick_succession(log, upto=10)
-        assert seqs(path) == [1, 2]
-
-
-def test_what_waits_is_soon_written_and_durable_without_another_call(path, synced_sizes):
-    with EventLog(path, run_id="r") as log:
-        log.started()
-        metrics_in_quick_succession(log, upto=10)
-        wait_until(lambda: seqs(path) == list(range(1, 12)))
-        wait_until(lambda: size_of(path) in synced_sizes)
-        wait_until(lambda: log._is_due)
-        log.metrics({"a": 1.0}, step=11)
-        assert seqs(path)[-1] == 12, "after a pause a metric is written at once"
-
-
-def test_no_more_than_256_calls_wait(path):
-    with EventLog(path, run_id="r", flush_every_s=3600.0) as log:
-        log.started()
-        metrics_in_quick_succession(log, upto=256)
-        assert seqs(path) == [1, 2]
-        log.metrics({"a": 1.0}, step=257)
-        assert seqs(path) == list(range(1, 256 + 3))
-
-
-@pytest.mark.parametrize(
-    "bring",
-    [
-        lambda log: log.metric(name="b", value=1, step=9),
-        lambda log: log.sample(path="s", step=9),
-        lambda log: log.checkpoint(path="c", step=9),
-        lambda log: log.completed(step=9, final_checkpoint=None),
-        lambda log: log.failed(step=9, error="boom"),
-        lambda log: log.flush(),
-        lambda log: log.close(),
-    ],
-    ids=["metric", "sample", "checkpoint", "completed", "failed", "flush", "close"],
-)
-def test_what_waits_comes_before_any_other_event(path, bring):
-    with EventLog(path, run_id="r", flush_every_s=3600.0) as log:
-        log.started()
-        metrics_in_quick_succession(log, upto=9)
-        bring(log)
-        steps = [event["step"] for event in list(read_events(path))[1:10]]
-    assert steps == list(range(1, 10))
-    assert validate_events(path) == []
-
-
-def test_what_waits_is_written_when_the_interpreter_ends(path):
-    script = f"""
-from genlight.reporters.events import event_log
-from genlight.reporters.events.event_log import EventLog
-log = EventLog({str(path)!r}, run_id="r", flush_every_s=3600.0)
-log.started()
-for step in range(1, 60):
-    log.metrics({{"a": 1.0}}, step=step)
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
-    assert seqs(path) == list(range(1, 61))
-
-
-def test_a_disk_that_is_full_when_what_waits_is_written_is_reported_by_the_next_metrics(path, monkeypatch):
-    with EventLog(path, run_id="r", flush_every_s=3600.0) as log:
-        log.started()
-        with monkeypatch.context() as patch:
-            log.metrics({"a": 1.0}, step=1)
-            patch.setattr(os, "write", refusing(errno.ENOSPC))
-            log.metrics({"a": 1.0}, step=2)
-            flush_now(log)
-            wait_until(lambda: log._error is not None)
-            with pytest.raises(EventLogError, match=r"cannot write to .*: No space left"):
-                log.metrics({"a": 1.0}, step=3)
-        log.metrics({"a": 1.0}, step=4)
-        log.completed(step=4, final_checkpoint=None)
-    assert [event.get("step") for event in read_events(path)] == [None, 1, 4, 4]
-    assert validate_events(path) == []
-
-
-def test_what_waits_is_written_on_its_own_again_after_a_disk_that_refused_to_sync(path, monkeypatch):
-    with EventLog(path, run_id="r", flush_every_s=3600.0) as log:
-        log.started()
-        with monkeypatch.context() as patch:
-            patch.setattr(event_log, "SYNC_EVERY_S", 0.0)
-            patch.setattr(os, "fdatasync", refusing(errno.EIO))
-            metrics_in_quick_succession(log, upto=3)
-            flush_now(log)
-            wait_until(lambda: log._error is not None)
-            with pytest.raises(EventLogError, match="durable: Input/output error"):
-                log.metrics({"a": 1.0}, step=4)
-        log.metrics({"a": 1.0}, step=5)
-        log.metrics({"a": 1.0}, step=6)
-        flush_now(log)
-        wait_until(lambda: list(read_events(path))[-1].get("step") == 6)
-
-
-def test_lines_that_never_cease_are_made_durable_all_the_same(path, synced_sizes, monkeypatch):
-    monkeypatch.setattr(event_log, "SYNC_EVERY_S", 0.02)
-    with EventLog(path, run_id="r", flush_every_s=0.001) as log:
-        log.started()
-        deadline = time.monotonic() + 60
-        while len(synced_sizes) < 3 and time.monotonic() < deadline:
-            log.metric(name="a", value=1, step=1)
-        assert len(synced_sizes) >= 3
-
-
-def test_what_was_flushed_and_not_yet_made_durable_is_when_the_file_is_closed(path, synced_sizes, monkeypatch):
-    monkeypatch.setattr(event_log, "SYNC_EVERY_S", 3600.0)
-    with EventLog(path, run_id="r", flush_every_s=0.001) as log:
-        log.started()
-        log.metric(name="a", value=1, step=1)
+        log.metrics({"a": 1.0, "b": 2.0}, step=1)
         assert len(synced_sizes) == 1
-    assert synced_sizes[1:] == [size_of(path)]
+        log.checkpoint(path="c", step=1)
+        assert synced_sizes[1:] == [size_of(path)]
+        log.metric(name="a", value=1, step=2)
+    assert synced_sizes[2:] == [size_of(path)]
 
 
-def test_many_lines_share_a_sync(path, synced_sizes):
+def test_every_metric_is_in_the_file_when_its_call_returns(path):
     with EventLog(path, run_id="r") as log:
         log.started()
-        for step in range(1000):
-            log.metric(name="a", value=1, step=step)
-    assert synced_sizes[-1] == size_of(path)
-    assert len(synced_sizes) < 500
+        for step in range(1, 11):
+            log.metrics({"a": 1.0}, step=step)
+            assert [event["seq"] for event in read_events(path)] == list(range(1, step + 2))
 
 
-def test_a_disk_that_refuses_to_sync_in_the_background_is_reported_by_the_next_line(path, monkeypatch):
-    with EventLog(path, run_id="r", flush_every_s=3600.0) as log:
+def test_a_disk_that_refuses_to_sync_is_reported_by_the_event_that_must_be_durable(path, monkeypatch):
+    with EventLog(path, run_id="r") as log:
         log.started()
         with monkeypatch.context() as patch:
-            patch.setattr(event_log, "SYNC_EVERY_S", 0.0)
             patch.setattr(os, "fdatasync", refusing(errno.EIO))
             log.metric(name="a", value=1, step=1)
-            flush_now(log)
-            wait_until(lambda: log._error is not None)
             with pytest.raises(EventLogError, match="durable: Input/output error"):
-                log.metric(name="a", value=1, step=2)
+                log.checkpoint(path="c", step=1)
         log.metric(name="a", value=1, step=3)
         log.completed(step=3, final_checkpoint=None)
-    assert [event.get("step") for event in read_events(path)] == [None, 1, 3, 3]
+    assert [event.get("step") for event in read_events(path)] == [None, 1, 1, 3, 3]
     assert validate_events(path) == []
 
 

@@ -8,8 +8,9 @@ import threading
 import pytest
 
 from genlight.adapter.contract.exceptions import EventLogError
+from genlight.reporters.events.event import Started
 from genlight.reporters.events.event_log import EventLog
-from genlight.reporters.events.reader import follow, read_events
+from genlight.reporters.events.reader import Position, follow, read_events, typed_events
 
 
 @pytest.fixture
@@ -50,6 +51,25 @@ def test_every_prefix_of_a_log_can_be_read(path, tmp_path):
     for size in range(len(content) + 1):
         cut.write_bytes(content[:size])
         assert len(list(read_events(cut))) == content[:size].count(b"\n")
+
+
+def test_a_line_that_is_finished_while_the_log_is_read_is_not_called_broken(path):
+    write_run(path)
+    content = path.read_bytes()
+    cut = content.index(b'"metric"')
+    path.write_bytes(content[:cut])
+    position = Position()
+    events = typed_events(path, position=position)
+    assert isinstance(next(events), Started)
+    with path.open("ab") as file:
+        file.write(content[cut:])
+    assert list(events) == []
+    assert [type(event).__name__ for event in typed_events(path, position=position)] == [
+        "Metric",
+        "Metric",
+        "Completed",
+    ]
+    assert list(typed_events(path, position=position)) == []
 
 
 def test_an_empty_log_has_no_events(path):

@@ -105,8 +105,10 @@ def test_the_metrics_up_to_a_checkpoint_are_in_the_log_before_it_is_saved(tmp_pa
         def on_save_checkpoint(self, trainer, pl_module, checkpoint):
             seen.append([event["step"] for event in read_events(log.path) if event["event"] == "metric"])
 
-    with EventLog(tmp_path / "events.jsonl", run_id="r", flush_every_s=3600.0) as log:
+    with EventLog(tmp_path / "events.jsonl", run_id="r") as log:
         callbacks = [RecordEvents(log), LogMetrics(1), Checkpoint(tmp_path / "c", every_n_steps=4), Looking()]
-        fit(counting_trainer(), callbacks, steps=6, logger=EventLogger.attached(log), enable_checkpointing=True)
+        logger = EventLogger()
+        logger.attach(log)
+        fit(counting_trainer(), callbacks, steps=6, logger=logger, enable_checkpointing=True)
 
     assert [max(steps) for steps in seen] == [4, 6]

@@ -51,7 +51,7 @@ def config_for(tmp_path):
             "run_id": "run-1",
             "owner": "me",
             "token": TOKEN,
-            "spool_dir": tmp_path / "run" / "uploads",
+            "queue_dir": tmp_path / "run" / "uploads",
             "deadline_s": 120.0,
             "timeout_s": 60.0,
             "backoff_base_s": 0.004,

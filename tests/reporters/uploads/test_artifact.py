@@ -4,10 +4,11 @@ import contextlib
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from genlight.adapter.contract.exceptions import UploadError
-from genlight.reporters.uploads.artifact import pack, unpack
+from genlight.reporters.uploads.artifact import Artifact, pack
 from genlight.reporters.uploads.queue import HELD, Queue
 
 
@@ -36,7 +37,7 @@ def test_names_are_those_within_the_checkpoints_folder_and_the_record_is_last(ru
         ("final.json", "final.json"),
     ]
     assert artifact.subject == 2
-    assert unpack(artifact.body()) == artifact
+    assert msgspec.convert(msgspec.to_builtins(artifact), Artifact) == artifact
 
 
 def test_a_checkpoint_that_is_a_folder_has_its_files_and_no_single_subject(run):
@@ -82,7 +83,7 @@ def test_links_keep_the_bytes_in_their_layout_until_the_entry_is_removed(run):
     root = run("c/step.json", "c/step/a/b", "elsewhere.bin")
     files = [root / "c/step/a/b", root / "elsewhere.bin", root / "c/step.json"]
     with contextlib.closing(Queue(root / "uploads")) as queue:
-        entry = queue.add("checkpoint", 1, {})
+        entry = queue.add("checkpoint", 1, pack(root, root / "c/step.json", files))
         folder = queue.hold(entry.seq, root / "c/step.json", files)
         for file in files:
             file.unlink()

@@ -22,9 +22,9 @@ CLIENT = textwrap.dedent(
     logging.disable(logging.CRITICAL)
     url, run, count = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     config = UploadConfig(
-        run_id="run-1", owner="me", token="t", spool_dir=run / "uploads", sample_url=url + "/sample",
+        run_id="run-1", owner="me", token="t", queue_dir=run / "uploads", sample_url=url + "/sample",
         checkpoint_url=url + "/checkpoint", file_store_url=url, timeout_s=0.25, backoff_base_s=0.002,
-        backoff_cap_s=0.02, resume_from_bytes=100_000,
+        backoff_cap_s=0.02,
     )
     done = run / "queued"
     uploader = Uploader(config)
@@ -75,7 +75,7 @@ def _client(chaos, run, count):
 def test_uploads_of_mixed_sizes_all_arrive_once_and_in_order_though_every_third_request_fails(chaos, tmp_path):
     run, count = tmp_path / "run", 30
     _write_files(run, count, random.Random(1))
-    chaos.control(rate=0.3, faults="all", resume=True, seed=3)
+    chaos.control(rate=0.3, faults="all", seed=3)
     assert _client(chaos, run, count).wait(200) == 0
     _assert_all_there_once(chaos, run, count)
 
@@ -84,7 +84,7 @@ def test_uploads_of_mixed_sizes_all_arrive_once_and_in_order_though_every_third_
 def test_500_uploads_all_arrive_once_and_byte_identical_though_the_client_is_killed_ten_times(chaos, tmp_path):
     run, count = tmp_path / "run", 500
     _write_files(run, count, random.Random(2))
-    chaos.control(rate=0.3, faults="all", resume=True, seed=5)
+    chaos.control(rate=0.3, faults="all", seed=5)
     killed = 0
     for part in range(1, 11):
         chaos.control(hold_at=part * 90 + 40)  # else a kill that comes late would find the client gone
@@ -106,7 +106,7 @@ def test_memory_stays_flat_while_large_files_are_sent(chaos, tmp_path):
     big.parent.mkdir()
     big.write_bytes(bytes(24 << 20))
     config = UploadConfig(
-        run_id="r", owner="me", token="t", spool_dir=tmp_path / "run" / "uploads", file_store_url=chaos.url
+        run_id="r", owner="me", token="t", queue_dir=tmp_path / "run" / "uploads", file_store_url=chaos.url
     )
     with Uploader(config) as uploader:
         tracemalloc.start()

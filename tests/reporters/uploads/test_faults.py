@@ -2,7 +2,6 @@
 
 import logging
 import os
-import random
 import time
 
 import pytest
@@ -148,17 +147,6 @@ def test_what_has_arrived_is_not_sent_again_when_the_rest_fails_or_the_process_e
     assert len(chaos.requests("/api/")) == 3
 
 
-def test_metrics_that_come_while_those_of_their_step_are_on_the_way_are_sent_too(chaos, uploader_for):
-    chaos.control(script=["stall"], stall_s=60.0)
-    uploader = uploader_for(chaos)
-    uploader.enqueue_metrics({"a": 1.0}, 1)
-    wait_until(lambda: chaos.requests("/metrics"))
-    uploader.enqueue_metrics({"b": 2.0}, 1)
-    chaos.control(stall_s=0.0)
-    assert uploader.settle().pending_metrics == 0
-    assert [message["metrics"] for message in chaos.messages("/metrics")] == [{"a": 1.0}, {"b": 2.0}]
-
-
 def test_a_file_that_changed_while_it_was_sent_is_sent_as_it_is_now(chaos, uploader_for, write_checkpoint):
     chaos.control(script=["wrong-digest"] * 2)
     uploader = uploader_for(chaos, start=False, backoff_base_s=0.2, backoff_cap_s=0.2)
@@ -189,6 +177,14 @@ def test_retry_after_is_honoured_in_place_of_a_shorter_back_off(chaos, uploader_
     result = uploader.settle(0.3)
     assert len(chaos.requests("/metrics")) == 1
     assert result.pending_metrics == 1
+
+
+def test_the_end_of_a_run_waits_as_long_as_the_server_asked_and_no_longer(chaos, uploader_for):
+    chaos.control(script=["429"], retry_after="1")
+    uploader = uploader_for(chaos, backoff_base_s=3600.0, backoff_cap_s=3600.0)
+    uploader.enqueue_metrics({"a": 1.0}, 1)
+    wait_until(lambda: chaos.requests("/metrics"))
+    assert uploader.settle(60.0).pending_metrics == 0
 
 
 def test_metrics_that_are_refused_do_not_fail_the_run(chaos, uploader_for, caplog):
@@ -227,7 +223,7 @@ def test_a_transfer_that_stalls_does_not_keep_metrics_waiting(chaos, uploader_fo
     assert chaos.messages("/checkpoint") == []
 
 
-def test_a_full_outage_leaves_everything_in_the_spool_for_the_next_process(chaos, uploader_for, write_checkpoint):
+def test_a_full_outage_leaves_everything_in_the_queue_for_the_next_process(chaos, uploader_for, write_checkpoint):
     chaos.control(outage=True)
     uploader = uploader_for(chaos)
     record, files = write_checkpoint(1)
@@ -243,7 +239,7 @@ def test_a_full_outage_leaves_everything_in_the_spool_for_the_next_process(chaos
     uploader.close()
     chaos.control(outage=False)
     uploader = uploader_for(chaos)
-    assert "terminal" not in {entry.kind for entry in read_entries(uploader.config.spool_dir)}
+    assert "terminal" not in {entry.kind for entry in read_entries(uploader.config.queue_dir)}
     assert uploader.settle().ok
     assert chaos.messages("/terminal") == []  # that attempt's message is out of date
     assert uploader.deliver_terminal(TerminalPayload("completed", 2)).ok
@@ -266,7 +262,7 @@ def test_the_queue_stays_small_during_an_outage(chaos, uploader_for):
         uploader.enqueue_metrics({"train/loss": 0.5}, step)
     assert not uploader.settle(0.1).undelivered
     uploader.close()
-    assert len(read_entries(uploader.config.spool_dir)) == 5
+    assert len(read_entries(uploader.config.queue_dir)) == 5
 
 
 def test_what_a_full_disk_does_not_take_is_sent_all_the_same_and_once(chaos, uploader_for, write_checkpoint, full_disk):
@@ -315,21 +311,6 @@ def test_a_file_that_the_disk_cannot_read_is_named_and_tried_again(chaos, upload
     assert uploader.settle().ok
 
 
-def test_a_large_file_goes_on_where_the_store_lost_it(chaos, uploader_for, write_checkpoint):
-    chaos.control(resume=True, script=["reset-mid-body"])
-    uploader = uploader_for(chaos, resume_from_bytes=100_000)
-    record, files = write_checkpoint(1, size=1_000_000)
-    files[0].write_bytes(random.Random(1).randbytes(1_000_000))
-    uploader.enqueue_checkpoint(record, files, step=1)
-    assert uploader.settle().ok
-    assert chaos.files()["step-00000001-model.safetensors"] == files[0].read_bytes()
-    first, head, second = chaos.requests("model.safetensors")
-    size = files[0].stat().st_size
-    assert (first["method"], head["method"], second["method"]) == ("PUT", "HEAD", "PUT")
-    assert second["headers"]["content-range"] == f"bytes {size // 2}-{size - 1}/{size}"
-    assert second["received"] == size - size // 2
-
-
 def test_closing_ends_a_transfer_in_its_middle_and_the_next_start_goes_on(
     chaos, uploader_for, write_checkpoint, monkeypatch
 ):
@@ -347,18 +328,9 @@ def test_closing_ends_a_transfer_in_its_middle_and_the_next_start_goes_on(
     assert len(chaos.files()["step-00000001-model.safetensors"]) == 40 << 20
 
 
-def test_a_store_that_claims_more_than_the_file_has_gets_the_whole_file(chaos, uploader_for, write_checkpoint):
-    chaos.control(resume=True, claims=10**9, script=["reset-mid-body"])
-    uploader = uploader_for(chaos, resume_from_bytes=100_000)
-    record, files = write_checkpoint(1, size=1_000_000)
-    uploader.enqueue_checkpoint(record, files, step=1)
-    assert uploader.settle().ok
-    assert chaos.files()["step-00000001-model.safetensors"] == files[0].read_bytes()
-
-
-def test_a_store_that_does_not_resume_gets_the_whole_file_again(chaos, uploader_for, write_checkpoint):
+def test_a_file_that_was_sent_in_part_is_sent_whole_again(chaos, uploader_for, write_checkpoint):
     chaos.control(script=["reset-mid-body"])
-    uploader = uploader_for(chaos, resume_from_bytes=100_000)
+    uploader = uploader_for(chaos)
     record, files = write_checkpoint(1, size=1_000_000)
     uploader.enqueue_checkpoint(record, files, step=1)
     assert uploader.settle().ok
@@ -452,7 +424,7 @@ def test_a_checkpoint_that_was_replaced_is_sent_once_as_it_is_now(chaos, uploade
     assert chaos.files()["final-model.safetensors"] == b"newer"
 
 
-def test_a_spool_directory_is_used_by_one_uploader_at_a_time(chaos, uploader_for):
+def test_a_queue_directory_is_used_by_one_uploader_at_a_time(chaos, uploader_for):
     uploader_for(chaos)
     with pytest.raises(StartupContractError, match="in use by another run") as refused:
         uploader_for(chaos)
@@ -467,6 +439,16 @@ def test_a_redirect_that_turns_an_upload_into_a_download_is_refused(chaos, uploa
     result = uploader.settle()
     assert "redirect" in result.undelivered[0].reason
     assert chaos.messages("/checkpoint") == []
+
+
+def test_redirects_without_end_are_refused(chaos, uploader_for, write_checkpoint):
+    chaos.control(redirect_to=chaos.url)
+    uploader = uploader_for(chaos)
+    record, files = write_checkpoint(1)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    (left,) = uploader.settle().undelivered
+    assert "TooManyRedirects" in left.reason
+    assert left.permanent
 
 
 def test_a_redirect_that_keeps_the_method_takes_the_bytes_along_and_leaves_the_token_behind(
@@ -553,7 +535,7 @@ def test_proxies_and_certificates_that_cannot_be_used_are_told_without_their_val
 ):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    for _ in range(2):  # the spool is not left locked
+    for _ in range(2):  # the queue is not left locked
         with pytest.raises(StartupContractError, match="variables of the environment cannot be used") as caught:
             uploader_for(chaos)
         assert reason in str(caught.value)
@@ -569,5 +551,5 @@ def test_a_token_that_no_header_can_hold_is_refused_without_showing_it(chaos, co
 
 def test_blanks_around_what_the_environment_gives_are_no_part_of_it(tmp_path):
     environ = {"TRAINER_CAPABILITY_TOKEN": " secret\n", "TENSORHUB_URL": " ", "TRAINER_TOKEN_ORIGINS": " "}
-    config = UploadConfig.from_environment(environ, run_id="r", spool_dir=tmp_path)
+    config = UploadConfig.from_environment(environ, run_id="r", queue_dir=tmp_path)
     assert (config.token, config.file_store_url, config.token_origins) == ("secret", None, ())

@@ -13,10 +13,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.contract.exceptions import UploadError
+from genlight.reporters.uploads.artifact import Artifact, ArtifactFile
+from genlight.reporters.uploads.payloads import UploadedFile
 from genlight.reporters.uploads.queue import (
     LOCK,
     MAX_RECEIPTS,
     Description,
+    Metrics,
     Queue,
     Receipt,
     queue_of_run,
@@ -38,8 +41,18 @@ def open_queue(tmp_path):
         queue.close()
 
 
-def _bodies(entries):
-    return [entry.body for entry in entries]
+def artifact(name="a"):
+    """One file, called `name`."""
+    return Artifact(name, (ArtifactFile(name, name, name, 1, 1),), 0, 1, name)
+
+
+def metrics(value):
+    return Metrics({"a": value})
+
+
+def _names(entries):
+    """The value of metrics, or the name of a file, of each entry."""
+    return [entry.body.metrics["a"] if entry.kind == "metrics" else entry.body.main for entry in entries]
 
 
 def _files(queue):
@@ -48,24 +61,24 @@ def _files(queue):
 
 def test_entries_and_their_progress_survive_the_process(open_queue):
     queue = open_queue()
-    first = queue.add("checkpoint", 1, {"a": 1})
-    second = queue.add("checkpoint", 2, {"a": 2})
-    second.parts["put:0"] = {"ref": "x"}
+    first = queue.add("checkpoint", 1, artifact("1"))
+    second = queue.add("checkpoint", 2, artifact("2"))
+    second.parts["put:0"] = UploadedFile("x", "0", 1)
     queue.save(second)
     queue.remove(first)
     queue.add_receipt(Receipt("terminal", sha256="3"))
     queue.close()
     again = open_queue()
     (entry,) = again.entries()
-    assert (entry.seq, entry.step, entry.parts, entry.attempted) == (2, 2, {"put:0": {"ref": "x"}}, True)
+    assert (entry.seq, entry.step, entry.parts) == (2, 2, {"put:0": UploadedFile("x", "0", 1)})
     assert again.receipt("terminal") == Receipt("terminal", sha256="3")
     assert again.receipt("another") is None
-    assert again.add("sample", 5, {}).seq == 3
+    assert again.add("sample", 5, artifact()).seq == 3
 
 
 def test_a_failure_lasts_as_long_as_the_attempt(open_queue):
     queue = open_queue()
-    entry = queue.add("checkpoint", 1, {})
+    entry = queue.add("checkpoint", 1, artifact())
     queue.fail(entry, "HTTP 400", auth=False)
     assert queue.head("checkpoint") is None
     assert read_entries(queue.directory)[0].failure == "HTTP 400"
@@ -75,19 +88,21 @@ def test_a_failure_lasts_as_long_as_the_attempt(open_queue):
 
 def test_an_empty_file_as_a_power_cut_leaves_it_is_no_entry(open_queue):
     queue = open_queue()
-    queue.add("metrics", 1, {"a": 1})
-    queue.add("metrics", 2, {"a": 2})
+    queue.add("metrics", 1, metrics(1))
+    queue.add("metrics", 2, metrics(2))
     queue.close()
     _files(queue)[1].write_bytes(b"")
     again = open_queue()
-    again.add("metrics", 3, {"a": 3})
-    assert _bodies(read_entries(queue.directory)) == [{"a": 1}, {"a": 3}]
+    again.add("metrics", 3, metrics(3))
+    assert _names(read_entries(queue.directory)) == [1, 3]
 
 
-@pytest.mark.parametrize("damage", [b'{"seq":1,"ki', b"\0" * 20, b'{"seq":2,"kind":"metrics","step":1,"body":{}}'])
+@pytest.mark.parametrize(
+    "damage", [b'{"seq":1,"ki', b"\0" * 20, b'{"seq":2,"kind":"metrics","step":1,"body":{"metrics":{}}}']
+)
 def test_a_damaged_entry_is_an_error_that_names_the_file(open_queue, damage):
     queue = open_queue()
-    queue.add("metrics", 1, {})
+    queue.add("metrics", 1, metrics(1))
     queue.close()
     (path,) = _files(queue)
     path.write_bytes(damage)
@@ -100,8 +115,8 @@ def test_a_damaged_entry_is_an_error_that_names_the_file(open_queue, damage):
 def test_entries_of_more_than_nine_digits_stay_in_order(open_queue):
     queue = open_queue()
     for seq in (999_999_999, 1_000_000_000):
-        queue.add("sample", 1, {"seq": seq}, seq=seq)
-    assert _bodies(read_entries(queue.directory)) == [{"seq": 999_999_999}, {"seq": 1_000_000_000}]
+        queue.add("sample", 1, artifact(str(seq)), seq=seq)
+    assert _names(read_entries(queue.directory)) == ["999999999", "1000000000"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -116,15 +131,15 @@ def test_a_reopened_queue_holds_what_the_open_one_held(operations):
                 entries = queue.entries()
                 chosen = entries[number % len(entries)] if entries else None
                 if operation == "add":
-                    queue.add("sample", number, {"n": number})
+                    queue.add("sample", number, artifact(str(number)))
                 elif operation == "reopen":
-                    fresh = {"failure": None, "auth": False, "attempted": True}
+                    fresh = {"failure": None, "auth": False}
                     before = [msgspec.to_builtins(entry) | fresh for entry in entries]
                     queue.close()
                     queue = Queue(folder)
                     assert [msgspec.to_builtins(entry) | fresh for entry in queue.entries()] == before
                 elif chosen is not None and operation == "part":
-                    chosen.parts[f"put:{number}"] = {"n": number}
+                    chosen.parts[f"put:{number}"] = UploadedFile(None, str(number), 1)
                     queue.save(chosen)
                 elif chosen is not None and operation == "fail":
                     queue.fail(chosen, "why", auth=False)
@@ -139,7 +154,7 @@ def test_threads_that_add_and_remove_share_a_queue(open_queue):
 
     def work():
         for step in range(40):
-            entry = queue.add("sample", step, {})
+            entry = queue.add("sample", step, artifact())
             if step % 2:
                 queue.remove(entry)
 
@@ -153,23 +168,23 @@ def test_threads_that_add_and_remove_share_a_queue(open_queue):
 
 def test_what_a_full_disk_refused_is_held_and_written_once_there_is_room(open_queue, full_disk):
     queue = open_queue()
-    sent, gone, _ = (queue.add("metrics", step, {"a": step}) for step in (1, 2, 3))
+    sent, gone, _ = (queue.add("metrics", step, metrics(step)) for step in (1, 2, 3))
     with full_disk():
-        sent.parts["post"] = {"at": "x"}
+        sent.parts["post"] = None
         queue.save(sent)
         queue.remove(gone)
-        queue.add("checkpoint", 4, {"a": 4})
+        queue.add("checkpoint", 4, artifact("4"))
         queue.add_receipt(Receipt("k"))
         assert "File too large" in str(queue.catch_up())
-        held = _bodies(queue.entries())
-        assert held == [{"a": 1}, {"a": 3}, {"a": 4}]
+        held = _names(queue.entries())
+        assert held == [1, 3, "4"]
         assert queue.receipt("k") == Receipt("k")
-        assert _bodies(read_entries(queue.directory)) == [{"a": 1}, {"a": 3}]
-    queue.add("metrics", 5, {"a": 5})
+        assert _names(read_entries(queue.directory)) == [1, 3]
+    queue.add("metrics", 5, metrics(5))
 
     assert queue.catch_up() is None
-    assert _bodies(read_entries(queue.directory)) == _bodies(queue.entries()) == [*held, {"a": 5}]
-    assert read_entries(queue.directory)[0].parts == {"post": {"at": "x"}}
+    assert _names(read_entries(queue.directory)) == _names(queue.entries()) == [*held, 5]
+    assert read_entries(queue.directory)[0].parts == {"post": None}
     queue.close()
     assert open_queue().receipt("k") == Receipt("k")
 
@@ -177,19 +192,21 @@ def test_what_a_full_disk_refused_is_held_and_written_once_there_is_room(open_qu
 def test_what_a_full_disk_refused_is_written_at_the_latest_when_the_queue_is_closed(open_queue, full_disk):
     queue = open_queue()
     with full_disk():
-        queue.add("metrics", 1, {"a": 1})
+        queue.add("metrics", 1, metrics(1))
     queue.close()
-    assert _bodies(read_entries(queue.directory)) == [{"a": 1}]
+    assert _names(read_entries(queue.directory)) == [1]
 
 
 WRITER = textwrap.dedent(
     """
     import sys
-    from genlight.reporters.uploads.queue import Queue
+    from genlight.reporters.uploads.artifact import Artifact, ArtifactFile
+    from genlight.reporters.uploads.queue import Metrics, Queue
 
+    sample = Artifact("x" * 200, (ArtifactFile("a", "a", "a", 1, 1),), 0, 1, "a")
     queue = Queue(sys.argv[1])
     for step in range(int(sys.argv[2]), 10**9):
-        queue.add("metrics" if step % 3 else "sample", step, {"text": "x" * 200})
+        queue.add(*(("metrics", step, Metrics({"x" * 200: 1.0})) if step % 3 else ("sample", step, sample)))
         print(step, flush=True)
     """
 )
@@ -266,7 +283,7 @@ def test_a_receipt_that_cannot_be_read_counts_as_none(open_queue, caplog):
 
 def test_every_file_of_the_queue_is_json(open_queue):
     queue = open_queue()
-    queue.add("metrics", 1, {"metrics": {"a": float("nan")}})
+    queue.add("metrics", 1, metrics(float("nan")))
     assert json.loads(_files(queue)[0].read_text())["body"] == {"metrics": {"a": None}}
 
 
@@ -276,7 +293,7 @@ def test_a_run_gets_the_first_folder_in_which_no_other_run_waits(tmp_path, caplo
     queue = Queue(first)
     queue.describe(Description("a"))
     assert queue_of_run(first, "b") == first
-    queue.add("metrics", 1, {})
+    queue.add("metrics", 1, metrics(1))
     queue.close()
     assert queue_of_run(first, "b") == tmp_path / "uploads-2"
     assert queue_of_run(first, "a") == first

@@ -2,7 +2,7 @@
 
 import hashlib
 
-from genlight.reporters.uploads import TerminalPayload
+from genlight.reporters.uploads import TerminalPayload, uploader as uploader_module
 from genlight.reporters.uploads.queue import read_entries
 
 
@@ -161,15 +161,6 @@ def test_connections_are_reused(chaos, uploader_for):
     assert chaos.state["connections"] <= 4  # ours, and the questions of this test
 
 
-def test_metrics_of_one_step_that_wait_are_merged(chaos, uploader_for):
-    uploader = uploader_for(chaos, start=False)
-    uploader.enqueue_metrics({"a": 1.0, "b": 1.0}, 1)
-    uploader.enqueue_metrics({"b": 2.0}, 1)
-    uploader.enqueue_metrics({"a": 3.0}, 2)
-    assert uploader.settle().ok
-    assert [message["metrics"] for message in chaos.messages("/metrics")] == [{"a": 1.0, "b": 2.0}, {"a": 3.0}]
-
-
 def test_the_newest_metrics_are_kept_when_too_many_wait(chaos, uploader_for):
     uploader = uploader_for(chaos, start=False, max_pending_metrics=3)
     for step in range(10):
@@ -201,7 +192,7 @@ def test_a_checkpoint_that_is_queued_twice_waits_once(chaos, uploader_for, write
     record, files = write_checkpoint(1)
     for _ in range(2):
         uploader.enqueue_checkpoint(record, files, step=1)
-    assert [entry.kind for entry in read_entries(uploader.config.spool_dir)] == ["checkpoint"]
+    assert [entry.kind for entry in read_entries(uploader.config.queue_dir)] == ["checkpoint"]
 
 
 def test_a_checkpoint_that_was_delivered_is_not_sent_again_by_a_resumed_run(chaos, uploader_for, write_checkpoint):
@@ -218,3 +209,17 @@ def test_a_checkpoint_that_was_delivered_is_not_sent_again_by_a_resumed_run(chao
     uploader.enqueue_checkpoint(record, files, step=1)
     assert uploader.settle().ok
     assert chaos.files()["step-00000001-trainer_lora.safetensors"] == b"other weights"
+
+
+def test_lines_about_what_is_left_come_ever_less_often(chaos, uploader_for, write_checkpoint, monkeypatch):
+    monkeypatch.setattr(uploader_module, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(uploader_module, "LONGEST_SILENCE_S", 0.32)
+    chaos.control(script=["503"] * 2000)
+    uploader = uploader_for(chaos)
+    uploader.enqueue_checkpoint(*write_checkpoint(3), step=3)
+    lines = []
+
+    assert not uploader.settle(deadline_s=2.0, progress=lines.append).ok
+
+    assert 0 < len(lines) <= 12  # 0.02, 0.04, … 0.32 s apart, and the same from then on
+    assert lines[-1].startswith("uploads: 1 left, ")

@@ -11,6 +11,7 @@ import torch
 __all__ = [
     "Event",
     "Stream",
+    "cudart",
     "current_device",
     "current_stream",
     "default_generators",
@@ -139,6 +140,24 @@ def pinned_bytes() -> int:
 def pinned_allocations() -> int:
     """How often host memory was pinned so far."""
     return int(_extension.pinned_allocations())
+
+
+class Runtime:
+    """What of CUDA's runtime is asked for by its own names."""
+
+    @staticmethod
+    def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:
+        assert flags == 1, "for this device alone"
+        return int(_extension.register_pinned(address, nbytes))
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> int:
+        return int(_extension.unregister_pinned(address))
+
+
+def cudart() -> type[Runtime]:
+    """As ``torch.cuda`` has it."""
+    return Runtime
 
 
 def register_process_group(name: str, blocks_host: bool) -> None:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from genlight.adapter.cli.doctor import command as doctor
+from genlight.adapter.cli import doctor
 from genlight.adapter.job.environment import VARIABLES
 from genlight.adapter.run.run import RunOptions, run_job
 

@@ -132,7 +132,7 @@ def test_a_file_that_holds_no_configuration_is_told_as_by_fit(configuration, end
 
 def test_a_setting_for_a_configuration_is_refused(configuration, ends, capsys):
     assert ends("doctor", configuration(), "--set", "max_steps=3") == 2
-    assert "--set is for jobs" in capsys.readouterr().err
+    assert "--set and --step are for jobs" in capsys.readouterr().err
 
 
 def test_check_takes_class_hyperparameters_and_data_from_a_configuration(configuration, ends, monkeypatch, capsys):

@@ -251,16 +251,8 @@ def with_tuple_of_parameters(state):
     state["params"] = tuple(state["model"].parameters())
 
 
-def with_average_in_a_list(state):
-    state["average"] = [p.detach().clone() for p in state["model"].parameters()]
-
-
 def with_hook(state):
     state["model"][2].weight.register_hook(lambda gradient: gradient * 2)
-
-
-def with_other_type(state):
-    state["model"].scale = nn.Parameter(torch.ones(2, dtype=torch.float64))
 
 
 def with_ddp(state):
@@ -273,9 +265,7 @@ def with_ddp(state):
         (with_lbfgs, r'state\["opt"\]: LBFGS needs all parameters'),
         (with_tuple_of_parameters, r'state\["params"\]\[0\]: a parameter stands in a place that cannot be changed'),
         (with_tuple_of_parameters, r"; and 1 more like these; or use `strategy: ddp`"),
-        (with_average_in_a_list, r'state\["average"\]: a list or dict has a copy of each parameter'),
         (with_hook, r'state\["model"\].2.weight: a gradient hook on a parameter'),
-        (with_other_type, r'state\["model"\]: parameters of several types are sharded together'),
         (with_ddp, r'state\["model"\]: a DistributedDataParallel of the class.s own'),
     ],
 )

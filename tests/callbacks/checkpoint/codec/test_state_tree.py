@@ -14,6 +14,7 @@ import random
 import sys
 import types
 import uuid
+import zoneinfo
 from typing import NamedTuple
 
 import numpy as np
@@ -156,16 +157,13 @@ LEAVES = st.one_of(
     st.builds(bytearray, st.binary(max_size=4)),
     st.datetimes(timezones=st.sampled_from([None, dt.UTC, dt.timezone(dt.timedelta(hours=-3, minutes=7))])),
     st.dates(),
-    st.times(),
     st.timedeltas(),
-    st.fractions(),
     st.decimals(allow_nan=False),
     st.uuids(),
-    st.sampled_from([Color.RED, Level.LOW, Access.READ, Slotted(3), pathlib.Path("a/b"), pathlib.PurePosixPath("/c")]),
+    st.sampled_from([Color.RED, Level.LOW, Access.READ, Slotted(3), pathlib.Path("a/b")]),
     st.sampled_from([torch.bfloat16, torch.device("cuda:1"), torch.Size([2, 3]), torch.strided, torch.channels_last]),
     st.sampled_from([np.float32(1.5), np.int64(-3), np.bool_(True), np.str_("é"), np.dtype("<f8"), np.float64("nan")]),
     st.builds(range, st.integers(-9, 9), st.integers(-9, 9), st.integers(1, 3)),
-    st.builds(slice, st.none() | st.integers(), st.none() | st.integers()),
     tensors(),
     ARRAYS,
 )
@@ -202,16 +200,13 @@ def test_any_tree_comes_back_equal_in_value_and_type(tmp_path_factory, value):
         -(2**64),
         "\ud800 lone surrogate",
         {"": {"$": 1}},
-        dt.datetime(2024, 10, 27, 2, 30, fold=1),
         decimal.Decimal("NaN"),
-        fractions.Fraction(1, 3),
         uuid.UUID(int=5),
         collections.defaultdict(None, a=1),
         argparse.Namespace(lr=0.1, sizes=(1, 2), nested=argparse.Namespace()),
         types.SimpleNamespace(steps=3, **{"no identifier": [1]}),
         random.Random(3).getstate(),
         np.random.default_rng(1).bit_generator.state,
-        np.zeros(3, dtype=[("x", "<f4"), ("y", "<i8", (2,))]),
         np.str_(""),
     ],
     ids=lambda value: type(value).__name__,
@@ -298,7 +293,10 @@ def test_one_array_twice_is_one_array(tmp_path):
         ({3: threading_lock} if (threading_lock := random.Random()) else None, 'state["value"][3]', "random.Random"),
         (np.array([object()], dtype=object), 'state["value"]', "numpy.ndarray"),
         (torch.empty(2, device="meta"), 'state["value"]', "torch.Tensor"),
+        (np.zeros(3, dtype=[("x", "<f4")]), 'state["value"]', "numpy.ndarray"),
         (collections.defaultdict(lambda: 1), 'state["value"]', "collections.defaultdict"),
+        (dt.datetime(2024, 10, 27, tzinfo=zoneinfo.ZoneInfo("UTC")), 'state["value"]', "datetime.datetime"),
+        (fractions.Fraction(1, 3), 'state["value"]', "fractions.Fraction"),
         (Access.READ | Access.WRITE, 'state["value"]', "Access"),
         (dt.datetime.max.replace(tzinfo=dt.timezone.max), None, None),
         (Closes("x"), 'state["value"]', "Closes"),
@@ -347,7 +345,7 @@ def test_a_class_of_a_function_is_refused(tmp_path):
 
 def edited(path, old, new):
     """Put other types into a checkpoint, with valid digests, as somebody hostile would."""
-    from genlight.callbacks.checkpoint.format.record_file import digest_of
+    from genlight.callbacks.checkpoint.format.record import digest_of
 
     body = path.read_bytes().rpartition(b',"digest"')[0].replace(old, new)
     path.write_bytes(body + b',"digest":"xxh3_128:' + digest_of(body).encode() + b'"}\n')

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from genlight.adapter.check.snapshot import snapshot
-from genlight.callbacks.checkpoint.codec.named_types import UnknownTypeError
-from genlight.callbacks.checkpoint.codec.wrapper_tensors import build_wrapper, take_wrapper_apart, wrapped_tensors
+from genlight.callbacks.checkpoint.codec.named_types import (
+    NAMED_KINDS,
+    UnknownTypeError,
+    wrapped_tensors,
+)
 from genlight.callbacks.replicas.replica_guard import _replicated
 from support.resumed_fit import STEPS, Trains, fit
 
@@ -86,11 +89,12 @@ def test_what_is_compared_of_a_wrapper_are_the_tensors_in_it() -> None:
 
 @pytest.mark.parametrize("name", ["torch:Tensor", "torch.nn.parameter:Parameter", "collections:OrderedDict"])
 def test_a_name_of_another_type_in_a_checkpoint_is_refused(name: str) -> None:
-    parts = take_wrapper_apart(Quantized.of(torch.ones(2)))
+    wrappers = NAMED_KINDS["$wrapper"]
+    parts = wrappers.take_apart(Quantized.of(torch.ones(2)))
 
-    assert torch.equal(build_wrapper(f"{__name__}:Quantized", parts).whole(), torch.ones(2))
+    assert torch.equal(wrappers.build(wrappers.find(f"{__name__}:Quantized", parts), parts).whole(), torch.ones(2))
     with pytest.raises(UnknownTypeError, match="not a class of tensors that wraps others"):
-        build_wrapper(name, parts)
+        wrappers.find(name, parts)
 
 
 def test_replicas_with_wrappers_are_compared_by_what_is_in_them() -> None:

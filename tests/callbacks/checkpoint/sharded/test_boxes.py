@@ -11,17 +11,28 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from genlight.adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
-from genlight.callbacks.checkpoint import CheckpointStore, load, save, verify
+from genlight.callbacks.checkpoint import CheckpointStore, load, read_record, save, verify
 from genlight.callbacks.checkpoint.capture import capture
 from genlight.callbacks.checkpoint.format.record import RecordMeta
-from genlight.callbacks.checkpoint.format.shard_index import BLOCK, SliceEntry, block_digests
-from genlight.callbacks.checkpoint.loading import load_for_slices
-from genlight.callbacks.checkpoint.sharded.boxes import Box, make_whole
-from genlight.callbacks.checkpoint.sharded.lazy_tensor import WholeTensor, keep_sharded, whole
+from genlight.callbacks.checkpoint.format.tensor_files import BLOCK, SliceEntry, block_digests
+from genlight.callbacks.checkpoint.loading import load_record
 from genlight.callbacks.checkpoint.sharded.rank_channel import Channel, RankGroups
-from genlight.callbacks.checkpoint.sharded.read import Piece, StoredSlices
-from genlight.callbacks.checkpoint.sharded.save import plan_save, require_shared_directory, write_together
+from genlight.callbacks.checkpoint.sharded.slices import (
+    Box,
+    Piece,
+    StoredSlices,
+    WholeTensor,
+    keep_sharded,
+    make_whole,
+    whole,
+)
 from genlight.callbacks.checkpoint.storage.commit import Staging
+from genlight.callbacks.checkpoint.writing import plan_save, require_shared_directory, write
+
+
+def load_lazily(path):
+    """As a rank does that reads its own slices."""
+    return load_record(read_record(path), share=slice(None))
 
 
 @pytest.fixture
@@ -107,31 +118,30 @@ def sharded(mesh):
     return distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)])
 
 
-def held(sharded) -> WholeTensor:
-    with keep_sharded(Channel().meet):
-        return whole(sharded)
+def save_in_parts(directory, state) -> None:
+    CheckpointStore().save(directory / "step-00000001", state, groups=RankGroups())
 
 
-def test_outside_of_a_save_a_sharded_tensor_is_gathered_at_once(sharded):
+@pytest.fixture
+def lazy(sharded, tmp_path) -> WholeTensor:
+    """A loaded tensor of which nothing was read yet."""
+    save_in_parts(tmp_path, {"w": sharded})
+    return load_lazily(tmp_path / "step-00000001.json")["w"]
+
+
+def test_a_sharded_tensor_is_gathered_at_once_but_for_a_save(sharded):
     assert type(whole(sharded)) is torch.Tensor
     assert whole(3) == 3
+    with keep_sharded():
+        assert whole(sharded) is sharded
 
 
-def test_what_asks_for_no_value_gathers_nothing(sharded, monkeypatch):
-    monkeypatch.setattr(DTensor, "full_tensor", lambda _: pytest.fail("gathered"))
-    tensor = held(sharded)
+def test_what_asks_for_no_value_reads_nothing(lazy, monkeypatch):
+    monkeypatch.setattr(StoredSlices, "read", lambda *_: pytest.fail("read"))
 
-    assert (tensor.shape, tensor.dtype, tensor.device.type, tensor.numel(), tensor.nbytes) == (
-        (4, 3),
-        torch.float32,
-        "cpu",
-        12,
-        48,
-    )
-    assert "WholeTensor(shape=(4, 3)" in repr(tensor)
-    for changed in (tensor.detach(), tensor.data, tensor.cpu(), tensor.clone(), copy.deepcopy(tensor)):
-        assert isinstance(changed, WholeTensor)
-    assert tensor.to(torch.float16).dtype == tensor.half().dtype == torch.float16
+    facts = (lazy.shape, lazy.dtype, lazy.device.type, lazy.numel(), lazy.nbytes)
+    assert facts == ((4, 3), torch.float32, "cpu", 12, 48)
+    assert "WholeTensor(shape=(4, 3)" in repr(lazy)
 
 
 @pytest.mark.parametrize(
@@ -146,46 +156,34 @@ def test_what_asks_for_no_value_gathers_nothing(sharded, monkeypatch):
         lambda t: torch.empty(4, 3).copy_(t),
         lambda t: t.half().float(),
         lambda t: copy.deepcopy(t) * 2,
+        lambda t: t.detach().clone().to("cpu"),
     ],
 )
-def test_its_values_are_those_of_the_whole_tensor(sharded, use):
-    torch.testing.assert_close(use(held(sharded)), use(torch.arange(12.0).view(4, 3)))
+def test_its_values_are_those_of_the_whole_tensor(lazy, use):
+    torch.testing.assert_close(use(lazy), use(torch.arange(12.0).view(4, 3)))
 
 
-def test_beside_a_sharded_tensor_it_is_sharded_like_that(sharded, tmp_path, monkeypatch):
-    save_in_parts(tmp_path, {"w": sharded})
-    loaded = load_for_slices(tmp_path / "step-00000001", share=slice(None))["w"]
-    monkeypatch.setattr(StoredSlices, "whole", lambda _: pytest.fail("read the whole"))
-
-    target = DTensor.from_local(torch.zeros(4, 3), sharded.device_mesh, [Shard(0)])
-    target.copy_(loaded)
+def test_beside_a_sharded_tensor_it_is_sharded_like_that(sharded, lazy, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredSlices, "whole", lambda _: pytest.fail("read the whole"))
+        target = DTensor.from_local(torch.zeros(4, 3), sharded.device_mesh, [Shard(0)])
+        target.copy_(lazy)
     assert torch.equal(target.to_local(), torch.arange(12.0).view(4, 3))
-    assert torch.equal((sharded - held(sharded)).to_local(), torch.zeros(4, 3))
+    lazy.add_(1)
+    assert torch.equal((sharded - lazy).to_local(), -torch.ones(4, 3))
 
 
-def test_what_torch_saves_is_the_plain_tensor(sharded):
+def test_what_torch_saves_is_the_plain_tensor(lazy):
     file = io.BytesIO()
-    torch.save(held(sharded), file)
+    torch.save(lazy, file)
     file.seek(0)
     assert torch.equal(torch.load(file, weights_only=True), torch.arange(12.0).view(4, 3))
 
 
-def save_in_parts(directory, state) -> None:
-    CheckpointStore().save(directory / "step-00000001", state, groups=RankGroups())
-
-
-def test_a_change_in_place_is_saved_whole_and_an_untouched_tensor_in_slices(sharded, tmp_path):
-    changed, read = held(sharded), held(sharded)
-    changed.mul_(2)
-    assert float(read.sum()) == 66
-
-    save_in_parts(tmp_path, {"changed": changed, "read": read, "raw": sharded})
-
-    loaded = load_for_slices(tmp_path / "step-00000001", share=slice(None))
-    assert torch.equal(loaded["changed"], torch.arange(12.0).view(4, 3) * 2)
-    assert [type(loaded[name]) for name in ("changed", "read", "raw")] == [torch.Tensor, WholeTensor, WholeTensor]
-    assert loaded["read"] is not loaded["changed"]
-    assert torch.equal(load(tmp_path / "step-00000001")["raw"], torch.arange(12.0).view(4, 3))
+def test_what_was_loaded_is_saved_whole_with_what_was_changed_in_place(lazy, tmp_path):
+    lazy.mul_(2)
+    save(tmp_path / "step-00000002", {"w": lazy})
+    assert torch.equal(load(tmp_path / "step-00000002")["w"], torch.arange(12.0).view(4, 3) * 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex128, torch.float8_e4m3fn, torch.bool, torch.int64])
@@ -196,15 +194,13 @@ def test_slices_of_every_type_come_back_equal(mesh, tmp_path, dtype):
     loaded = load(tmp_path / "step-00000001")
     assert loaded["state_dict"]["w"].dtype == dtype
     assert loaded["state_dict"]["w"].tolist() == loaded["also"]["w"].tolist() == values.tolist()
-    sliced = load_for_slices(tmp_path / "step-00000001", share=slice(None))["state_dict"]["w"]
+    sliced = load_lazily(tmp_path / "step-00000001.json")["state_dict"]["w"]
     assert isinstance(sliced, WholeTensor)
     assert sliced.tolist() == values.tolist()
 
 
 def test_the_same_weights_in_the_trainers_payload_are_stored_once(sharded, tmp_path):
-    save_in_parts(
-        tmp_path, {"state_dict": {"w": sharded}, "genlight": {"state": {"model": {"w": held(sharded).detach()}}}}
-    )
+    save_in_parts(tmp_path, {"state_dict": {"w": sharded}, "genlight": {"state": {"model": {"w": sharded.detach()}}}})
 
     record = verify(tmp_path / "step-00000001")
     assert [name for f in record.files if "rank-" in (name := record.file_name(f))] == [
@@ -223,16 +219,16 @@ def test_a_save_by_rank_zero_alone_refuses_sharded_tensors_by_name(sharded, tmp_
 def test_ranks_that_hold_other_sharded_tensors_than_rank_zero_are_refused(sharded, tmp_path):
     captured = capture({"state_dict": {"w": sharded}}, RecordMeta())
     channel, record = Channel(), tmp_path / "step-00000001.json"
-    plan_save(channel, record, captured, asynchronous=False)
+    plan_save(channel, record, captured)
     captured.wholes["model.safetensors", "v"] = captured.wholes["model.safetensors", "w"]
 
     with pytest.raises(CheckpointError, match="their slices of v do not make one whole"):
-        write_together(channel, record, captured)
+        write(channel, record, captured)
     assert not record.exists()
 
 
 def test_a_directory_that_a_rank_does_not_see_is_named_with_rank_and_host(sharded, tmp_path, monkeypatch):
-    monkeypatch.setattr("genlight.callbacks.checkpoint.sharded.save.VISIBLE_WITHIN_S", 0.0)
+    monkeypatch.setattr("genlight.callbacks.checkpoint.writing.VISIBLE_WITHIN_S", 0.0)
     captured = capture({"state_dict": {"w": sharded}}, RecordMeta())
     record = tmp_path / "step-00000001.json"
 
@@ -241,7 +237,7 @@ def test_a_directory_that_a_rank_does_not_see_is_named_with_rank_and_host(sharde
     with pytest.raises(
         CheckpointError, match=rf"rank 0 on \S+ does not see in {tmp_path} what rank 0 wrote there: .* all"
     ):
-        write_together(Channel(), record, captured)
+        write(Channel(), record, captured)
 
 
 def test_a_shared_directory_is_left_as_it_was(tmp_path):
@@ -255,5 +251,5 @@ def test_space_is_checked_for_all_parts_together(sharded, tmp_path, monkeypatch)
     captured.slices[0].nbytes = free * os.statvfs(tmp_path).f_frsize * 2
 
     with pytest.raises(CheckpointError, match=r"a checkpoint needs .* MB, but the file system of"):
-        plan_save(Channel(), tmp_path / "c" / "step-00000001.json", captured, asynchronous=False)
+        plan_save(Channel(), tmp_path / "c" / "step-00000001.json", captured)
     assert os.listdir(tmp_path / "c") == []

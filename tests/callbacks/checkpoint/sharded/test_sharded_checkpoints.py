@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from genlight.adapter.cli.command_line import main as genlight
 from genlight.adapter.contract.exceptions import BrokenCheckpointError
-from genlight.callbacks.checkpoint import load, load_weights, newest_valid, verify
+from genlight.callbacks.checkpoint import load, load_weights, newest_valid, read_record, verify
 from genlight.callbacks.checkpoint.export import export_lightning, export_safetensors
-from genlight.callbacks.checkpoint.loading import load_for_slices
+from genlight.callbacks.checkpoint.loading import load_record
 from support import SUPPORT
 from support.forked import Forked
 
@@ -84,8 +84,6 @@ def phases(folder: Path) -> list[dict]:
         {"name": "two", "world_size": 2, "jobs": two},
         {"name": "one", "world_size": 1, "jobs": one},
         {"name": "four", "world_size": 4, "jobs": four},
-        {"name": "alone first", "world_size": 2, "jobs": [job("looks", "x", save_at=2, looks_alone="first")]},
-        {"name": "alone only", "world_size": 2, "jobs": [job("looks", "x", save_at=2, looks_alone="only")]},
         {"name": "kill0", "world_size": 2, "jobs": [job("killed", "k0", every=2, kill_at=4, kill_rank=0)]},
         {"name": "after0", "world_size": 2, "jobs": [job("again", "k0", resume=True)]},
         {"name": "kill1", "world_size": 2, "jobs": [job("killed", "k1", every=2, kill_at=4, kill_rank=1)]},
@@ -115,7 +113,7 @@ def ranks(tmp_path_factory):
     assert process.wait(600) == 0, (folder / "log").read_text()
     done = Ranks(folder)
     for name, phase in done.phases.items():
-        assert set(phase["codes"]) == {0} or name.startswith(("kill", "alone")), (folder / "log").read_text()
+        assert set(phase["codes"]) == {0} or name.startswith("kill"), (folder / "log").read_text()
     return done
 
 
@@ -224,14 +222,6 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_after_the_same_ste
     verify(ranks.folder / "full" / "step-00000002")
 
 
-def test_a_rank_that_looks_alone_at_a_sharded_tensor_is_told_instead_of_waiting_for_ever(ranks):
-    first, second = ranks.results("alone first", "looks")
-    assert "rank 0 uses the values of a sharded tensor of shape (301, 8) and type torch.float32" in first["problem"]
-    assert "rank 1 uses the values of a sharded tensor of shape (1, 301)" in second["problem"]
-    only, *_ = ranks.results("alone only", "looks")
-    assert "rank 0 uses the values of a sharded tensor of shape (301, 8)" in only["problem"]
-
-
 def test_a_run_that_may_go_on_after_a_failed_save_saves_the_next_one(ranks):
     for result in ranks.results("two", "full disk for once"):
         assert (result["problem"], result["steps"]) == ("", 9)
@@ -333,7 +323,7 @@ def test_a_damaged_part_is_found_and_the_checkpoint_before_it_taken(saved, damag
 
 
 def test_a_slice_that_is_damaged_after_its_file_was_proven_is_found_when_it_is_read(saved):
-    checkpoint = load_for_slices(saved / "step-00000003", share=slice(None))
+    checkpoint = load_record(read_record(saved / "step-00000003.json"), share=slice(None))
     flip(part(saved), 0.99)
 
     with pytest.raises(BrokenCheckpointError, match=r"rank-00001/model.safetensors is not what was saved for"):
@@ -343,9 +333,9 @@ def test_a_slice_that_is_damaged_after_its_file_was_proven_is_found_when_it_is_r
 def test_a_rank_proves_only_its_share_of_the_files(saved):
     flip(part(saved, rank=1), 0.99)
 
-    load_for_slices(saved / "step-00000003", share=slice(0, 3))
+    load_record(read_record(saved / "step-00000003.json"), share=slice(0, 3))
     with pytest.raises(BrokenCheckpointError):
-        load_for_slices(saved / "step-00000003", share=slice(3, None))
+        load_record(read_record(saved / "step-00000003.json"), share=slice(3, None))
 
 
 def test_exports_are_whole(ranks, tmp_path):

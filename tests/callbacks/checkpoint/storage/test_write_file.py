@@ -1,4 +1,4 @@
-"""A file that is written is what memory held, and is durable, also where a second thread syncs it."""
+"""A file that is written is what memory held, and is durable."""
 
 import errno
 import itertools
@@ -8,18 +8,15 @@ import pytest
 import xxhash
 
 from genlight.adapter.contract.exceptions import BrokenCheckpointError
-from genlight.callbacks.checkpoint.storage import write_file as file_writing
-from genlight.callbacks.checkpoint.storage.write_file import hash_file, write_file
-from support.thread_limit import no_thread_starts
+from genlight.callbacks.checkpoint.storage import files as file_writing
+from genlight.callbacks.checkpoint.storage.files import hash_file, write_file
 
 CHUNK = 1000
 
 
-@pytest.fixture(params=[1 << 20, 10 * CHUNK], ids=["one thread", "two threads"])
-def many_chunks(request, monkeypatch):
-    """Whether a file of many small chunks counts as small, or gets a thread that syncs it."""
+@pytest.fixture
+def many_chunks(monkeypatch):
     monkeypatch.setattr(file_writing, "_WRITE_CHUNK", CHUNK)
-    monkeypatch.setattr(file_writing, "_SMALL", request.param)
 
 
 @pytest.fixture
@@ -33,16 +30,6 @@ def test_a_file_holds_its_buffers_one_after_the_other(many_chunks, data, tmp_pat
     facts = write_file(tmp_path / "file", buffers)
     assert (tmp_path / "file").read_bytes() == data
     assert facts == hash_file(tmp_path / "file") == (len(data), xxhash.xxh3_128_hexdigest(data))
-
-
-def test_a_file_that_no_thread_can_be_had_for_is_synced_all_the_same(monkeypatch, data, tmp_path):
-    synced = []
-    monkeypatch.setattr(file_writing, "_WRITE_CHUNK", CHUNK)
-    monkeypatch.setattr(file_writing, "_SMALL", 10 * CHUNK)
-    monkeypatch.setattr(os, "fsync", lambda descriptor, real=os.fsync: synced.append(real(descriptor)))
-    with no_thread_starts():
-        assert write_file(tmp_path / "file", [data]) == hash_file(tmp_path / "file")
-    assert len(synced) == 1
 
 
 def test_an_empty_file_is_written_too(tmp_path):
@@ -68,7 +55,7 @@ def test_a_sync_that_fails_fails_the_write(many_chunks, data, tmp_path, monkeypa
 
 
 def test_a_write_that_fails_is_raised_and_nothing_is_synced(many_chunks, data, tmp_path, monkeypatch, open_files):
-    """Neither a descriptor nor a thread stays behind."""
+    """No descriptor stays behind."""
     real, calls = os.writev, []
 
     def fail_late(descriptor, parts):

@@ -1,0 +1,1 @@
+../../adapter/runner/slurm_runner.py

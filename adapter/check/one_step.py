@@ -1,0 +1,146 @@
+"""``genlight doctor --step``: one real step of a job's class on the first batch of its data."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from ..contract.exceptions import InputError
+from ..contract.run_state import RunState
+from ..contract.types import StepContext
+from ..discovery.discover import Discovered, discover
+from ..job.config import RunConfig
+from ..job.lightning_objects import make_data
+from ..module.plugin_loading import find_trainer, loader_of_class, make_trainer, on_sys_path, optional_hook
+from ..module.step_metrics import named_scalars, validated_result
+from ..plumbing.counted_dict import CountedDict
+from ..plumbing.devices import accelerator, isolated_random_numbers
+from ..plumbing.finding import Finding, Level
+from ..plumbing.redaction import text_of
+from .batches import rank_feed
+from .isolation import quiet
+
+__all__ = ["one_step"]
+
+MOST_SHOWN = 12
+"""Columns and metrics that are named."""
+
+
+def one_step(config: RunConfig) -> Iterator[Finding]:
+    """What the first step of a job shows: of its batch, of what raises and where, of gradients, of the metrics.
+
+    Nothing is written, and random numbers are afterwards as they were.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(on_sys_path([config.spec_dir, Path.cwd()]))
+        stack.enter_context(quiet())
+        stack.enter_context(isolated_random_numbers())
+        try:
+            yield from _findings(config, stack)
+        except Exception as error:  # noqa: BLE001  # whatever the class or its data raises is the finding
+            yield Finding("step", "fail", f"{type(error).__name__}: {text_of(error)}{_where(error)}")
+
+
+def _findings(config: RunConfig, stack: contextlib.ExitStack) -> Iterator[Finding]:
+    device = None if config.lightning.get("accelerator") == "cpu" else accelerator()
+    job = config.job
+    ctx = StepContext(
+        job=type(job)(**{**vars(job), "hyperparams": CountedDict(job.hyperparams)}),
+        device="cpu" if device is None else f"{device.type}:0",
+        dtype="fp32",
+        is_canceled=lambda: False,
+        run_state=RunState(run_id=config.run_id),
+    )
+    data = make_data(config)
+    feed = None if data is None else rank_feed(data, ctx, stack)
+    plugin = make_trainer(find_trainer(config.trainer))
+    plugin.setup(ctx)
+    state = plugin.configure(ctx)
+    if feed is None:
+        if optional_hook(plugin, "train_loader") is None:
+            yield Finding("step", "warn", "not taken: the class collects its own batches by `rollout`")
+            return
+        feed = loader_of_class(plugin, ctx)
+    raw = next(iter(feed), None)
+    if raw is None:
+        raise InputError("the source of batches is empty; check `dataset`")
+    yield Finding("batch", "pass", described(raw))
+    yield from _of_columns(raw)
+    discovered = discover(state, plugin)
+    before = {name: value.detach().clone() for name, value in _trained(discovered)}
+    result = validated_result(plugin.train_step(plugin.prepare_batch(raw, state, ctx), state, ctx))
+    yield from _of_gradients(discovered, before)
+    metrics = named_scalars(result, state, ctx, [found.value for found in discovered.optimizers])
+    shown = ", ".join(f"{name} {value:.4g}" for name, value in list(metrics.items())[:MOST_SHOWN])
+    level: Level = "pass" if all(map(math.isfinite, metrics.values())) else "warn"
+    yield Finding("step", level, f"one step was taken on {ctx.device}: {shown or 'it returns no metrics'}")
+
+
+def described(batch: Any) -> str:
+    """The type and the shape of a raw batch, by column where it has some."""
+    if isinstance(batch, pa.RecordBatch | pa.Table):
+        columns = [f"{field.name} {field.type}" for field in batch.schema]
+        return f"{type(batch).__name__} of {batch.num_rows} rows: {_listed(columns)}"
+    if isinstance(batch, torch.Tensor) or (hasattr(batch, "dtype") and hasattr(batch, "shape")):
+        return f"{type(batch).__name__} {tuple(batch.shape)} {batch.dtype}"
+    if isinstance(batch, Mapping):
+        return f"{type(batch).__name__}: {_listed([f'{name} {described(value)}' for name, value in batch.items()])}"
+    if isinstance(batch, list | tuple) and batch and not isinstance(batch[0], int | float | str):
+        return f"{type(batch).__name__} of {len(batch)}: {_listed([described(value) for value in batch[:3]])}"
+    return f"{type(batch).__name__}{f' of {len(batch)}' if isinstance(batch, list | tuple) else ''}"
+
+
+def _of_columns(batch: Any) -> Iterator[Finding]:
+    """The columns that no tensor can be made of as they are."""
+    if not isinstance(batch, pa.RecordBatch | pa.Table):
+        return
+    columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+    counts = {name: column.null_count for name, column in columns.items() if column.null_count}
+    nulls = [f"{name!r} ({count} of {batch.num_rows})" for name, count in counts.items()]
+    texts = [repr(name) for name, column in columns.items() if pa.types.is_string(column.type)]
+    if nulls:
+        yield Finding("batch", "warn", f"nulls in column {_listed(nulls)}: fill them, or leave them out by `filters`")
+    if texts:
+        yield Finding("batch", "pass", f"text in column {_listed(texts)}: `prepare_batch` must make numbers of it")
+
+
+def _of_gradients(discovered: Discovered, before: Mapping[str, torch.Tensor]) -> Iterator[Finding]:
+    after = dict(_trained(discovered))
+    without = [name for name, value in after.items() if value.grad is None and torch.equal(value, before[name])]
+    if not after:
+        yield Finding("gradients", "warn", "no optimizer was found in what `configure` returned, or on the trainer")
+    elif len(without) == len(after):
+        text = "no weight of an optimizer has a gradient, and none has changed: is `backward()` called on the loss?"
+        yield Finding("gradients", "warn", text)
+    elif without:
+        yield Finding("gradients", "warn", f"no gradient and no change in this step: {_listed(without)}")
+    else:
+        yield Finding("gradients", "pass", f"{len(after)} weights have gradients, or have changed")
+
+
+def _trained(discovered: Discovered) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of all optimizers, by path where a module has them."""
+    names = {id(value): f"{m.path}.{name}" for m in discovered.modules for name, value in m.value.named_parameters()}
+    for found in discovered.optimizers:
+        for number, group in enumerate(found.value.param_groups):
+            for place, value in enumerate(group["params"]):
+                if value.requires_grad:
+                    yield names.get(id(value), f"{found.path}.param_groups[{number}][{place}]"), value
+
+
+def _where(error: BaseException) -> str:
+    """File and line of the user's code that an exception came through last; empty where it came through none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if "site-packages" not in each.filename and "/genlight/" not in each.filename]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line})" if own else ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:MOST_SHOWN]) + (f" and {len(names) - MOST_SHOWN} more" if names[MOST_SHOWN:] else "")

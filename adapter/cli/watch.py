@@ -1,0 +1,43 @@
+"""Watch runs in the terminal: progress, curves over each other, checkpoints, samples, uploads, findings, machine.
+
+A run that has not started is shown once it has. Keys: n and p pick the metric, + and - smooth, t takes time instead of
+steps, tab picks the run, the arrows scroll, s stops the run, q ends the view and leaves the runs alone.
+
+Exit codes: 0 ended by q, 2 usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from .terminal import complain
+
+__all__ = ["add_arguments", "run"]
+
+_ENDED, _USAGE = 0, 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("run", metavar="RUN", nargs="+", help="folder of a run, which may start later")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry the command out and return its exit code: 0, or 2 where there is nothing to watch or to watch on."""
+    folders = list(dict.fromkeys(Path(each) for each in args.run))
+    files = [folder for folder in folders if folder.exists() and not folder.is_dir()]
+    if files:
+        return complain("watch", f"{files[0]} is not a folder; name that of a run", _USAGE)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        text = "it needs a terminal; `genlight ls --json` and `genlight events RUN --follow` need none"
+        return complain("watch", text, _USAGE)
+    try:
+        from ..view.watching import WatchRuns
+    except ModuleNotFoundError as error:
+        if error.name not in ("textual", "plotext"):
+            raise
+        return complain("watch", f"{error.name} is not installed: pip install 'genlight[watch]'", _USAGE)
+    WatchRuns(folders).run()
+    return _ENDED

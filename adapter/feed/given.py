@@ -1,0 +1,296 @@
+"""What a user's function returns, as batches of this rank with a position.
+
+Of rows that can be asked for by number the order is genlight's own; what hands out batches by itself is read again
+after a resume up to where it was. `feed_of` says which is which.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from ...callbacks.checkpoint.rank_state import capture_rng, restore_rng
+from ..contract.exceptions import InputError
+from ..contract.types import StepContext
+from ..plumbing.devices import isolated_random_numbers
+from .arrow_feed import ArrowFeed
+from .dataset_source import DatasetSource
+from .workers import draw_from
+
+__all__ = ["RepeatedRead", "call_with_context", "feed_of"]
+
+log = logging.getLogger(__name__)
+
+_MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_OF_ARROW = ("columns", "filters", "filesystem", "readahead", "shuffle_window")
+"""Options of a feed that only Arrow data has a use for."""
+
+
+def call_with_context(function: Callable[..., Any], ctx: StepContext) -> Any:
+    """What `function` returns, which takes ``ctx`` or nothing.
+
+    Raises:
+        InputError: It requires something else.
+    """
+    name = getattr(function, "__qualname__", repr(function))
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # written in C, without a signature
+        return function()
+    required = [each.name for each in parameters.values() if each.default is each.empty and each.kind not in _MANY]
+    if unknown := [f"`{each}`" for each in required if each != "ctx"]:
+        raise InputError(
+            f"The data function `{name}` requires {', '.join(unknown)}; genlight gives it `ctx`, or nothing. Write one "
+            f"that returns it: `def data(ctx): return lambda: {name}(…)`."
+        )
+    return function(ctx=ctx) if "ctx" in parameters else function()
+
+
+def feed_of(function: Callable[..., Any], ctx: StepContext, options: Mapping[str, Any]) -> Any:
+    """What `function` returns, as batches of the rank of `ctx`.
+
+    - a map-style dataset: batches of rows in an order of ours, which depends on seed and epoch alone; ranks share each
+      step, and the position may be taken up by another number of ranks;
+    - a plain ``DataLoader`` over one: itself on one process, where its order is what a plain loop gets; on several
+      ranks its dataset as above, with its batch size, workers and collate function;
+    - a table or a data frame: an `ArrowFeed`;
+    - whatever has a ``state_dict`` and ``load_state_dict`` of its own: itself;
+    - another iterable, or a callable that returns the next batch: `RepeatedRead`.
+
+    Args:
+        function: Takes ``ctx``, or nothing. One that returns an iterator is called again for each pass.
+        ctx: Of this rank.
+        options: Those of `ArrowFeed`, for rows that are not yet in batches.
+
+    Raises:
+        InputError: It returned something else, or something that several ranks cannot share.
+    """
+    given = call_with_context(function, ctx)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    ranks: dict[str, Any] = {"rank": ctx.rank, "world_size": ctx.world_size, "per_epoch": True}
+    if hasattr(given, "__arrow_c_stream__"):
+        return ArrowFeed(given, **ranks, **options)
+    is_dataset = _is_dataset(given)
+    unused = [option for option in options if option in _OF_ARROW] if is_dataset else sorted({*options} - {"seed"})
+    if unused and ctx.rank == 0:
+        what = "rows that are no Arrow data" if is_dataset else "batches, and not rows"
+        log.warning("%s: no effect, since `%s` returns %s", ", ".join(map("`{}`".format, unused)), name, what)
+    if is_dataset:
+        return _dataset_feed(given, {**options, **ranks})
+    if isinstance(given, DataLoader) and not isinstance(given.dataset, IterableDataset):
+        return given if ctx.world_size == 1 else _shared_loader(given, name, {"seed": options.get("seed", 0), **ranks})
+    if hasattr(given, "state_dict") and hasattr(given, "load_state_dict") and hasattr(given, "__iter__"):
+        return given
+    if isinstance(given, str | bytes | tuple | Mapping | torch.Tensor | np.ndarray):
+        raise InputError(
+            f"The data function `{name}` returned a {type(given).__name__}, which looks like one batch. Return what "
+            "gives batches: a dataset, a DataLoader, an iterable, or a function that returns the next one."
+        )
+    if not hasattr(given, "__iter__") and not callable(given):
+        raise InputError(
+            f"The data function `{name}` returned {given!r:.100}. Return a dataset, a DataLoader, an iterable, or a "
+            "function that returns the next batch."
+        )
+    if ctx.world_size > 1 and hasattr(given, "__iter__") and "ctx" not in inspect.signature(function).parameters:
+        raise InputError(
+            f"Each of {ctx.world_size} ranks would train the batches that `{name}` returns. Give it a parameter `ctx` "
+            "and share them by `ctx.rank` and `ctx.world_size`, or return a map-style dataset, which genlight shares."
+        )
+    return RepeatedRead(given, lambda: call_with_context(function, ctx), name, ctx, seed=options.get("seed", 0))
+
+
+def _is_dataset(given: Any) -> bool:
+    is_batch = isinstance(given, str | bytes | list | tuple | Mapping | torch.Tensor | np.ndarray)
+    return hasattr(given, "__getitem__") and hasattr(given, "__len__") and not is_batch
+
+
+def _dataset_feed(dataset: Any, options: Mapping[str, Any]) -> ArrowFeed:
+    collate = options.get("collate")
+    own = {**options, "collate": default_collate if collate in (None, "torch") else collate}
+    return ArrowFeed(DatasetSource(dataset), **{**own, "shuffle_window": max(len(dataset), 1)})
+
+
+def _shared_loader(loader: DataLoader[Any], name: str, options: Mapping[str, Any]) -> Any:
+    """What a rank of several gets of `loader`, over rows that can be asked for by number.
+
+    Raises:
+        InputError: Its order is torch's own, the same on all ranks, and cannot be shared.
+    """
+    sampler = loader.sampler
+    is_plain = type(loader) is DataLoader and type(loader.batch_sampler) is BatchSampler
+    is_in_order = type(sampler) is SequentialSampler
+    is_shuffled = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler)
+    has_own_workers = loader.worker_init_fn is not None or loader.multiprocessing_context is not None
+    if is_plain and (is_in_order or is_shuffled) and not has_own_workers:
+        generator = loader.generator
+        taken = {
+            "batch_size": loader.batch_size,
+            "shuffle": is_shuffled,
+            "seed": options["seed"] if generator is None else generator.initial_seed(),
+            "drop_last": loader.drop_last,
+            "workers": loader.num_workers,
+            "collate": loader.collate_fn,
+            "pin_memory": loader.pin_memory,
+        }
+        return _dataset_feed(loader.dataset, {**options, **taken})
+    if isinstance(sampler, DistributedSampler) or not type(sampler).__module__.startswith("torch."):
+        return loader
+    raise InputError(
+        f"The {type(loader).__name__} of `{name}`, with a {type(sampler).__name__}, cannot be shared by "
+        f"{options['world_size']} ranks. Give it `sampler=DistributedSampler(dataset, ctx.world_size, ctx.rank)`, or "
+        "return the dataset."
+    )
+
+
+class RepeatedRead:
+    """Batches of an iterable, or of a callable that returns the next one, that keeps no position.
+
+    A resume reads the batches again that were taken of the pass, with the random states with which it was begun, and
+    says so; of a callable that draws random numbers nothing is read again, since the states of the checkpoint say what
+    it draws next. On several ranks random numbers come from the seed, the rank and the number of the batch.
+
+    Args:
+        given: The iterable or the callable.
+        again: Gives it anew, for the next pass of an iterator and after a resume.
+        name: For messages.
+        ctx: Of this rank.
+        seed: Of the random numbers on several ranks.
+    """
+
+    def __init__(self, given: Any, again: Callable[[], Any], name: str, ctx: StepContext, *, seed: int = 0) -> None:
+        self._given, self._again, self._name = given, again, name
+        self._is_callable = not hasattr(given, "__iter__")
+        self._rank, self._world_size, self._seed = ctx.rank, ctx.world_size, seed
+        self._passes = self._taken = 0
+        self._begun: dict[str, Any] | None = None
+        """Random states with which the pass was begun, on one process; None between passes."""
+        self._draws = False
+        """Whether the callable draws random numbers."""
+        self._resumes = False
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def __iter__(self) -> Iterator[Any]:
+        # All at the first batch: Lightning makes an iterator before that, which it does not use.
+        if self._resumes:
+            batches = self._rest()
+        else:
+            self._taken, self._passes = 0, self._passes + 1
+            self._begun = capture_rng() if self._world_size == 1 else {}
+            batches = self._anew()
+        self._resumes = False
+        for batch in self._drawn(batches):
+            self._taken += 1
+            yield batch
+        self._begun, self._taken = None, 0
+
+    def _anew(self) -> Iterator[Any]:
+        given = self._again() if self._given is None else self._given
+        if self._is_callable:
+            return _calls(given)
+        batches: Iterator[Any] = iter(given)
+        self._given = None if batches is given else given  # an iterator is used up
+        return batches
+
+    def _drawn(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """`batches`, with the random numbers of this rank."""
+        end = object()
+        while True:
+            with isolated_random_numbers() if self._world_size > 1 else nullcontext():
+                if self._world_size > 1:
+                    draw_from((self._seed, 3, self._passes, self._taken, self._rank))
+                before = _host_states() if self._is_callable and not self._taken else None
+                batch = next(batches, end)
+                self._draws = self._draws or (before is not None and _host_states() != before)
+            if batch is end:
+                return
+            yield batch
+
+    def _rest(self) -> Iterator[Any]:
+        if self._is_callable and self._draws:
+            return self._anew()
+        log.info(
+            "`%s` keeps no position: %d batches that were taken of this pass are read again", self._name, self._taken
+        )
+        taken, self._taken, drawn = self._taken, 0, False
+        with isolated_random_numbers():
+            if self._begun:
+                restore_rng(self._begun)
+            batches = self._anew()
+            states = None
+            for _ in islice(self._drawn(batches), taken):
+                self._taken += 1
+                now = _host_states()
+                drawn, states = drawn or states not in (None, now), now
+        if self._taken < taken:
+            raise InputError(
+                f"`{self._name}` gave {self._taken} batches; {taken} were taken of this pass before the checkpoint. "
+                "Resume with the data of the checkpoint, or start a new run."
+            )
+        if drawn and self._world_size == 1:
+            log.warning(
+                "`%s` draws random numbers between batches. Where these decide which rows come later, as in a shuffle "
+                "buffer, the run is not bit-equal to one that was never interrupted: return a map-style dataset, or "
+                "give the iterable `state_dict` and `load_state_dict`",
+                self._name,
+            )
+        return batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many batches were taken of the pass, and what it was begun with."""
+        return {
+            "passes": self._passes,
+            "taken": self._taken,
+            "begun": self._begun,
+            "draws": self._draws,
+            "world_size": self._world_size,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after the batches that were taken.
+
+        Raises:
+            InputError: It was saved on another number of ranks within a pass, or is of another kind of source.
+        """
+        if "taken" not in state or "passes" not in state:
+            raise InputError(f"The position belongs to another kind of source; it has {', '.join(sorted(state))}.")
+        if state["taken"] and not state["draws"] and state["world_size"] != self._world_size:
+            raise InputError(
+                f"`{self._name}` shares its batches by itself: a position within a pass on {state['world_size']} ranks "
+                f"is none on {self._world_size}. Resume with as many, or return a map-style dataset."
+            )
+        self._passes, self._taken = state["passes"], state["taken"]
+        self._begun, self._draws = state["begun"], state["draws"]
+        self._resumes = self._taken > 0
+
+
+def _calls(function: Callable[[], Any]) -> Iterator[Any]:
+    while True:
+        try:
+            batch = function()
+        except StopIteration:
+            return
+        yield batch
+
+
+def _host_states() -> tuple[bytes, str, tuple[Any, ...]]:
+    state: Any = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), f"{state[1].tobytes()}{state[2:]}", random.getstate()

@@ -1,0 +1,105 @@
+"""Names a trainer that clips between two backward calls of one update, where gradients are means over the ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from .ddp.rank_check import users_line
+from .step_part import BackwardCall, StepPart
+from .torch_hooks import read_gradient
+from .torch_internals import without_torch_function_of_subclasses
+
+__all__ = ["ChangedGradients"]
+
+log = logging.getLogger(__name__)
+
+_CHANGED = (
+    "Gradients are changed between two backward calls of one update, before %s. They are means over the ranks there, "
+    "so that a bound (clip_grad_norm_ of each row or microbatch, as in DP-SGD) holds for that mean, and not for what "
+    "each rank's own rows give. To bound those, use `strategy: ddp` and ask for their gradients by torch.autograd.grad "
+    "or torch.func, which average nothing, and write the sum of what was bounded to `.grad` before the update; or use "
+    "one device. Factors that do not depend on the gradients are right as they are."
+)
+WATCHED_UPDATES = 3
+"""Updates of a run in which such changes are looked for; each look goes through all parameters."""
+
+_Identity = tuple[Tensor, int | str]
+"""A gradient and its version; of a sharded one this rank's part, whose version says nothing, and its norm."""
+
+
+class ChangedGradients(StepPart):
+    """Finds gradients that a trainer changes, and that another backward call of the same update adds to, and says so.
+
+    A factor and a clip look alike, and both look like neither where a gradient is set to zero.
+
+    Args:
+        parameters: Gives those that optimizers hold.
+    """
+
+    def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
+        self._parameters = parameters
+        self._updates = 0
+        self._left: dict[int, tuple[Tensor, _Identity]] = {}
+        """Parameters, and their gradients as genlight or torch has left them."""
+        self._changed: dict[int, tuple[Tensor, _Identity | None]] = {}
+        """Those whose gradient the trainer has changed since, and which one it was before the running backward call."""
+
+    @override
+    def begin(self, step: int) -> None:
+        self.look()
+
+    def look(self) -> None:
+        """Gradients are what they should be: those of all ranks, or what this rank has accumulated."""
+        found = ((p, _identity(p)) for p in (self._parameters() if self._updates < WATCHED_UPDATES else ()))
+        self._left = {id(p): (p, identity) for p, identity in found if identity is not None}
+
+    @override
+    def before_backward(self, call: BackwardCall) -> None:
+        for key, (parameter, (gradient, version)) in self._left.items():
+            now, version_now = _identity(parameter), _version(parameter, gradient)
+            was_replaced = now is not None and now[0] is not gradient and bool(now[0].any())
+            was_written_once = isinstance(version, str) or version_now == version + 1
+            was_zeroed = was_written_once and not gradient.any()
+            if was_replaced or (version_now != version and not was_zeroed):
+                self._changed[key] = (parameter, None)
+        self._left.clear()
+        self._changed = {key: (p, _identity(p)) for key, (p, _) in self._changed.items()}
+
+    @override
+    def after_backward(self) -> None:
+        if any(not _is_same(_identity(p), before) for p, before in self._changed.values()):
+            self._updates = WATCHED_UPDATES
+            self._changed.clear()
+            log.warning(_CHANGED, users_line())
+        self.look()
+
+    @override
+    def before_update(self, optimizer: Optimizer) -> bool:
+        self._updates += 1
+        self._left.clear()
+        self._changed.clear()
+        return True
+
+
+def _identity(parameter: Tensor) -> _Identity | None:
+    with without_torch_function_of_subclasses():
+        gradient = read_gradient(parameter)
+    if gradient is None:
+        return None
+    local: Tensor = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+    return local, _version(parameter, local)
+
+
+def _version(parameter: Tensor, gradient: Tensor) -> int | str:
+    return str(float(torch.linalg.vector_norm(gradient))) if isinstance(parameter, DTensor) else gradient._version
+
+
+def _is_same(one: _Identity | None, other: _Identity | None) -> bool:
+    return one is other if one is None or other is None else one[0] is other[0] and one[1] == other[1]

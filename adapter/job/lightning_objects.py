@@ -1,0 +1,193 @@
+"""The one place where a job becomes Lightning objects: the trainer and the data module."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from jsonargparse import ArgumentError, ArgumentParser
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from ... import callbacks as genlight_callbacks
+from ...reporters.events.event_logger import EventLogger
+from ..cluster.placement import placed_by_launcher
+from ..contract.exceptions import StartupContractError
+from ..plumbing.redaction import text_of
+from ..plumbing.text import as_list
+from .config import RunConfig
+from .parser_errors import root_cause, shortened
+from .spec import DatasetSpec
+from .standard_callbacks import callbacks_of_job, plain
+from .trainer_arguments import trainer_arguments
+
+__all__ = ["epochs_of", "instantiate", "instantiate_alone", "make_data"]
+
+_MIXED_PRECISION = "lightning.pytorch.plugins.MixedPrecision"
+_LISTS = ("callbacks", "logger", "plugins")
+"""Trainer arguments of which a job's own entries come after ours."""
+_VALIDATION = ("val_check_interval", "check_val_every_n_epoch", "limit_val_batches")
+"""Trainer arguments by which a job asks Lightning to validate; without them only its `validate` evaluates."""
+_LEAVES_SOMETHING = ("callbacks", "logger", "profiler", "default_root_dir", "limit_train_batches", *_VALIDATION)
+"""Trainer arguments that a training without callbacks and results does not take over."""
+
+
+def _their_arguments(config: RunConfig) -> Mapping[str, Any]:
+    """The job's own ``lightning`` block, in words that Lightning takes, a class as its path and arguments.
+
+    For a sharded model it refuses ``"16-mixed"``, since it cannot unscale shards itself, but takes the plugin that this
+    stands for. `ContractModule` does unscale them.
+    """
+    theirs = config.lightning
+    strategy = theirs.get("strategy")
+    name = str(strategy.get("class_path") if isinstance(strategy, Mapping) else strategy).rpartition(".")[2]
+    if name not in ("ModelParallelStrategy", "FSDP2Strategy") or str(theirs.get("precision")) not in ("16", "16-mixed"):
+        return theirs
+    from ..plumbing.devices import accelerator
+
+    here = None if theirs.get("accelerator") == "cpu" else accelerator()
+    device = "cpu" if here is None else here.type
+    plugin = {"class_path": _MIXED_PRECISION, "init_args": {"precision": "16-mixed", "device": device}}
+    rest = {name: value for name, value in theirs.items() if name != "precision"}
+    return {**rest, "plugins": [*_listed(theirs.get("plugins")), plugin]}
+
+
+def _our_arguments(config: RunConfig) -> dict[str, Any]:
+    """Plain arguments of the Lightning trainer that follow from the job; its ``lightning`` block may say otherwise."""
+    return {
+        "max_steps": config.job.max_steps,
+        "max_epochs": epochs_of(config),
+        "default_root_dir": str(config.artifacts_dir),
+        "log_every_n_steps": config.job.metric_every or 50,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        **({} if any(name in config.lightning for name in _VALIDATION) else {"limit_val_batches": 0}),
+    }
+
+
+def _listed(value: Any) -> list[Any]:
+    # True and false are Lightning's words for its own, or none.
+    return [] if isinstance(value, bool) else as_list(value)
+
+
+def epochs_of(config: RunConfig) -> int:
+    """Passes over the data; -1 is Lightning's word for no limit."""
+    if config.mock_batches is not None:
+        return 1
+    return -1 if config.dataset is None or config.dataset.epochs is None else config.dataset.epochs
+
+
+def make_data(config: RunConfig, parquet_paths: Sequence[str] = ()) -> pl.LightningDataModule | None:
+    """The data module of a job, made anew; None where it names no data.
+
+    Args:
+        config: The job.
+        parquet_paths: Data files that its inputs brought here; otherwise those that it names.
+
+    Raises:
+        StartupContractError: ``startup.invalid_job_spec``: `dataset` has options that cannot be used, such as a
+            `collate` that cannot be imported.
+    """
+    dataset = config.dataset
+    try:
+        if config.mock_batches is not None:
+            return _data_module("MockDataModule", batches=list(config.mock_batches))
+        if config.data is not None:
+            assert dataset is not None
+            defaults = plain(DatasetSpec())
+            changed = {name: value for name, value in plain(dataset).items() if value != defaults[name]}
+            changed.pop("epochs", None)
+            return _data_module("FunctionDataModule", function=config.data, **changed)
+        paths = list(parquet_paths or (dataset.parquet_paths if dataset is not None else ()))
+        if dataset is None or not paths:
+            return None
+        options = {name: value for name, value in plain(dataset).items() if value is not None and name != "epochs"}
+        return _data_module("ArrowDataModule", **{**options, "parquet_paths": paths})
+    except (ValueError, TypeError) as error:
+        raise StartupContractError(
+            "startup.invalid_job_spec", f"The data of the job cannot be used: {text_of(error)}"
+        ) from error
+
+
+def instantiate(
+    config: RunConfig, *, parquet_paths: Sequence[str] = ()
+) -> tuple[pl.Trainer, pl.LightningDataModule | None]:
+    """The Lightning trainer and the data module of a job; its module is made by the caller, who has loaded its class.
+
+    Returns:
+        The trainer, and None for the data where the job names none.
+
+    Raises:
+        StartupContractError: ``startup.invalid_job_spec``: the ``lightning`` block has arguments, or `dataset` has
+            options, that cannot be used.
+    """
+    data = make_data(config, parquet_paths)
+    with _lightning_errors():
+        theirs = _instantiated(_their_arguments(config))
+        callbacks = [getattr(genlight_callbacks, name)(**given) for name, given in callbacks_of_job(config).items()]
+        path = config.events_path
+        logger = EventLogger(path=path.name, run_id=config.run_id, save_dir=str(path.parent))
+        ours = {**_our_arguments(config), "callbacks": callbacks, "logger": [logger]}
+        lists = {name: [*ours.get(name, []), *_listed(theirs.get(name))] for name in _LISTS}
+        return pl.Trainer(**{**ours, **theirs, **{name: made for name, made in lists.items() if made}}), data
+
+
+def instantiate_alone(config: RunConfig, callbacks: Sequence[pl.Callback]) -> pl.Trainer:
+    """The Lightning trainer of a job for a training that leaves nothing behind, with `callbacks` and no others.
+
+    Devices, strategy, precision and plugins are the job's; its callbacks, loggers and validation are left out.
+
+    Raises:
+        StartupContractError: ``startup.invalid_job_spec``: the ``lightning`` block has arguments that cannot be
+            used.
+    """
+    given = {name: value for name, value in _their_arguments(config).items() if name not in _LEAVES_SOMETHING}
+    with _lightning_errors():
+        alone = {"logger": False, "enable_checkpointing": False, "limit_val_batches": 0, "callbacks": list(callbacks)}
+        return pl.Trainer(**{**_our_arguments(config), **_instantiated(given), **alone})
+
+
+@contextlib.contextmanager
+def _lightning_errors() -> Iterator[None]:
+    try:
+        yield
+    except (ArgumentError, ValueError, TypeError, ImportError, MisconfigurationException) as error:
+        raise StartupContractError(
+            "startup.invalid_job_spec", f"The `lightning` block of the job cannot be used: {root_cause(error)}"
+        ) from error
+
+
+def _instantiated(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Trainer arguments as a job gives them, with instances in place of class paths, and what the launcher decides."""
+    if not given:
+        return placed_by_launcher(given)
+    arguments = copy.deepcopy(dict(given))  # jsonargparse puts objects of its own into what it parses
+    parser = ArgumentParser(exit_on_error=False)
+    # Reading the types of the other forty takes longer than making the trainer.
+    others = set(trainer_arguments()).difference(arguments)
+    parser.add_class_arguments(pl.Trainer, "lightning", instantiate=False, skip=others)
+    errors = [error for name, value in arguments.items() if (error := _argument_error(parser, name, value))]
+    if errors:
+        raise ValueError("\n  - ".join(["", *errors]) if len(errors) > 1 else errors[0])
+    made = parser.instantiate(parser.parse_object({"lightning": arguments})).lightning
+    found = {name: getattr(made, name) for name in arguments}
+    return {**found, **placed_by_launcher(found)}
+
+
+def _argument_error(parser: ArgumentParser, name: str, value: Any) -> str | None:
+    """What is wrong with one argument; jsonargparse stops at the first that is."""
+    try:
+        parser.parse_object({"lightning": {name: value}})
+    except ArgumentError as error:
+        return shortened(str(error))
+    return None
+
+
+def _data_module(name: str, **arguments: Any) -> pl.LightningDataModule:
+    """One of the adapter's own, by name: the feed stands beside this package, not below it."""
+    made: pl.LightningDataModule = getattr(importlib.import_module("genlight.adapter"), name)(**arguments)
+    return made

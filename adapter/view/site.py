@@ -1,0 +1,258 @@
+"""The web application that shows the runs below a folder, live; of the extra ``serve``.
+
+Who asks is judged before anything is read: a request that names a foreign host is one that a page elsewhere sends
+through a name of its own (DNS rebinding), and one that wants to change something must come from a page of ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import json
+import os
+import tarfile
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ...callbacks.checkpoint.selection import folder_of_checkpoints, list_checkpoints
+from ..plumbing.safe_open import open_below
+from .history import BEGINNING_BYTES, picture_kind
+from .page import facts_of, page_of, stamp
+from .runs import Runs
+from .stopping import request_stop
+
+__all__ = ["application"]
+
+COOKIE = "genlight_token"
+MOST_AT_ONCE = 20
+"""How many runs a page shows."""
+_PIECE_BYTES = 1 << 20
+_SOURCES = "img-src 'self' data:; connect-src 'self'"
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_FILE_HEADERS = {"Content-Security-Policy": "default-src 'none'; sandbox", "Content-Encoding": "identity"}
+"""The second keeps gigabytes from being compressed."""
+
+
+def application(folder: Path, *, token: str | None = None, hosts: Collection[str] = ()) -> Starlette:
+    """The application for the runs below `folder`.
+
+    Args:
+        folder: With runs below it.
+        token: What every request has to show, in a cookie or as a bearer; None asks for none.
+        hosts: Names by which it may be asked for, besides addresses and ``localhost``.
+    """
+    pages = _Pages(Runs(folder))
+    routes = [
+        Route("/", pages.shell("runs.json", "Runs")),
+        Route("/run", pages.shell("data.json", "Run")),
+        Route("/runs.json", pages.listing),
+        Route("/data.json", pages.data),
+        Route("/file", pages.file),
+        Route("/checkpoint", pages.checkpoint),
+        Route("/stop", pages.stop, methods=["POST"]),
+    ]
+    guard = Middleware(_Guard, token=token, hosts=frozenset(name.lower() for name in hosts))
+    return Starlette(routes=routes, middleware=[guard, Middleware(GZipMiddleware)])
+
+
+class _Guard:
+    """Refuses requests for foreign names and without the token, and says on each answer what a browser may do."""
+
+    def __init__(self, app: ASGIApp, token: str | None, hosts: Collection[str]) -> None:
+        self._app, self._token, self._hosts = app, token, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        request = Request(scope)
+        answer = self._refusal(request)
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                present = {name for name, _ in message["headers"]}
+                more = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
+                message["headers"] += [(name, value) for name, value in more if name not in present]
+            await send(message)
+
+        await (answer or self._app)(scope, receive, send_with_headers)
+
+    def _refusal(self, request: Request) -> Response | None:
+        host = request.headers.get("host", "")
+        if not self._is_ours(host):
+            text = f"{host!r} is not a name of this server; `genlight serve --allow-host NAME` adds one"
+            return PlainTextResponse(text, 421)
+        if request.method == "POST" and not _is_from_our_page(request, host):
+            return PlainTextResponse("only a page of this server may ask for that", 403)
+        if self._token is None:
+            return None
+        if (given := request.query_params.get("token")) is not None and request.method == "GET":
+            return self._welcome(request, given)
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if any(self._is_token(each) for each in (request.cookies.get(COOKIE, ""), bearer)):
+            return None
+        return PlainTextResponse("open the address that `genlight serve` wrote, with its token", 401)
+
+    def _welcome(self, request: Request, given: str) -> Response:
+        """Take the token out of the address, which stays in histories, and into a cookie."""
+        if not self._is_token(given):
+            return PlainTextResponse("the token is another one; `genlight serve` wrote it", 401)
+        rest = urlencode([pair for pair in parse_qsl(request.url.query) if pair[0] != "token"])
+        # Relative, so that nothing in the request decides where it leads.
+        answer = RedirectResponse(f"?{rest}" if rest else "?", 303)
+        answer.set_cookie(COOKIE, given, httponly=True, samesite="strict")
+        return answer
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), (self._token or "").encode())
+
+    def _is_ours(self, host: str) -> bool:
+        """Whether a ``Host`` is an address or a known name: only a name can lead a stranger's page here."""
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").lower()
+        except ValueError:
+            return False
+        if name == "localhost" or name in self._hosts:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
+def _is_from_our_page(request: Request, host: str) -> bool:
+    """Whether a page of this server sent the request: pages of others can neither set the header nor the origin."""
+    origin = request.headers.get("origin")
+    return request.headers.get("x-genlight") == "stop" and origin in (None, f"{request.url.scheme}://{host}")
+
+
+class _Pages:
+    """What each address answers. Its methods run in threads."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+
+    def shell(self, live: str, title: str) -> Callable[[Request], Response]:
+        """A page without data, which fetches it from `live`."""
+        text = page_of({"live": live}, title=title, sources=_SOURCES)
+        return lambda _: HTMLResponse(text)
+
+    def listing(self, request: Request) -> Response:
+        """All runs at a glance."""
+        return _json(request, {"list": self._runs.listing(), "folder": str(self._runs.folder), **stamp()})
+
+    def data(self, request: Request) -> Response:
+        """The runs that are asked for, in full."""
+        addresses = list(dict.fromkeys(request.query_params.getlist("run")))
+        if not 1 <= len(addresses) <= MOST_AT_ONCE:
+            return PlainTextResponse(f"choose 1 to {MOST_AT_ONCE} runs", 400)
+        try:
+            runs = self._runs.in_full(addresses)
+        except KeyError as error:
+            return PlainTextResponse(f"there is no run {error.args[0]!r} below {self._runs.folder}", 404)
+        return _json(request, {**facts_of(runs), "folder": str(self._runs.folder)})
+
+    def file(self, request: Request) -> Response:
+        """A file of a run's samples: a picture to show, anything else to keep."""
+        path = request.query_params.get("path", "")
+        if not path.startswith("samples/"):
+            return PlainTextResponse("only files of samples are given out here", 404)
+        try:
+            folder = self._runs.find(request.query_params.get("run", ""))
+            descriptor = self._open(folder, path)
+        except (KeyError, OSError):
+            return PlainTextResponse("there is no such file", 404)
+        kind = picture_kind(os.pread(descriptor, BEGINNING_BYTES, 0))
+        size = os.fstat(descriptor).st_size
+        headers = {**_FILE_HEADERS, "Content-Length": str(size)}
+        if kind is None:
+            headers["Content-Disposition"] = "attachment"
+        media = "application/octet-stream" if kind is None else f"image/{kind}"
+        return StreamingResponse(_pieces(descriptor, size), media_type=media, headers=headers)
+
+    def checkpoint(self, request: Request) -> Response:
+        """A checkpoint as a tar archive: its record and its files, as they lie in the run's folder."""
+        name = request.query_params.get("name", "")
+        try:
+            folder = self._runs.find(request.query_params.get("run", ""))
+        except KeyError:
+            return PlainTextResponse("there is no such run", 404)
+        where = folder_of_checkpoints(folder)
+        listed = [] if where is None else list_checkpoints(where)
+        record = next((each.record for each in listed if each.record is not None and each.record.name == name), None)
+        if record is None:
+            return PlainTextResponse("there is no such checkpoint that can be read", 404)
+        inside = record.path.parent.relative_to(folder)
+        names = [record.path.name, *(entry.path for entry in record.files)]
+        try:
+            descriptors = [(each, self._open(folder, (inside / each).as_posix())) for each in names]
+        except OSError as error:
+            return PlainTextResponse(f"{name} is not whole: {error.strerror}", 404)
+        headers = {**_FILE_HEADERS, "Content-Disposition": f'attachment; filename="{_plain(name)}.tar"'}
+        return StreamingResponse(_archive(descriptors), media_type="application/x-tar", headers=headers)
+
+    def stop(self, request: Request) -> Response:
+        """Ask a run to stop."""
+        try:
+            folder = self._runs.find(request.query_params.get("run", ""))
+            request_stop(folder)
+        except KeyError:
+            return PlainTextResponse("there is no such run", 404)
+        except OSError as error:
+            return PlainTextResponse(f"it cannot be asked to stop: {error.strerror}", 500)
+        return PlainTextResponse("It was asked to stop, and will after a checkpoint of its current step.")
+
+    def _open(self, folder: Path, path: str) -> int:
+        below = folder.relative_to(self._runs.folder).as_posix()
+        return open_below(self._runs.folder, path if below == "." else f"{below}/{path}")
+
+
+def _json(request: Request, data: dict[str, object]) -> Response:
+    """`data`, or word that it is what the asker has; the time at which it was made does not count."""
+    unstamped = {name: value for name, value in data.items() if name not in stamp()}
+    tag = f'"{hashlib.sha256(json.dumps(unstamped, allow_nan=False).encode()).hexdigest()}"'
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers={"ETag": tag})
+    return Response(json.dumps(data, allow_nan=False), media_type="application/json", headers={"ETag": tag})
+
+
+def _pieces(descriptor: int, size: int) -> Iterator[bytes]:
+    """The first `size` bytes of a file, which may grow or shrink meanwhile; closes it."""
+    with os.fdopen(descriptor, "rb") as file:
+        while size > 0:
+            piece = file.read(min(size, _PIECE_BYTES))
+            if not piece:
+                raise OSError("a file became shorter while it was sent")
+            size -= len(piece)
+            yield piece
+
+
+def _archive(descriptors: list[tuple[str, int]]) -> Iterator[bytes]:
+    for name, descriptor in descriptors:
+        entry = tarfile.TarInfo(name)
+        status = os.fstat(descriptor)
+        entry.size, entry.mtime, entry.mode = status.st_size, int(status.st_mtime), 0o600
+        yield entry.tobuf(tarfile.PAX_FORMAT)
+        yield from _pieces(descriptor, entry.size)
+        yield bytes(-entry.size % tarfile.BLOCKSIZE)
+    yield bytes(2 * tarfile.BLOCKSIZE)
+
+
+def _plain(name: str) -> str:
+    return "".join(c if c.isascii() and (c.isalnum() or c in "-_.~") else "_" for c in name)

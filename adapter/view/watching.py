@@ -1,0 +1,302 @@
+"""The terminal view of runs, live; of the extra ``watch``: textual holds the screen, plotext draws the curves.
+
+What comes from a run is shown by `printable` and as `Text`, so that it neither commands the terminal nor styles itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import plotext
+from rich.table import Table
+from rich.text import Text
+from textual import work
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.widgets import Footer, Static
+from typing_extensions import override
+
+from ..plumbing.text import printable, size_text
+from .history import Budget, History, history_of
+from .stopping import request_stop
+from .summary import Starts, is_run
+
+__all__ = ["WatchRuns"]
+
+LOOK_EVERY_S = 1.0
+NEWEST = 4
+"""How many checkpoints, steps with samples and findings are shown."""
+SMOOTHING = (0.0, 0.6, 0.9, 0.97, 0.99)
+COLOURS = ("cyan", "orange", "green", "magenta", "red", "blue")
+STYLES = {"running": "cyan", "completed": "green", "stopped": "yellow", "failed": "red", "lost": "bold red"}
+BAR_COLUMNS = 12
+
+
+class WatchRuns(App[None]):
+    """Shows `folders`, each that of a run, or of one that has not started yet.
+
+    Args:
+        folders: Of the runs, whose curves lie over each other.
+    """
+
+    CSS = """
+    #runs { height: auto; max-height: 40%; }
+    #curves { height: 3fr; min-height: 8; }
+    #details { height: 2fr; }
+    #message { height: 1; color: $warning; }
+    """
+    ENABLE_COMMAND_PALETTE = False
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("n", "metric(1)", "metric", key_display="n p"),
+        Binding("p", "metric(-1)", show=False),
+        Binding("plus,equals_sign", "smooth(1)", "smooth", key_display="+ -"),
+        Binding("minus", "smooth(-1)", show=False),
+        Binding("t", "time", "time"),
+        Binding("tab", "run", "run", priority=True),
+        Binding("up,k", "scroll(-1)", "scroll", key_display="↑↓", priority=True),
+        Binding("down,j", "scroll(1)", show=False, priority=True),
+        Binding("s", "ask_to_stop", "stop"),
+        Binding("y", "stop", show=False),
+        Binding("q,ctrl+c", "quit", "quit", priority=True, key_display="q"),
+    ]
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        super().__init__()
+        self._folders = list(folders)
+        self._histories: dict[Path, History] = {}
+        self._runs: dict[Path, dict[str, Any]] = {}
+        """As `History.as_json` has them; those that have not started are absent."""
+        self._starts: Starts = {}
+        self._metric = ""
+        self._smoothing = 0
+        self._chosen = 0
+        self._by_time = False
+        self._is_asked = False
+
+    @override
+    def compose(self) -> ComposeResult:
+        yield Static(id="runs")
+        yield Static(id="curves")
+        with VerticalScroll(id="details", can_focus=False):
+            yield Static(id="facts")
+        yield Static(id="message")
+        yield Footer(show_command_palette=False)
+
+    def on_mount(self) -> None:
+        """Look at once, and again every second."""
+        self._look()
+        self.set_interval(LOOK_EVERY_S, self._look)
+
+    def on_resize(self) -> None:
+        """Draw for the new size."""
+        self._show()
+
+    @work(thread=True, exclusive=True)
+    def _look(self) -> None:
+        """Read what the logs have got since, in a thread: the first time a long log takes seconds."""
+        budget = Budget(address_of=lambda path: path)
+        for folder in self._folders:
+            if folder in self._histories or is_run(folder):
+                history = history_of(folder, self._histories.get(folder), self._starts)
+                self._histories[folder] = history
+                self._runs[folder] = history.as_json(budget)
+        self.call_from_thread(self._show)
+
+    def action_metric(self, by: int) -> None:
+        """Show the next metric, or the one before."""
+        names = self._metrics()
+        if names:
+            self._metric = names[(names.index(self._metric) + by) % len(names)]
+        self._show()
+
+    def action_smooth(self, by: int) -> None:
+        """Smooth more or less."""
+        self._smoothing = max(0, min(self._smoothing + by, len(SMOOTHING) - 1))
+        self._show()
+
+    def action_time(self) -> None:
+        """Draw over time instead of steps, and back."""
+        self._by_time = not self._by_time
+        self._show()
+
+    def action_run(self) -> None:
+        """Choose the next run, whose details are shown and which can be stopped."""
+        self._chosen = (self._chosen + 1) % len(self._folders)
+        self._show()
+
+    def action_scroll(self, by: int) -> None:
+        """Scroll the details."""
+        self.query_one("#details", VerticalScroll).scroll_relative(y=by, animate=False, immediate=True)
+
+    def action_ask_to_stop(self) -> None:
+        """Ask whether the chosen run is to be stopped."""
+        folder = self._folders[self._chosen]
+        self._is_asked = self._runs.get(folder, {}).get("state") == "running"
+        asked = f"Stop {_name(folder)} after a checkpoint of its current step? y: yes"
+        self._say(asked if self._is_asked else f"{_name(folder)} does not run")
+
+    def action_stop(self) -> None:
+        """Stop it, where that was asked."""
+        if not self._is_asked:
+            return
+        self._is_asked = False
+        folder = self._folders[self._chosen]
+        try:
+            request_stop(folder)
+        except OSError as error:
+            self._say(f"{_name(folder)} cannot be asked to stop: {error.strerror}")
+        else:
+            self._say(f"{_name(folder)} was asked to stop")
+
+    def _say(self, text: str) -> None:
+        self.query_one("#message", Static).update(Text(text, no_wrap=True))
+
+    def _metrics(self) -> list[str]:
+        """The names of all metrics; the one that is shown is among them, if there are any."""
+        names = sorted({name for run in self._runs.values() for name in run["curves"]})
+        if self._metric not in names:
+            losses = [name for name in names if name.endswith("loss")]
+            self._metric = next(iter([*(n for n in losses if n == "train/loss"), *losses, *names]), "")
+        return names
+
+    def _show(self) -> None:
+        self._metrics()
+        self.query_one("#runs", Static).update(self._overview())
+        curves = self.query_one("#curves", Static)
+        curves.update(self._curves(curves.size.width, curves.size.height))
+        run = self._runs.get(self._folders[self._chosen])
+        waiting = Text(f"{_name(self._folders[self._chosen])} has not started; it is shown once it has")
+        self.query_one("#facts", Static).update(waiting if run is None else details(run))
+
+    def _overview(self) -> Table:
+        table = Table(box=None, pad_edge=False, expand=False)
+        for name in ("", "RUN", "STATE", "STEP", "", "SPEED", "LEFT", "LOSS", "BEST", "UPLOADS"):
+            table.add_column(name, no_wrap=True, overflow="ellipsis")
+        for number, folder in enumerate(self._folders):
+            colour = COLOURS[number % len(COLOURS)].replace("orange", "dark_orange")
+            named = Text(_name(folder), style=colour)
+            marker = ">" if number == self._chosen else " "
+            run = self._runs.get(folder)
+            cells = [Text("waiting", style="dim")] if run is None else _cells(run)
+            table.add_row(marker, named, *cells)
+        return table
+
+    def _curves(self, width: int, height: int) -> Text:
+        drawn = {
+            folder: run["curves"][self._metric]
+            for folder, run in self._runs.items()
+            if any(value is not None for value in run["curves"].get(self._metric, {}).get("values", ()))
+        }
+        if not drawn or width < 20 or height < 5:
+            return Text("no metric has been logged yet" if not drawn else "")
+        weight = SMOOTHING[self._smoothing]
+        plotext.clear_figure()
+        plotext.theme("clear")
+        plotext.plotsize(width, height)
+        start_ms = min(min(curve["times"]) for curve in drawn.values())
+        for folder, curve in drawn.items():
+            x = [(ms - start_ms) / 60_000 for ms in curve["times"]] if self._by_time else curve["steps"]
+            points = [(at, value) for at, value in zip(x, curve["values"], strict=True) if value is not None]
+            values = smoothed([value for _, value in points], weight)
+            colour = COLOURS[self._folders.index(folder) % len(COLOURS)]
+            label = _name(folder) if len(drawn) > 1 else None
+            plotext.plot([at for at, _ in points], values, marker="braille", color=colour, label=label)
+        smooth = f", smoothed {weight:g}" if weight else ""
+        plotext.title(f"{printable(self._metric)}{smooth}, over {'minutes' if self._by_time else 'steps'}")
+        return Text.from_ansi(plotext.build(), no_wrap=True)
+
+
+def _name(folder: Path) -> str:
+    return printable(folder.resolve().name)
+
+
+def _cells(run: Mapping[str, Any]) -> list[Text]:
+    steps, score = run["max_steps"], run["score"]
+    share = min(run["step"] / steps, 1.0) if steps else 0.0
+    bar = "█" * round(share * BAR_COLUMNS)
+    loss = run["loss"]
+    texts = [
+        f"{run['step']}/{steps}" if steps else str(run["step"]),
+        f"{bar:░<{BAR_COLUMNS}}" if steps else "",
+        "" if run["steps_per_s"] is None else f"{run['steps_per_s']:.3g}/s",
+        "" if run["left_s"] is None else str(timedelta(seconds=round(run["left_s"]))),
+        "" if loss is None else f"{loss:.4g}" if isinstance(loss, float) else str(loss),
+        "" if score is None else f"{score['value']:.4g}",
+        f"{run['waiting_uploads']} wait" if run["waiting_uploads"] else "",
+    ]
+    return [Text(run["state"], style=STYLES[run["state"]]), *(Text(printable(text)) for text in texts)]
+
+
+def details(run: Mapping[str, Any]) -> Table:
+    """What a run has, the newest of everything first."""
+    table = Table(box=None, pad_edge=False, show_header=False, expand=True)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(ratio=1, overflow="fold")
+
+    def add(name: str, lines: Sequence[str]) -> None:
+        for number, line in enumerate(lines):
+            table.add_row("" if number else name, Text(printable(line)))
+
+    add("state", run["words"])
+    add("findings", [_finding(each) for each in reversed(run["findings"])][:NEWEST])
+    add("checkpoints", [_checkpoint(each) for each in reversed(run["checkpoints"])][:NEWEST])
+    add("samples", [line for each in list(reversed(run["samples"]))[:NEWEST] for line in _sample(each)])
+    if run["waiting_uploads"]:
+        add("uploads", [f"{run['waiting_uploads']} wait; `genlight uploads list {run['path']}` names them"])
+    add("ranks", _ranks(run))
+    add("machine", _machine(run))
+    return table
+
+
+def _finding(finding: Mapping[str, Any]) -> str:
+    where = "" if finding["step"] is None else f"step {finding['step']}: "
+    return f"{where}{finding['text']}{'. ' if finding['remedy'] else ''}{finding['remedy']}"
+
+
+def _checkpoint(row: Mapping[str, Any]) -> str:
+    scores = ", ".join(f"{name} {value:.4g}" for name, value in row["scores"].items() if value is not None)
+    return "  ".join(filter(None, [row["name"], size_text(row["size"]), row["state"], scores]))
+
+
+def _sample(sample: Mapping[str, Any]) -> list[str]:
+    about = f"step {sample['step']}  {sample['name']}{': ' if sample['prompt'] else ''}{sample['prompt']}"
+    return [about, *(f"  {file['name']}{'  ' + file['note'] if 'note' in file else ''}" for file in sample["files"])]
+
+
+def _ranks(run: Mapping[str, Any]) -> list[str]:
+    """How many processes train, as the newest checkpoint has it, and how the job divides them."""
+    job = run["metadata"].get("job")
+    settings = job if isinstance(job, dict) else {}
+    names = ("strategy", "num_nodes", "devices", "accelerator", "precision")
+    chosen = [f"{name} {settings[key]}" for name in names if (key := f"lightning.{name}") in settings]
+    count = next((row["ranks"] for row in reversed(run["checkpoints"]) if row.get("ranks")), None)
+    return [", ".join([*([str(count)] if count else []), *chosen])] if count or chosen else []
+
+
+def _machine(run: Mapping[str, Any]) -> list[str]:
+    """The newest figures of its machine."""
+    newest = {name: curve["values"][-1] for name, curve in run["curves"].items() if name.startswith("system/")}
+    shown = [_figure(name.removeprefix("system/"), value) for name, value in newest.items() if value is not None]
+    return [", ".join(filter(None, [run["host"], *shown]))] if run["host"] or shown else []
+
+
+def _figure(name: str, value: float) -> str:
+    subject, _, unit = name.rpartition("_")
+    text = size_text(value) if unit == "bytes" else f"{value:.0f}{'%' if unit == 'percent' else f' {unit}'}"
+    return f"{subject.replace('_', ' ')} {text}"
+
+
+def smoothed(values: Sequence[float], weight: float) -> list[float]:
+    """The exponential mean of `values`, without the pull to zero at its start."""
+    if not weight:
+        return list(values)
+    mean = total = 0.0
+    result = []
+    for value in values:
+        mean, total = mean * weight + value * (1 - weight), total * weight + 1 - weight
+        result.append(mean / total)
+    return result

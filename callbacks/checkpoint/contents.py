@@ -1,0 +1,167 @@
+"""Proof that what a checkpoint holds can be loaded, beyond the proof that it is what was written.
+
+A digest says that nothing has changed since; it does not say that the file's author meant well. So before a
+checkpoint is chosen, its headers, indices and references are decoded and compared with the sizes of the files, without
+reading a tensor. What is wrong in them is then a broken checkpoint that is passed over, and never a crash, or memory
+for a tensor that the file has no bytes for, once the run depends on it.
+
+The module imports neither torch nor Lightning, unless the checkpoint holds slices of several ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
+from ...adapter.plumbing.safe_open import UnsafeFileError, open_regular
+from .codec.state_tree import check
+from .format.layout import MODEL_FILE, STATE_FILE, TRAINER_FOLDER, tensor_file
+from .format.record import CheckpointRecord, FileEntry
+from .format.tensor_files import (
+    ELEMENT_BYTES,
+    HEADER_LIMIT,
+    Stored,
+    TypedShape,
+    check_array,
+    check_tensor,
+    parse_header,
+    parse_json,
+    rank_of,
+)
+from .storage.files import find_file, read_proven
+
+__all__ = ["check_contents", "is_of_tensors", "read_contents", "read_header"]
+
+
+def check_contents(record: CheckpointRecord, *, knows_types: bool = False) -> None:
+    """Prove that the parts of a checkpoint, whose digests hold, fit together and can be restored in this process.
+
+    Args:
+        record: The checkpoint.
+        knows_types: Whether the modules are imported whose types it may name. If not, a type of a module that is not
+            imported may still come to be known.
+
+    Raises:
+        BrokenCheckpointError: They don't; says which file, or which value.
+        OSError: A file cannot be read, which does not mean that it is broken.
+    """
+    if record.is_old:
+        return
+    content, stored = read_contents(record)
+    source = _Checked(record, stored)
+    for where, tree in (
+        ("checkpoint", content["checkpoint"]),
+        ("weights_metadata", content.get("weights_metadata")),
+        ("state", record.state),
+    ):
+        try:
+            check(tree, source, knows_types=knows_types)
+        except (BrokenCheckpointError, OSError, MemoryError):
+            raise
+        except CheckpointError as error:
+            raise BrokenCheckpointError(record.name, str(error)) from error
+        except Exception as error:
+            raise BrokenCheckpointError(record.name, f"its {where} is malformed: {error!r:.500}") from error
+
+
+def read_contents(
+    record: CheckpointRecord, read: Callable[[CheckpointRecord, FileEntry], dict[str, TypedShape]] | None = None
+) -> tuple[dict[str, Any], dict[tuple[str, str], Stored]]:
+    """The content of the state file, proven, and what the headers of files say of tensors, by file and key.
+
+    Args:
+        record: Of the checkpoint.
+        read: Reads a file of tensors and returns its header; None reads the header alone.
+
+    Raises:
+        BrokenCheckpointError: One is missing or malformed, or two files have the same tensor.
+    """
+    stored: dict[tuple[str, str], Stored] = {}
+    content: dict[str, Any] | None = None
+    for entry in record.files:
+        name = record.file_name(entry)
+        if name == STATE_FILE:
+            content = _parse_state_file(record, read_proven(record, entry))
+        elif is_of_tensors(name):
+            for key, tensor in (read or read_header)(record, entry).items():
+                place = tensor_file(name), key
+                if place in stored:
+                    raise BrokenCheckpointError(record.name, f"it has {key!r} twice, the second in {entry.path}")
+                stored[place] = Stored(tensor.dtype, tensor.shape, tensor.end - tensor.begin)
+    if content is None:
+        raise BrokenCheckpointError(record.name, f"it has no {STATE_FILE}")
+    for left in record.left_out:
+        size = ELEMENT_BYTES.get(left.dtype)
+        if size is None or (MODEL_FILE, left.key) in stored:
+            raise BrokenCheckpointError(record.name, f"it does not say what {left.key!r} is that it leaves out")
+        stored[MODEL_FILE, left.key] = Stored(left.dtype, left.shape, math.prod(left.shape) * size)
+    return content, stored
+
+
+def is_of_tensors(name: str) -> bool:
+    """Whether the file `name` of a data folder has tensors that one rank wrote for all."""
+    return name.endswith(".safetensors") and not name.startswith(f"{TRAINER_FOLDER}/") and rank_of(name) is None
+
+
+def read_header(record: CheckpointRecord, entry: FileEntry) -> dict[str, TypedShape]:
+    """The tensors of a safetensors file of `record`, from its header alone.
+
+    Raises:
+        BrokenCheckpointError: The file is missing, or its header is malformed.
+    """
+    try:
+        descriptor = open_regular(find_file(record, entry))
+    except UnsafeFileError as error:
+        raise BrokenCheckpointError(record.name, f"{entry.path} cannot be read: {error.strerror}") from None
+    with os.fdopen(descriptor, "rb") as file:
+        size = int.from_bytes(file.read(8), "little") if entry.size >= 8 else -1
+        if not 0 <= size <= min(entry.size - 8, HEADER_LIMIT):
+            raise BrokenCheckpointError(record.name, f"{entry.path} is malformed: it has no header")
+        try:
+            return parse_header(file.read(size), entry.size - 8 - size)
+        except ValueError as error:
+            raise BrokenCheckpointError(record.name, f"{entry.path} is malformed: {error}") from None
+
+
+def _parse_state_file(record: CheckpointRecord, data: bytes) -> dict[str, Any]:
+    """The content of the state file.
+
+    Raises:
+        BrokenCheckpointError: It is not an object with a checkpoint in it.
+    """
+    try:
+        content = parse_json(data)
+    except (ValueError, RecursionError) as error:
+        raise BrokenCheckpointError(record.name, f"its {STATE_FILE} is not JSON: {error}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("checkpoint"), dict):
+        raise BrokenCheckpointError(record.name, f"its {STATE_FILE} is not an object with a checkpoint in it")
+    return content
+
+
+class _Checked:
+    """A `TensorSource` that compares references with what is stored and gives placeholders."""
+
+    def __init__(self, record: CheckpointRecord, stored: dict[tuple[str, str], Stored]) -> None:
+        self._record = record
+        self._stored = stored
+        self._pieces: dict[tuple[str, str], list[Any]] | None = None
+
+    def tensor(self, reference: Any) -> object:
+        sharded = check_tensor(reference, self._stored)
+        if sharded is not None:
+            self._check_slices(reference["file"], reference["key"], sharded.shape, sharded.dtype)
+        return object()
+
+    def array(self, reference: Any) -> object:
+        check_array(reference, self._stored)
+        return object()
+
+    def _check_slices(self, file: str, key: str, shape: list[int], dtype: str) -> None:
+        from .sharded.slices import pieces_of, stored_slices
+
+        if self._pieces is None:
+            self._pieces = pieces_of(self._record)
+        stored_slices(self._record.name, self._pieces.get((file, key), []), shape, dtype)

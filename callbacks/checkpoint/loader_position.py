@@ -1,0 +1,199 @@
+"""A plain ``DataLoader`` that goes on in the middle of an epoch.
+
+A loader with workers, shuffling and all stays what it is, and hands out what a plain loop gets from it. What is added
+is its position: the random state with which the epoch was begun, which the sampler drew the order from, and the rows
+that were taken. A resume draws that order again and leaves out those rows without reading them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+from typing_extensions import override
+
+from ...adapter.contract.exceptions import InputError
+from ...adapter.plumbing.devices import isolated_random_numbers
+from ..lightning_internals import FitLoop
+
+__all__ = ["PositionedLoader", "begin_and_leave", "forget_positions", "keep_positions", "with_position"]
+
+_SAME_ON_ALL_RANKS = (SequentialSampler, DistributedSampler)
+_DRAW_FROM_TORCH = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+def with_position(loader: Any, world_size: int) -> Any:
+    """`loader` with a position, if it is a plain ``DataLoader`` over rows whose order torch decides; else as it is.
+
+    On several ranks a checkpoint has one position for all of them, so that ranks which draw orders of their own have
+    none.
+    """
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+        return loader
+    kinds = _SAME_ON_ALL_RANKS if world_size > 1 else (*_SAME_ON_ALL_RANKS, *_DRAW_FROM_TORCH)
+    is_plain = type(loader.batch_sampler) is BatchSampler or loader.batch_sampler is None
+    return PositionedLoader(loader) if is_plain and type(loader.sampler) in kinds else loader
+
+
+def keep_positions(trainer: pl.Trainer, at_first_batch: Callable[[], None]) -> None:
+    """Have Lightning's own loop use the training loaders of `trainer` with positions, from the next fit on.
+
+    Args:
+        trainer: Before its loop has set up data. A loop of another class does it itself.
+        at_first_batch: Called before a loader takes the first batch of a pass, which may draw random numbers.
+    """
+    loop = trainer.fit_loop
+    if type(loop) is not FitLoop:
+        return
+
+    def load_states() -> None:  # the last that Lightning does before it makes iterators
+        combined = loop._combined_loader
+        assert combined is not None
+        found = [with_position(loader, trainer.world_size) for loader in combined.flattened]
+        positioned = [loader for loader in found if isinstance(loader, PositionedLoader)]
+        if positioned:
+            combined.flattened = found
+        for loader in positioned:
+            loader.at_first_batch = at_first_batch
+        FitLoop._load_combined_loader_states(loop)
+        if loop.restarting and loop.epoch_loop.batch_progress.is_last_batch:
+            begin_and_leave(positioned)
+
+    vars(loop)["_load_combined_loader_states"] = load_states
+
+
+def forget_positions(trainer: pl.Trainer) -> None:
+    """End what `keep_positions` began."""
+    vars(trainer.fit_loop).pop("_load_combined_loader_states", None)
+
+
+def begin_and_leave(loaders: Iterable[Any]) -> None:
+    """Have loaders take up their position behind the last batch of an epoch, so that the next pass begins anew.
+
+    There may be batches left, where ``limit_train_batches`` or a shorter loader beside them ended the epoch.
+    """
+    with isolated_random_numbers():
+        for loader in loaders:
+            next(iter(loader), None)
+
+
+class PositionedLoader(DataLoader[Any]):
+    """A ``DataLoader`` with the position that a checkpoint holds.
+
+    What a dataset draws in this process is exact too after a resume. Worker processes are seeded as when the epoch was
+    begun, and have drawn nothing for the rows that are left out.
+
+    Args:
+        loader: What it is made of; the two share workers.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.__dict__.update(loader.__dict__)
+        self._begun: dict[str, Any] | None = None
+        """Random states with which the epoch was begun; None between epochs."""
+        self._batches = self._rows = 0
+        self._resumes = False
+        self.at_first_batch: Callable[[], None] = lambda: None
+
+    @override
+    def __len__(self) -> int:
+        if not self._batches or self.batch_size is None:
+            return super().__len__()
+        left = max(len(self.sampler) - self._rows, 0)  # type: ignore[arg-type]
+        size = self.batch_size
+        return self._batches + (left // size if self.drop_last else -(-left // size))
+
+    @override
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # All at the first batch, as in a plain loop: Lightning makes an iterator before that, which it does not use.
+        self.at_first_batch()
+        if self._resumes and self._begun is not None:
+            batches = self._rest(self._begun)
+        else:
+            self._batches = self._rows = 0
+            states = [each.get_state() for each in self._generators()]
+            self._begun = {"torch": torch.get_rng_state(), "generators": states}
+            batches = super().__iter__()
+        self._resumes, count = False, len(self.sampler)  # type: ignore[arg-type]
+        for batch in batches:
+            self._batches, self._rows = self._batches + 1, min(self._rows + (self.batch_size or 1), count)
+            yield batch
+        self._begun, self._batches, self._rows = None, 0, 0
+
+    def _rest(self, begun: Mapping[str, Any]) -> Iterator[Any]:
+        generators = self._generators()
+
+        def begin() -> None:
+            torch.set_rng_state(begun["torch"].cpu())
+            for generator, state in zip(generators, begun["generators"], strict=True):
+                generator.set_state(state.cpu())
+
+        with isolated_random_numbers():
+            begin()
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)  # the seed of workers comes first
+            rows = list(islice(iter(self.sampler), self._rows, None))
+            drawn = [generator.get_state() for generator in generators]
+            begin()
+            rest: DataLoader[Any] = DataLoader(
+                self.dataset,
+                sampler=rows,
+                batch_size=self.batch_size,
+                drop_last=self.drop_last,
+                num_workers=self.num_workers,
+                collate_fn=self.collate_fn,
+                pin_memory=self.pin_memory,
+                timeout=self.timeout,
+                worker_init_fn=self.worker_init_fn,
+                multiprocessing_context=self.multiprocessing_context,
+                generator=self.generator,
+                prefetch_factor=self.prefetch_factor,
+            )
+            batches = iter(rest)
+        for generator, state in zip(generators, drawn, strict=True):
+            generator.set_state(state)
+        return batches
+
+    def _generators(self) -> list[torch.Generator]:
+        """Those that the loader and its sampler were given; each once."""
+        given = (self.generator, getattr(self.sampler, "generator", None))
+        return list({id(generator): generator for generator in given if generator is not None}.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, for a checkpoint."""
+        return {
+            "begun": self._begun,
+            "batches": self._batches,
+            "rows": self._rows,
+            "of_rows": len(self.sampler),  # type: ignore[arg-type]
+            "sampler": type(self.sampler).__name__,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after the rows that were taken, also with another batch size.
+
+        Raises:
+            InputError: The loader has another number of rows on this rank, or orders them otherwise.
+        """
+        now = self.state_dict()
+        changed = [f"{name} was {state.get(name)} and is {now[name]}" for name in ("of_rows", "sampler")
+                   if state.get(name) != now[name]]  # fmt: skip
+        if state.get("begun") is not None and changed:
+            raise InputError(
+                f"The position of the DataLoader does not fit it: {', '.join(changed)}. Resume with the dataset, the "
+                "sampler and the number of ranks of the checkpoint, or from a checkpoint between epochs."
+            )
+        self._begun, self._batches, self._rows = state.get("begun"), state.get("batches", 0), state.get("rows", 0)
+        self._resumes = self._begun is not None

@@ -1,0 +1,295 @@
+"""What Lightning saves and loads through: a checkpoint plugin, and a strategy whose sharded tensors go through it too.
+
+The plugin writes whole, durable checkpoints without pickle. A `ModelParallelStrategy` has a way of its own, which knows
+one format per way of sharding, and writes it around the plugin. Here it saves and restores through the plugin: every
+rank the slices that it holds, and reads those that it needs, whatever the number of ranks that saved them. With another
+plugin, modules and optimizers whose state dicts are whole are saved whole by rank zero, as other strategies do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from ..hook.events import callbacks_of
+from ..optimizer_state import map_values
+from .format.layout import is_remote, local_path
+from .sharded.rank_channel import RankGroups
+from .sharded.slices import keep_sharded, sharded_like, whole
+from .store import CheckpointStore
+
+__all__ = [
+    "DurableCheckpointIO",
+    "give_back_plugin",
+    "install_plugin",
+    "keep_sharded_for",
+    "rank_groups_of",
+    "save_through_plugin",
+    "url_faults",
+]
+
+log = logging.getLogger(__name__)
+
+
+class DurableCheckpointIO(CheckpointIO):
+    """Writes each checkpoint completely or not at all, verifies it on loading, and stores no pickle.
+
+    ``Trainer(plugins=[DurableCheckpointIO()])`` works for any LightningModule; ``ModelCheckpoint`` and ``ckpt_path``
+    behave as with Lightning's own plugin, on local file systems. The checkpoint ``P.ckpt`` consists of a record file
+    ``P.ckpt`` and a folder ``P/`` next to it (``P~1/`` if that name is taken). ``.ckpt`` files of stock Lightning can
+    be loaded too, always with ``weights_only=True``, whatever the caller asks for, so that loading never executes code.
+
+    Where Lightning opens a file itself, as in ``load_from_checkpoint`` or in a Trainer without this plugin, it knows
+    files of torch alone: ``genlight checkpoints export PATH --to FILE.ckpt`` makes one.
+
+    Args:
+        asynchronous: Copy the tensors and write in the background. The next save waits for the one in flight; a failed
+            save is raised by the next call.
+    """
+
+    def __init__(self, *, asynchronous: bool = False) -> None:
+        self.asynchronous = asynchronous
+        self.store = CheckpointStore()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is in flight, or listened for, belongs to the process that began it.
+        return {**vars(self), "store": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({**state, "store": CheckpointStore()})
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Write `checkpoint`; durable when this returns, unless it is asynchronous.
+
+        Raises:
+            UnstorableStateError: A value cannot be stored; names its path.
+            CheckpointError: The disk has no space for it.
+            UnwrittenCheckpointError: It could not be written; the checkpoint that was there before still is.
+            TypeError: `storage_options` is given.
+            ValueError: `path` is a URL.
+        """
+        if storage_options is not None:
+            raise TypeError(
+                f"Invalid `storage_options`. {type(self).__name__} writes to a local file system and takes none, "
+                f"but received {storage_options!r}."
+            )
+        self.store.save(local_path(path, "path"), checkpoint, asynchronous=self.asynchronous)
+
+    @override
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any | None = None,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """The checkpoint at `path`, proven before any of it is used; its tensors are on the host.
+
+        Raises:
+            BrokenCheckpointError: It differs from what was saved.
+            FileNotFoundError: There is none.
+            TypeError: `map_location` is another place.
+            ValueError: `path` is a URL.
+        """
+        if map_location is not None and str(map_location) != "cpu":
+            raise TypeError(
+                f"Invalid `map_location`. {type(self).__name__} loads tensors to the host, but received "
+                f"{map_location!r}; move what you need."
+            )
+        return self.store.load(local_path(path, "path"))
+
+    @override
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove the checkpoint at `path`, after the save in flight has become durable.
+
+        A file or folder there that is not a checkpoint stays, with a warning.
+        """
+        self.store.remove(local_path(path, "path"))
+
+    @override
+    def teardown(self) -> None:
+        """Wait for the save in flight.
+
+        Raises:
+            Exception: That save failed. Logged instead while another exception ends the run, which is the root cause.
+        """
+        is_failing = sys.exc_info()[1] is not None
+        try:
+            self.store.close()
+        except Exception:
+            if not is_failing:
+                raise
+            log.exception("The checkpoint in flight could not be written")
+
+
+def install_plugin(trainer: pl.Trainer) -> tuple[bool, DurableCheckpointIO]:
+    """The `DurableCheckpointIO` of `trainer`, which replaces Lightning's own default but no other plugin.
+
+    Returns:
+        Whether it was installed now, and the plugin.
+
+    Raises:
+        TypeError: The trainer was given another checkpoint plugin.
+    """
+    plugin = trainer.strategy.checkpoint_io
+    if isinstance(plugin, DurableCheckpointIO):
+        return False, plugin
+    if type(plugin) is not TorchCheckpointIO:
+        raise TypeError(
+            f"Invalid `plugins`. Checkpoint writes through DurableCheckpointIO, but the trainer was given "
+            f"{type(plugin).__name__}; leave that plugin out."
+        )
+    installed = DurableCheckpointIO()
+    trainer.strategy.checkpoint_io = installed
+    return True, installed
+
+
+def give_back_plugin(trainer: pl.Trainer) -> None:
+    """Undo `install_plugin` where a process hands its weights to the one that started it, which knows no other."""
+    if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+        trainer.strategy.checkpoint_io = TorchCheckpointIO()
+
+
+def save_through_plugin(strategy: Strategy) -> None:
+    """Let a `ModelParallelStrategy` use its checkpoint plugin, as other strategies do by themselves."""
+    if isinstance(strategy, ModelParallelStrategy) and not isinstance(strategy, _SavesThroughPlugin):
+        name = f"Durable{type(strategy).__name__}"
+        # The Trainer has bound this object in many places already, so it cannot be replaced by another one.
+        strategy.__class__ = type(name, (_SavesThroughPlugin, type(strategy)), {})
+
+
+def url_faults(trainer: pl.Trainer) -> list[str]:
+    """Which callbacks of `trainer` would save to a URL, which our plugin refuses, and which ranks cannot share."""
+    if not isinstance(trainer.strategy.checkpoint_io, DurableCheckpointIO) and not isinstance(
+        trainer.strategy, ModelParallelStrategy
+    ):
+        return []
+    faults = []
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, ModelCheckpoint):
+            place = callback.dirpath or next((logger.save_dir for logger in trainer.loggers), None)
+            place = place or trainer.default_root_dir
+            if is_remote(place):
+                faults.append(
+                    f"{type(callback).__name__} saves to {os.fspath(place)!r}, and durable checkpoints go to a local "
+                    "file system. Give it a local `dirpath`, and `targets` of UploadArtifacts for copies elsewhere"
+                )
+    return faults
+
+
+def keep_sharded_for(strategy: Strategy) -> contextlib.AbstractContextManager[None]:
+    """For the time in which a state is collected that `strategy` will save: sharded tensors stay so if it can."""
+    groups = rank_groups_of(strategy)
+    return contextlib.nullcontext() if groups is None else keep_sharded()
+
+
+def rank_groups_of(strategy: Strategy) -> RankGroups | None:
+    """How the ranks speak about a save that all of them write; None where rank zero writes alone."""
+    if isinstance(strategy, _SavesThroughPlugin) and isinstance(strategy.checkpoint_io, DurableCheckpointIO):
+        return strategy.rank_groups
+    return None
+
+
+class _SavesThroughPlugin(ModelParallelStrategy):
+    """The checkpoint methods of `Strategy` itself, for tensors that are sharded."""
+
+    @functools.cached_property
+    def rank_groups(self) -> RankGroups:
+        return RankGroups()
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        with keep_sharded_for(self):
+            return Strategy.lightning_module_state_dict(self)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        with keep_sharded_for(self):
+            return _by_place(optimizer, Strategy.optimizer_state(self, optimizer))
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        groups, plugin = rank_groups_of(self), self.checkpoint_io
+        if groups is None or not isinstance(plugin, DurableCheckpointIO):
+            Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+        else:
+            plugin.store.save(local_path(filepath), checkpoint, asynchronous=plugin.asynchronous, groups=groups)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        groups, plugin = rank_groups_of(self), self.checkpoint_io
+        if groups is None or not isinstance(plugin, DurableCheckpointIO):
+            return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
+        return plugin.store.load(local_path(checkpoint_path), groups=groups)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        parameters = dict(self.lightning_module.named_parameters(remove_duplicate=False))
+        weights = checkpoint["state_dict"]
+        placed = type(weights)((name, _placed(value, parameters.get(name))) for name, value in weights.items())
+        if hasattr(weights, "_metadata"):
+            placed._metadata = weights._metadata
+        Strategy.load_model_state_dict(self, {**checkpoint, "state_dict": placed}, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = [
+            _placed_state(optimizer, state)
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
+        ]
+        Strategy.load_optimizer_state_dict(self, {**checkpoint, "optimizer_states": states})
+
+
+def _placed(value: Any, parameter: torch.Tensor | None) -> Any:
+    """A loaded tensor sharded as its parameter is, where it has its shape."""
+    is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    if is_whole and isinstance(parameter, DTensor) and value.shape == parameter.shape:
+        return sharded_like(value, parameter)
+    return value
+
+
+def _by_place(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """`state` with a parameter's number where it has its address, which differs between ranks and processes."""
+    places = {id(p): number for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+
+    def renamed(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return whole(value)
+        return {places.get(key, key) if type(key) is int else key: renamed(member) for key, member in value.items()}
+
+    made: dict[str, Any] = renamed(state)
+    return made
+
+
+def _placed_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    if "state" not in state:  # a wrapper's own form of a state dict
+        return state
+    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    placed = {
+        number: map_values(functools.partial(_placed, parameter=parameters.get(number)), entry)
+        for number, entry in state["state"].items()
+    }
+    return {**state, "state": placed}

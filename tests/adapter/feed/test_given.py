@@ -1,0 +1,319 @@
+"""The data of a job is what a user's function returns, and a run goes on from every step as if never interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+from genlight.adapter import StepContext, TrainingJobSpec
+from genlight.adapter.cli import main
+from genlight.adapter.contract.exceptions import InputError
+from genlight.adapter.feed.given import RepeatedRead, feed_of
+
+MODULE = '''
+import random
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from genlight.adapter import StepResult
+
+
+class Sees:
+    """Keeps what it saw, and draws a number of each generator in each step."""
+
+    def setup(self, ctx): pass
+    def configure(self, ctx):
+        return {"seen": [], "model": torch.nn.Linear(1, 1)}
+    def prepare_batch(self, raw_batch, state, ctx): return raw_batch
+    def train_step(self, batch, state, ctx):
+        rows = batch.column("x").to_pylist() if hasattr(batch, "column") else torch.as_tensor(batch).flatten().tolist()
+        state["seen"].append([*rows, torch.rand(()).item(), random.random(), float(np.random.rand())])
+        with open(f"rank{ctx.rank}.txt", "a") as file:
+            file.write(f"{rows}\\n")
+        return StepResult(metrics={"loss": 0.0})
+    def state_dict(self, state): return {"seen": list(state["seen"])}
+    def load_state_dict(self, state, payload, ctx): state["seen"] = list(payload["seen"])
+
+
+class SeesItsOwn(Sees):
+    def setup(self, ctx): self.first = 100
+    def train_loader(self, ctx): return DataLoader(torch.arange(self.first, self.first + 7), 2, shuffle=True)
+
+
+class Noisy(Dataset):
+    """Row i is i and noise."""
+
+    def __len__(self): return 10
+    def __getitem__(self, index): return torch.tensor([index, torch.rand(()).item() + random.random()])
+
+
+class Stream(IterableDataset):
+    """An order of its own in each pass."""
+
+    def __iter__(self): return iter(torch.randperm(9).split(2))
+
+
+class Chunks:
+    """Reads on, as those who train on one large file do."""
+
+    def __init__(self): self.position = 0
+    def next_batch(self):
+        self.position += 3
+        return np.arange(self.position - 3, self.position)
+
+
+def dataset(ctx): return Noisy()
+def loader(): return DataLoader(Noisy(), 3, shuffle=True)
+def iterable_loader(): return DataLoader(Stream(), batch_size=None)
+def random_stream(ctx): return lambda: torch.randint(ctx.job.hyperparams["rows"], (2,)) + np.random.randint(9)
+def counting_stream(ctx): return Chunks().next_batch
+def batches(): return [[1.0, 2.0], [3.0], [4.0, 5.0]]
+def table(): return pa.table({"x": list(range(11))})
+def generator():
+    for row in np.random.permutation(8):
+        yield [float(row), random.random()]
+'''
+
+
+def make(folder: Path, name: str, **job: object) -> Path:
+    module = f"mine_{name}"
+    (folder / f"{module}.py").write_text(MODULE)
+    job = {
+        "run_id": "r",
+        "trainer": f"{module}:Sees",
+        "max_steps": 9,
+        "seed": 5,
+        "hyperparams": {"rows": 50},
+        "lightning": {"accelerator": "cpu"},
+        **job,
+    }
+    if isinstance(job.get("data"), str):
+        job["data"] = f"{module}:{job['data']}"
+    (folder / "job.json").write_text(json.dumps(job))
+    return folder / "job.json"
+
+
+def seen(job: Path, run_id: str) -> list[list[float]]:
+    record = json.loads((job.parent / "runs" / run_id / "checkpoints" / "final.json").read_text())
+    found: list[list[float]] = record["state"]["seen"]
+    return found
+
+
+SHUFFLED = {"batch_size": 3, "shuffle": True}
+KINDS = {
+    "dataset": ("dataset", SHUFFLED),
+    "workers": ("dataset", {**SHUFFLED, "workers": 2}),
+    "loader": ("loader", None),
+    "iterable_loader": ("iterable_loader", None),
+    "random_stream": ("random_stream", None),
+    "counting_stream": ("counting_stream", None),
+    "batches": ("batches", None),
+    "table": ("table", {"batch_size": 2, "shuffle": True}),
+    "generator": ("generator", None),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_was_interrupted_sees_what_one_without_a_break_sees(kind, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    data, dataset = KINDS[kind]
+    job = make(tmp_path, kind, data=data, **({} if dataset is None else {"dataset": dataset}))
+    assert main(["run", str(job), "--set", "run_id=whole"]) == 0
+    for steps in (2, 3, 7, 9):
+        assert main(["run", str(job), "--set", f"max_steps={steps}", "--set", "resume_from_latest=true"]) == 0
+
+    assert seen(job, "r") == seen(job, "whole")
+    assert len(seen(job, "r")) == 9
+    assert "begins with its first batch again" not in caplog.text
+
+
+def test_the_class_itself_brings_its_loader_after_its_setup(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    job = make(tmp_path, "own", trainer="mine_own:SeesItsOwn")
+    assert main(["run", str(job), "--set", "run_id=whole"]) == 0
+    for steps in (3, 5, 9):
+        assert main(["run", str(job), "--set", f"max_steps={steps}", "--set", "resume_from_latest=true"]) == 0
+
+    assert seen(job, "r") == seen(job, "whole")
+    assert main(["check", "--job", str(job)]) == 0, capsys.readouterr().out
+    assert main(["doctor", str(job), "--set", "run_id=new"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["loader", "random_stream"])
+def test_check_compare_and_doctor_take_the_same_data(kind, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    data, dataset = KINDS[kind]
+    job = make(tmp_path, f"checked_{kind}", data=data, **({} if dataset is None else {"dataset": dataset}))
+
+    assert main(["doctor", str(job)]) == 0, capsys.readouterr().out
+    assert main(["check", "--job", str(job)]) == 0, capsys.readouterr().out
+    assert main(["compare", str(job), "--steps", "5", "--rtol", "0"]) == 0, capsys.readouterr().out
+
+
+def context(rank=0, world_size=1):
+    return StepContext(TrainingJobSpec("r", 4), rank=rank, world_size=world_size, device="cpu")
+
+
+def take(feed, count):
+    batches = []
+    for batch in feed:
+        batches.append(torch.as_tensor(batch[0] if isinstance(batch, list) else batch).flatten().tolist())
+        if len(batches) == count:
+            break
+    return batches
+
+
+def flat(batches):
+    return [row for batch in batches for row in batch]
+
+
+def rows():
+    return TensorDataset(torch.arange(20))
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (rows, {"batch_size": 4, "shuffle": True, "seed": 3}),
+        (lambda: DataLoader(rows(), 4, shuffle=True, generator=torch.Generator().manual_seed(3)), {}),
+    ],
+)
+def test_ranks_share_the_steps_of_a_dataset_and_another_number_of_them_goes_on(function, options):
+    ranks = [feed_of(function, context(rank, 2), options) for rank in range(2)]
+    one = feed_of(rows, context(), {"batch_size": 8, "shuffle": True, "seed": 3})
+    whole = take(one, 3)
+    shared = [take(feed, 3) for feed in ranks]
+
+    assert [first + second for first, second in zip(*shared, strict=True)] == whole
+    assert sorted(flat(whole)) == list(range(20))
+
+    ranks = [feed_of(function, context(rank, 2), options) for rank in range(2)]
+    first = [take(feed, 1) for feed in ranks]
+    position = ranks[0].state_dict()
+    assert position == ranks[1].state_dict()
+    alone = feed_of(rows, context(), {"batch_size": 8, "shuffle": True, "seed": 3})
+    alone.load_state_dict(position)
+    assert first[0][0] + first[1][0] + flat(take(alone, 2)) == flat(whole)
+
+
+def test_ranks_draw_numbers_of_their_own_from_a_stream_and_leave_those_of_training_alone():
+    def stream(rank):
+        return feed_of(lambda: lambda: torch.randint(1000, (4,)), context(rank, 2), {"seed": 7})
+
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first, second = take(stream(0), 3), take(stream(1), 3)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not any(a == b for a in first for b in second)
+
+    again = stream(1)
+    taken = take(again, 2)
+    resumed = stream(1)
+    resumed.load_state_dict(again.state_dict())
+    assert taken + take(resumed, 1) == second
+
+
+def needs_split(split):
+    return split
+
+
+def generate():
+    yield [1]
+
+
+@pytest.mark.parametrize(
+    ("function", "world_size", "message"),
+    [
+        (needs_split, 1, r"requires `split`; .* `def data\(ctx\): return lambda: needs_split"),
+        (lambda: (torch.ones(2), torch.ones(2)), 1, "returned a tuple, which looks like one batch"),
+        (lambda: torch.ones(2), 1, "returned a Tensor, which looks like one batch"),
+        (lambda: 3, 1, "returned 3. Return a dataset"),
+        (generate, 2, "Each of 2 ranks would train the batches that `generate` returns"),
+        (
+            lambda: DataLoader(rows(), 4, sampler=WeightedRandomSampler([1.0] * 20, 20)),
+            2,
+            "with a WeightedRandomSampler, cannot be shared by 2 ranks. .*DistributedSampler",
+        ),
+    ],
+)
+def test_what_is_no_data_or_cannot_be_shared_is_refused_by_name(function, world_size, message):
+    with pytest.raises(InputError, match=message):
+        feed_of(function, context(world_size=world_size), {})
+
+
+def test_what_cannot_resume_exactly_or_has_no_effect_is_said_by_name(caplog):
+    def buffered():
+        while True:
+            yield np.random.rand(1)
+
+    first = feed_of(buffered, context(), {"shuffle": True})
+    assert "`shuffle`: no effect, since `" in caplog.text
+    take(first, 4)
+    again = feed_of(buffered, context(), {})
+    again.load_state_dict(first.state_dict())
+    assert isinstance(again, RepeatedRead)
+    take(again, 1)
+    assert "draws random numbers between batches" in caplog.text
+
+    short = feed_of(lambda: iter([[1]]), context(), {})
+    short.load_state_dict(first.state_dict())
+    with pytest.raises(InputError, match=r"gave 1 batches; 4 were taken of this pass"):
+        take(short, 1)
+
+    shared = feed_of(lambda ctx: iter([[1], [2]]), context(world_size=2), {})
+    with pytest.raises(InputError, match="a position within a pass on 1 ranks is none on 2"):
+        shared.load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        ({"data": "no_colon"}, 'Invalid `data`. Expected "module:function"'),
+        ({"data": "absent_module:f"}, "Invalid `data`. 'absent_module:f' cannot be imported"),
+        ({"data": "json:dumps", "mock_batches": [1]}, "`mock_batches` and `data` are given together"),
+    ],
+)
+def test_a_job_that_cannot_have_its_data_does_not_start(job, message, tmp_path, monkeypatch, capsys, caplog):
+    monkeypatch.chdir(tmp_path)
+    path = make(tmp_path, "refused")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **job}))
+
+    assert main(["run", str(path)]) == 2
+    assert message in caplog.text
+    assert main(["doctor", str(path)]) == 2
+    assert message in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["loader", "random_stream"])
+def test_two_ranks_train_other_rows_and_resume_like_a_run_without_a_break(kind, tmp_path):
+    """Processes of their own: the first one starts the second."""
+    data, dataset = KINDS[kind]
+    lightning = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
+    job = make(tmp_path, "ranks", data=data, lightning=lightning, max_steps=5)
+    if dataset is not None:
+        job.write_text(json.dumps({**json.loads(job.read_text()), "dataset": dataset}))
+
+    def run(folder, *arguments):
+        folder.mkdir(exist_ok=True)
+        settings = [word for each in arguments for word in ("--set", each)]
+        command = [sys.executable, "-m", "genlight", "run", str(job), *settings]
+        done = subprocess.run(command, cwd=folder, env=os.environ, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return [(folder / f"rank{rank}.txt").read_text().splitlines() for rank in range(2)]
+
+    whole = run(tmp_path / "whole", "run_id=whole")
+    run(tmp_path / "cut", "run_id=cut", "max_steps=2")
+    assert run(tmp_path / "cut", "run_id=cut", "resume_from_latest=true") == whole
+    assert not any(mine == theirs for mine, theirs in zip(*whole, strict=True))

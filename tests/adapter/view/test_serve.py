@@ -1,0 +1,217 @@
+"""``genlight serve`` asked as a stranger would: by foreign names, for files elsewhere, without a token."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from urllib.parse import quote, urlsplit
+
+import pytest
+
+from genlight.adapter.cli import main
+from genlight.adapter.plumbing.safe_open import open_below
+from genlight.adapter.view.runs import Runs
+from genlight.reporters.events.event_log import EventLog
+from support.seen_runs import served
+
+SECRET = b"\x89PNG\r\n\x1a\nsecret"
+
+
+@pytest.fixture(scope="module")
+def folder(runs, tmp_path_factory):
+    """A folder with a run that holds links out of it, and a secret beside it."""
+    place = tmp_path_factory.mktemp("served")
+    (place / "secret.png").write_bytes(SECRET)
+    below = place / "runs"
+    run = shutil.copytree(runs / "done", below / "a b" / "done")
+    (below / "link").symlink_to(runs / "broken", target_is_directory=True)
+    (run / "samples/link.png").symlink_to(place / "secret.png")
+    (run / "samples/out").symlink_to(place, target_is_directory=True)
+    (run / "samples/huge.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(30_000_000))
+    (run / "samples/page.html").write_text("<script>alert(1)</script>")
+    os.mkfifo(run / "samples/pipe.png")
+    return below
+
+
+@pytest.fixture(scope="module")
+def site(folder):
+    with served(folder) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def guarded(folder):
+    with served(folder, "--token") as address:
+        yield address
+
+
+def ask(site, path, method="GET", **headers):
+    """Status, headers and body of an answer; `path` is sent as it is."""
+    parts = urlsplit(site)
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=60)
+    connection.putrequest(method, path, skip_host="Host" in headers)
+    for name, value in headers.items():
+        connection.putheader(name.replace("_", "-"), value)
+    connection.endheaders()
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, dict(answer.getheaders()), body
+
+
+RUN = quote("a b/done")
+
+
+def test_all_runs_below_the_folder_are_listed_and_links_are_not_followed(site):
+    status, headers, body = ask(site, "/runs.json")
+    assert (status, [each["address"] for each in json.loads(body)["list"]]) == (200, ["a b/done"])
+    assert headers["x-content-type-options"] == "nosniff"
+    again = ask(site, "/runs.json", If_None_Match=headers["etag"])
+    assert (again[0], again[2]) == (304, b"")
+
+
+def test_a_run_in_full_has_addresses_of_its_pictures(site):
+    status, _, body = ask(site, f"/data.json?run={RUN}")
+    run = json.loads(body)["runs"][0]
+    source = next(file["source"] for file in run["samples"][-1]["files"] if "source" in file)
+    status, headers, picture = ask(site, f"/{source}")
+    assert (status, headers["content-type"], picture[:4]) == (200, "image/png", b"\x89PNG")
+    assert "sandbox" in headers["content-security-policy"]
+
+
+def test_what_is_no_picture_is_kept_and_not_shown_and_a_huge_one_is_sent_in_pieces(site):
+    _, headers, body = ask(site, f"/file?run={RUN}&path=samples/page.html")
+    assert (headers["content-type"], headers["content-disposition"]) == ("application/octet-stream", "attachment")
+    assert body.startswith(b"<script>")
+    assert len(ask(site, f"/file?run={RUN}&path=samples/huge.png")[2]) == 30_000_008
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "samples/link.png", "samples/out/secret.png", "samples/pipe.png", "samples/../../../../secret.png",
+        "samples/..%2f..%2f..%2f../secret.png", "samples//etc/passwd", "samples/%2e%2e/.lock", "/etc/passwd", ".lock",
+        "metrics/events.jsonl", "samples/", "samples/nul%00.png", "samples", "", "samples/" + "a/" * 3000,
+    ],
+)  # fmt: skip
+def test_no_path_leads_out_of_the_samples_of_a_run(site, path):
+    status, _, body = ask(site, f"/file?run={RUN}&path={path}")
+    assert (status, b"secret" in body) == (404, False)
+
+
+@pytest.mark.parametrize("run", ["..", "../runs/a%20b/done", "link", "/etc", ".", "", "a%20b", "a%20b/done/..", "%00"])
+@pytest.mark.parametrize("where", ["data.json?", "file?path=samples/x&", "checkpoint?name=final&"])
+def test_what_is_no_run_below_the_folder_is_not_found(site, where, run):
+    assert ask(site, f"/{where}run={run}")[0] == 404
+
+
+@pytest.mark.parametrize("path", ["/../../etc/passwd", "/%2e%2e/secret.png", "//secret.png", "/metrics/events.jsonl"])
+def test_no_address_is_a_path_of_the_disk(site, path):
+    assert ask(site, path)[0] == 404
+
+
+@pytest.mark.parametrize("name", ["../done", "absent", "final/../final", "%0d%0aX: y", ""])
+def test_a_checkpoint_goes_by_its_name_alone(site, name):
+    assert ask(site, f"/checkpoint?run={RUN}&name={quote(name, safe='%')}")[0] == 404
+    assert ask(site, f"/checkpoint?run={RUN}&name=final")[2][:10] == b"final.json"
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "localhost.evil.example", "", "[::1", "127.0.0.1.nip.io"]
+)
+def test_a_foreign_host_is_refused(site, guarded, host):
+    for address in (site, guarded):
+        assert ask(address, "/runs.json", Host=host)[0] in (400, 421)
+        assert ask(address, f"/stop?run={RUN}", "POST", Host=host, X_Genlight="stop")[0] in (400, 421)
+    for known in ("localhost:9", "[::1]:8", "127.0.0.1"):  # as through a tunnel
+        assert ask(site, "/runs.json", Host=known)[0] == 200
+
+
+def test_only_a_page_of_the_server_stops_a_run(site, folder):
+    stop, request = f"/stop?run={RUN}", folder / "a b/done/.stop"
+    assert ask(site, stop, "POST")[0] == 403, "a form of another page"
+    assert ask(site, stop, "POST", X_Genlight="stop", Origin="http://evil.example")[0] == 403
+    assert ask(site, stop, "POST", X_Genlight="stop", Origin="null")[0] == 403
+    assert ask(site, stop, "GET", X_Genlight="stop")[0] == 405
+    assert ask(site, "/stop?run=..", "POST", X_Genlight="stop")[0] == 404
+    assert not request.exists()
+    assert ask(site, stop, "POST", X_Genlight="stop", Origin=site.rstrip("/"))[0] == 200
+    assert request.exists()
+    request.unlink()
+
+
+def test_a_token_is_asked_for_and_leaves_the_address(guarded):
+    token = urlsplit(guarded).query.removeprefix("token=")
+    assert ask(guarded, "/runs.json")[0] == 401
+    assert ask(guarded, "/?token=wrong")[0] == 401
+    assert ask(guarded, f"/file?run={RUN}&path=samples/huge.png", Authorization="Bearer wrong")[0] == 401
+    assert ask(guarded, f"/stop?run={RUN}&token={token}", "POST", X_Genlight="stop")[0] == 401
+    status, headers, _ = ask(guarded, f"/?token={token}")
+    assert (status, headers["location"]) == (303, "?")
+    assert {"HttpOnly", "SameSite=strict"} <= set(headers["set-cookie"].split("; "))
+    assert ask(guarded, "/runs.json", Cookie=headers["set-cookie"].partition(";")[0])[0] == 200
+    assert ask(guarded, "/runs.json", Authorization=f"Bearer {token}")[0] == 200
+
+
+def test_what_is_below_a_folder_is_opened_without_links(tmp_path):
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside/file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "inside")
+    os.close(open_below(tmp_path, "inside/file"))
+    for path in ("link/file", "inside", "inside/../inside/file", "", "inside//file", "inside/absent"):
+        with pytest.raises(OSError, match=r"\[Errno"):
+            os.close(open_below(tmp_path, path))
+
+
+def test_a_thousand_runs_are_read_once(tmp_path):
+    for number in range(1000):
+        log = tmp_path / f"sweep-{number:04}" / "metrics" / "events.jsonl"
+        log.parent.mkdir(parents=True)
+        if number:
+            shutil.copy(tmp_path / "sweep-0000" / "metrics" / "events.jsonl", log)
+            continue
+        with EventLog(log, run_id="r") as events:
+            events.started(metadata={"job": {"max_steps": 500}})
+            for step in range(1, 501):
+                events.metric(name="train/loss", value=1 / step, step=step)
+            events.completed(step=500, final_checkpoint=None)
+    runs = Runs(tmp_path)
+    first = runs.listing()
+    give_up_at = time.monotonic() + 60
+    while sum(each["size_bytes"] > 0 for each in runs.listing()) < 1000:
+        assert time.monotonic() < give_up_at, "files are not counted"
+    before = {address: summary for address, (summary, _) in runs._listed.items()}
+    assert len(runs.listing()) == len(first) == 1000
+    assert all(summary is before[address] for address, (summary, _) in runs._listed.items()), "nothing is read again"
+    assert {(each["state"], each["step"]) for each in first} == {("completed", 500)}
+
+    log = tmp_path / "sweep-0007" / "metrics" / "events.jsonl"
+    with EventLog(log, run_id="r") as events:
+        events.started()
+    changed = {each["address"]: each["attempts"] for each in runs.listing()}
+    assert (changed["sweep-0007"], changed["sweep-0008"]) == (2, 1)
+
+
+def test_help_loads_no_server_and_its_absence_is_said(tmp_path, capsys):
+    hide = "import sys; sys.modules['uvicorn'] = None; from genlight.adapter.cli import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", hide, "serve", str(tmp_path)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (
+        2, "genlight serve: uvicorn is not installed: pip install 'genlight[serve]'\n",
+    )  # fmt: skip
+    code = (
+        "import sys, atexit\nfrom genlight.adapter.cli import main\n"
+        "atexit.register(lambda: print('heavy:', {'torch', 'numpy', 'starlette', 'uvicorn'} & {*sys.modules}))\n"
+        "sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "serve", "--help"], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("heavy: set()\n")
+    assert main(["serve", str(tmp_path / "absent")]) == 2
+    assert main(["serve", str(tmp_path), "--host", "203.0.113.1"]) == 2
+    said = capsys.readouterr().err
+    assert "does not exist" in said
+    assert "cannot listen at 203.0.113.1 port 8765" in said

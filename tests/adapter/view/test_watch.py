@@ -1,0 +1,112 @@
+"""``genlight watch`` on a pseudo-terminal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from genlight.adapter.cli import main
+from support.seen_runs import start
+from support.terminal import Terminal
+
+pytestmark = pytest.mark.slow
+
+
+def test_runs_are_shown_on_eighty_columns_and_keys_change_what(runs, tmp_path):
+    done, broken = str(runs / "done"), str(runs / "broken")
+    with Terminal(["watch", done, broken, str(tmp_path / "later")]) as terminal:
+        screen = terminal.shows("train/loss, over steps", "completed", "failed", "waiting", "40/40", "checkpoints")
+        assert "⢕⢕ done" in screen, "the curves lie over each other, with their names"
+        assert "⢕⢕ broken" in screen
+        assert "final  " in screen
+        assert all(len(line) <= 80 for line in screen.splitlines())
+        for key in ("n p metric", "+ - smooth", "t time", "tab run", "scroll", "s stop", "q quit"):
+            terminal.shows(key)  # the footer is drawn last
+
+        terminal.press("+")
+        terminal.shows("train/loss, smoothed 0.6, over steps")
+        terminal.press("-t")
+        terminal.shows("train/loss, over minutes")
+        terminal.press("tp")
+        terminal.press("n")
+        terminal.shows("train/loss, over steps")
+        terminal.press("\t")
+        terminal.shows("no <b>luck</b>")
+        terminal.press("s")
+        terminal.shows("broken does not run")
+        terminal.press("\t")
+        terminal.shows("later has not started")
+        shutil.copytree(runs / "killed", tmp_path / "later")
+        terminal.shows("lost", "It was lost")
+        terminal.press("q")
+        assert terminal.ended() == 0
+
+
+def test_everything_of_a_run_is_there_and_scrolls(runs, tmp_path):
+    folder = shutil.copytree(runs / "done", tmp_path / "done")
+    (folder / "uploads").mkdir()
+    (folder / "uploads/000000001.json").write_text("{}")
+    with Terminal(["watch", str(folder)], columns=100, rows=60) as terminal:
+        terminal.shows(
+            "picture.png", "fake.png  no picture", "a <b>cat</b>", "1 wait", "ranks", "accelerator cpu", "machine"
+        )
+        terminal.press("q")
+        assert terminal.ended() == 0
+    with Terminal(["watch", str(folder)]) as terminal:
+        assert "machine" not in terminal.shows("samples")
+        terminal.press("\x1b[B" * 12)
+        terminal.shows("machine")
+        terminal.press("q")
+        assert terminal.ended() == 0
+
+
+def test_names_of_metrics_do_not_command_the_terminal(runs):
+    with Terminal(["watch", str(runs / "done")]) as terminal:
+        terminal.shows("train/loss, over steps")
+        terminal.press("ppp")
+        terminal.shows("bell\\x07, over steps")
+        terminal.press("p")
+        terminal.shows("<img src=x onerror=alert(1)>, over steps")
+        terminal.press("q")
+        assert terminal.ended() == 0
+    assert b"bell\x07" not in terminal.received
+
+
+def test_a_live_run_goes_on_and_is_stopped_by_a_key(tmp_path):
+    folder = tmp_path / "runs/live"
+    with Terminal(["watch", str(folder)]) as terminal:
+        terminal.shows("waiting")
+        process = start(tmp_path, "live", max_steps=1_000_000, hyperparams={"pause_s": 0.005})
+        try:
+            terminal.shows("running", "/s")
+            terminal.press("sy")
+            terminal.shows("was asked to stop")
+            terminal.shows("It was stopped (canceled)")
+            assert process.wait(timeout=120) == 75
+        finally:
+            process.kill()
+            process.communicate()
+        os.killpg(terminal.process.pid, signal.SIGINT)
+        terminal.press("q")
+        assert terminal.ended() == 0
+
+
+def test_help_is_light_and_what_is_missing_is_named(tmp_path, capsys):
+    code = (
+        "import sys, atexit\nfrom genlight.adapter.cli import main\n"
+        "atexit.register(lambda: print('heavy:', {'torch', 'numpy', 'textual', 'plotext'} & {*sys.modules}))\n"
+        "sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "watch", "--help"], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("heavy: set()\n")
+    (tmp_path / "file").touch()
+    assert main(["watch", str(tmp_path / "file")]) == 2
+    assert main(["watch", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "is not a folder" in said
+    assert "it needs a terminal" in said

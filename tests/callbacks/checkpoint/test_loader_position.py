@@ -1,0 +1,184 @@
+"""A plain shuffled ``DataLoader`` gives what a plain loop gets from it, and goes on in the middle of an epoch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
+from genlight.adapter.contract.exceptions import InputError
+from genlight.callbacks.checkpoint.loader_position import PositionedLoader, with_position
+from support.resumed_fit import trainer_with_checkpoints
+
+
+class Rows(Dataset[Any]):
+    """Row i is i, with noise from torch's generator."""
+
+    def __init__(self, count: int = 10) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, torch.rand(())])
+
+
+class Sees:
+    """Keeps the rows that it saw, and draws a number in each step."""
+
+    def setup(self, ctx: Any) -> None:
+        torch.manual_seed(5)
+
+    def configure(self, ctx: Any) -> dict[str, Any]:
+        return {"seen": []}
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
+        return raw
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        state["seen"].append([*batch.flatten().tolist(), torch.rand(()).item()])
+        return StepResult({"loss": 0.0})
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {"seen": list(state["seen"])}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
+        state["seen"] = payload["seen"]
+
+
+def loader(kind: str, batch_size: int = 3) -> DataLoader[Any]:
+    rows = Rows()
+    if kind == "own generator":
+        return DataLoader(rows, batch_size, shuffle=True, generator=torch.Generator().manual_seed(3))
+    if kind == "weighted":
+        return DataLoader(rows, batch_size, sampler=WeightedRandomSampler([1.0] * 10, 10))
+    if kind == "distributed":
+        return DataLoader(rows, batch_size, sampler=DistributedSampler(rows, num_replicas=2, rank=1, seed=4))
+    return DataLoader(rows, batch_size, shuffle=kind == "shuffled")
+
+
+def fit(folder: Path, steps: int, given: Any, **options: Any) -> list[list[float]]:
+    trainer = trainer_with_checkpoints(folder, steps, max_epochs=-1, **options)
+    module = ContractModule(Sees(), TrainingJobSpec("r", steps))
+    final = folder / "final.json"
+    trainer.fit(module, given, ckpt_path=str(final) if final.exists() else None)
+    seen: list[list[float]] = module.contract_state["seen"]
+    return seen
+
+
+@pytest.mark.parametrize("cut", range(1, 9))
+@pytest.mark.parametrize("kind", ["shuffled", "own generator", "weighted", "in order", "distributed"])
+def test_a_resume_from_each_step_sees_what_a_run_without_one_sees(kind, cut, tmp_path, caplog):
+    whole = fit(tmp_path / "whole", 9, loader(kind))
+    fit(tmp_path / "cut", cut, loader(kind))
+
+    assert fit(tmp_path / "cut", 9, loader(kind)) == whole
+    assert "keeps no position" not in caplog.text
+
+
+class PlainModule(pl.LightningModule):
+    """A LightningModule that keeps the rows that it saw, and draws a number in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(2, 1)
+        self.seen: list[list[float]] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.seen.append([*batch.flatten().tolist(), torch.rand(()).item()])
+        return self.body(batch).pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seen"] = list(self.seen)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = checkpoint["seen"]
+
+
+def fit_plain(folder: Path, steps: int, given: Any) -> list[list[float]]:
+    torch.manual_seed(7)
+    module = PlainModule()
+    trainer = trainer_with_checkpoints(folder, steps, max_epochs=-1)
+    final = folder / "final.json"
+    trainer.fit(module, given, ckpt_path=str(final) if final.exists() else None)
+    return [*module.seen, [value.item() for value in module.body.weight.flatten()]]
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "own generator", "in order"])
+def test_a_plain_module_in_lightnings_own_loop_goes_on_too(kind, tmp_path, caplog):
+    whole = fit_plain(tmp_path / "whole", 10, loader(kind))
+    for cut in (1, 2, 3, 5, 6, 7, 9):  # an epoch has 4 batches; where one ended, Lightning's loop goes on otherwise
+        fit_plain(tmp_path / f"cut{cut}", cut, loader(kind))
+        assert fit_plain(tmp_path / f"cut{cut}", 10, loader(kind)) == whole, cut
+    for steps in (2, 3, 6, 7, 10):
+        seen = fit_plain(tmp_path / "often", steps, loader(kind))
+    assert seen == whole
+    assert "keeps no position" not in caplog.text
+
+
+def test_a_resume_after_an_epoch_that_was_cut_begins_the_next_one(tmp_path):
+    whole = fit(tmp_path / "whole", 6, loader("shuffled"), limit_train_batches=2)
+    for steps in (2, 3, 6):
+        seen = fit(tmp_path / "cut", steps, loader("shuffled"), limit_train_batches=2)
+    assert seen == whole
+
+
+def test_a_plain_loop_gets_the_same_rows(tmp_path):
+    seen = fit(tmp_path, 7, loader("shuffled"))
+
+    torch.manual_seed(5)
+    expected: list[list[float]] = []
+    given = loader("shuffled")
+    for _ in range(2):
+        for batch in given:
+            expected.append([*batch.flatten().tolist(), torch.rand(()).item()])
+    assert seen == expected[:7]
+
+
+def test_a_resume_takes_another_batch_size_and_workers():
+    first = with_position(loader("own generator"), 1)
+    batches = iter(first)
+    taken = [next(batches), next(batches)]
+    again = with_position(
+        DataLoader(Rows(), 2, shuffle=True, generator=torch.Generator().manual_seed(0), num_workers=1), 1
+    )
+    again.load_state_dict(first.state_dict())
+
+    assert len(again) == 2 + 2
+    rows = [int(row[0]) for batch in [*taken, *again] for row in batch]
+    assert sorted(rows) == list(range(10))
+    assert len(again) == 5
+
+
+def test_other_rows_are_refused_within_an_epoch_alone():
+    first = with_position(loader("shuffled"), 1)
+    between = first.state_dict()
+    next(iter(first))
+    other = with_position(DataLoader(Rows(11), 3, shuffle=True), 1)
+
+    with pytest.raises(InputError, match="of_rows was 10 and is 11"):
+        other.load_state_dict(first.state_dict())
+    other.load_state_dict(between)
+
+
+class Endless(IterableDataset[Any]):
+    """A stream."""
+
+    def __iter__(self) -> Any:
+        yield from iter(int, 1)
+
+
+@pytest.mark.parametrize(("given", "world_size"), [(DataLoader(Endless()), 1), (loader("shuffled"), 2), ([1, 2], 1)])
+def test_what_draws_another_order_or_has_no_rows_stays_as_it_is(given, world_size):
+    assert with_position(given, world_size) is given
+    assert isinstance(with_position(loader("distributed"), world_size), PositionedLoader)

@@ -1,0 +1,113 @@
+"""One call on the event log or the upload queue fails once: what it cost is said, and the run ends as it should.
+
+Each kind of call of a clean run fails in turn, at its first, a middle and its last occurrence.
+"""
+
+import collections
+import errno
+import os
+import re
+from typing import NamedTuple
+
+import pytest
+
+from genlight.reporters import read_events
+from genlight.reporters.events.validation import validate_events
+from genlight.reporters.uploads import QUEUE_DIRECTORY
+
+pytestmark = pytest.mark.slow
+
+BY_DESCRIPTOR = ("write", "writev", "fsync", "fdatasync", "ftruncate")
+BY_PATH = ("open", "rename", "replace", "link", "unlink", "mkdir")
+FOLDERS = {"events": "/metrics", "uploads": f"/{QUEUE_DIRECTORY}"}
+
+
+class Calls:
+    """Counts the calls that change something below a folder, by what they do to which file; one may fail."""
+
+    def __init__(self, part, fails=None, code=errno.EIO):
+        self.part, self.fails, self.code = part, fails, code
+        self.counts = collections.Counter()
+
+    def install(self, patch):
+        for name in (*BY_DESCRIPTOR, *BY_PATH):
+            patch.setattr(os, name, self._wrapped(name, getattr(os, name)))
+
+    def _wrapped(self, name, real):
+        def call(target, *args, **kwargs):
+            path = os.readlink(f"/proc/self/fd/{target}") if name in BY_DESCRIPTOR else os.fspath(target)
+            is_change = name != "open" or (args and args[0] & os.O_CREAT)
+            if is_change and self.part in str(path):
+                kind = (name, re.sub(r"\.tmp-.*|[0-9]+", "N", os.path.basename(path)))
+                self.counts[kind] += 1
+                if self.fails == (*kind, self.counts[kind]):
+                    raise OSError(self.code, os.strerror(self.code))
+            return real(target, *args, **kwargs)
+
+        return call
+
+
+@pytest.fixture
+def run(job, monkeypatch):
+    """Run the job anew with some calls watched; its exit code."""
+
+    def started(name, calls):
+        job.out = job.folder / name
+        job.server.posts.clear()
+        job.write(uploads={f"{kind}_url": f"SERVER/{kind}" for kind in ("terminal", "checkpoint", "metrics")})
+        with pytest.MonkeyPatch.context() as patch:
+            calls.install(patch)
+            return job.run()
+
+    return started
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EINVAL], ids=errno.errorcode.get)
+@pytest.mark.parametrize("area", FOLDERS)
+def test_what_it_costs_is_said_and_the_log_stays_sound(job, run, area, code, caplog, capfd):
+    clean = Calls(FOLDERS[area])
+    assert run("clean", clean) == 0
+    whole = outcome(job)
+    assert whole.ends == whole.told == ["completed"]
+    assert clean.counts.total() > 10
+
+    wrong = []
+    for (name, file), count in clean.counts.items():
+        for nth in sorted({1, (count + 1) // 2, count}):
+            caplog.clear()
+            ended = run(f"{name}-{file}-{nth}", Calls(FOLDERS[area], (name, file, nth), code))
+            said, found = caplog.text + "".join(capfd.readouterr()), outcome(job)
+            is_said = os.strerror(code) in said
+            is_right = "Traceback" not in said and not found.faults
+            if ended == 0:
+                is_right &= found.ends == found.told == ["completed"] and found.sent == whole.sent
+                is_right &= found.metrics == whole.metrics or is_said
+            elif ended == 2:
+                is_right &= is_said and "completed" not in found.told + found.ends
+            else:  # a log that is whole may not be durable, which is said when it is closed, at the very end
+                is_right &= ended == 1 and is_said and (found.told == ["failed"] or found == whole)
+            if not is_right:
+                wrong.append((name, file, nth, count, ended, found, said))
+    assert wrong == []
+
+
+class Outcome(NamedTuple):
+    """What a run has left in its event log and at the server."""
+
+    faults: list
+    ends: list
+    metrics: set
+    told: list
+    sent: list
+
+
+def outcome(job):
+    path = job.events_path
+    events = list(read_events(path)) if path.exists() else []
+    return Outcome(
+        faults=validate_events(path) if path.exists() else [],
+        ends=[event["event"] for event in events if event["event"] in ("completed", "failed")],
+        metrics={(event["name"], event["step"]) for event in events if event["event"] == "metric"},
+        told=[body["status"] for body in job.server.posted("/terminal")],
+        sent=[body["step"] for body in job.server.posted("/checkpoint")],
+    )
