@@ -216,10 +216,16 @@ class StepRouter:
         try:
             for part in self.parts:
                 part.before_backward(call)
-            with self._outside_autocast():
-                torch_hooks.run_backward(
-                    call.outputs, call.gradients, retain_graph, create_graph, call.inputs, *args, **kwargs
-                )
+            self._outside_autocast(
+                torch_hooks.run_backward,
+                call.outputs,
+                call.gradients,
+                retain_graph,
+                create_graph,
+                call.inputs,
+                *args,
+                **kwargs,
+            )
             failed = False
         finally:
             self.in_backward = False
@@ -336,9 +342,16 @@ class StepRouter:
             loss = part.of_loss(loss)
         return loss
 
-    def _outside_autocast(self) -> AbstractContextManager[Any]:
+    def _outside_autocast(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         device = self._precision.autocast_device
-        return nullcontext() if device is None else torch.autocast(device, enabled=False)
+        if device is None:
+            return call(*args, **kwargs)
+        was_enabled = torch.is_autocast_enabled(device)
+        torch.set_autocast_enabled(device, False)  # ``torch.autocast`` does this in a dozen calls
+        try:
+            return call(*args, **kwargs)
+        finally:
+            torch.set_autocast_enabled(device, was_enabled)
 
     def _in_step_precision(self) -> AbstractContextManager[None]:
         return self._precision.context() if self._precision.context is not None else nullcontext()
@@ -351,8 +364,7 @@ class StepRouter:
     def _update(self, optimizer: Optimizer, step: Callable[..., Any], **kwargs: Any) -> Any:
         self._in_update = True
         try:
-            with self._outside_autocast():
-                return step(**kwargs)
+            return self._outside_autocast(step, **kwargs)
         except Exception as error:
             explained = about_sharded_update(error, optimizer)
             if explained is None:

@@ -29,7 +29,17 @@ from ...adapter.contract.exceptions import InputError
 from ...adapter.plumbing.devices import isolated_random_numbers
 from ..lightning_internals import FitLoop
 
-__all__ = ["PositionedLoader", "begin_and_leave", "forget_positions", "keep_positions", "with_position"]
+__all__ = [
+    "PositionedLoader",
+    "begin_and_leave",
+    "forget_positions",
+    "keep_positions",
+    "put_positions_back",
+    "set_positions_aside",
+    "with_position",
+]
+
+_POSITIONS = "loader_positions"
 
 _SAME_ON_ALL_RANKS = (SequentialSampler, DistributedSampler)
 _DRAW_FROM_TORCH = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -78,6 +88,38 @@ def keep_positions(trainer: pl.Trainer, at_first_batch: Callable[[], None]) -> N
 def forget_positions(trainer: pl.Trainer) -> None:
     """End what `keep_positions` began."""
     vars(trainer.fit_loop).pop("_load_combined_loader_states", None)
+
+
+def set_positions_aside(trainer: pl.Trainer, checkpoint: Mapping[str, Any], parts: dict[str, Any]) -> None:
+    """Move the positions from what Lightning's own loop has put into `checkpoint` to `parts`, which are ours.
+
+    A Trainer without `keep_positions`, whose loaders are plain, refuses states that no loader of its takes.
+    """
+    loop = trainer.fit_loop
+    if type(loop) is not FitLoop or loop._combined_loader is None:
+        return
+    of_loop = checkpoint["loops"]["fit_loop"]["state_dict"]
+    stateful = [
+        loader
+        for loader in loop._combined_loader.flattened
+        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    ]
+    numbered = list(enumerate(zip(stateful, of_loop.get("combined_loader", ()), strict=True)))
+    positions = [(index, state) for index, (loader, state) in numbered if isinstance(loader, PositionedLoader)]
+    if positions:
+        parts[_POSITIONS] = positions
+        of_loop["combined_loader"] = [
+            state for _, (loader, state) in numbered if not isinstance(loader, PositionedLoader)
+        ]
+
+
+def put_positions_back(trainer: pl.Trainer, checkpoint: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+    """Give the positions that `set_positions_aside` has moved to the loop of `trainer`, before it is restored."""
+    if _POSITIONS not in parts or type(trainer.fit_loop) is not FitLoop:
+        return
+    states = checkpoint["loops"]["fit_loop"]["state_dict"].setdefault("combined_loader", [])
+    for index, state in parts[_POSITIONS]:
+        states.insert(index, state)
 
 
 def begin_and_leave(loaders: Iterable[Any]) -> None:

@@ -35,7 +35,7 @@ from ..optimizer_state import named_values
 from .capture import ALIGNMENT, CONTRACT_KEY, Frozen, base_of, described, frozen_in
 from .format.layout import FINAL_NAME, TRAINER_FOLDER, is_record_of_callback, local_path, step_name
 from .format.record import CheckpointRecord, RecordMeta
-from .loader_position import forget_positions, keep_positions
+from .loader_position import forget_positions, keep_positions, put_positions_back, set_positions_aside
 from .plugins import give_back_plugin, install_plugin, rank_groups_of, save_through_plugin, url_faults
 from .rank_state import ResumeState, capture_parts, stands_between_batches
 from .selection import WRITER, Kept, Listed, Retention, best_path, is_named, list_checkpoints, own_records
@@ -334,6 +334,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         parts = checkpoint.setdefault(CONTRACT_KEY, {})
         parts["elapsed_s"] = self._resume.elapsed_s
+        set_positions_aside(trainer, checkpoint, parts)
         is_between_batches = self._is_between_batches and stands_between_batches(trainer)
         capture_parts(trainer, pl_module, parts, is_between_batches=is_between_batches, channel=self._channel)
 
@@ -342,7 +343,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
-        self._resume.load(trainer, checkpoint.get(CONTRACT_KEY, {}))
+        parts = checkpoint.get(CONTRACT_KEY, {})
+        put_positions_back(trainer, checkpoint, parts)
+        self._resume.load(trainer, parts)
         if self._resume.restores_rng_at_first_batch:
             # Of the instance, and until then: a hook that is there is called in every step.
             self.on_train_batch_start = self.restore_pending_rng  # type: ignore[method-assign, assignment]

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from ...adapter.contract.exceptions import HookOrderError, TrainingCanceled
+from ...adapter.contract.exceptions import GenlightError, HookOrderError, TrainingCanceled
 from ..checkpoint.format.record import CheckpointRecord
 from ..health.faults import Fault
 from .events import Figures, callbacks_of, run_state_of
@@ -270,11 +270,13 @@ def _note_failure(hook: Hook, event: str, error: Exception) -> None:
         hook._failures = Counter()
     hook._failures[event] += 1
     if hook._failures[event] == 1:
+        is_ours = isinstance(error, GenlightError)  # its words say what to do, and where it was raised says nothing
         log.error(
-            "%s failed in %s; training goes on, further failures of this event are only counted",
+            "%s failed in %s; training goes on, further failures of this event are only counted%s",
             hook.label,
             event,
-            exc_info=error,
+            f": {error}" if is_ours else "",
+            exc_info=None if is_ours else error,
         )
 
 
