@@ -165,7 +165,7 @@ def record(chosen: argparse.Namespace) -> Iterator[None]:
     def sent(bucket: Bucket) -> None:
         span = {"what": id(bucket), "bytes": bucket._whole.nbytes, "begin": time.perf_counter()}
         send(bucket)
-        bucket._works[0].get_future().then(lambda _: span.update(end=time.perf_counter()))
+        bucket._work.get_future().then(lambda _: span.update(end=time.perf_counter()))
         spans.append(span)
 
     def called(router: StepRouter, *args: Any, **kwargs: Any) -> None:

@@ -92,7 +92,7 @@ class Averaging(StepPart):
         device: Root device of this rank.
         group: Process group; None means all ranks.
         rank_local: What is each rank's own.
-        bucket_bytes: Gradients travel in pieces of at most this size, unless one is larger; None means 25 MiB.
+        bucket_bytes: Gradients travel in pieces that are complete at this size; None means 25 MiB.
         wire: The type in which they travel; None means their own.
         is_last_step: Whether the step that runs is the last one, on all ranks.
 

@@ -116,25 +116,27 @@ class Bucket:
 
 
 def grouped(
-    tensors: Sequence[Tensor], most_bytes: int = BUCKET_BYTES, first_bytes: int = FIRST_BUCKET_BYTES
+    tensors: Sequence[Tensor], full_bytes: int = BUCKET_BYTES, first_bytes: int = FIRST_BUCKET_BYTES
 ) -> Iterator[list[Tensor]]:
-    """`tensors`, in their order, in groups of one kind.
+    """`tensors`, in their order, in groups of one kind, as DDP makes its buckets.
+
+    A group is complete once it has reached its size, so that the tensor that reaches it belongs to it: one more message
+    costs more than a larger one.
 
     Args:
         tensors: On any devices, of any dtypes.
-        most_bytes: Of a group with several tensors.
-        first_bytes: Of the first group of each kind, where that is less.
+        full_bytes: Size at which a group is complete.
+        first_bytes: The same for the first group of each kind, where that is less.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     limits: dict[tuple[torch.device, torch.dtype], int] = {}
     for tensor in tensors:
         kind = (tensor.device, tensor.dtype)
         group = groups.setdefault(kind, [])
-        if group and sum(t.nbytes for t in group) + tensor.nbytes > limits.get(kind, min(first_bytes, most_bytes)):
-            yield groups.pop(kind)
-            limits[kind] = most_bytes
-            group = groups[kind] = []
         group.append(tensor)
+        if sum(t.nbytes for t in group) >= limits.get(kind, min(first_bytes, full_bytes)):
+            yield groups.pop(kind)
+            limits[kind] = full_bytes
     yield from groups.values()
 
 

@@ -15,6 +15,7 @@ from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.discovery.discover import Discovered, discover
 from genlight.adapter.gradients.ddp import rank_check
 from genlight.adapter.gradients.ddp.averaging import Averaging
+from genlight.adapter.gradients.ddp.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, grouped
 from genlight.adapter.gradients.ddp.parameters import AveragedParameters
 from genlight.adapter.gradients.precision import StepPrecision
 from genlight.adapter.gradients.step import StepHooks, StepRouter
@@ -502,3 +503,15 @@ def test_ranks_whose_optimizer_updates_in_a_later_step_are_told_nothing(averaged
         pass
 
     assert not caplog.records
+
+
+def test_buckets_are_those_that_ddp_makes():
+    """One more message costs more than a larger one: an MLP of six large layers is sent by four messages, not seven."""
+    model = nn.Sequential(*[nn.Linear(1984, 1984, device="meta") for _ in range(6)], nn.Linear(4, 4, device="meta"))
+    parameters = [*model.parameters()][::-1]
+
+    indices, _ = dist._compute_bucket_assignment_by_size(parameters, [FIRST_BUCKET_BYTES, BUCKET_BYTES])
+
+    ours = [[id(p) for p in group] for group in grouped(parameters)]
+    assert ours == [[id(parameters[i]) for i in group] for group in indices]
+    assert len(indices) == 4
