@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..plumbing.redaction import secrets_in
+from ..plumbing.redaction import HIDDEN, secrets_in
 from ..plumbing.text import nearest
 from .environment import JOB_VARIABLE, VARIABLES, check_environment, is_true, value_of
 from .errors import ConfigErrors
 from .keys import Key, job_keys, key_at, keys_of, settings_keys
 
-__all__ = ["DEFAULT", "JOB_FILE", "Sources", "read_job_file", "read_sources"]
+__all__ = ["COMMENT", "DEFAULT", "JOB_FILE", "Sources", "read_job_file", "read_sources"]
 
 JOB_FILE, COMMAND_LINE, DEFAULT = "job spec", "--set", "default"
 """Words for where a setting comes from; of the environment it is the variable's name."""
@@ -37,8 +37,10 @@ MOST_DIGITS = 400
 """Of an integer; Python itself refuses more than it was told to, which differs between processes."""
 
 LONGEST_NAME = 60
-_FOR_EDITORS = "$schema"
-"""Names the JSON Schema from which an editor completes; says nothing about the job."""
+COMMENT = "$comment"
+_FOR_READERS = ("$schema", COMMENT)
+"""The JSON Schema from which an editor completes, and words for people; they say nothing about the job."""
+_BASE_DIR = "base_dir"
 _YAML = (".yaml", ".yml")
 
 
@@ -59,10 +61,14 @@ class Sources:
 
     @property
     def folder(self) -> Path:
-        """The folder of the job file; the working directory for one that came through a pipe."""
-        if self.path is None or self.path.parts[1:2] in (("dev",), ("proc",)):
-            return Path.cwd()
-        return self.path.parent
+        """The `base_dir` of the job, else the folder of its file; the working directory for one through a pipe."""
+        is_piped = self.path is None or self.path.parts[1:2] in (("dev",), ("proc",))
+        own = Path.cwd() if is_piped or self.path is None else self.path.parent
+        given = self.merged.get(_BASE_DIR)
+        if not isinstance(given, str) or not given.strip():
+            return own
+        start = own if self.source_of(_BASE_DIR) == JOB_FILE else Path.cwd()
+        return Path(os.path.abspath(start / os.path.expanduser(given)))
 
     def source_of(self, name: str) -> str:
         """Where a setting comes from, by its dotted name; that of an entry of a list is the list's."""
@@ -123,6 +129,7 @@ def read_sources(
         sources.merged, sources.readable = {}, False
     else:
         secrets += [*secrets_in(sources.merged), *secrets_in(raw or {})]
+        _refuse_hidden(sources.merged, errors)
         sources.merged = {
             key: inner
             for name, value in sources.merged.items()
@@ -149,7 +156,7 @@ def _of_job(raw: Mapping[str, Any], errors: ConfigErrors) -> dict[str, Any]:
     for name in raw.keys() & elsewhere.keys():
         variable = elsewhere[name].variable
         errors.warn(f"`{name}` is ignored in a job file. Set `{variable}`, or give `--set {name}=...`.")
-    return {name: value for name, value in raw.items() if name not in elsewhere and name != _FOR_EDITORS}
+    return {name: value for name, value in raw.items() if name not in elsewhere and name not in _FOR_READERS}
 
 
 def _canonical(name: str, keys: Mapping[str, Key]) -> str:
@@ -225,6 +232,23 @@ def _is_deeper_than(value: Any, levels: int) -> bool:
         if not layer:
             return False
     return True
+
+
+def _refuse_hidden(value: Any, errors: ConfigErrors, name: str = "") -> None:
+    """Note each secret that stood in the job from which a run's ``job.json`` was written."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _refuse_hidden(inner, errors, f"{name}.{key}" if name else key)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            _refuse_hidden(inner, errors, f"{name}[{index}]")
+    elif isinstance(value, str) and HIDDEN in value:
+        key = name.partition("[")[0]
+        errors.add(
+            f"`{name}` holds {HIDDEN}, which stands for a secret that was not written. Give it with `--set {key}=...`, "
+            f"or leave it out with `--set {key}=null`.",
+            name=name,
+        )
 
 
 def _without_half_characters(name: str, value: Any, errors: ConfigErrors) -> dict[str, Any]:

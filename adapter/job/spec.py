@@ -396,6 +396,9 @@ class JobSpec(Block, frozen=True, kw_only=True):
     """Import path of the trainer class; modules next to the job file are found."""
     trainer_api_version: Version = TRAINER_API_VERSION
     """Version of the trainer contract."""
+    base_dir: Annotated[NonBlank, _example("..")] | None = None
+    """Folder where relative paths of the job file start, and where modules and `runs` are; by default that of the
+    file."""
     hyperparams: Annotated[dict[str, Any], _example({"lr": 0.001})] = msgspec.field(default_factory=dict)
     """Passed to the trainer as `ctx.job.hyperparams`."""
     max_steps: Annotated[Positive, _example(1000)]

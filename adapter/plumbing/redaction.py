@@ -28,6 +28,7 @@ __all__ = [
     "is_secret_name",
     "redact",
     "secrets_in",
+    "secrets_of_environment",
     "secrets_of_module",
     "text_of",
     "traceback_of",
@@ -236,20 +237,29 @@ def secrets_of_module(module: object) -> list[str]:
     return secrets_in([hyperparams for hyperparams in found if isinstance(hyperparams, Mapping)])
 
 
-def without_secrets(value: Any) -> Any:
-    """`value`, a decoded JSON value, without secrets: under the name of one, of a known form, or in a URL."""
+def without_secrets(value: Any, *, secrets: Iterable[str | None] = ()) -> Any:
+    """`value`, a decoded JSON value, without `secrets`, and without those of the name or form of one, or in a URL."""
+    known = tuple(secrets)
     if isinstance(value, Mapping):
         return {
             name: HIDDEN
             if isinstance(inner, str) and inner and is_secret_name(str(name))
             else _hidden_leaves(inner)
             if is_secret_name(str(name))
-            else without_secrets(inner)
+            else without_secrets(inner, secrets=known)
             for name, inner in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [without_secrets(inner) for inner in value]
-    return _without_known_forms(hide_urls(value)) if isinstance(value, str) else value
+        return [without_secrets(inner, secrets=known) for inner in value]
+    return _without_known_forms(hide_urls(redact(value, known))) if isinstance(value, str) else value
+
+
+def secrets_of_environment(environ: Mapping[str, str] | None = None) -> list[str]:
+    """The values of variables whose names are those of secrets, and the credentials in the URLs of settings."""
+    variables = dict(os.environ if environ is None else environ)
+    named = (value for name, value in variables.items() if _is_secret_variable(name))
+    long = [value for value in named if len(value) >= SHORTEST_OF_SECRET_NAME and value.lower() not in _NO_SECRETS]
+    return [*long, *_secrets_of_settings(variables)]
 
 
 def text_of(error: BaseException) -> str:

@@ -22,6 +22,7 @@ from ...callbacks.checkpoint.storage.files import verify
 from ..contract.exceptions import BrokenCheckpointError, InputError, StartupContractError
 from ..job.config import RunConfig
 from ..job.identity import changed_course, changes_between, numbers_of
+from ..job.resolved import JOB_NAME, read_job
 from ..plumbing.durable import write_bytes_durably
 
 __all__ = [
@@ -187,6 +188,8 @@ def _texts(spec: Mapping[str, object]) -> dict[str, str]:
 def move_old_artifacts_aside(config: RunConfig) -> Path | None:
     """Move checkpoints, samples, the event log and the identity of logger runs of earlier attempts into a folder.
 
+    Their job is copied into it.
+
     Everything else in their directories stays where it is, and so does an event log outside of the run's own directory,
     which others may read.
 
@@ -197,7 +200,10 @@ def move_old_artifacts_aside(config: RunConfig) -> Path | None:
     files = (config.events_path, config.events_path.parent / RUNS_FILE)
     logs = [path for path in files if path.is_relative_to(root) and path.is_file() and not path.is_symlink()]
     records = checkpoint_files(config.checkpoints_dir)
-    return _move_aside(records, [*_samples_in(config.samples_dir), *logs], root)
+    aside = _move_aside(records, [*_samples_in(config.samples_dir), *logs], root)
+    if aside is not None and read_job(root) is not None:  # a copy, since this run may have been started from it
+        write_bytes_durably(aside / JOB_NAME, (root / JOB_NAME).read_bytes())
+    return aside
 
 
 def move_checkpoints_aside(directory: Path) -> Path | None:

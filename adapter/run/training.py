@@ -21,6 +21,7 @@ from ..inputs.progress import shown_progress
 from ..job.config import RunConfig
 from ..job.identity import numbers_of, sealed_fields
 from ..job.parser_errors import is_about_what_was_given
+from ..job.resolved import JOB_NAME, write_job
 from ..module.plugin_loading import (
     find_trainer,
     make_trainer,
@@ -140,6 +141,9 @@ def _fit(
         _add_callbacks(config, session, trainer, plugin)
         join(session, trainer, module)
         if session.is_rank_zero:
+            if not write_job(config, session.environ):
+                own = config.artifacts_dir / JOB_NAME
+                log.warning("%s is a file of yours, so that the job of this run is not written there", own)
             # MLflow does not change hyperparameters, so another job begins a new run.
             is_same = record is not None and record.spec_digest in (None, config.spec_digest)
             resumes = config.resume_from_latest if record is None else is_same

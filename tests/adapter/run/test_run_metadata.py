@@ -10,6 +10,7 @@ import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from genlight.adapter.cli import main
+from genlight.adapter.job.resolved import JOB_NAME, read_job
 from genlight.adapter.plumbing.run_metadata import git_state
 from genlight.adapter.run.run import RunOptions, run_job
 from genlight.callbacks import Checkpoint
@@ -92,6 +93,30 @@ def test_event_log_and_record_say_how_the_run_came_to_be_and_hold_no_token(proje
     assert "the first one" in shown
     assert main(["checkpoints", "show", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["metadata"] == record.metadata
+
+
+def test_the_job_of_a_run_is_in_its_folder_and_goes_on_from_there(project, tmp_path_factory, monkeypatch):
+    given = project / "job.json"
+    rate = "hyperparams.rate=0.5"
+    assert run_job(RunOptions(spec_path=given, overrides=[rate])) == 0
+    path = project / "runs" / "told" / JOB_NAME
+    first = path.read_bytes()
+    assert json.loads(first)["hyperparams"]["rate"] == 0.5
+
+    refused = RunOptions(spec_path=given, overrides=["resume_from_latest=true", "max_steps=3", "hyperparams.rate=0.1"])
+    assert run_job(refused) == 2
+    assert path.read_bytes() == first, "a job that was refused has trained nothing"
+
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    more = ["resume_from_latest=true", "max_steps=3", "hyperparams.api_key=k", "notes=null"]
+    assert run_job(RunOptions(spec_path=path, overrides=more)) == 0
+    assert read_record(project / "runs" / "told" / "checkpoints" / "final.json").step == 3
+    assert read_job(path.parent)["max_steps"] == 3
+
+    assert run_job(RunOptions(spec_path=given, fresh=True)) == 0
+    (aside,) = path.parent.glob("before-*")
+    assert read_job(aside)["max_steps"] == 3
+    assert read_job(path.parent)["max_steps"] == 2
 
 
 def test_a_plain_fit_says_it_too(tmp_path, quiet):
