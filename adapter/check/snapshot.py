@@ -400,7 +400,8 @@ def _moved_by_noise(states: Mapping[str, Any], scales: Mapping[str, float]) -> f
     for name, state in states.items():
         if name.endswith(".exp_avg") and float(as_numbers(state).norm()) <= NOISE * scales[name]:
             place = name.removesuffix(".exp_avg")
-            found |= {place, place[place.index("[") + 1 : place.rindex("]")]}
+            optimizer, _ = _optimizer_and_key(name)  # it may have brackets of its own: ``state["opt"]``
+            found |= {place, place[len(optimizer) + 1 : place.rindex("]")]}
     return frozenset(found)
 
 

@@ -137,6 +137,44 @@ class BiasBeforeBatchNorm(Sound):
         return SimpleNamespace(model=model, opt=torch.optim.Adam(model.parameters(), lr=0.01), count=0)
 
 
+class SharpnessAware(Sound):
+    """Two backward calls for an update (SAM), the first of which moves the weights by gradients; its state is a dict.
+
+    Sharded tensors have their norm summed in another order, and the bias before the batch statistics turns that into
+    steps.
+    """
+
+    def configure(self, ctx):
+        model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 1))
+        return {"model": model, "opt": torch.optim.AdamW(model.parameters(), lr=0.01)}
+
+    def train_step(self, batch, state, ctx):
+        model, opt = state["model"], state["opt"]
+        weights = list(model.parameters())
+        opt.zero_grad()
+        (model(batch[0]) - batch[1]).square().mean().backward()
+        norm = torch.linalg.vector_norm(torch.stack([weight.grad.norm() for weight in weights]))
+        moves = [weight.grad * (0.05 / norm) for weight in weights]
+        with torch.no_grad():
+            for weight, move in zip(weights, moves, strict=True):
+                weight.add_(move)
+        opt.zero_grad()
+        loss = (model(batch[0]) - batch[1]).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for weight, move in zip(weights, moves, strict=True):
+                weight.sub_(move)
+        opt.step()
+        return StepResult({"loss": loss.detach()})
+
+    def state_dict(self, state):
+        return {name: each.state_dict() for name, each in state.items()}
+
+    def load_state_dict(self, state, payload, ctx):
+        for name, each in state.items():
+            each.load_state_dict(payload[name])
+
+
 class Lazy(Sound):
     def configure(self, ctx):
         model = nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(1))

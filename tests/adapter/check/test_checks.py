@@ -300,6 +300,14 @@ def test_what_several_threads_round_otherwise_is_no_difference_of_ranks(monkeypa
         torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
+def test_what_sharded_sums_round_otherwise_is_no_difference_to_ddp():
+    rng = np.random.default_rng(0)
+    rows = tuple({"x": rng.normal(size=(32, 2)).tolist(), "y": rng.normal(size=(32, 1)).tolist()} for _ in range(6))
+    found = run_checks(Subject("check_zoo:SharpnessAware", rows, steps=3, search_path=(HERE,)))
+    assert [finding.level for finding in found if finding.check == "sharded"] == ["pass"]
+
+
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     """A job whose class has a fault; nothing is started for it but this process."""
