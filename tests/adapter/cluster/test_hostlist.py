@@ -1,9 +1,9 @@
-"""Hostlist expressions, as ``scontrol`` expands and writes them; ``tests/slurm`` asks the real one."""
+"""Hostlist expressions, as ``scontrol`` expands them; ``tests/slurm`` asks the real one."""
 
 import pytest
 from hypothesis import given, strategies as st
 
-from genlight.adapter.cluster.hostlist import compress_hostlist, expand_hostlist
+from genlight.adapter.cluster.hostlist import expand_hostlist
 
 EXPANDED = {
     "n[9-11]": "n9 n10 n11",
@@ -23,22 +23,6 @@ EXPANDED = {
     "n1 n2": "n1 n2",
     "n[5]": "n5",
     "node.example.org": "node.example.org",
-}
-
-COMPRESSED = {
-    "n9 n10 n11": "n[9-11]",
-    "n09 n10": "n[09-10]",
-    "n3 n1 n2": "n[3,1-2]",
-    "n1 n1 n2": "n[1,1-2]",
-    "n1 n2 n2 n3": "n[1-2,2-3]",
-    "n1 m1 n2": "n1,m1,n2",
-    "n01 n02 n3": "n[01-02,3]",
-    "n001 n002 n1000": "n[001-002,1000]",
-    "n1 n01 n2": "n[1,01,2]",
-    "a1b3 a1b4 a2b3": "a1b[3-4],a2b3",
-    "n1-ib n2-ib": "n1-ib,n2-ib",
-    "a b": "a,b",
-    "1 2 3": "[1-3]",
 }
 
 MALFORMED = ["", " ", ",", "(null)", "n[", "n]", "n[1-2", "n]1[", "n[[1-2]]", "n[3-1]", "n[]", "n[1,,2]", "n[-1]"]
@@ -61,11 +45,6 @@ def test_an_expression_stands_for_these_hosts(text):
     assert expand_hostlist(text) == EXPANDED[text].split()
 
 
-@pytest.mark.parametrize("names", COMPRESSED)
-def test_hosts_are_written_like_this(names):
-    assert compress_hostlist(names.split()) == COMPRESSED[names]
-
-
 @pytest.mark.parametrize("text", MALFORMED)
 def test_malformed_text_is_refused_and_quoted(text):
     with pytest.raises(ValueError, match="Invalid hostlist") as caught:
@@ -80,17 +59,6 @@ def test_65536_hosts_are_the_most_and_more_are_not_even_counted_out():
             expand_hostlist(text)
 
 
-@pytest.mark.parametrize("name", ["", "n 1", "n[1]", "a,b", "n\n"])
-def test_a_name_that_no_host_can_have_is_not_written(name):
-    with pytest.raises(ValueError, match="Invalid host name"):
-        compress_hostlist([name])
-
-
-@given(st.lists(st.from_regex(r"[a-z]{0,3}-?[0-9]{0,4}[a-z]?", fullmatch=True).filter(bool), min_size=1, max_size=30))
-def test_what_is_written_expands_to_the_same_hosts(names):
-    assert expand_hostlist(compress_hostlist(names)) == names
-
-
 @given(st.text(alphabet="n19,-[] x(", max_size=20))
 def test_any_text_gives_hosts_or_a_value_error(text):
     try:
@@ -98,4 +66,3 @@ def test_any_text_gives_hosts_or_a_value_error(text):
     except ValueError:
         return
     assert names
-    assert expand_hostlist(compress_hostlist(names)) == names
