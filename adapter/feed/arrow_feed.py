@@ -6,7 +6,8 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -17,21 +18,31 @@ from .batching import Spec, Supply, ThreadSupply
 from .epoch_order import Order
 from .filters import as_expression
 from .open_source import open_source
-from .options import FeedOptions, collate_function
 from .position import Layout, Position
-from .row_plan import Shard
+from .row_plan import SHARD_MODES, Shard
 from .schema import checked_columns
 from .sources import Source
 
-__all__ = ["ArrowFeed"]
+__all__ = ["ArrowFeed", "imported"]
 
 log = logging.getLogger(__name__)
 
 _LARGE_WINDOW = 1 << 30
 
+_LEAST = {
+    "batch_size": 1,
+    "readahead": 0,
+    "seed": 0,
+    "epochs": 1,
+    "world_size": 1,
+    "shuffle_window": 1,
+    "workers": 0,
+}
+
 Collate: TypeAlias = Callable[[pa.RecordBatch], Any]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ArrowFeed:
     """An iterable of `pyarrow.RecordBatch`, this rank's share of each step.
 
@@ -72,53 +83,36 @@ class ArrowFeed:
             other random numbers after a resume.
 
     Raises:
-        ValueError: An argument is out of range.
+        ValueError: Arguments are out of range, `filters` has another form, or `collate` cannot be imported.
+        TypeError: Numbers are not integers, or `collate` is no function.
     """
 
-    def __init__(
-        self,
-        source: Any,
-        *,
-        batch_size: int = 32,
-        readahead: int = 2,
-        columns: Sequence[str] | None = None,
-        filters: Any = None,
-        shuffle: bool = False,
-        seed: int = 0,
-        epochs: int | None = None,
-        drop_last: bool = False,
-        shard: Shard = "rows",
-        rank: int = 0,
-        world_size: int = 1,
-        per_epoch: bool = False,
-        shuffle_window: int = 65_536,
-        filesystem: Any = None,
-        # The text first: jsonargparse would save it as an instance that cannot be serialized.
-        collate: str | Collate | None = None,
-        workers: int = 0,
-        pin_memory: bool | None = None,
-        copy_ahead: bool = False,
-    ) -> None:
-        self._options = FeedOptions(
-            batch_size=batch_size,
-            readahead=readahead,
-            shuffle=shuffle,
-            seed=seed,
-            epochs=epochs,
-            drop_last=drop_last,
-            shard=shard,
-            rank=rank,
-            world_size=world_size,
-            per_epoch=per_epoch,
-            shuffle_window=shuffle_window,
-            workers=workers,
-            pin_memory=pin_memory,
-            copy_ahead=copy_ahead,
-        )
-        self._given, self._columns, self._filesystem = source, checked_columns(columns), filesystem
-        self._filters = as_expression(filters)
-        self._collate = collate_function(collate)
-        if copy_ahead and (self._collate is None or not self.runs_no_user_code):
+    source: Any = field(kw_only=False)
+    batch_size: int = 32
+    readahead: int = 2
+    columns: Sequence[str] | None = None
+    filters: Any = None
+    shuffle: bool = False
+    seed: int = 0
+    epochs: int | None = None
+    drop_last: bool = False
+    shard: Shard = "rows"
+    rank: int = 0
+    world_size: int = 1
+    per_epoch: bool = False
+    shuffle_window: int = 65_536
+    filesystem: Any = None
+    # The text first: jsonargparse would save it as an instance that cannot be serialized.
+    collate: str | Collate | None = None
+    workers: int = 0
+    pin_memory: bool | None = None
+    copy_ahead: bool = False
+
+    def __post_init__(self) -> None:
+        self._refuse_out_of_range()
+        self.columns, self.filters = checked_columns(self.columns), as_expression(self.filters)
+        self._collate = _collate_function(self.collate)
+        if self.copy_ahead and (self._collate is None or not self.runs_no_user_code):
             raise ValueError(
                 "Invalid `copy_ahead`. It needs batches of tensors made without code of yours in this process: "
                 "`collate` 'torch', or any `collate` with `workers`."
@@ -131,6 +125,21 @@ class ArrowFeed:
         self._told_steps: int | None = None
         self._supply: Supply | None = None
         self._waited = 0.0
+
+    def _refuse_out_of_range(self) -> None:
+        given = {name: getattr(self, name) for name in _LEAST if not (name == "epochs" and self.epochs is None)}
+        no_integers = [name for name, value in given.items() if not isinstance(value, int) or isinstance(value, bool)]
+        faults = [
+            f"Invalid `{name}`. Expected an integer >= {_LEAST[name]}, but received {value!r}."
+            for name, value in given.items()
+            if name in no_integers or value < _LEAST[name]
+        ]
+        if "world_size" not in no_integers and not 0 <= self.rank < self.world_size:
+            faults.append(f"Invalid `rank`. Expected 0 <= rank < {self.world_size}, but received {self.rank}.")
+        if self.shard not in SHARD_MODES:
+            faults.append(f"Invalid `shard`. Expected one of {SHARD_MODES}, but received {self.shard!r}.")
+        if faults:
+            raise (TypeError if no_integers else ValueError)(" ".join(faults))
 
     # --- what the data is
 
@@ -163,12 +172,12 @@ class ArrowFeed:
         Raises:
             TypeError: The feed repeats without end.
         """
-        if self._options.per_epoch:
+        if self.per_epoch:
             self._told_steps = self._steps_of_iteration()
             return self._told_steps
-        if self._options.epochs is None:
+        if self.epochs is None:
             raise TypeError("The feed repeats without end and has no length; give it `epochs`.")
-        return self.steps_per_epoch * self._options.epochs
+        return self.steps_per_epoch * self.epochs
 
     def _steps_of_iteration(self) -> int:
         """Of an epoch, or more where the number of ranks or the batch size changed in the middle of the current one.
@@ -183,18 +192,65 @@ class ArrowFeed:
 
     def _opened(self) -> tuple[Source, Layout]:
         if self._source is None or self._layout is None:
-            source = open_source(self._given, columns=self._columns, filters=self._filters, filesystem=self._filesystem)
-            layout = _layout_of(source, self._options)
-            _say_short_batches(layout, self._options)
+            source = open_source(self.source, columns=self.columns, filters=self.filters, filesystem=self.filesystem)
+            layout = self._layout_of(source)
+            self._say_short_batches(layout)
             self._warn_of_memory(source)
             self._source, self._layout = source, layout
         return self._source, self._layout
 
+    def _layout_of(self, source: Source) -> Layout:
+        """How the steps of an epoch share the rows of `source`.
+
+        Raises:
+            InputError: There are too few for a step.
+        """
+        order = Order(source.group_rows, self.seed, self.shuffle, self.shuffle_window)
+        layout = Layout(order, self.batch_size, self.world_size, self.shard, self.drop_last)
+        if not layout.steps_per_epoch:
+            raise InputError(_too_few(layout))
+        return layout
+
+    def _say_short_batches(self, layout: Layout) -> None:
+        """Say where the batch size that was asked for is not the one that is trained with."""
+        share = layout.share(layout.order.rows)
+        rest = share.total % share.step_rows
+        if self.rank or self.drop_last or not rest:
+            return
+        ranks = f" of {self.world_size} ranks" if self.world_size > 1 else ""
+        if not share.full_steps and share.steps == 1:
+            log.warning(
+                "the data has %d rows, fewer than the %d of a step%s: each step has them all, and is an epoch%s",
+                share.total,
+                share.step_rows,
+                ranks,
+                _uneven([share.total], self.world_size),
+            )
+            return
+        if share.usable < share.total:
+            log.info(
+                "%d rows of each epoch are too few for %d ranks: they come before the rows of the next epoch",
+                rest,
+                self.world_size,
+            )
+            return
+        short = [share.consumed(step + 1) - share.consumed(step) for step in range(share.full_steps, share.steps)]
+        log.info(
+            "the last %s, the others %d%s%s; `drop_last` leaves out the last %d",
+            f"step of each epoch has {short[0]} rows"
+            if len(short) == 1
+            else "steps of each epoch have {} and {} rows".format(*short),
+            share.step_rows,
+            ranks,
+            _uneven(short, self.world_size),
+            rest,
+        )
+
     def _warn_of_memory(self, source: Source) -> None:
-        size = min(self._options.shuffle_window, max(source.group_rows)) * source.row_bytes
-        if self._options.shuffle and size > _LARGE_WINDOW:
+        size = min(self.shuffle_window, max(source.group_rows)) * source.row_bytes
+        if self.shuffle and size > _LARGE_WINDOW:
             warnings.warn(
-                f"A `shuffle_window` of {self._options.shuffle_window} rows of this data takes about {size / 1e9:.1f} "
+                f"A `shuffle_window` of {self.shuffle_window} rows of this data takes about {size / 1e9:.1f} "
                 "GB of memory, several times over; a smaller one shuffles within a smaller range.",
                 stacklevel=2,
             )
@@ -202,7 +258,7 @@ class ArrowFeed:
     # --- iteration
 
     def __iter__(self) -> Iterator[Any]:
-        return self._iterate(self._options.per_epoch)
+        return self._iterate(self.per_epoch)
 
     def iter_batches(self) -> Iterator[Any]:
         """All batches of all epochs from the position on, whatever `per_epoch` says."""
@@ -213,7 +269,7 @@ class ArrowFeed:
         # Nothing is read before the first batch is asked for: Lightning calls iter() to see whether it can.
         _, layout = self._opened()
         position = self._first_position(per_epoch, layout)
-        epochs = self._options.epochs
+        epochs = self.epochs
         while epochs is None or position.epoch < epochs:
             yield from self._rest_of_epoch(position)
             self._warn_of_rows_given_up(position, layout)
@@ -225,8 +281,8 @@ class ArrowFeed:
         self.close()
 
     def _warn_of_rows_given_up(self, position: Position, layout: Layout) -> None:
-        given_up = position.given_up(layout, self._options.epochs)
-        if given_up and self._options.rank == 0:
+        given_up = position.given_up(layout, self.epochs)
+        if given_up and self.rank == 0:
             warnings.warn(
                 f"The last {given_up} rows of the last epoch are left out: {layout.world_size} ranks cannot share "
                 "them.",
@@ -245,20 +301,20 @@ class ArrowFeed:
         the end of an epoch, from which stock Lightning restores no loader. Without `per_epoch` it does nothing.
         """
         _, layout = self._opened()
-        if epoch and self._options.shuffle and not self._options.per_epoch:
+        if epoch and self.shuffle and not self.per_epoch:
             warnings.warn(
                 f"Epoch {epoch} begins, but each iteration of this feed has the order of epoch 0. Give it "
                 "`per_epoch=True` for an order of its own in each epoch.",
                 stacklevel=2,
             )
         loaded = self._loaded and self._fresh
-        if self._options.per_epoch and not loaded and self._first_position(True, layout).epoch != epoch:
+        if self.per_epoch and not loaded and self._first_position(True, layout).epoch != epoch:
             self._position, self._step, self._loaded = Position.start_of(epoch, layout.order), 0, False
 
     def begin_epoch(self, epoch: int) -> None:
         """As `set_epoch`, from a loop that is sure to have left the epochs before: their rest is not wanted."""
         _, layout = self._opened()
-        if self._options.per_epoch and self._first_position(True, layout).epoch < epoch:
+        if self.per_epoch and self._first_position(True, layout).epoch < epoch:
             self._loaded = False
             self.set_epoch(epoch)
 
@@ -285,14 +341,14 @@ class ArrowFeed:
 
     def _for_device(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches as an accelerator takes them best; record batches, and those of a host alone, as they are."""
-        if self._collate is None or not (self._options.copy_ahead or self._options.pin_memory is not False):
+        if self._collate is None or not (self.copy_ahead or self.pin_memory is not False):
             return batches
         from ..plumbing.devices import accelerator
         from .to_device import copied_ahead, pinned
 
-        if self._options.copy_ahead:
+        if self.copy_ahead:
             return copied_ahead(batches)
-        is_wanted = self._options.pin_memory or accelerator() is not None
+        is_wanted = self.pin_memory or accelerator() is not None
         return map(pinned, batches) if is_wanted else batches
 
     def _supply_from(self, position: Position) -> Supply:
@@ -305,22 +361,22 @@ class ArrowFeed:
     def _make_supply(self, spec: Spec, position: Position) -> Supply:
         own = getattr(spec.source, "supply", None)  # of rows that are no Arrow data
         if own is not None:
-            supply: Supply = own(spec, position, self._options.workers)
+            supply: Supply = own(spec, position, self.workers)
             return supply
-        if not self._options.workers:
+        if not self.workers:
             return ThreadSupply(spec, position)
         from .workers import WorkerSupply
 
-        return WorkerSupply(spec, position, self._options.workers)
+        return WorkerSupply(spec, position, self.workers)
 
     def _spec(self) -> Spec:
         source, layout = self._opened()
         return Spec(
             source=source,
             layout=layout,
-            rank=self._options.rank,
-            epochs=self._options.epochs,
-            readahead=self._options.readahead,
+            rank=self.rank,
+            epochs=self.epochs,
+            readahead=self.readahead,
             collate=self._collate,
         )
 
@@ -328,7 +384,7 @@ class ArrowFeed:
     def runs_no_user_code(self) -> bool:
         """Whether a batch is handed out without a `collate` of the user in this process."""
         is_ours = self._collate is None or getattr(self._collate, "__module__", None) == f"{__package__}.collate"
-        return is_ours or self._options.workers > 0
+        return is_ours or self.workers > 0
 
     def close(self) -> None:
         """Stop reading and give files back; the position stays."""
@@ -393,55 +449,6 @@ def _refuse_data_loader_workers() -> None:
         )
 
 
-def _layout_of(source: Source, options: FeedOptions) -> Layout:
-    """How the steps of an epoch share the rows of `source`.
-
-    Raises:
-        InputError: There are too few for a step.
-    """
-    order = Order(source.group_rows, options.seed, options.shuffle, options.shuffle_window)
-    layout = Layout(order, options.batch_size, options.world_size, options.shard, options.drop_last)
-    if not layout.steps_per_epoch:
-        raise InputError(_too_few(layout))
-    return layout
-
-
-def _say_short_batches(layout: Layout, options: FeedOptions) -> None:
-    """Say where the batch size that was asked for is not the one that is trained with."""
-    share = layout.share(layout.order.rows)
-    rest = share.total % share.step_rows
-    if options.rank or options.drop_last or not rest:
-        return
-    ranks = f" of {options.world_size} ranks" if options.world_size > 1 else ""
-    if not share.full_steps and share.steps == 1:
-        log.warning(
-            "the data has %d rows, fewer than the %d of a step%s: each step has them all, and is an epoch%s",
-            share.total,
-            share.step_rows,
-            ranks,
-            _uneven([share.total], options.world_size),
-        )
-        return
-    if share.usable < share.total:
-        log.info(
-            "%d rows of each epoch are too few for %d ranks: they come before the rows of the next epoch",
-            rest,
-            options.world_size,
-        )
-        return
-    short = [share.consumed(step + 1) - share.consumed(step) for step in range(share.full_steps, share.steps)]
-    log.info(
-        "the last %s, the others %d%s%s; `drop_last` leaves out the last %d",
-        f"step of each epoch has {short[0]} rows"
-        if len(short) == 1
-        else "steps of each epoch have {} and {} rows".format(*short),
-        share.step_rows,
-        ranks,
-        _uneven(short, options.world_size),
-        rest,
-    )
-
-
 def _uneven(steps: list[int], world_size: int) -> str:
     """The effect on averages over the ranks of rows that a step cannot share evenly."""
     if all(rows % world_size == 0 for rows in steps):
@@ -456,3 +463,52 @@ def _too_few(layout: Layout) -> str:
             f"The data has {rows} rows, fewer than the {layout.share(0).step_rows} of a full step (`drop_last` is on)."
         )
     return f"The data has {rows} rows for {layout.world_size} ranks; every rank needs at least one."
+
+
+def _collate_function(chosen: Callable[[Any], Any] | str | None) -> Callable[[Any], Any] | None:
+    """The function that turns a record batch into a batch, as the caller or a job names it.
+
+    Raises:
+        TypeError: It is neither a callable nor the name of one.
+        ValueError: The name cannot be imported.
+    """
+    if chosen == "torch":
+        from .collate import to_torch
+
+        return to_torch
+    return None if chosen is None else imported(chosen, "collate", "a callable, 'torch', 'module:function' or None")
+
+
+def imported(
+    function: Callable[..., Any] | str, setting: str, expected: str = "a callable or 'module:function'"
+) -> Callable[..., Any]:
+    """`function`, or the one behind ``module:function``, or ``module.function`` as configurations of Lightning have it.
+
+    Args:
+        function: The function, or its name.
+        setting: What gives it, for messages.
+        expected: What it may be, for messages.
+
+    Raises:
+        TypeError: It is neither a callable nor the name of one.
+        ValueError: The name cannot be imported.
+    """
+    found = _named(function, setting) if isinstance(function, str) else function
+    if not callable(found):
+        raise TypeError(f"Invalid `{setting}`. Expected {expected}, but received {function!r}.")
+    return found
+
+
+def _named(path: str, setting: str) -> Any:
+    """What a name stands for; `path` itself where it is none."""
+    module, _, name = path.rpartition(":" if ":" in path else ".")
+    if not module or not name:
+        return path
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"Invalid `{setting}`. {path!r} cannot be imported: {error}.") from None
+    except Exception as error:  # a module may raise anything while it is imported
+        raise ValueError(
+            f"Invalid `{setting}`. {path!r} cannot be imported: {type(error).__name__}: {error}."
+        ) from error

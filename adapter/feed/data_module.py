@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -9,16 +10,55 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 
 from ..contract.types import StepContext, TrainingJobSpec
-from .arrow_feed import ArrowFeed
-from .options import imported
+from .arrow_feed import ArrowFeed, imported
 
 __all__ = ["ArrowDataModule", "FunctionDataModule"]
-
 
 _OF_TRAINING = ("shuffle", "seed", "drop_last", "shuffle_window")
 
 
-class ArrowDataModule(LightningDataModule):
+class _FeedDataModule(LightningDataModule, ABC):
+    """Has one feed of this rank for the whole run, since the feed carries the position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._train: Any = None
+
+    @abstractmethod
+    def _make_feed(self) -> Any:
+        """The feed of this rank, from the first row on."""
+
+    def train_dataloader(self) -> Any:
+        """The feed of this rank; the same one until the next `setup`."""
+        if self._train is None:
+            self._train = self._make_feed()
+        return self._train
+
+    @property
+    def feed(self) -> Any:
+        """The feed of the run."""
+        return self.train_dataloader()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of a training feed of ours.
+
+        Lightning also saves it with the loader, but restores that only after it has asked for the number of steps, and
+        only within an epoch.
+        """
+        return {"train": self._train.state_dict()} if isinstance(self._train, ArrowFeed) else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on after the position, where there is training to be done."""
+        if isinstance(self._train, ArrowFeed) and "train" in state_dict:
+            self._train.load_state_dict(state_dict["train"])
+
+    def teardown(self, stage: str) -> None:
+        """Stop reading and close files."""
+        if isinstance(self._train, ArrowFeed):
+            self._train.close()
+
+
+class ArrowDataModule(_FeedDataModule):
     """Parquet files as training batches of this rank.
 
     An epoch of the Trainer is one pass over the data, so ``max_epochs`` and ``max_steps`` decide how long it trains;
@@ -43,7 +83,6 @@ class ArrowDataModule(LightningDataModule):
         ArrowFeed(parquet_paths, rank=0, world_size=1, per_epoch=True, epochs=None, filesystem=None, **options)
         self._training = {name: options.pop(name) for name in _OF_TRAINING if name in options}
         self._options = options
-        self._train: ArrowFeed | None = None
         self._val: ArrowFeed | None = None
         if val_paths is None:
             # Lightning takes any overridden method for a promise of data, and warns when it gives none. Not a bound
@@ -57,42 +96,14 @@ class ArrowDataModule(LightningDataModule):
             InputError: Lists every error that metadata can tell.
         """
         if stage == "fit":
-            self._train = self._feed(self._paths, per_epoch=True, **self._training)
+            self._train = self._make_feed()
             self._train.check()
         if self._val_paths is not None:
-            self._val = self._feed(self._val_paths, epochs=1)
+            self._val = self._feed_of(self._val_paths, epochs=1)
             self._val.check()
 
-    @property
-    def batch_size(self) -> int:
-        """Rows a step and rank; a new value counts from the next batch on, also in the middle of an epoch."""
-        size: int = self._options.get("batch_size", 32)
-        return size
-
-    @batch_size.setter
-    def batch_size(self, rows: int) -> None:
-        if rows == self.batch_size:
-            return
-        self._options["batch_size"] = rows
-        train, self._train = self._train, None
-        self._val = None
-        if train is not None:
-            position = train.state_dict()
-            train.close()
-            self._train = self._feed(self._paths, per_epoch=True, **self._training)
-            self._train.load_state_dict(position)
-
-    def train_dataloader(self) -> ArrowFeed:
-        """The feed of this rank, the same object until the next `setup`: it carries the position."""
-        if self._train is None:
-            self.setup("fit")
-        assert self._train is not None
-        return self._train
-
-    @property
-    def feed(self) -> ArrowFeed:
-        """The feed of the run."""
-        return self.train_dataloader()
+    def _make_feed(self) -> ArrowFeed:
+        return self._feed_of(self._paths, per_epoch=True, **self._training)
 
     def val_dataloader(self) -> ArrowFeed:
         """One pass over the validation data each time; does not exist without `val_paths`."""
@@ -101,31 +112,18 @@ class ArrowDataModule(LightningDataModule):
         assert self._val is not None
         return self._val
 
-    def _feed(self, paths: str | Sequence[str], **options: Any) -> ArrowFeed:
+    def _feed_of(self, paths: str | Sequence[str], **options: Any) -> ArrowFeed:
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         return ArrowFeed(paths, rank=rank, world_size=world_size, **self._options, **options)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position of the training feed.
-
-        Lightning also saves it with the loader, but restores that only after it has asked for the number of steps, and
-        only within an epoch.
-        """
-        return {} if self._train is None else {"train": self._train.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after the position, where there is training to be done."""
-        if self._train is not None and "train" in state_dict:
-            self._train.load_state_dict(state_dict["train"])
-
     def teardown(self, stage: str) -> None:
         """Stop reading and close files."""
-        for feed in (self._train, self._val):
-            if feed is not None:
-                feed.close()
+        super().teardown(stage)
+        if self._val is not None:
+            self._val.close()
 
 
-class FunctionDataModule(LightningDataModule):
+class FunctionDataModule(_FeedDataModule):
     """What a function returns as training batches of this rank; see `feed_of` for what it may be.
 
     Args:
@@ -144,24 +142,15 @@ class FunctionDataModule(LightningDataModule):
         ArrowFeed((), rank=0, world_size=1, per_epoch=True, **options)  # refuses here what it would refuse later
         self._options = options
         self._context: StepContext | None = None
-        self._feed: Any = None
 
     def use_context(self, ctx: StepContext) -> None:
         """Give the function this context, of this rank; else one without a job."""
         self._context = ctx
 
-    def train_dataloader(self) -> Any:
-        """What the function gave, as a feed; the same all along, because it carries the position."""
-        if self._feed is None:
-            from .given import feed_of  # loads torch's data loaders
+    def _make_feed(self) -> Any:
+        from .given import feed_of  # loads torch's data loaders
 
-            self._feed = feed_of(self._function, self._context or self._context_alone(), self._options)
-        return self._feed
-
-    @property
-    def feed(self) -> Any:
-        """The feed of the run."""
-        return self.train_dataloader()
+        return feed_of(self._function, self._context or self._context_alone(), self._options)
 
     def _context_alone(self) -> StepContext:
         job = TrainingJobSpec(run_id="local", max_steps=0)
@@ -169,17 +158,3 @@ class FunctionDataModule(LightningDataModule):
             return StepContext(job)
         device = str(self.trainer.strategy.root_device)
         return StepContext(job, device=device, rank=self.trainer.global_rank, world_size=self.trainer.world_size)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position of a feed of ours; see `ArrowDataModule`."""
-        return {"train": self._feed.state_dict()} if isinstance(self._feed, ArrowFeed) else {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after the position, where there is training to be done."""
-        if isinstance(self._feed, ArrowFeed) and "train" in state_dict:
-            self._feed.load_state_dict(state_dict["train"])
-
-    def teardown(self, stage: str) -> None:
-        """Stop reading."""
-        if isinstance(self._feed, ArrowFeed):
-            self._feed.close()
