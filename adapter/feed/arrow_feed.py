@@ -17,11 +17,10 @@ from ..contract.exceptions import InputError
 from .batching import Spec, Supply, ThreadSupply
 from .epoch_order import Order
 from .filters import as_expression
-from .open_source import open_source
 from .position import Layout, Position
 from .row_plan import SHARD_MODES, Shard
 from .schema import checked_columns
-from .sources import Source
+from .sources import Source, open_source
 
 __all__ = ["ArrowFeed", "imported"]
 
@@ -112,7 +111,7 @@ class ArrowFeed:
         self._refuse_out_of_range()
         self.columns, self.filters = checked_columns(self.columns), as_expression(self.filters)
         self._collate = _collate_function(self.collate)
-        if self.copy_ahead and (self._collate is None or not self.runs_no_user_code):
+        if self.copy_ahead and (self._collate is None or not self._runs_no_user_code):
             raise ValueError(
                 "Invalid `copy_ahead`. It needs batches of tensors made without code of yours in this process: "
                 "`collate` 'torch', or any `collate` with `workers`."
@@ -381,7 +380,7 @@ class ArrowFeed:
         )
 
     @property
-    def runs_no_user_code(self) -> bool:
+    def _runs_no_user_code(self) -> bool:
         """Whether a batch is handed out without a `collate` of the user in this process."""
         is_ours = self._collate is None or getattr(self._collate, "__module__", None) == f"{__package__}.collate"
         return is_ours or self.workers > 0

@@ -1,27 +1,96 @@
-"""A ring of transitions that one thread writes and another samples."""
+"""A ring of transitions that one thread writes and another samples, and a loader of its samples."""
 
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ..contract.exceptions import ReplayWriterError
-from ..plumbing.file_lock import FileLock, LockHeldError
-from ..plumbing.safe_open import make_directory, open_own
+from ..contract.exceptions import InputError, ReplayWriterError
 from .replay_files import ReplayFiles, SavedReplay
-from .sum_tree import SumTree
 
-__all__ = ["NStep", "ReplayBuffer"]
+__all__ = ["NStep", "ReplayBuffer", "ReplayFeed", "SumTree"]
+
+FANOUT = 32
+"""Children of a node: a level is a few operations of torch for a whole batch."""
+MOST_AT_TOP = 1024
+"""The top has no nodes: sums up to each of so many entries take less time than two levels."""
+MOST_NODES_TO_SUM_AGAIN = 1024
+"""Up to so many nodes, summing one twice takes less time than finding out that it comes twice."""
+
+Floats = NDArray[np.float64]
+Positions = NDArray[np.int64]
+
+
+class SumTree:
+    """Priorities of `size` leaves, all 0 at first, with the sums of their groups, of groups of groups, and so on.
+
+    Sums are always made of their parts anew, so that they depend on the leaves alone and not on what these were before.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._levels: list[Floats] = []
+        count = size
+        while not self._levels or count > MOST_AT_TOP:
+            groups = -(-count // FANOUT)
+            self._levels.append(np.zeros((groups, FANOUT)))
+            count = groups
+        self._top = np.zeros(count)
+        self._tensors = [torch.from_numpy(level) for level in self._levels]
+        self._top_tensor = torch.from_numpy(self._top)
+
+    @property
+    def total(self) -> float:
+        """The sum of all priorities."""
+        return float(self._top_tensor.cumsum(0)[-1])
+
+    def values(self, leaves: Positions) -> Floats:
+        """The priorities of `leaves`."""
+        found: Floats = self._levels[0].reshape(-1)[leaves]
+        return found
+
+    def set(self, leaves: Positions, priorities: Floats | float) -> None:
+        """Give `leaves` other priorities; where one is named twice, the last counts."""
+        self._levels[0].reshape(-1)[leaves] = priorities
+        nodes = leaves // FANOUT
+        for level, above in zip(self._levels, [*self._levels[1:], self._top], strict=True):
+            if len(nodes) > MOST_NODES_TO_SUM_AGAIN:
+                nodes = np.unique(nodes)
+            above.reshape(-1)[nodes] = level[nodes].sum(axis=1)
+            nodes = nodes // FANOUT
+
+    def find(self, targets: Floats) -> Positions:
+        """For each target, from 0 to below `total`, the leaf in whose part of the sum of all it lies."""
+        left = torch.from_numpy(targets)
+        ends = self._top_tensor.cumsum(0)
+        picked = _first_above(ends, left)
+        left, nodes = left - (ends[picked] - self._top_tensor[picked]), picked
+        for level in reversed(self._tensors):
+            children = level[nodes]
+            ends = children.cumsum(1)
+            in_row = _first_above(ends, left.clamp_(min=0.0)[:, None])
+            left = left - (ends.gather(1, in_row) - children.gather(1, in_row))[:, 0]
+            nodes = nodes * FANOUT + in_row[:, 0]
+        found: Positions = nodes.numpy()
+        return found
+
+
+def _first_above(ends: Tensor, targets: Tensor) -> Tensor:
+    """In rows of growing numbers, the place of the first one above the target."""
+    places = torch.searchsorted(ends, targets, right=True)
+    if places.numel() and int(places.max()) == ends.shape[-1]:
+        # Rounding has put a target at the very end, behind the last entry that has a priority.
+        places = torch.minimum(places, torch.searchsorted(ends, ends[..., -1:]))
+    return places
 
 
 @dataclass(frozen=True)
@@ -53,12 +122,9 @@ class ReplayBuffer:
         n_step: What is summed when sampling; None samples rows as they are.
         priority_exponent: Rows are drawn in proportion to their priority to this power (Schaul et al. 2016); None draws
             all alike.
-        directory: Keeps the columns in files there, which are made anew, instead of in memory. They hold what the
-            process works with; `save` is what lasts.
 
     Raises:
         ValueError: Arguments are out of range, or `n_step` names columns that are not there; lists every fault.
-        ReplayWriterError: Another buffer, of this process or of another, uses `directory`.
     """
 
     def __init__(
@@ -70,14 +136,16 @@ class ReplayBuffer:
         streams: int = 1,
         n_step: NStep | None = None,
         priority_exponent: float | None = None,
-        directory: str | os.PathLike[str] | None = None,
     ) -> None:
         self._row, faults = _as_tensors(row)
         if faults := [*faults, *_faults(capacity, self._row, streams, n_step, priority_exponent)]:
             raise ValueError("ReplayBuffer: " + "; ".join(faults))
         self.capacity, self.streams, self.n_step = capacity, streams, n_step
         self.priority_exponent = priority_exponent
-        self._columns, self._lock_file = _allocate(capacity, self._row, None if directory is None else Path(directory))
+        self._columns = {
+            name: torch.zeros((capacity, *value.shape), dtype=value.dtype, device="cpu")
+            for name, value in self._row.items()
+        }
         self._generator = torch.Generator().manual_seed(seed)
         self._tree = None if priority_exponent is None else SumTree(capacity)
         self._largest_priority = 1.0
@@ -96,9 +164,7 @@ class ReplayBuffer:
         return self._written
 
     def close(self) -> None:
-        """Give `directory` free for another buffer."""
-        if self._lock_file is not None:
-            self._lock_file.release()
+        """Close the folder of the last save; a save that follows is a whole one."""
         self._files.close()
 
     # writing
@@ -133,10 +199,6 @@ class ReplayBuffer:
 
     def _claim(self) -> None:
         me = (os.getpid(), threading.get_ident())
-        if self._lock_file is not None and self._lock_file.descriptor < 0:
-            raise ReplayWriterError(
-                "the files of a replay buffer belong to the process that made it, until it is closed: write there"
-            )
         with self._changed:
             if self._writer is None:
                 self._writer = me
@@ -361,43 +423,6 @@ def _faults(
     return faults
 
 
-def _allocate(
-    capacity: int, row: Mapping[str, Tensor], directory: Path | None
-) -> tuple[dict[str, Tensor], FileLock | None]:
-    """Columns of zeros, in memory or in files of `directory`, with the lock that keeps others from these.
-
-    Raises:
-        ReplayWriterError: `directory` is in use.
-    """
-    if directory is None:
-        return {
-            name: torch.zeros((capacity, *value.shape), dtype=value.dtype, device="cpu") for name, value in row.items()
-        }, None
-    make_directory(directory)
-    try:
-        lock = FileLock(directory / "writer.lock")
-    except LockHeldError as error:
-        holder = "" if error.pid is None else f" of process {error.pid}"
-        raise ReplayWriterError(
-            f"{directory} is used by another replay buffer{holder}; name another directory"
-        ) from None
-    # Files are numbered: the name of a column may be any text.
-    mapped = enumerate(row.items())
-    return {name: _mapped(directory / f"column-{n}.bin", capacity, value) for n, (name, value) in mapped}, lock
-
-
-def _mapped(path: Path, capacity: int, value: Tensor) -> Tensor:
-    elements = capacity * math.prod(value.shape)
-    descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
-    try:
-        os.ftruncate(descriptor, 0)
-        os.ftruncate(descriptor, max(elements * value.element_size(), 1))
-        memory = mmap.mmap(descriptor, max(elements * value.element_size(), 1))
-    finally:
-        os.close(descriptor)
-    return torch.frombuffer(memory, dtype=value.dtype, count=elements).reshape(capacity, *value.shape)
-
-
 def _as_tensors(values: Any) -> tuple[dict[str, Tensor], list[str]]:
     """Columns as tensors that keep no graph of what they were computed from, and what is wrong with the others."""
     if not isinstance(values, Mapping):
@@ -438,3 +463,56 @@ def _row_faults(given: Mapping[str, Tensor], row: Mapping[str, Tensor], capacity
         elif count % streams:
             faults.append(f"{count} rows are not a multiple of {streams} streams")
     return faults
+
+
+class ReplayFeed:
+    """A loader whose batches are samples of `buffer`; what it has drawn is in the buffer's own checkpoint.
+
+    Args:
+        buffer: Is written by another thread, or between two steps.
+        batch_size: Rows of a batch.
+        start_after: Rows that there must be before the first batch; None waits for `batch_size`.
+        batches: Batches of a pass; None is a pass without end.
+        importance_exponent: Of the weights, where the buffer has priorities.
+        wait_s: How long to wait for `start_after` rows.
+
+    Raises:
+        ValueError: Arguments are out of range; lists every fault.
+    """
+
+    begins_anew = True  # a pass has no position but the buffer's
+    told_on_resume = None
+
+    def __init__(
+        self,
+        buffer: ReplayBuffer,
+        batch_size: int,
+        *,
+        start_after: int | None = None,
+        batches: int | None = None,
+        importance_exponent: float = 0.4,
+        wait_s: float = 60.0,
+    ) -> None:
+        needed = batch_size if start_after is None else start_after
+        faults = []
+        if batch_size < 1:
+            faults.append(f"Invalid `batch_size`. Expected a number >= 1, but received {batch_size}")
+        if not batch_size <= needed <= buffer.capacity:
+            faults.append(f"Expected from {batch_size} to {buffer.capacity} rows to start after, but received {needed}")
+        if batches is not None and batches < 1:
+            faults.append(f"Invalid `batches`. Expected a number >= 1, but received {batches}")
+        if faults:
+            raise ValueError("ReplayFeed: " + "; ".join(faults))
+        self.buffer, self.batch_size, self.start_after, self.batches = buffer, batch_size, needed, batches
+        self.importance_exponent, self.wait_s = importance_exponent, wait_s
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        if not self.buffer.wait_for(self.start_after, self.wait_s):
+            raise InputError(
+                f"the replay buffer has {len(self.buffer)} rows after {self.wait_s:g} s, and training starts after "
+                f"{self.start_after}: does its writer run?"
+            )
+        drawn = 0
+        while self.batches is None or drawn < self.batches:
+            yield self.buffer.sample(self.batch_size, importance_exponent=self.importance_exponent)
+            drawn += 1

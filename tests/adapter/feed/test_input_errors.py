@@ -337,7 +337,7 @@ def test_of_very_many_faults_the_first_are_listed_and_the_others_counted(tmp_pat
 
 
 def test_rows_that_declare_more_than_can_be_decoded_one_by_one_are_refused_before_that(tmp_path, monkeypatch):
-    monkeypatch.setattr("genlight.adapter.feed.parquet_source.MOST_ROW_BYTES", 1 << 20)
+    monkeypatch.setattr("genlight.adapter.feed.sources.MOST_ROW_BYTES", 1 << 20)
     path = tmp_path / "large.parquet"
     pq.write_table(pa.table({"id": [1], "text": ["x" * (2 << 20)]}), path, compression="zstd", use_dictionary=False)
     assert path.stat().st_size < 10_000

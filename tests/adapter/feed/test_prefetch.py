@@ -14,8 +14,8 @@ import pyarrow as pa
 import pytest
 
 from genlight.adapter.feed import ArrowDataModule, ArrowFeed, batching
+from genlight.adapter.feed.batching import ReadAhead
 from genlight.adapter.feed.decode import Chunk
-from genlight.adapter.feed.prefetch import ReadAhead
 
 
 def chunk(number: int, size: int) -> Chunk:

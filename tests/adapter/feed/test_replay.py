@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 
 from genlight.adapter.contract.exceptions import BrokenCheckpointError, InputError, ReplayWriterError
 from genlight.adapter.feed import NStep, ReplayBuffer, ReplayFeed
-from genlight.adapter.feed.sum_tree import SumTree
+from genlight.adapter.feed.replay_buffer import SumTree
 
 ROW = {
     "observation": torch.zeros(2),
@@ -39,15 +38,9 @@ def rows(first: int, count: int, **changed: Any) -> dict[str, torch.Tensor]:
     return made | changed
 
 
-@pytest.fixture(params=["memory", "mapped"])
-def directory(request, tmp_path):
-    """Where columns are: in memory, or in files."""
-    return tmp_path / "columns" if request.param == "mapped" else None
-
-
-def test_the_newest_rows_are_kept_and_drawn_whole(directory):
+def test_the_newest_rows_are_kept_and_drawn_whole():
     """Around the end of the ring, with their own numbers."""
-    buffer = ReplayBuffer(10, ROW, directory=directory)
+    buffer = ReplayBuffer(10, ROW)
     for first in range(0, 28, 4):
         buffer.extend(rows(first, 4))
     assert (len(buffer), buffer.written) == (10, 28)
@@ -55,7 +48,6 @@ def test_the_newest_rows_are_kept_and_drawn_whole(directory):
     assert set(drawn["index"].tolist()) <= set(range(18, 28))
     assert torch.equal(drawn["reward"], drawn["index"].float())
     assert torch.equal(drawn["observation"], torch.stack([drawn["reward"], -drawn["reward"]], 1))
-    buffer.close()
 
 
 def test_draws_are_seeded_and_uniform():
@@ -159,9 +151,9 @@ def test_n_steps_sum_rewards_until_the_episode_or_the_rows_end():
     assert seen[9]["next_observation"][0] == 14
 
 
-def test_a_second_thread_and_a_forked_process_may_not_write(directory):
+def test_a_second_thread_and_a_forked_process_may_not_write():
     """They are told who may, and nothing is changed."""
-    buffer = ReplayBuffer(8, ROW, directory=directory)
+    buffer = ReplayBuffer(8, ROW)
     buffer.extend(rows(0, 4))
     told = []
 
@@ -190,20 +182,6 @@ def test_a_second_thread_and_a_forked_process_may_not_write(directory):
     assert (len(told), buffer.written) == (1, 8)
     with pytest.raises(ReplayWriterError):
         buffer.extend(rows(0, 1))
-    buffer.close()
-
-
-def test_files_of_a_buffer_belong_to_one(tmp_path):
-    """Until it is closed."""
-    first = ReplayBuffer(8, ROW, directory=tmp_path / "columns")
-    first.extend(rows(0, 8))
-    with pytest.raises(ReplayWriterError, match=f"is used by another replay buffer of process {os.getpid()}"):
-        ReplayBuffer(8, ROW, directory=tmp_path / "columns")
-    assert first.sample(8)["index"].max() < 8
-    first.close()
-    second = ReplayBuffer(8, ROW, directory=tmp_path / "columns")
-    assert len(second) == 0
-    second.close()
 
 
 def test_rows_are_whole_while_another_thread_writes():
@@ -227,9 +205,9 @@ def test_rows_are_whole_while_another_thread_writes():
     assert buffer.written == 20_064
 
 
-def made(directory: Path | None = None) -> ReplayBuffer:
+def made() -> ReplayBuffer:
     """A buffer with everything."""
-    return ReplayBuffer(1000, ROW, seed=5, n_step=NStep(2, 0.9), priority_exponent=0.6, directory=directory)
+    return ReplayBuffer(1000, ROW, seed=5, n_step=NStep(2, 0.9), priority_exponent=0.6)
 
 
 def step(buffer: ReplayBuffer) -> dict[str, torch.Tensor]:
@@ -240,9 +218,9 @@ def step(buffer: ReplayBuffer) -> dict[str, torch.Tensor]:
     return drawn
 
 
-def test_what_is_drawn_after_a_load_is_what_would_have_been_drawn(directory, tmp_path):
+def test_what_is_drawn_after_a_load_is_what_would_have_been_drawn(tmp_path):
     """Saved before and after the ring is full, from a chain of incremental saves; the folders were renamed."""
-    buffer, folder = made(directory), tmp_path / "staging"
+    buffer, folder = made(), tmp_path / "staging"
     saves = {}
     for number in range(60):
         if number % 10 == 5:
@@ -250,7 +228,6 @@ def test_what_is_drawn_after_a_load_is_what_would_have_been_drawn(directory, tmp
             saves[number] = folder.rename(tmp_path / f"step-{number}")
         step(buffer)
     expected = [step(buffer) for _ in range(3)]
-    buffer.close()
     for number, saved in saves.items():
         again = made()
         again.load(saved)
