@@ -1,29 +1,180 @@
-"""Files from web servers: streamed, checked, cached, resumed after a break."""
+"""Files from web servers: streamed, checked, cached, resumed after a break.
+
+While a file is incomplete it is called ``*.part``; what identifies the server's version of it, and how much of it is
+durable, stands beside it, so that a later attempt, also of another process, can go on where this one broke. Only a
+whole and checked file gets its name.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
 import re
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, BinaryIO
 
 import httpx2
+import msgspec
+import xxhash
 
 from ..contract.exceptions import AuthError, InputError
+from ..plumbing.durable import fsync_directory, write_bytes_durably
+from ..plumbing.file_lock import FileLock, LockHeldError
 from ..plumbing.http import failure_text
 from ..plumbing.retry import RetryPolicy, TransientError, is_transient, retry_after_s, with_retries
-from ..plumbing.safe_open import make_directory
+from ..plumbing.safe_open import make_directory, open_own, open_regular, read_own
 from ..plumbing.urls import safe_url
-from .cache import CHUNK_BYTES, CacheEntry, Content, Stored, Version
-from .progress import InputProgress, Tracker, TransferAbandoned
+from .progress import InputProgress, Tracker
 
-__all__ = ["Connections", "Download", "download", "probe"]
+__all__ = ["CacheEntry", "Content", "Download", "download", "probe"]
+
+CHUNK_BYTES = 1 << 20
+SYNC_EVERY_BYTES = 64 << 20
+LOCK_POLL_S = 0.1
+LARGEST_NOTE_BYTES = 1 << 16
+
+
+class Version(msgspec.Struct, frozen=True):
+    """The identity of one version of a resource."""
+
+    etag: str | None = None
+    last_modified: str | None = None
+
+    @property
+    def if_range(self) -> str | None:
+        """The validator under which two partial answers may be joined; a weak one may not."""
+        if self.etag is None:
+            return self.last_modified
+        return None if self.etag.startswith("W/") else self.etag
+
+
+class Part(msgspec.Struct, frozen=True):
+    """The recorded state of a partial file."""
+
+    version: Version = Version()
+    durable_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+
+
+class Content(msgspec.Struct, frozen=True):
+    """The identity of a file's content."""
+
+    size_bytes: int
+    sha256: str
+    xxh3_128: str
+
+    @classmethod
+    def of(cls, path: Path) -> Content:
+        """Read a file once and digest it."""
+        sha256, xxh3, size = hashlib.sha256(), xxhash.xxh3_128(), 0
+        with os.fdopen(open_regular(path), "rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                sha256.update(chunk)
+                xxh3.update(chunk)
+                size += len(chunk)
+        return cls(size, sha256.hexdigest(), xxh3.hexdigest())
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """The recorded state of a complete file."""
+
+    content: Content
+    version: Version
+    mtime_ns: int
+    stored_at: float
+    """Seconds since 1970."""
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """The files that belong to one download target."""
+
+    target: Path
+
+    @property
+    def part_path(self) -> Path:
+        """The file while it is incomplete."""
+        return self.target.with_name(f"{self.target.name}.part")
+
+    def _beside(self, suffix: str) -> Path:
+        return self.target.with_name(f".{self.target.name}.{suffix}")
+
+    @contextlib.contextmanager
+    def exclusive(self, tracker: Tracker) -> Iterator[bool]:
+        """Hold the entry for this thread; yields whether another one had it first."""
+        lock, waited = None, False
+        while lock is None:
+            try:
+                lock = FileLock(self._beside("lock"))
+            except LockHeldError:
+                waited = True
+                tracker.wait(LOCK_POLL_S)
+        try:
+            yield waited
+        finally:
+            lock.release()
+
+    def stored(self) -> Stored | None:
+        """The recorded state of the complete file, if it has not been changed since; None only costs a transfer."""
+        try:
+            known = msgspec.json.decode(read_own(self._beside("meta.json"), limit=LARGEST_NOTE_BYTES), type=Stored)
+            status = self.target.stat()
+        except (OSError, ValueError, RecursionError):
+            return None
+        same = (status.st_size, status.st_mtime_ns) == (known.content.size_bytes, known.mtime_ns)
+        return known if same else None
+
+    def part(self) -> Part:
+        """The recorded state of the partial file; nothing is durable where there is none."""
+        try:
+            known = msgspec.json.decode(read_own(self._beside("part.json"), limit=LARGEST_NOTE_BYTES), type=Part)
+            size = self.part_path.stat().st_size
+        except (OSError, ValueError, RecursionError):
+            return Part()
+        return known if size >= known.durable_bytes else Part()
+
+    def write_part(self, chunks: Iterator[bytes], version: Version, start: int) -> Generator[int, None, None]:
+        """Write `chunks` after the first `start` bytes; yields the size so far, after each.
+
+        However that ends, what was written is durable and noted.
+        """
+        write_bytes_durably(self._beside("part.json"), msgspec.json.encode(Part(version, start)))
+        with os.fdopen(open_own(self.part_path, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
+            file.truncate(start)
+            file.seek(start)
+            size = noted = start
+            try:
+                for chunk in chunks:
+                    file.write(chunk)
+                    size += len(chunk)
+                    if size - noted >= SYNC_EVERY_BYTES:
+                        self._note(file, version, size)
+                        noted = size
+                    yield size
+            finally:
+                self._note(file, version, size)
+
+    def _note(self, file: BinaryIO, version: Version, size: int) -> None:
+        file.flush()
+        os.fsync(file.fileno())
+        write_bytes_durably(self._beside("part.json"), msgspec.json.encode(Part(version, size)))
+
+    def drop_part(self) -> None:
+        """Forget the partial file."""
+        self.part_path.unlink(missing_ok=True)
+        self._beside("part.json").unlink(missing_ok=True)
+
+    def settle(self, content: Content, version: Version) -> None:
+        """Give the partial file, whose content was checked, its name."""
+        os.replace(self.part_path, self.target)
+        stored = Stored(content, version, self.target.stat().st_mtime_ns, time.time())
+        write_bytes_durably(self._beside("meta.json"), msgspec.json.encode(stored))
+        self._beside("part.json").unlink(missing_ok=True)
+        fsync_directory(self.target.parent)
 
 
 CONTENT_RANGE = re.compile(r"bytes (?P<first>\d{1,18})-\d{1,18}/(?P<total>\d{1,18}|\*)")
@@ -284,60 +435,3 @@ def _check_and_settle(request: Download, entry: CacheEntry, version: Version, *,
     if resumed:  # the first part may have been of another version, or damaged since
         raise TransientError(f"what was put together {contradiction}")
     raise InputError(f"{request.label} {contradiction}. It was changed or damaged on the way.")
-
-
-class Connections:
-    """The connections that clients open while they are watched, so that a stop can end a transfer that waits.
-
-    A thread that reads from a socket notices nothing else. Shutting the socket down wakes it: its transfer breaks like
-    any other whose connection is lost, notes what has arrived, and finds out that it was stopped.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._streams: list[Any] = []
-        self._is_ended = False
-
-    @contextlib.contextmanager
-    def watching(self, client: httpx2.Client) -> Iterator[None]:
-        """Know of every connection that `client` opens meanwhile."""
-        hooks = client.event_hooks
-        client.event_hooks = {**hooks, "request": [*hooks["request"], self._before_request]}
-        try:
-            yield
-        finally:
-            client.event_hooks = hooks
-
-    def end(self) -> None:
-        """End all of them: every thread that waits for one is woken, and no further request is made."""
-        with self._lock:
-            self._is_ended = True
-            for stream in self._streams:
-                _shut(stream)
-
-    def _before_request(self, request: httpx2.Request) -> None:
-        if self._is_ended:
-            raise TransferAbandoned
-        request.extensions = {**request.extensions, "trace": self._tracing(request.extensions.get("trace"))}
-
-    def _tracing(self, other: Callable[[str, Any], None] | None) -> Callable[[str, dict[str, Any]], None]:
-        def trace(event: str, info: dict[str, Any]) -> None:
-            if other is not None:
-                other(event, info)
-            if event.endswith(("connect_tcp.complete", "start_tls.complete")):
-                self._note(info["return_value"])
-
-        return trace
-
-    def _note(self, stream: Any) -> None:
-        with self._lock:
-            self._streams.append(stream)
-            if self._is_ended:
-                _shut(stream)
-
-
-def _shut(stream: Any) -> None:
-    connection = stream.get_extra_info("socket")
-    with contextlib.suppress(OSError):  # it is closed already
-        # Of TLS as well: its own shutdown would change what the reading thread is using.
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)

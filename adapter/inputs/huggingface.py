@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ..contract.exceptions import AuthError, InputError
 from ..job.refs import HubRef
@@ -16,17 +16,7 @@ from ..plumbing.http import failure_text
 from ..plumbing.retry import RetryPolicy, TransientError, is_transient, with_retries
 from .progress import InputProgress, Tracker
 
-if TYPE_CHECKING:
-    import httpx2
-
-__all__ = ["fetch_from_hub", "hub_client", "probe_hub"]
-
-
-def hub_client() -> httpx2.Client:
-    """The client that huggingface_hub uses for everything, in all threads."""
-    from huggingface_hub import get_session
-
-    return get_session()
+__all__ = ["fetch_from_hub", "probe_hub"]
 
 
 def fetch_from_hub(

@@ -1,4 +1,7 @@
-"""Fetches references from servers, several at a time."""
+"""Fetches references from servers, several at a time.
+
+A module of its own because it loads the HTTP client, which a job with local inputs does without.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +12,33 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 
 import httpx2
 
-from ..contract.exceptions import AuthError, InputError
+from ...callbacks.checkpoint.format.record import LARGEST_RECORD_BYTES, CheckpointRecord, read_record
+from ...reporters.uploads.payloads import remote_name
+from ..contract.exceptions import AuthError, BrokenCheckpointError, InputError
 from ..job.config import RunConfig
 from ..job.refs import CozyRef, HttpRef, HubRef, Kind, Ref
 from ..plumbing.http import build_client
 from ..plumbing.retry import RetryPolicy
 from ..plumbing.threads import DaemonThreads
-from .checkpoint import fetch_checkpoint
-from .http import Connections, Download, download
-from .huggingface import fetch_from_hub, hub_client
+from .http import Download, download
+from .huggingface import fetch_from_hub
 from .local import Found, local_checkpoint, local_input
 from .private_addresses import AddressGuard
 from .progress import Tracker, TransferAbandoned
 from .tensorhub import HttpResolveClient, fetch_from_cozy
 
-__all__ = ["Fetcher", "fetch_all"]
+__all__ = ["Fetcher", "fetch_all", "fetch_checkpoint"]
 
 PARALLEL_TRANSFERS = 4
 LOOK_EVERY_S = 0.1
 """How often it is asked whether the run was stopped while all transfers wait for their servers."""
 LEFT_AFTER_S = 2.0
-"""How long transfers that were ended are waited for, so that they note what has arrived."""
+"""How long transfers that were ended are waited for, so that they note what has arrived. One whose server says nothing
+stays behind: its thread keeps no process alive."""
 
 
 def fetch_all(
@@ -56,15 +62,11 @@ def fetch_all(
         AuthError: A server refused the credentials.
         InputError: Something is missing, malformed, unreachable, or cannot be stored.
     """
-    connections = Connections()
     with contextlib.ExitStack() as stack:
         client = build_client(config.capability_token, config.token_origins, max_connections=PARALLEL_TRANSFERS)
         stack.enter_context(client)
         if config.private_hosts is not None:
             AddressGuard(config.private_hosts).attach(client)
-        stack.enter_context(connections.watching(client))
-        if any(isinstance(ref, HubRef) for _, ref in wanted):
-            stack.enter_context(connections.watching(hub_client()))
         fetcher = Fetcher(config, client, directory, retry or RetryPolicy(), tracker)
         threads = DaemonThreads(PARALLEL_TRANSFERS, "genlight-input")
         futures = {key: threads.submit(fetcher.fetch, *key) for key in dict.fromkeys(wanted)}
@@ -73,7 +75,6 @@ def fetch_all(
         finally:
             if any(not future.done() or future.exception() is not None for future in futures.values()):
                 tracker.abandon()
-                connections.end()
                 wait(futures.values(), LEFT_AFTER_S)
     _raise_first([future for future in futures.values() if future.done()])
     return {key: future.result() for key, future in futures.items()}
@@ -177,3 +178,47 @@ def _hub_patterns(kind: Kind, ref: HubRef) -> list[str] | None:
         folder = ref.path.rstrip("/").removesuffix(".json")
         return [ref.path, f"{folder}.json", f"{folder}/*", f"{folder}~1/*"]
     return None
+
+
+def fetch_checkpoint(
+    ref: HttpRef, folder: Path, client: httpx2.Client, *, retry: RetryPolicy, tracker: Tracker
+) -> Path:
+    """Fetch a record by URL and the files that it names from beside it; the path of the local record.
+
+    A record in a file store lies beside files whose names are flat, ``step-00000200-model.safetensors``; everywhere
+    else the files lie where the record says. A query of the URL, a signature say, goes with every file.
+
+    Raises:
+        AuthError: The server refused the credentials.
+        InputError: The record or a file of it is missing or broken.
+    """
+    path = download(
+        Download(ref.url, folder / ref.file_name, ref.sha256, most_bytes=LARGEST_RECORD_BYTES),
+        client,
+        retry=retry,
+        tracker=tracker,
+    )
+    try:
+        record = read_record(path)
+    except BrokenCheckpointError as error:
+        raise InputError(f"{ref.label} cannot be resumed from: {error}.") from None
+    for file in record.files:
+        request = Download(
+            _beside(ref, record, file.path, record.file_name(file)),
+            folder / file.path,
+            file.sha256,
+            file.xxh3_128,
+            file.size,
+        )
+        download(request, client, retry=retry, tracker=tracker)
+    return path
+
+
+def _beside(ref: HttpRef, record: CheckpointRecord, relative_path: str, name: str) -> str:
+    """URL of a file of the record."""
+    stored_as = remote_name(record.step, name, final=record.final)
+    flat = ref.file_name.startswith(remote_name(record.step, "", final=record.final))
+    parts = urlsplit(ref.url)
+    bare = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
+    located = urlsplit(urljoin(bare, quote(stored_as if flat else relative_path)))
+    return urlunsplit((located.scheme, located.netloc, located.path, parts.query, ""))

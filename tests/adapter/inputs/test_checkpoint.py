@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from genlight.adapter.contract.exceptions import AuthError, InputError
-from genlight.adapter.inputs.checkpoint import fetch_checkpoint
 from genlight.adapter.inputs.local import local_checkpoint
 from genlight.adapter.inputs.progress import Tracker
+from genlight.adapter.inputs.transfer import fetch_checkpoint
 from genlight.adapter.job.refs import parse_ref
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.urls import origin_of
