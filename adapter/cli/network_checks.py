@@ -21,9 +21,9 @@ from ..inputs.http import probe
 from ..inputs.huggingface import probe_hub
 from ..inputs.local import checked_ref
 from ..inputs.private_addresses import AddressGuard
+from ..inputs.refs import CozyRef, HttpRef, HubRef, Kind, LocalRef, Ref
 from ..inputs.tensorhub import HttpResolveClient
 from ..job.config import RunConfig
-from ..job.refs import CozyRef, HttpRef, HubRef, Kind, LocalRef, Ref
 from ..job.spec import UPLOAD_URLS
 from ..plumbing.finding import Finding, Level
 from ..plumbing.http import build_client, failure_text

@@ -364,9 +364,9 @@ class ArrowFeed:
             return supply
         if not self.workers:
             return ThreadSupply(spec, position)
-        from .workers import WorkerSupply
+        from .workers import arrow_supply
 
-        return WorkerSupply(spec, position, self.workers)
+        return arrow_supply(spec, position, self.workers)
 
     def _spec(self) -> Spec:
         source, layout = self._opened()

@@ -9,10 +9,8 @@ from __future__ import annotations
 import inspect
 import logging
 import random
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -36,10 +34,10 @@ from ..contract.exceptions import InputError
 from ..contract.types import StepContext
 from ..plumbing.devices import isolated_random_numbers
 from .arrow_feed import ArrowFeed
-from .batching import CLOSED, Spec
+from .batching import Spec, blocks
 from .epoch_order import Order
 from .position import Position
-from .workers import draw_from, entropy_of, started
+from .workers import LoaderSupply, draw_from, entropy_of
 
 __all__ = ["DatasetSource", "RepeatedRead", "call_with_context", "feed_of"]
 
@@ -319,61 +317,31 @@ class DatasetSource:
         self.dataset = dataset
         self.group_rows = (len(dataset),)
 
-    def supply(self, spec: Spec, position: Position, workers: int) -> _DatasetSupply:
+    def supply(self, spec: Spec, position: Position, workers: int) -> LoaderSupply:
         """What hands out batches from `position` on."""
-        return _DatasetSupply(self.dataset, spec, position, workers)
+        return LoaderSupply(
+            spec,
+            position,
+            _Rows(self.dataset),
+            steps=1,
+            workers=workers,
+            batches=lambda batch: iter((batch,)),
+            batch_sampler=_rows_of_steps(spec, position),
+            collate_fn=spec.collate,
+        )
 
     def close(self) -> None:
         """Nothing is open."""
 
 
-class _DatasetSupply:
-    """See `Supply`. Worker processes, where there are some, are started for each epoch."""
-
-    def __init__(self, dataset: Any, spec: Spec, position: Position, workers: int) -> None:
-        self.position: Position | None = position
-        self.wait_seconds = 0.0
-        self._rows = _Rows(dataset)
-        self._spec = replace(spec, source=None)  # type: ignore[arg-type]
-        self._workers = workers
-        self._batches: Iterator[Any] = iter(())
-        self._closed = False
-
-    def epoch(self) -> Iterator[Any]:
-        """See `Supply`."""
-        assert self.position is not None
-        position, layout, self.position = self.position, self._spec.layout, None
-        loader: DataLoader[Any] = DataLoader(
-            self._rows,
-            batch_sampler=self._drawn(position),  # type: ignore[arg-type]
-            num_workers=self._workers,
-            collate_fn=self._spec.collate,
-            # A generator of its own: the default would draw from the training process's random numbers.
-            generator=torch.Generator().manual_seed(layout.order.seed),
-        )
-        self._batches = started(loader)
-        for _ in range(position.step, layout.share(position.rows).steps):
-            start = time.perf_counter()
-            batch = next(self._batches)
-            self.wait_seconds += time.perf_counter() - start
-            yield batch
-            if self._closed:
-                raise RuntimeError(CLOSED)
-        self.position = position.following(layout)
-
-    def _drawn(self, position: Position) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-        """For each step what random numbers of workers depend on, and the rows of our rank."""
-        share = self._spec.layout.share(position.rows)
-        rows = np.concatenate([_rows_of(self._spec.layout.order, *span) for span in position.spans])
-        for step in range(position.step, share.steps):
-            first, end = share.interval(step, self._spec.rank)
-            yield entropy_of(self._spec, position, step), rows[first:end].tolist()
-
-    def close(self) -> None:
-        """See `Supply`."""
-        getattr(self._batches, "_shutdown_workers", lambda: None)()
-        self._batches = iter(())
-        self._closed = True
+def _rows_of_steps(spec: Spec, position: Position) -> Iterator[tuple[tuple[int, ...], list[int]]]:
+    """For each step what random numbers of workers depend on, and the rows of our rank."""
+    for epoch in blocks(spec, position):
+        share, spans = spec.layout.share(epoch.position.rows), epoch.position.spans
+        rows = np.concatenate([_rows_of(spec.layout.order, *span) for span in spans])
+        for step in range(epoch.first, epoch.end):
+            first, end = share.interval(step, spec.rank)
+            yield entropy_of(spec, epoch.position, step), rows[first:end].tolist()
 
 
 def _rows_of(order: Order, epoch: int, first: int, end: int) -> np.ndarray[Any, np.dtype[np.intp]]:

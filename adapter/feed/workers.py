@@ -1,7 +1,6 @@
-"""Batches made by worker processes, in the same order and with the same position as without them.
+"""Batches made by a torch data loader, in the same order and with the same position for any number of processes.
 
-The steps are dealt out to the workers in blocks of about one row group, so that a row group is decoded by one worker.
-A torch data loader brings the blocks back in order. Which rows a step has follows from its number, so the position is
+The loader brings blocks of steps back in order. Which rows a step has follows from its number, so the position is
 counted where the batches are handed out, and what the workers hold ready does not matter.
 """
 
@@ -10,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from .batching import CLOSED, Block, Spec, batches_of, blocks
 from .position import Position
 from .row_plan import Share
 
-__all__ = ["WorkerSupply", "draw_from", "entropy_of", "started"]
+__all__ = ["LoaderSupply", "arrow_supply", "draw_from", "entropy_of"]
 
 _BLOCK_ROWS = 65_536
 
@@ -96,67 +95,57 @@ def _packed(spec: Spec, batches: list[pa.RecordBatch]) -> bytes:
 _IPC = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=False, unify_dictionaries=False)
 
 
-def started(loader: DataLoader[Any]) -> Iterator[Any]:
-    """An iterator of `loader`, whose worker processes outlive a stop signal.
+class LoaderSupply:
+    """Batches of a torch data loader over the blocks from a position on; see `Supply`.
 
-    Raises:
-        InputError: They cannot be started.
-    """
-    try:
-        return start_workers(loader)
-    except OSError as error:
-        raise InputError(
-            f"{loader.num_workers} data workers could not be started: {error.strerror or error}. They need room "
-            "in /dev/shm, processes (`ulimit -u`, or the container's limit on pids) and open files (`ulimit -n`); make "
-            "room, or train with fewer `workers`, of which 0 needs none of it."
-        ) from error
-
-
-class WorkerSupply:
-    """Batches from `workers` processes; see `Supply`.
+    Args:
+        spec: Of the batches.
+        position: Where the first block begins.
+        dataset: Makes a block; `options` of the loader say in which order.
+        steps: Of a block.
+        workers: Processes that make blocks; 0 makes them in this one.
+        batches: The batches of a block that was made.
+        options: Of the loader.
 
     Raises:
         InputError: The processes cannot be started.
     """
 
-    def __init__(self, spec: Spec, position: Position, workers: int) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        position: Position,
+        dataset: Any,
+        *,
+        steps: int,
+        workers: int,
+        batches: Callable[[Any], Iterator[Any]],
+        **options: Any,
+    ) -> None:
         self.position: Position | None = position
         self.wait_seconds = 0.0
         self._closed = False
-        self._spec = spec
-        steps = _block_steps(spec)
+        self._layout, self._batches = spec.layout, batches
         self._blocks = blocks(spec, position, steps)
-        loader: DataLoader[_Made] = DataLoader(
-            _Blocks(spec, position, steps),
-            batch_size=None,
-            num_workers=workers,
-            prefetch_factor=max(spec.readahead, 1),
-            # A generator of its own: the default would draw from the training process's random numbers.
-            generator=torch.Generator().manual_seed(spec.layout.order.seed),
-        )
-        self._made: Iterator[_Made] = started(loader)
+        # A generator of its own: the default would draw from the training process's random numbers.
+        generator = torch.Generator().manual_seed(spec.layout.order.seed)
+        self._made = _started(DataLoader(dataset, num_workers=workers, generator=generator, **options))
 
     def epoch(self) -> Iterator[Any]:
         """See `Supply`."""
         assert self.position is not None
-        position, share, self.position = self.position, self._spec.layout.share(self.position.rows), None
+        position, share, self.position = self.position, self._layout.share(self.position.rows), None
         step = position.step
         while step < share.steps:
             block = next(self._blocks)
-            yield from self._handed_out(self._next())
+            for batch in self._batches(self._next()):
+                yield batch
+                if self._closed:
+                    raise RuntimeError(CLOSED)
             step = block.end
-        self.position = position.following(self._spec.layout)
+        self.position = position.following(self._layout)
 
-    def _handed_out(self, made: _Made) -> Iterator[Any]:
-        batches = made.batches if self._spec.collate is not None else pa.ipc.open_stream(made.batches)
-        for batch in batches:
-            yield batch
-            if self._closed:
-                raise RuntimeError(CLOSED)
-        if made.error is not None:
-            raise InputError(made.error)
-
-    def _next(self) -> _Made:
+    def _next(self) -> Any:
         start = time.perf_counter()
         try:
             return next(self._made)
@@ -167,11 +156,46 @@ class WorkerSupply:
 
     def close(self) -> None:
         """See `Supply`."""
-        shutdown = getattr(self._made, "_shutdown_workers", None)
-        if shutdown is not None:
-            shutdown()
+        getattr(self._made, "_shutdown_workers", lambda: None)()
         self._made = iter(())
         self._closed = True
+
+
+def _started(loader: DataLoader[Any]) -> Iterator[Any]:
+    """An iterator of `loader`, whose worker processes outlive a stop signal."""
+    try:
+        return start_workers(loader)
+    except OSError as error:
+        raise InputError(
+            f"{loader.num_workers} data workers could not be started: {error.strerror or error}. They need room "
+            "in /dev/shm, processes (`ulimit -u`, or the container's limit on pids) and open files (`ulimit -n`); make "
+            "room, or train with fewer `workers`, of which 0 needs none of it."
+        ) from error
+
+
+def arrow_supply(spec: Spec, position: Position, workers: int) -> LoaderSupply:
+    """Arrow batches from `workers` processes, each of which decodes blocks of about one row group.
+
+    Raises:
+        InputError: The processes cannot be started.
+    """
+    steps = _block_steps(spec)
+    return LoaderSupply(
+        spec,
+        position,
+        _Blocks(spec, position, steps),
+        steps=steps,
+        workers=workers,
+        batches=lambda made: _handed_out(spec, made),
+        batch_size=None,
+        prefetch_factor=max(spec.readahead, 1),
+    )
+
+
+def _handed_out(spec: Spec, made: _Made) -> Iterator[Any]:
+    yield from made.batches if spec.collate is not None else pa.ipc.open_stream(made.batches)
+    if made.error is not None:
+        raise InputError(made.error)
 
 
 def _block_steps(spec: Spec) -> int:

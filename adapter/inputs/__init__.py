@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from ..plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from ..job.refs import parse_ref as parse_ref
     from .components import SafetensorsLoader as SafetensorsLoader, load_components as load_components
     from .materialize import MaterializedInputs as MaterializedInputs, materialize_inputs as materialize_inputs
     from .progress import InputProgress as InputProgress
+    from .refs import parse_ref as parse_ref
     from .tensorhub import HttpResolveClient as HttpResolveClient
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "..job.refs": ("parse_ref",),
+            ".refs": ("parse_ref",),
             ".components": ("SafetensorsLoader", "load_components"),
             ".materialize": ("MaterializedInputs", "materialize_inputs"),
             ".progress": ("InputProgress",),

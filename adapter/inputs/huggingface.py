@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..contract.exceptions import AuthError, InputError
-from ..job.refs import HubRef
 from ..plumbing.http import failure_text
 from ..plumbing.retry import RetryPolicy, TransientError, is_transient, with_retries
 from .progress import InputProgress, Tracker
+from .refs import HubRef
 
 __all__ = ["fetch_from_hub", "probe_hub"]
 

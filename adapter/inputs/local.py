@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ...callbacks.checkpoint.selection import find_checkpoint
 from ..contract.exceptions import InputError
-from ..job.refs import PATTERN_CHARACTERS, Kind, LocalRef, Ref, looks_like_path, parse_ref
+from ..plumbing.urls import PATTERN_CHARACTERS, looks_like_path
+from .refs import Kind, LocalRef, Ref, parse_ref
 
 __all__ = ["Found", "checked_ref", "local_checkpoint", "local_input", "parquet_files", "readable_file"]
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from ..contract.exceptions import InputError
 from ..job.config import RunConfig
-from ..job.refs import Kind, LocalRef, Ref
 from ..plumbing.safe_open import make_directory
 from ..plumbing.urls import has_scheme, is_http_url
 from .local import Found, checked_ref, local_checkpoint, local_input, parquet_files
 from .private_addresses import AddressGuard
 from .progress import ProgressReport, Tracker
+from .refs import Kind, LocalRef, Ref
 
 if TYPE_CHECKING:
     from ..plumbing.retry import RetryPolicy

@@ -26,11 +26,11 @@ import msgspec
 
 from ..contract.exceptions import InputError
 from ..contract.types import ResolvedRef
-from ..job.refs import CozyRef, parse_ref
 from ..plumbing.retry import RetryPolicy
 from ..plumbing.urls import url_fault
 from .http import Download, download
 from .progress import Tracker
+from .refs import CozyRef, parse_ref
 
 __all__ = ["HttpResolveClient", "ManifestFile", "fetch_from_cozy"]
 

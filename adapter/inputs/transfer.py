@@ -20,7 +20,6 @@ from ...callbacks.checkpoint.format.record import LARGEST_RECORD_BYTES, Checkpoi
 from ...reporters.uploads.payloads import remote_name
 from ..contract.exceptions import AuthError, BrokenCheckpointError, InputError
 from ..job.config import RunConfig
-from ..job.refs import CozyRef, HttpRef, HubRef, Kind, Ref
 from ..plumbing.http import build_client
 from ..plumbing.retry import RetryPolicy
 from ..plumbing.threads import DaemonThreads
@@ -29,6 +28,7 @@ from .huggingface import fetch_from_hub
 from .local import Found, local_checkpoint, local_input
 from .private_addresses import AddressGuard
 from .progress import Tracker, TransferAbandoned
+from .refs import CozyRef, HttpRef, HubRef, Kind, Ref
 from .tensorhub import HttpResolveClient, fetch_from_cozy
 
 __all__ = ["Fetcher", "fetch_all", "fetch_checkpoint"]

@@ -15,10 +15,9 @@ from typing import Any
 import msgspec
 
 from ..plumbing.text import closest
-from ..plumbing.urls import has_scheme
+from ..plumbing.urls import has_scheme, looks_like_path
 from .errors import ConfigErrors
 from .keys import Key, keys_of
-from .refs import looks_like_path
 from .sources import Sources
 from .spec import Rule, SampleRequest
 

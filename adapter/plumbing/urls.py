@@ -12,9 +12,11 @@ import re
 from collections.abc import Iterable
 
 __all__ = [
+    "PATTERN_CHARACTERS",
     "has_scheme",
     "hide_urls",
     "is_http_url",
+    "looks_like_path",
     "origin_of",
     "origin_text",
     "parse_origins",
@@ -23,6 +25,10 @@ __all__ = [
     "url_fault",
 ]
 
+PATTERN_CHARACTERS = "*?["
+"""By which a path stands for all files that match."""
+
+_FILE_SUFFIXES = (".parquet", ".json", ".safetensors", ".arrow", ".csv", ".pt", ".bin", ".zip", ".gz")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _LONGEST = 65_536
 _URL = re.compile(
@@ -48,6 +54,14 @@ def has_scheme(text: str) -> bool:
 def is_http_url(text: str) -> bool:
     """Whether `text` starts like an address of a web server."""
     return text.lower().startswith(("http://", "https://"))
+
+
+def looks_like_path(text: str) -> bool:
+    """Whether `text` can only be meant as a path on this machine, also where there is none."""
+    if text.startswith(("hf:", "cozy:")) or "://" in text:
+        return False
+    begins, ends = text.startswith(("/", ".", "~")), text.lower().endswith(_FILE_SUFFIXES)
+    return begins or ends or text.count("/") > 1 or any(character in text for character in PATTERN_CHARACTERS)
 
 
 def url_fault(url: str) -> str | None:

@@ -18,8 +18,8 @@ from genlight.adapter.inputs import materialize_inputs
 from genlight.adapter.inputs.http import Download, download, probe
 from genlight.adapter.inputs.private_addresses import AddressGuard, is_private
 from genlight.adapter.inputs.progress import Tracker
+from genlight.adapter.inputs.refs import parse_ref
 from genlight.adapter.inputs.tensorhub import HttpResolveClient, Manifest, fetch_from_cozy
-from genlight.adapter.job.refs import parse_ref
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.retry import retry_after_s
 

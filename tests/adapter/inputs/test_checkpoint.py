@@ -7,8 +7,8 @@ import pytest
 from genlight.adapter.contract.exceptions import AuthError, InputError
 from genlight.adapter.inputs.local import local_checkpoint
 from genlight.adapter.inputs.progress import Tracker
+from genlight.adapter.inputs.refs import parse_ref
 from genlight.adapter.inputs.transfer import fetch_checkpoint
-from genlight.adapter.job.refs import parse_ref
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.urls import origin_of
 from genlight.callbacks.checkpoint.format.record import FileEntry, RecordMeta, digest_of, serialise_record

@@ -7,7 +7,7 @@ import pytest
 from genlight.adapter.contract.exceptions import AuthError, InputError
 from genlight.adapter.inputs.huggingface import fetch_from_hub
 from genlight.adapter.inputs.progress import Tracker
-from genlight.adapter.job.refs import parse_ref
+from genlight.adapter.inputs.refs import parse_ref
 
 FILES = {"config.json": b"{}", "unet/model.safetensors": b"weights" * 1000, "data/a.parquet": b"PAR1"}
 

@@ -9,8 +9,8 @@ import pytest
 from genlight.adapter.contract.exceptions import AuthError, InputError
 from genlight.adapter.contract.types import ResolvedRef
 from genlight.adapter.inputs.progress import Tracker
+from genlight.adapter.inputs.refs import parse_ref
 from genlight.adapter.inputs.tensorhub import HttpResolveClient, fetch_from_cozy
-from genlight.adapter.job.refs import parse_ref
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.urls import origin_of
 

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urldefrag, urlsplit
 
 from ..contract.exceptions import InputError
 from ..plumbing.text import is_storable
-from ..plumbing.urls import is_http_url, safe_url, url_fault
+from ..plumbing.urls import is_http_url, looks_like_path, safe_url, url_fault
 
 __all__ = [
     "CozyRef",
@@ -19,9 +19,7 @@ __all__ = [
     "HubRef",
     "Kind",
     "LocalRef",
-    "PATTERN_CHARACTERS",
     "Ref",
-    "looks_like_path",
     "parse_ref",
 ]
 
@@ -29,8 +27,6 @@ REPOSITORY = r"(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)"
 HUB = re.compile(rf"{REPOSITORY}(@(?P<revision>[^:\s]+))?(:(?P<path>\S.*))?")
 COZY = re.compile(rf"{REPOSITORY}(:(?P<tag>[\w.-]+))?(@(?P<digest>[A-Za-z0-9]+:[0-9a-fA-F]+))?")
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")
-PATTERN_CHARACTERS = "*?["
-FILE_SUFFIXES = (".parquet", ".json", ".safetensors", ".arrow", ".csv", ".pt", ".bin", ".zip", ".gz")
 
 
 @dataclass(frozen=True)
@@ -141,14 +137,6 @@ def _unknown(text: str, reason: str) -> InputError:
         f"Invalid reference {text!r}: {reason}. Expected a path, file://, http:// or https:// URL, "
         "hf:owner/name[@revision][:path], owner/name[@revision] or cozy:owner/repo[:tag][@digest]."
     )
-
-
-def looks_like_path(text: str) -> bool:
-    """Whether `text` can only be meant as a path on this machine, also where there is none."""
-    if text.startswith(("hf:", "cozy:")) or "://" in text:
-        return False
-    begins, ends = text.startswith(("/", ".", "~")), text.lower().endswith(FILE_SUFFIXES)
-    return begins or ends or text.count("/") > 1 or any(character in text for character in PATTERN_CHARACTERS)
 
 
 def _file_ref(text: str) -> LocalRef:

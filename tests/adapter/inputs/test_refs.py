@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from genlight.adapter.contract.exceptions import InputError
-from genlight.adapter.job.refs import CozyRef, HttpRef, HubRef, LocalRef, parse_ref
+from genlight.adapter.inputs.refs import CozyRef, HttpRef, HubRef, LocalRef, parse_ref
 
 PREFIXES = ("hf:", "cozy:", "file:", "file://", "http://", "https://", "a/b", "/", "~", "http://h/#sha256=")
 DIGEST = "0123456789abcdef" * 4
