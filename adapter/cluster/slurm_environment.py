@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -13,19 +11,9 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from typing_extensions import override
 
-from ..plumbing.text import as_list
 from .job_context import JobContext, current_job_context, in_srun_task
 
-__all__ = [
-    "NOT_GIVEN",
-    "SlurmEnvironment",
-    "has_cluster_environment",
-    "placed_by_slurm",
-    "placement_fault",
-]
-
-NOT_GIVEN = (None, "auto", -1, "-1")
-"""The values that `devices` may have where the launcher decides."""
+__all__ = ["SlurmEnvironment", "placement_fault"]
 
 
 class SlurmEnvironment(ClusterEnvironment):
@@ -114,38 +102,6 @@ class SlurmEnvironment(ClusterEnvironment):
 def _known(number: int | None) -> int:
     assert number is not None  # the constructor has looked
     return number
-
-
-def placed_by_slurm(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a Lightning trainer that Slurm changes: ``plugins``, ``devices``, ``num_nodes``, or nothing.
-
-    Under srun the tasks are the ranks, and their number is what ``devices`` and ``num_nodes`` are where they are not
-    given. In the rest of a job (its batch script, the shell of ``salloc``, a step of one task) the trainer starts its
-    other ranks itself, though Lightning would wait for srun to do it. A cluster environment of the caller stays.
-
-    Raises:
-        ValueError: The variables of Slurm cannot be used.
-    """
-    plugins = as_list(arguments.get("plugins"))
-    if has_cluster_environment(arguments):
-        return {}
-    if TorchElasticEnvironment.detect():  # torchrun, maybe started by srun, has numbered its processes itself
-        return {}
-    if not in_srun_task():
-        return {"plugins": [*plugins, LightningEnvironment()]} if "SLURM_NTASKS" in os.environ else {}
-    environment = SlurmEnvironment()
-    placed: dict[str, Any] = {"plugins": [*plugins, environment]}
-    if arguments.get("devices") in NOT_GIVEN and environment.context.local_world_size is not None:
-        placed["devices"] = environment.context.local_world_size
-    if arguments.get("num_nodes") in (None, 1):  # 1 is also what LightningCLI fills in
-        placed["num_nodes"] = environment.context.num_nodes
-    return placed
-
-
-def has_cluster_environment(arguments: Mapping[str, Any]) -> bool:
-    """Whether the caller has chosen one."""
-    strategy_has_one = getattr(arguments.get("strategy"), "cluster_environment", None) is not None
-    return strategy_has_one or any(isinstance(each, ClusterEnvironment) for each in as_list(arguments.get("plugins")))
 
 
 def placement_fault(trainer: pl.Trainer) -> str | None:

@@ -1,19 +1,17 @@
-"""How far the inputs are: told from several threads, and shown as bars on a terminal or as lines in the log."""
+"""How far the inputs are: told from several threads, and shown as lines in the log."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..plumbing.text import size_text
 
-__all__ = ["InputProgress", "ProgressReport", "Tracker", "shown_progress"]
+__all__ = ["InputProgress", "ProgressReport", "Tracker", "TransferAbandoned", "log_progress"]
 
 log = logging.getLogger(__name__)
 
@@ -88,44 +86,17 @@ class TransferAbandoned(Exception):
     """This transfer ended because another one did."""
 
 
-@contextlib.contextmanager
-def shown_progress() -> Iterator[ProgressReport]:
-    """A report for `materialize_inputs` that people can watch, on standard error."""
-    if not sys.stderr.isatty():
-        yield _Lines()
-        return
-    with _bars() as report:
-        yield report
+def log_progress() -> ProgressReport:
+    """A report for `materialize_inputs`: a line when an input is there, and every few seconds while one is not."""
+    last_s: dict[str, float] = {}
 
-
-class _Lines:
-    """A line in the log when an input is there, and every few seconds while one is not."""
-
-    def __init__(self) -> None:
-        self._last_s: dict[str, float] = {}
-
-    def __call__(self, progress: InputProgress) -> None:
+    def report(progress: InputProgress) -> None:
         now = time.monotonic()
         if progress.finished:
             log.info("%s is here (%s)", progress.name, size_text(progress.done_bytes))
-        elif now - self._last_s.setdefault(progress.name, now) >= LINE_EVERY_S:
-            self._last_s[progress.name] = now
+        elif now - last_s.setdefault(progress.name, now) >= LINE_EVERY_S:
+            last_s[progress.name] = now
             total = f" of {size_text(progress.total_bytes)}" if progress.total_bytes else ""
             log.info("%s: %s%s", progress.name, size_text(progress.done_bytes), total)
 
-
-@contextlib.contextmanager
-def _bars() -> Iterator[ProgressReport]:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-
-        def report(progress: InputProgress) -> None:
-            if progress.name not in tasks:
-                tasks[progress.name] = bars.add_task(progress.name.rpartition("/")[2], total=progress.total_bytes)
-            bars.update(tasks[progress.name], completed=progress.done_bytes, total=progress.total_bytes)
-
-        yield report
+    return report

@@ -17,7 +17,7 @@ from ...callbacks.checkpoint.storage.commit import sweep
 from ..contract.exceptions import BrokenCheckpointError, ContractError, StartupContractError
 from ..helpers import seed_everything
 from ..inputs import MaterializedInputs, materialize_inputs
-from ..inputs.progress import shown_progress
+from ..inputs.progress import log_progress
 from ..job.config import RunConfig
 from ..job.identity import numbers_of, sealed_fields
 from ..job.parser_errors import is_about_what_was_given
@@ -72,8 +72,7 @@ def train(config: RunConfig, session: Session, *, allow_changed: bool = False, s
     if start.is_finished:
         return _already_finished(config, session, start)
     session.stop.raise_if_stopped()
-    with shown_progress() as progress:
-        inputs = materialize_inputs(config, progress=progress, raise_if_stopped=session.stop.raise_if_stopped)
+    inputs = materialize_inputs(config, progress=log_progress(), raise_if_stopped=session.stop.raise_if_stopped)
     if from_ref:
         start = decide_start(config, resume_checkpoint=inputs.resume_checkpoint, allow_changed=allow_changed)
     if start.record is not None and session.is_rank_zero:

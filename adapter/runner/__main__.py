@@ -159,9 +159,8 @@ def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 
 
 def _end(begin: RunBeginContext, error: BaseException | None, output: Path | None) -> RunEndContext:
-    told = {each.name: getattr(begin, each.name) for each in fields(begin)}
     return RunEndContext(
-        **told,
+        **{each.name: getattr(begin, each.name) for each in fields(begin)},
         status="success" if error is None else "failure",
         exit_code=_exit_code(error),
         error_type=None if error is None else _kind(error),
@@ -186,16 +185,8 @@ def _exit_code(error: BaseException | None) -> int:
 
 
 def _completed(end: RunEndContext) -> CompletedContext:
-    return CompletedContext(
-        job_context=end.job_context,
-        status=end.status,
-        exit_code=end.exit_code,
-        error_type=end.error_type,
-        error_message=end.error_message,
-        duration=end.duration,
-        output_file=end.output_file,
-        pre_submission_id=end.pre_submission_id,
-    )
+    names = {each.name for each in fields(CompletedContext)} & {each.name for each in fields(end)}
+    return CompletedContext(**{name: getattr(end, name) for name in names})
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 from genlight.adapter import SlurmEnvironment
-from genlight.adapter.cluster.slurm_environment import placed_by_slurm, placement_fault
+from genlight.adapter.cluster.placement import placed_by_launcher
+from genlight.adapter.cluster.slurm_environment import placement_fault
 from genlight.adapter.run.ranks.this_rank import this_rank
 
 BATCH = {
@@ -47,7 +48,7 @@ def trainer(**arguments):
 
 def test_a_task_of_srun_is_the_rank_that_srun_says_and_has_as_many_devices_as_tasks(within):
     within(TASK)
-    placed = placed_by_slurm({"devices": "auto", "num_nodes": 1, "plugins": None})
+    placed = placed_by_launcher({"devices": "auto", "num_nodes": 1, "plugins": None})
     (environment,) = placed["plugins"]
 
     assert (placed["devices"], placed["num_nodes"]) == (1, 2)
@@ -73,7 +74,7 @@ def test_plain_trainers_take_it_as_a_plugin(within):
 )
 def test_a_batch_script_and_a_step_of_one_task_start_their_ranks_themselves(within, variables):
     within(variables)
-    placed = placed_by_slurm({})
+    placed = placed_by_launcher({})
 
     assert list(placed) == ["plugins"]
     assert isinstance(placed["plugins"][0], LightningEnvironment)
@@ -89,16 +90,16 @@ def test_a_rank_that_a_batch_script_started_is_not_the_rank_of_the_script(within
 
 def test_a_login_node_with_the_variables_of_its_commands_is_no_job(within):
     within({"SLURM_CONF": "/etc/slurm/slurm.conf", "SLURM_CLUSTER_NAME": "main", "SBATCH_PARTITION": "gpu"})
-    assert placed_by_slurm({"devices": 2}) == {}
+    assert placed_by_launcher({"devices": 2}) == {}
     assert placement_fault(trainer(devices=2, strategy="ddp")) is None
     assert not SlurmEnvironment.detect()
     assert this_rank() == 0
 
 
 def test_outside_of_a_job_and_under_torchrun_nothing_changes(within):
-    assert placed_by_slurm({"devices": 2}) == {}
+    assert placed_by_launcher({"devices": 2}) == {}
     within(TASK | {"TORCHELASTIC_RUN_ID": "x", "RANK": "5"})
-    assert placed_by_slurm({"devices": 2}) == {}
+    assert placed_by_launcher({"devices": 2}) == {}
     assert this_rank() == 5
 
 
@@ -111,14 +112,14 @@ def test_the_ranks_of_a_pod_are_counted_over_the_pods_before_it(within, local, r
 def test_an_environment_of_the_callers_own_stays(within):
     within(TASK)
     own = LightningEnvironment()
-    assert placed_by_slurm({"plugins": own}) == {}
-    assert placed_by_slurm({"strategy": DDPStrategy(cluster_environment=own)}) == {}
+    assert placed_by_launcher({"plugins": own}) == {}
+    assert placed_by_launcher({"strategy": DDPStrategy(cluster_environment=own)}) == {}
 
 
 @pytest.mark.parametrize(("devices", "num_nodes"), [(2, 2), (1, 1), (1, 3)])
 def test_devices_and_nodes_that_are_not_the_tasks_are_told(within, devices, num_nodes):
     within(TASK)
-    placed = placed_by_slurm({"devices": devices, "num_nodes": num_nodes})
+    placed = placed_by_launcher({"devices": devices, "num_nodes": num_nodes})
     fault = placement_fault(trainer(**{"devices": devices, "num_nodes": num_nodes, **placed}))
     if (devices, num_nodes) == (1, 1):  # Lightning's own default, for which the number of nodes is taken from Slurm
         assert fault is None
@@ -129,7 +130,7 @@ def test_devices_and_nodes_that_are_not_the_tasks_are_told(within, devices, num_
 
 def test_several_nodes_without_srun_are_told(within):
     within(BATCH)
-    made = trainer(devices=1, num_nodes=2, **placed_by_slurm({}))
+    made = trainer(devices=1, num_nodes=2, **placed_by_launcher({}))
     assert "is not a task of srun" in placement_fault(made)
 
 
