@@ -16,13 +16,13 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
-from urllib.parse import unquote
 
 import pyarrow as pa
 from pyarrow import fs
 
 from ..contract.exceptions import InputError
 from ..plumbing.text import closest
+from ..plumbing.urls import path_of_url
 
 __all__ = ["DataFile", "PathLike", "expand"]
 
@@ -162,7 +162,10 @@ def _locate(name: str, filesystem: Any) -> tuple[fs.FileSystem, str]:
         system = filesystem if isinstance(filesystem, fs.FileSystem) else fs.PyFileSystem(fs.FSSpecHandler(filesystem))
         return system, name
     if name[:5].lower() == "file:":
-        return fs.LocalFileSystem(), _path_of(name)
+        try:
+            return fs.LocalFileSystem(), path_of_url(name)
+        except ValueError as error:
+            raise InputError(f"{name}: {error}") from None
     scheme, separator, _ = name.partition("://")
     if not separator:
         return fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(name))
@@ -170,24 +173,9 @@ def _locate(name: str, filesystem: Any) -> tuple[fs.FileSystem, str]:
         if scheme in _ARROW_SCHEMES:
             system, path = fs.FileSystem.from_uri(name)
             return system, path
-        return _locate_with_fsspec(name)
+        from fsspec.core import url_to_fs
+
+        found, path = url_to_fs(name)
+        return fs.PyFileSystem(fs.FSSpecHandler(found)), path
     except (ImportError, ValueError, pa.ArrowException) as error:
         raise InputError(f"{name}: no file system for {scheme}:// ({error})") from error
-
-
-def _path_of(url: str) -> str:
-    rest = url[5:]
-    host, path = "", rest
-    if rest.startswith("//"):
-        host, slash, path = rest[2:].partition("/")
-        path = slash + path
-    if host.lower() not in ("", "localhost") or not path.startswith("/"):
-        raise InputError(f"{url}: a file URL has an absolute path and no host: file:///folder/name")
-    return unquote(path, errors="surrogateescape")
-
-
-def _locate_with_fsspec(name: str) -> tuple[fs.FileSystem, str]:
-    from fsspec.core import url_to_fs
-
-    system, path = url_to_fs(name)
-    return fs.PyFileSystem(fs.FSSpecHandler(system)), path

@@ -30,7 +30,6 @@ VERSION = 1
 MOST_BYTES_OF_META = 64 << 20
 MOST_BYTES_OF_FILE = 64 << 20
 """About how much of new rows goes into a file; what is written at once is held in memory twice."""
-SPACE_FOR_HEADER = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urldefrag, urlsplit
 
 from ..contract.exceptions import InputError
 from ..plumbing.text import is_storable
-from ..plumbing.urls import is_http_url, looks_like_path, safe_url, url_fault
+from ..plumbing.urls import is_http_url, looks_like_path, path_of_url, safe_url, url_fault
 
 __all__ = [
     "CozyRef",
@@ -140,12 +140,10 @@ def _unknown(text: str, reason: str) -> InputError:
 
 
 def _file_ref(text: str) -> LocalRef:
-    parts = urlsplit(text)
-    if parts.netloc not in ("", "localhost"):
-        raise _unknown(safe_url(text), "a file:// URL names no host")
-    path = Path(unquote(parts.path))
-    if not path.is_absolute():
-        raise _unknown(safe_url(text), "a file:// URL has an absolute path: file:///folder/name")
+    try:
+        path = Path(path_of_url(text))
+    except ValueError as error:
+        raise _unknown(safe_url(text), str(error)) from None
     if not path.exists():
         raise InputError(f"There is no file or folder {str(path)!r}.")
     return LocalRef(path)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -99,7 +99,8 @@ def changes_between(
         theirs: What `sealed_fields` made of that of the other job.
         numbers: What `numbers_of` returned for this job.
     """
-    return _with_values(differing_fields(ours, theirs), theirs, numbers)
+    before = _numbers_in(theirs)
+    return [_change(name, before, numbers) for name in differing_fields(ours, theirs)]
 
 
 def changed_course(theirs: Mapping[str, str], numbers: Mapping[str, float | bool | str]) -> list[str]:
@@ -110,20 +111,15 @@ def changed_course(theirs: Mapping[str, str], numbers: Mapping[str, float | bool
         numbers: What `numbers_of` returned for this job.
     """
     before = _numbers_in(theirs)
-    names = (name for name in (_BATCH_SIZE, _PRECISION) if name in numbers and name in before)
-    return _with_values((name for name in names if before[name] != numbers[name]), theirs, numbers)
+    changed = (name for name in (_BATCH_SIZE, _PRECISION) if before.get(name, numbers.get(name)) != numbers.get(name))
+    return [_change(name, before, numbers) for name in changed if name in numbers]
 
 
-def _with_values(
-    names: Iterable[str], theirs: Mapping[str, str], numbers: Mapping[str, float | bool | str]
-) -> list[str]:
-    before = _numbers_in(theirs)
-    return [
-        f"{name} ({json.dumps(before[name])} before, {json.dumps(numbers[name])} now)"
-        if name in numbers and isinstance(before.get(name), (int, float, str))
-        else name
-        for name in names
-    ]
+def _change(name: str, before: Mapping[str, Any], now: Mapping[str, float | bool | str]) -> str:
+    """A field that has changed, with both values where they are known."""
+    if name not in now or not isinstance(before.get(name), (int, float, str)):
+        return name
+    return f"{name} ({json.dumps(before[name])} before, {json.dumps(now[name])} now)"
 
 
 def _numbers_in(theirs: Mapping[str, str]) -> dict[str, Any]:

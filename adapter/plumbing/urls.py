@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterable
+from urllib.parse import unquote
 
 __all__ = [
     "PATTERN_CHARACTERS",
@@ -20,6 +21,7 @@ __all__ = [
     "origin_of",
     "origin_text",
     "parse_origins",
+    "path_of_url",
     "safe_url",
     "trusted_origins",
     "url_fault",
@@ -62,6 +64,22 @@ def looks_like_path(text: str) -> bool:
         return False
     begins, ends = text.startswith(("/", ".", "~")), text.lower().endswith(_FILE_SUFFIXES)
     return begins or ends or text.count("/") > 1 or any(character in text for character in PATTERN_CHARACTERS)
+
+
+def path_of_url(url: str) -> str:
+    """The path that a ``file:`` URL names; bytes of it that are not UTF-8 stay what they are.
+
+    Raises:
+        ValueError: It names another host, or no absolute path.
+    """
+    rest = url[len("file:") :]
+    host, path = "", rest
+    if rest.startswith("//"):
+        host, slash, path = rest[2:].partition("/")
+        path = slash + path
+    if host.lower() not in ("", "localhost") or not path.startswith("/"):
+        raise ValueError("a file URL has an absolute path and no host: file:///folder/name")
+    return unquote(path, errors="surrogateescape")
 
 
 def url_fault(url: str) -> str | None:
