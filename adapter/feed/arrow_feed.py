@@ -217,33 +217,28 @@ class ArrowFeed:
         if self.rank or self.drop_last or not rest:
             return
         ranks = f" of {self.world_size} ranks" if self.world_size > 1 else ""
+        short = [share.consumed(step + 1) - share.consumed(step) for step in range(share.full_steps, share.steps)]
+        is_uneven = any(rows % self.world_size for rows in short)
+        note = "; there some ranks have a row more, and the mean of each rank counts alike" if is_uneven else ""
         if not share.full_steps and share.steps == 1:
             log.warning(
                 "the data has %d rows, fewer than the %d of a step%s: each step has them all, and is an epoch%s",
                 share.total,
                 share.step_rows,
                 ranks,
-                _uneven([share.total], self.world_size),
+                note,
             )
-            return
-        if share.usable < share.total:
+        elif share.usable < share.total:
             log.info(
                 "%d rows of each epoch are too few for %d ranks: they come before the rows of the next epoch",
                 rest,
                 self.world_size,
             )
-            return
-        short = [share.consumed(step + 1) - share.consumed(step) for step in range(share.full_steps, share.steps)]
-        log.info(
-            "the last %s, the others %d%s%s; `drop_last` leaves out the last %d",
-            f"step of each epoch has {short[0]} rows"
-            if len(short) == 1
-            else "steps of each epoch have {} and {} rows".format(*short),
-            share.step_rows,
-            ranks,
-            _uneven(short, self.world_size),
-            rest,
-        )
+        else:
+            last = " and ".join(map(str, short))
+            steps = "steps of each epoch have" if len(short) > 1 else "step of each epoch has"
+            text = "the last %s %s rows, the others %d%s%s; `drop_last` leaves out the last %d"
+            log.info(text, steps, last, share.step_rows, ranks, note, rest)
 
     def _warn_of_memory(self, source: Source) -> None:
         size = min(self.shuffle_window, max(source.group_rows)) * source.row_bytes
@@ -446,13 +441,6 @@ def _refuse_data_loader_workers() -> None:
         raise RuntimeError(
             "A feed inside a DataLoader worker would hand every row to every worker. Give the feed `workers` instead."
         )
-
-
-def _uneven(steps: list[int], world_size: int) -> str:
-    """The effect on averages over the ranks of rows that a step cannot share evenly."""
-    if all(rows % world_size == 0 for rows in steps):
-        return ""
-    return "; there some ranks have a row more, and the mean of each rank counts alike"
 
 
 def _too_few(layout: Layout) -> str:

@@ -61,10 +61,14 @@ class DataFile:
             raise InputError(f"{self.name} does not exist{self._nearest() if self.local else ''}")
         return info.size or 0, info.mtime_ns or 0
 
-    def require(self, stamp: tuple[int, int]) -> None:
-        """Raise `InputError` unless the file is still the one of `stamp`; a remote one is not asked."""
-        if self.local and self.stamp() != stamp:
-            raise InputError("the file changed while it was read; start again with the new file")
+    def require(self, stamp: tuple[int, int], label: str) -> None:
+        """Raise `InputError`, for `label`, unless the file is still the one of `stamp`; a remote one is not asked."""
+        try:
+            changed = self.local and self.stamp() != stamp
+        except InputError as error:
+            raise InputError(f"Cannot read {label}: {error}") from error
+        if changed:
+            raise InputError(f"Cannot read {label}: the file changed while it was read; start again with the new file")
 
     def _nearest(self) -> str:
         if os.path.islink(self.path):

@@ -47,9 +47,6 @@ class MockBatches:
     wait_seconds = 0.0
     """Reading a list takes no time."""
 
-    def check(self) -> None:
-        """Nothing can be wrong with a list."""
-
     def __len__(self) -> int:
         return len(self._batches) // self._world_size
 
@@ -58,10 +55,6 @@ class MockBatches:
         for place in range(start, len(self._batches) - self._world_size + 1, self._world_size):
             self._next, self._fresh = place + self._world_size, False
             yield self._batches[place + self._rank]
-
-    def __getitem__(self, step: int) -> Any:
-        """The batch of this rank in a step."""
-        return self._batches[range(self._rank, len(self) * self._world_size, self._world_size)[step]]
 
     def iter_batches(self) -> Iterator[Any]:
         """The same as iterating."""

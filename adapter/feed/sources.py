@@ -116,15 +116,9 @@ class TableSource:
         """
         for group in range(first, last + 1):
             if self._names[group] in self._files:
-                self._require_unchanged(group)
+                file, stamp = self._files[self._names[group]]
+                file.require(stamp, self.label(group))
             yield self._groups[group]
-
-    def _require_unchanged(self, group: int) -> None:
-        file, stamp = self._files[self._names[group]]
-        try:
-            file.require(stamp)
-        except InputError as error:
-            raise InputError(f"Cannot read {self.label(group)}: {error}") from error
 
     def label(self, group: int) -> str:
         """See `Source`."""
@@ -188,6 +182,16 @@ class _Group:
     def bytes(self) -> int:
         return self.footer.group_bytes[self.index]
 
+    @property
+    def label(self) -> str:
+        return f"{self.footer.file.name}, row group {self.index}"
+
+    def require_unchanged(self) -> None:
+        self.footer.file.require(self.footer.stamp, self.label)
+
+    def broken(self, error: Exception) -> InputError:
+        return InputError(f"Cannot read {self.label}: {error}")
+
 
 class ParquetSource:
     """One or many Parquet files. Making one reads all footers, and with filters the columns that they name.
@@ -250,7 +254,7 @@ class ParquetSource:
         try:
             return int(self._fragment(group).count_rows(filter=self._filter))
         except Exception as error:
-            raise _broken(group, error) from error
+            raise group.broken(error) from error
 
     def _fragment(self, group: _Group) -> ds.ParquetFileFragment:
         file = group.footer.file
@@ -283,7 +287,7 @@ class ParquetSource:
         try:
             table = self._fragment(group).scanner(columns={"keep": self._filter}).to_table()
         except Exception as error:
-            raise _broken(group, error) from error
+            raise group.broken(error) from error
         return table.column("keep").fill_null(False).to_numpy()
 
     def _batches(self, groups: Sequence[_Group], max_bytes: int, skip: int = 0) -> Iterator[pa.RecordBatch]:
@@ -297,12 +301,12 @@ class ParquetSource:
         except Exception as error:
             self._forget(groups[0].footer.file)
             if len(groups) == 1:
-                raise _broken(groups[0], error) from error
+                raise groups[0].broken(error) from error
             yield from self._one_by_one(groups, rows, max_bytes)
             return
-        _require_unchanged(groups[-1])
+        groups[-1].require_unchanged()
         if rows != sum(group.rows for group in groups):
-            raise InputError(f"{_label(groups[-1])}: {rows} rows, but the footer states another number")
+            raise InputError(f"{groups[-1].label}: {rows} rows, but the footer states another number")
 
     def _one_by_one(self, groups: Sequence[_Group], skip: int, max_bytes: int) -> Iterator[pa.RecordBatch]:
         """The rows after the first `skip`: those before the group that cannot be read, then its error."""
@@ -316,7 +320,7 @@ class ParquetSource:
                 skip = max(skip - batch.num_rows, 0)
 
     def _decode(self, groups: Sequence[_Group], max_bytes: int, skip: int) -> Iterator[pa.RecordBatch]:
-        _require_unchanged(groups[0])
+        groups[0].require_unchanged()
         size, total = sum(group.bytes for group in groups), sum(group.rows for group in groups)
         rows_per_byte = total / max(size * self._expansion, 1)
         # What is skipped is decoded in one go: with small batches a wide table takes several times as long.
@@ -350,7 +354,7 @@ class ParquetSource:
 
     def label(self, group: int) -> str:
         """See `Source`."""
-        return _label(self._groups[group])
+        return self._groups[group].label
 
     def close(self) -> None:
         """See `Source`."""
@@ -394,21 +398,6 @@ def _read_footer(file: DataFile, columns: Sequence[str] | None) -> _Footer | str
         return f"{file.name}: not a complete Parquet file ({error})"
     except Exception as error:  # noqa: BLE001 - each file system has errors of its own
         return f"{file.name}: {type(error).__name__}: {error}"
-
-
-def _label(group: _Group) -> str:
-    return f"{group.footer.file.name}, row group {group.index}"
-
-
-def _require_unchanged(group: _Group) -> None:
-    try:
-        group.footer.file.require(group.footer.stamp)
-    except InputError as error:
-        raise _broken(group, error) from error
-
-
-def _broken(group: _Group, error: Exception) -> InputError:
-    return InputError(f"Cannot read {_label(group)}: {error}")
 
 
 def _group_bytes(metadata: pq.FileMetaData, columns: Sequence[str] | None) -> tuple[int, ...]:
