@@ -226,27 +226,6 @@ def _contradictions(settings: Settings, errors: ConfigErrors) -> None:
     fault = fault_of_callbacks(settings.callbacks)
     if fault:
         errors.add(f"Invalid `callbacks`. {fault}", name="callbacks")
-    _contradictions_of_recover(settings, errors)
-
-
-def _contradictions_of_recover(settings: Settings, errors: ConfigErrors) -> None:
-    """Note what keeps `recover` from doing what it says."""
-    recover = settings.recover
-    if recover is None:
-        return
-    if recover.max_attempts < len(recover.ladder) and not errors.concern_part("recover"):
-        errors.invalid(
-            "recover.max_attempts", f"at least {len(recover.ladder)}, the rungs of `ladder`", recover.max_attempts
-        )
-    if settings.on_nonfinite != "warn":
-        errors.add(f"`recover` and `on_nonfinite: {settings.on_nonfinite}` cannot be combined. Remove one of them.")
-    saves = settings.checkpoint_every or settings.checkpoints.every_minutes
-    has_errors = errors.concern_part("checkpoint_every") or errors.concern_part("checkpoints")
-    if "roll_back" in recover.ladder and not saves and not has_errors:
-        errors.add(
-            "`recover.ladder` has 'roll_back', which needs checkpoints, and `checkpoint_every` is 0. Set it, or leave "
-            "that rung out."
-        )
 
 
 def _lightning_arguments(arguments: Mapping[str, Any], errors: ConfigErrors) -> None:

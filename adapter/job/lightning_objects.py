@@ -122,13 +122,14 @@ def instantiate(
         The trainer, and None for the data where the job names none.
 
     Raises:
-        StartupContractError: ``startup.invalid_job_spec``: the ``lightning`` block has arguments, or `dataset` has
+        StartupContractError: ``startup.invalid_job_spec``: `lightning` or `callbacks` have arguments, or `dataset` has
             options, that cannot be used.
     """
     data = make_data(config, parquet_paths)
-    with _lightning_errors():
-        theirs = _instantiated(_their_arguments(config))
+    with _errors_of("callbacks"):
         callbacks = [getattr(genlight_callbacks, name)(**given) for name, given in callbacks_of_job(config).items()]
+    with _errors_of("lightning"):
+        theirs = _instantiated(_their_arguments(config))
         path = config.events_path
         logger = EventLogger(path=path.name, run_id=config.run_id, save_dir=str(path.parent))
         ours = {**_our_arguments(config), "callbacks": callbacks, "logger": [logger]}
@@ -146,18 +147,18 @@ def instantiate_alone(config: RunConfig, callbacks: Sequence[pl.Callback]) -> pl
             used.
     """
     given = {name: value for name, value in _their_arguments(config).items() if name not in _LEAVES_SOMETHING}
-    with _lightning_errors():
+    with _errors_of("lightning"):
         alone = {"logger": False, "enable_checkpointing": False, "limit_val_batches": 0, "callbacks": list(callbacks)}
         return pl.Trainer(**{**_our_arguments(config), **_instantiated(given), **alone})
 
 
 @contextlib.contextmanager
-def _lightning_errors() -> Iterator[None]:
+def _errors_of(block: str) -> Iterator[None]:
     try:
         yield
     except (ArgumentError, ValueError, TypeError, ImportError, MisconfigurationException) as error:
         raise StartupContractError(
-            "startup.invalid_job_spec", f"The `lightning` block of the job cannot be used: {root_cause(error)}"
+            "startup.invalid_job_spec", f"The `{block}` block of the job cannot be used: {root_cause(error)}"
         ) from error
 
 

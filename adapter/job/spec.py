@@ -20,7 +20,6 @@ import msgspec
 from msgspec import Meta
 from typing_extensions import override
 
-from ...callbacks.health.faults import FaultKind, Rung
 from ..contract.types import TRAINER_API_VERSION
 from ..plumbing.redaction import without_secrets
 from ..plumbing.text import is_storable, is_utf8
@@ -33,7 +32,6 @@ __all__ = [
     "DatasetSpec",
     "InputsSpec",
     "JobSpec",
-    "RecoverSpec",
     "ResumeSpec",
     "Rule",
     "SampleRequest",
@@ -151,8 +149,6 @@ ArtifactPath: TypeAlias = Annotated[
 ]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
 Positive: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST)]
-Above: TypeAlias = Annotated[float, Meta(gt=0), Rule("a number > 0", lambda number: number < float("inf"))]
-Share: TypeAlias = Annotated[float, Meta(gt=0, lt=1), Rule("a number between 0 and 1")]
 Minutes: TypeAlias = Annotated[
     float, Meta(ge=0), Rule("a number of minutes >= 0", lambda minutes: minutes < float("inf"))
 ]
@@ -331,33 +327,6 @@ class ResumeSpec(Block, frozen=True, kw_only=True):
     a new rate scales a schedule that has begun. The `--reset` of `genlight run` gives one."""
 
 
-class RecoverSpec(Block, frozen=True, kw_only=True):
-    """How faults in training are recovered from (`Recover` in `callbacks/README.md`); without it, not at all."""
-
-    ladder: Annotated[tuple[Rung, ...], Meta(min_length=1), _example(["skip", "roll_back"])] = (
-        "skip",
-        "lower_lr",
-        "roll_back",
-    )
-    """What is done, in order; the last one is repeated."""
-    faults: Annotated[
-        tuple[FaultKind, ...], Meta(min_length=1), _example(["nonfinite", "loss_spike", "exploding_gradients"])
-    ] = ("nonfinite",)
-    """What counts as a fault."""
-    lr_factor: Share = 0.1
-    """Factor for the learning rate, of `lower_lr`."""
-    lower_lr_steps: Positive = 100
-    """Number of steps with the lowered rate."""
-    good_steps: Positive = 100
-    """Number of steps without a fault that end an incident."""
-    max_attempts: Positive = 5
-    """Number of rungs that an incident may take before the run fails."""
-    spike_deviations: Above = 8.0
-    """A loss is a spike this many standard deviations above the median of the last 256."""
-    gradient_max_norm: Above = 10000.0
-    """Gradients explode above this norm, or above 100 times the usual norm."""
-
-
 class SampleRequest(Block, frozen=True, kw_only=True):
     """A sample to generate at every sample cadence. A plain string is short for its prompt."""
 
@@ -411,8 +380,6 @@ class JobSpec(Block, frozen=True, kw_only=True):
     on_nonfinite: Literal["warn", "stop", "skip"] = "warn"
     """What to do when a loss, gradient or weight becomes nan or infinite: `warn` logs it once, with the step; `stop`
     ends the run, with exit code 3; `skip` skips the affected updates."""
-    recover: RecoverSpec | None = None
-    """How faults in training are recovered from; without it, not at all."""
     lightning: Annotated[
         dict[str, Any], _example({"accelerator": "gpu", "devices": 8, "strategy": "ddp", "precision": "bf16-mixed"})
     ] = msgspec.field(default_factory=dict)

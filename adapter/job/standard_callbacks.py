@@ -51,7 +51,9 @@ def _samples(job: Settings) -> dict[str, Any]:
 
 
 def _nonfinite(job: Settings) -> dict[str, Any] | None:
-    return None if job.recover else {"policy": job.on_nonfinite, "every_n_steps": job.metric_every or 50}
+    if job.on_nonfinite == "warn" and job.callbacks.get("Recover", False) is not False:  # which reports them itself
+        return None
+    return {"policy": job.on_nonfinite, "every_n_steps": job.metric_every or 50}
 
 
 def _checkpoints(job: Settings) -> dict[str, Any]:
@@ -74,10 +76,8 @@ STANDARD_CALLBACKS: Mapping[str, StandardCallback] = {
     "JobProgress": StandardCallback("shows progress on the terminal", lambda _: {}, in_fit=True),
     "Goodput": StandardCallback("measures which share of the time training took", lambda _: {}),
     "SystemMonitor": StandardCallback("records the load of CPU, memory and GPU", lambda _: {}),
-    "WatchNonfinite": StandardCallback("does what `on_nonfinite` says; without `recover` in the job", _nonfinite),
-    "Recover": StandardCallback(
-        "does what `recover` says; with `recover` in the job", lambda job: plain(job.recover) if job.recover else None
-    ),
+    "WatchNonfinite": StandardCallback("does what `on_nonfinite` says", _nonfinite),
+    "Recover": StandardCallback("recovers from faults: skips updates, lowers the learning rate, rolls back"),
     "WatchHangs": StandardCallback(
         "writes the stacks of all threads when no step ends for a long time",
         lambda job: {"directory": str(job.artifacts_dir / "hangs")},
@@ -91,12 +91,9 @@ STANDARD_CALLBACKS: Mapping[str, StandardCallback] = {
 }
 """Callbacks that a job may name, by class, in the order in which a job's own run."""
 
-_SET_ELSEWHERE = {"Evaluate": "validate", "Recover": "recover"}
-"""Callbacks that a key of their own turns on, which has their arguments too."""
-
 
 def callbacks_of_job(job: Settings) -> dict[str, dict[str, Any]]:
-    """The callbacks of a job with their arguments: the standard ones as its `callbacks` changes them, then others."""
+    """The callbacks of a job with their arguments: the standard ones as its `callbacks` changes them, and others."""
     given = ((name, each.arguments(job)) for name, each in STANDARD_CALLBACKS.items() if each.arguments is not None)
     chosen = {name: arguments for name, arguments in given if arguments is not None}
     for name, change in job.callbacks.items():
@@ -104,7 +101,7 @@ def callbacks_of_job(job: Settings) -> dict[str, dict[str, Any]]:
             chosen.pop(name, None)
         else:
             chosen[name] = {**chosen.get(name, {}), **(change if isinstance(change, dict) else {})}
-    return chosen
+    return {name: chosen[name] for name in STANDARD_CALLBACKS if name in chosen}
 
 
 def fault_of_callbacks(chosen: Mapping[str, Any]) -> str:
@@ -115,8 +112,8 @@ def fault_of_callbacks(chosen: Mapping[str, Any]) -> str:
             return f"There is no callback `{name}`.{nearest(name, STANDARD_CALLBACKS)}"
         if not isinstance(arguments, (bool, dict)):
             return f"`{name}` takes true, false or an object of arguments."
-        if name in _SET_ELSEWHERE and arguments is not False:
-            return f"`{name}` is set by the key `{_SET_ELSEWHERE[name]}` of the job; give its arguments there."
+        if name == "Evaluate" and arguments is not False:
+            return "`Evaluate` is set by the key `validate` of the job; give its arguments there."
         if arguments is False and known.required:
             return f"`{name}` cannot be left out, since it {known.purpose}. Give it other arguments."
     return ""

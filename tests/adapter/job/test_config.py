@@ -73,15 +73,6 @@ def test_what_becomes_nonfinite_is_warned_of_unless_the_job_says_otherwise(job):
     assert '"warn", "stop" or "skip"' in str(refused(job(on_nonfinite="ignore")))
 
 
-def test_what_keeps_a_job_from_recovering_is_told_before_it_starts(job):
-    told = str(refused(job(recover={}, on_nonfinite="stop")))
-    assert "`recover` and `on_nonfinite: stop` cannot be combined" in told
-    assert "`recover.ladder` has 'roll_back', which needs checkpoints, and `checkpoint_every` is 0" in told
-    assert resolve(job(recover={}, checkpoint_every=5)).recover.ladder == ("skip", "lower_lr", "roll_back")
-    assert resolve(job(recover={"ladder": ["skip"]})).recover.max_attempts == 5
-    assert resolve(job()).recover is None
-
-
 def test_a_logger_that_is_only_true_is_refused_since_it_would_add_none(job):
     assert "Invalid `lightning.logger`" in str(refused(job(lightning={"logger": True})))
     assert resolve(job(lightning={"logger": False})).lightning == {"logger": False}

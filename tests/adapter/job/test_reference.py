@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from genlight.adapter.cli import main
+from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.job.config import resolve_run_config
 from genlight.adapter.job.environment import VARIABLES
 from genlight.adapter.job.errors import ConfigErrors
@@ -73,7 +74,7 @@ def test_the_outline_and_the_tables_have_every_key(capsys):
 def test_the_defaults_of_the_table_are_those_that_a_run_has(tmp_path):
     (tmp_path / "job.json").write_text('{"run_id": "r", "trainer": "m:T", "max_steps": 1, "mock_batches": [1]}')
     config = resolve_run_config(spec_path=tmp_path / "job.json", environ={})
-    rows = [line for line in job_reference().partition("### `recover`")[0].splitlines() if line.startswith("| `")]
+    rows = [line for line in job_reference().partition("### `dataset`")[0].splitlines() if line.startswith("| `")]
     for name in ("metric_every", "checkpoint_every", "sample_every", "on_nonfinite", "max_runtime_seconds"):
         (row,) = [row for row in rows if row.startswith(f"| `{name}`")]
         assert f"| `{json.dumps(getattr(config, name))}` |" in row
@@ -87,7 +88,22 @@ def test_what_is_said_to_run_in_a_job_is_what_runs_there(tmp_path):
         type(each).__name__ for each in instantiate(config)[0].callbacks if type(each).__module__.startswith("genlight")
     ]
     said = [name for name, callback in STANDARD_CALLBACKS.items() if callback.arguments]
-    assert [name for name in said if name != "Recover"] == run
+    assert said == run
+
+
+def test_a_job_that_recovers_reports_values_that_are_not_finite_once(tmp_path):
+    job = {"run_id": "r", "trainer": "m:T", "max_steps": 1, "mock_batches": [1]}
+
+    def callbacks_of(**recover):
+        (tmp_path / "job.json").write_text(json.dumps({**job, "callbacks": {"Recover": recover}}))
+        trainer, _ = instantiate(resolve_run_config(spec_path=tmp_path / "job.json", environ={}))
+        return {type(each).__name__: each for each in trainer.callbacks}
+
+    made = callbacks_of(good_steps=7)
+    assert made["Recover"].ladder.good_steps == 7
+    assert "WatchNonfinite" not in made
+    with pytest.raises(StartupContractError, match=r"`callbacks` block of the job cannot be used.*lr_factor"):
+        callbacks_of(lr_factor=2)
 
 
 def test_a_job_changes_leaves_out_and_adds_callbacks(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from genlight.adapter.job.config import read_run_config
 from genlight.adapter.job.errors import ConfigErrors
 from genlight.adapter.job.keys import job_keys, keys_of
 from genlight.adapter.job.sources import read_job_file
-from genlight.adapter.job.spec import DatasetSpec, InputsSpec, RecoverSpec, SampleRequest, UploadUrls, ValidateSpec
+from genlight.adapter.job.spec import DatasetSpec, InputsSpec, SampleRequest, UploadUrls, ValidateSpec
 
 MINIMAL = {"run_id": "r", "trainer": "m:T", "max_steps": 5}
 
@@ -35,7 +34,7 @@ def test_every_documented_key_is_known():
         *("sample_every", "owner", "release_ref", "hyperparams", "dataset", "data", "mock_batches", "inputs"),
         *("resume_from_latest", "resume_checkpoint_path", "sample_prompts", "sample_seed", "capability_token"),
         *("orchestrated", "max_runtime_seconds", "cancel_file_path", "uploads", "lightning", "validate"),
-        *("on_nonfinite", "recover", "tags", "notes", "seed", "checkpoints", "callbacks", "resume", "base_dir"),
+        *("on_nonfinite", "tags", "notes", "seed", "checkpoints", "callbacks", "resume", "base_dir"),
     }
     assert set(keys_of(DatasetSpec)) == {
         *("parquet_paths", "batch_size", "readahead", "columns", "shuffle", "seed", "epochs", "shard"),
@@ -275,29 +274,6 @@ def test_a_byte_order_mark_is_no_fault(tmp_path):
     path = tmp_path / "job.json"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"run_id": "r"}).encode())
     assert read_job_file(path, ConfigErrors()) == {"run_id": "r"}
-
-
-def test_all_that_is_wrong_with_a_ladder_is_named(parse):
-    _, errors, _ = parse(recover={"ladder": ["skip", "jump"], "faults": [], "lr_factor": 1, "good_steps": -1})
-    assert errors == [
-        'Invalid `recover.ladder[1]`. Expected "skip", "lower_lr" or "roll_back", but received "jump".',
-        "Invalid `recover.faults`. Expected at least one entry, but received []. Leave it out for the default.",
-        "Invalid `recover.lr_factor`. Expected a number between 0 and 1, but received 1.",
-        "Invalid `recover.good_steps`. Expected an integer >= 1, but received -1.",
-    ]
-    _, errors, _ = parse(recover={"max_attempts": 2}, checkpoint_every=5)
-    assert errors == ["Invalid `recover.max_attempts`. Expected at least 3, the rungs of `ladder`, but received 2."]
-
-
-def test_the_defaults_of_a_recover_block_are_those_of_the_callback(parse):
-    from genlight.callbacks import Recover
-
-    spec, errors, _ = parse(recover={}, checkpoint_every=5)
-    assert errors == []
-    parameters = inspect.signature(Recover).parameters
-    assert {name: getattr(spec.recover, name) for name in RecoverSpec.__struct_fields__} == {
-        name: parameter.default for name, parameter in parameters.items() if name not in ("scenario", "path")
-    }
 
 
 def test_a_validate_block_names_its_cadence(parse):
