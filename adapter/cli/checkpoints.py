@@ -17,7 +17,14 @@ from ...callbacks.checkpoint.contents import read_header
 from ...callbacks.checkpoint.format.layout import name_of, record_path, tensor_file
 from ...callbacks.checkpoint.format.record import CheckpointRecord, FileEntry, read_record
 from ...callbacks.checkpoint.format.tensor_files import PART_FILE, RAW, TORCH_TYPES, SliceEntry, parse_part, rank_of
-from ...callbacks.checkpoint.selection import Listed, find_checkpoint, folder_of_checkpoints, list_checkpoints
+from ...callbacks.checkpoint.selection import (
+    Listed,
+    best_first,
+    find_checkpoint,
+    folder_of_checkpoints,
+    list_checkpoints,
+    monitored,
+)
 from ...callbacks.checkpoint.storage.files import find_file, read_proven, verify_files
 from ..contract.exceptions import BrokenCheckpointError, CheckpointError
 from ..plumbing.text import printable, size_text
@@ -89,7 +96,11 @@ _NOT_FINITE = "weights NOT finite"
 
 
 def _list(path: Path, *, as_json: bool) -> int:
-    rows = [_row(listed) for listed in _listed(path)]
+    found = _listed(path)
+    records = [listed.record for listed in found if listed.record is not None]
+    monitor, mode = monitored(records)
+    best = next(iter(best_first(records, monitor, mode)), None) if mode is not None else None
+    rows = [_row(listed, is_best=best is not None and listed.record is best) for listed in found]
     if not rows:
         return complain("checkpoints", _NOTHING.format(path), _SOUND)
     if as_json:
@@ -102,7 +113,7 @@ def _list(path: Path, *, as_json: bool) -> int:
     return _SOUND
 
 
-def _row(listed: Listed) -> dict[str, Any]:
+def _row(listed: Listed, *, is_best: bool) -> dict[str, Any]:
     """What a listing says; files are looked at, not read."""
     record = listed.record
     name = name_of(listed.path)
@@ -114,11 +125,12 @@ def _row(listed: Listed) -> dict[str, Any]:
         "size": record.size_bytes,
         "saved": _time(record),
         "run_id": record.run_id,
-        "note": _note(record),
+        "note": _note(record, is_best=is_best),
+        "best": is_best,
     }
 
 
-def _note(record: CheckpointRecord) -> str:
+def _note(record: CheckpointRecord, *, is_best: bool) -> str:
     try:
         for entry in record.files:
             find_file(record, entry)
@@ -126,7 +138,8 @@ def _note(record: CheckpointRecord) -> str:
         return f"broken: {error.reason}"
     notes = [f"{name}={value:g}" for name, value in record.metrics.items() if value is not None]
     bad = [_NOT_FINITE] if record.finite_weights is False else []
-    return ", ".join((["older runtime"] if record.is_old else []) + (["final"] if record.final else []) + bad + notes)
+    facts = {"older runtime": record.is_old, "final": record.final, "best": is_best}
+    return ", ".join([*(name for name, holds in facts.items() if holds), *bad, *notes])
 
 
 def _verify(path: Path, *, as_json: bool) -> int:

@@ -37,7 +37,7 @@ from .terminal import (
 __all__ = ["main"]
 
 
-ANYWHERE = ("checkpoints", "events", "init")
+ANYWHERE = ("checkpoints", "events", "init", "path")
 """Commands that only read and write files, on every operating system."""
 
 COMMANDS = {
@@ -51,11 +51,13 @@ COMMANDS = {
     "watch": "watch runs in the terminal, live",
     "serve": "show the runs below a folder in a browser, live",
     "report": "write what happened in runs as one HTML file",
+    "diff": "say what differs between two runs: configuration, data, code, versions, results",
     "stop": "ask a run to stop after a checkpoint, and wait for it",
     "doctor": "find the mistakes of a job, or of a configuration, without training",
     "check": "check a trainer class: exact resume, several ranks, half precision",
     "compare": "compare a job's training with a plain Python loop of its class, step by step",
     "checkpoints": "list, verify, show or export checkpoints",
+    "path": "print where the newest whole checkpoint of a run is, or the best",
     "events": "show, follow or check an event log",
     "uploads": "list or retry what is still to be uploaded",
     "slurm": "render or submit the sbatch script of a job, and wait for its end",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
 import re
 import shlex
@@ -27,6 +28,7 @@ __all__ = [
     "metadata_of_module",
     "project_folder",
     "run_metadata",
+    "source_digest",
 ]
 
 GIT_SECONDS = 2.0
@@ -46,17 +48,19 @@ def run_metadata(
     secrets: Iterable[str | None] = (),
     tags: Sequence[str] = (),
     notes: str = "",
+    hosted: object = None,
 ) -> dict[str, Any]:
     """What is known of this process as a JSON object; what is not known is left out.
 
-    ``command`` (text), ``git`` (``commit``, ``dirty``), ``host``, ``packages`` (versions by name), and ``tags`` and
-    ``notes`` as they were given.
+    ``command`` (text), ``git`` (``commit``, ``dirty``), ``host``, ``packages`` (versions by name), ``source`` (a digest
+    of the file of the class), and ``tags`` and ``notes`` as they were given.
 
     Args:
         project: The folder of the user's code, whose git state is told.
         secrets: What no text may show.
         tags: Words to find the run by.
         notes: What the user wrote about the run.
+        hosted: What is trained, an object of a class.
     """
     known = tuple(secrets)
     found: dict[str, Any] = {
@@ -65,6 +69,7 @@ def run_metadata(
         "host": socket.gethostname(),
         "notes": hide_secrets(notes, secrets=known),
         "packages": installed_packages(),
+        "source": source_digest(hosted),
         "tags": [hide_secrets(tag, secrets=known) for tag in tags],
     }
     return {name: value for name, value in found.items() if value}
@@ -72,14 +77,32 @@ def run_metadata(
 
 def metadata_of_module(module: object) -> dict[str, Any]:
     """`run_metadata` of a fit of a LightningModule, or of the trainer class that one hosts."""
-    return run_metadata(project_folder(getattr(module, "plugin", module)), secrets=secrets_of_module(module))
+    hosted = getattr(module, "plugin", module)
+    return run_metadata(project_folder(hosted), secrets=secrets_of_module(module), hosted=hosted)
 
 
 def project_folder(hosted: object) -> Path:
     """The folder of the file that defines the class of `hosted`; the working directory for an installed class."""
-    source = getattr(sys.modules.get(type(hosted).__module__), "__file__", None)
-    folder = Path.cwd() if source is None else Path(source).absolute().parent
+    source = _source_of(hosted)
+    folder = Path.cwd() if source is None else source.absolute().parent
     return Path.cwd() if "site-packages" in folder.parts else folder
+
+
+def source_digest(hosted: object) -> str | None:
+    """``sha256:`` and 16 digits of the file that defines the class of `hosted`; None where there is none to read.
+
+    It tells two states of a working tree apart that git has both as uncommitted.
+    """
+    source = None if hosted is None else _source_of(hosted)
+    try:
+        return None if source is None else f"sha256:{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}"
+    except OSError:
+        return None
+
+
+def _source_of(hosted: object) -> Path | None:
+    source = getattr(sys.modules.get(type(hosted).__module__), "__file__", None)
+    return None if source is None else Path(source)
 
 
 @functools.cache

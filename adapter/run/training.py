@@ -167,7 +167,7 @@ def _add_callbacks(config: RunConfig, session: Session, trainer: pl.Trainer, plu
     attempt = 1 if session.event_log is None else session.event_log.attempt
     state = run_state_of(trainer)
     state.run_id, state.attempt = config.run_id, attempt
-    metadata = _metadata(config, project_folder(plugin)) if session.is_rank_zero else {}
+    metadata = _metadata(config, project_folder(plugin), plugin) if session.is_rank_zero else {}
     session.record = RecordMeta(
         run_id=config.run_id,
         attempt=attempt,
@@ -184,9 +184,9 @@ def _add_callbacks(config: RunConfig, session: Session, trainer: pl.Trainer, plu
         callbacks_of(trainer).append(UploadArtifacts(session.uploader))
 
 
-def _metadata(config: RunConfig, project: Path) -> dict[str, Any]:
+def _metadata(config: RunConfig, project: Path, plugin: object = None) -> dict[str, Any]:
     """How this attempt came to be."""
-    found = run_metadata(project, secrets=config.secrets, tags=config.tags, notes=config.notes)
+    found = run_metadata(project, secrets=config.secrets, tags=config.tags, notes=config.notes, hosted=plugin)
     found["job"] = _settings(config)
     return found if config.seed is None else {**found, "seed": config.seed}
 

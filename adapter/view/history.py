@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,10 @@ from ...reporters.events.reader import Position, log_of_run, typed_events
 from ..contract.exceptions import BrokenCheckpointError, EventLogError
 from ..plumbing.safe_open import UnsafeFileError, open_regular, read_regular
 from .curves import Curve
+from .differences import facts_of_run
 from .summary import RunSummary, Starts, summary_of
 
-__all__ = ["BEGINNING_BYTES", "Budget", "History", "differences", "history_of", "picture_kind"]
+__all__ = ["BEGINNING_BYTES", "Budget", "History", "history_of", "picture_kind"]
 
 FAULT_PREFIX = "diagnosis/"
 MOST_EVENTS = 2000
@@ -43,7 +44,6 @@ LARGEST_PICTURE = 600_000
 BEGINNING_BYTES = 16
 LONGEST_TEXT = 2000
 _PICTURES = ((b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif"), (b"RIFF", "webp"))
-_PACKAGES = ("genlight", "lightning", "torch", "numpy", "pyarrow")
 
 
 @dataclass
@@ -126,14 +126,10 @@ class History:
             findings.append(_finding("warn", step, f"{kind.replace('_', ' ')} from step {step} on", ""))
         broken = [row for row in listed if row["state"].startswith("broken")]
         findings += [_finding("fail", row["step"], f"{row['name']}: {row['state']}", row["show"]) for row in broken]
-        metadata = {name: value for name, value in summary.metadata.items() if name != "packages"}
-        packages = summary.metadata.get("packages")
         account = self.ledger.account()
         return {
-            **summary.as_json(),
+            **facts_of_run(summary),
             "words": _words(summary),
-            "metadata": metadata,
-            "packages": packages if isinstance(packages, dict) else {},
             "curves": {name: curve.points(most) for name, curve in self.curves.items()},
             "spans": [] if account is None else [_attempt(span) for span in account.spans],
             "parts": {} if account is None else {n: s for n, s in account.seconds.items() if s > 0},
@@ -191,23 +187,6 @@ def history_of(folder: Path, before: History | None = None, starts: Starts | Non
         history, before.summary = before, summary_of(folder, starts=starts)
     history.read_on()
     return history
-
-
-def differences(runs: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """What differs between runs as `History.as_json` gives them: a row for each name, with the value of each run."""
-    facts = []
-    for run in runs:
-        git = run["metadata"].get("git") or {}
-        job = run["metadata"].get("job") or {}
-        packages = {name: run["packages"].get(name) for name in _PACKAGES}
-        score = run["score"] or {}
-        results = {"state": run["state"], "steps": run["step"], "last loss": run["loss"]}
-        results[f"best {score.get('name', 'score')}"] = score.get("value")
-        about = {"commit": git.get("commit"), "seed": run["metadata"].get("seed"), "host": run["host"]}
-        facts.append({**job, **about, **packages, **results})
-    names = dict.fromkeys(name for each in facts for name in each)
-    rows = [[name, *(each.get(name) for each in facts)] for name in names]
-    return [row for row in rows if any(value != row[1] for value in row[2:])]
 
 
 def _finding(level: str, step: int | None, text: str, remedy: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ...callbacks.checkpoint.selection import Listed, list_checkpoints
+from ...callbacks.checkpoint.selection import Listed, best_first, list_checkpoints
 from ...reporters.events.event import (
     STOP_REASONS,
     Completed,
@@ -339,9 +339,10 @@ def best_score(listed: list[Listed], metadata: Mapping[str, Any]) -> tuple[str, 
     monitor, mode = (job.get(f"checkpoints.{name}") if isinstance(job, dict) else None for name in ("monitor", "mode"))
     if not isinstance(monitor, str):
         return None
-    scores = [each.record.metrics.get(monitor) for each in listed if each.record is not None]
-    values = [score for score in scores if score is not None]
-    return (monitor, (max if mode == "max" else min)(values)) if values else None
+    records = [each.record for each in listed if each.record is not None]
+    best = best_first(records, monitor, "max" if mode == "max" else "min")
+    value = best[0].metrics[monitor] if best else None
+    return None if value is None else (monitor, value)
 
 
 def _listed(folder: Path) -> list[Listed]:

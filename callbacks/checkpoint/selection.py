@@ -45,12 +45,14 @@ __all__ = [
     "Listed",
     "Retention",
     "add_score",
+    "best_first",
     "best_path",
     "find_checkpoint",
     "find_final",
     "folder_of_checkpoints",
     "is_named",
     "list_checkpoints",
+    "monitored",
     "never_queued",
     "newest_valid",
     "own_records",
@@ -295,6 +297,25 @@ def best_path(records: Sequence[CheckpointRecord], retention: Retention) -> str:
     """The best of `records`, or the last where none has a monitored value; empty for none."""
     chosen = _best(records, retention) or records[-1:]
     return str(chosen[0].path) if chosen else ""
+
+
+def monitored(records: Sequence[CheckpointRecord]) -> tuple[str | None, Literal["min", "max"] | None]:
+    """By which score the run of `records` is judged, and whether a low or a high one is better; None where unknown."""
+    job = next((record.metadata["job"] for record in reversed(records) if "job" in record.metadata), None)
+    named, mode = (
+        (job.get(f"checkpoints.{name}") for name in ("monitor", "mode")) if isinstance(job, dict) else (None,) * 2
+    )
+    if isinstance(named, str):
+        return named, "max" if mode == "max" else "min"
+    scores = {name for record in records for name, value in record.metrics.items() if value is not None}
+    return (scores.pop() if len(scores) == 1 else None), None
+
+
+def best_first(
+    records: Sequence[CheckpointRecord], monitor: str | None, mode: Literal["min", "max"]
+) -> list[CheckpointRecord]:
+    """Those of `records` that have a finite score `monitor`, best first; of equal ones the older."""
+    return _best(records, Retention(keep_best=len(records), monitor=monitor, mode=mode))
 
 
 def own_records(listed: Sequence[Listed]) -> list[CheckpointRecord]:

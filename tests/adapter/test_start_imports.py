@@ -107,6 +107,8 @@ def test_a_run_loads_nothing_before_its_first_step_that_it_does_not_use(run_fold
         ("checkpoints verify runs/r", 0),
         ("checkpoints show runs/r/checkpoints/final", 0),
         ("uploads list runs/r", 0),
+        ("diff runs/r runs/r", 0),
+        ("path runs/r", 0),
     ],
 )
 def test_a_command_that_trains_nothing_loads_neither_torch_nor_lightning(

@@ -15,7 +15,8 @@ from functools import cache
 from importlib import metadata, resources
 from typing import Any
 
-from ..history import Budget, History, differences
+from ..differences import differences
+from ..history import Budget, History
 
 __all__ = ["LARGEST_PAGE", "facts_of", "page_of", "report", "stamp"]
 
@@ -51,7 +52,8 @@ def report(histories: Sequence[History]) -> str:
 
 def facts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What a page shows of runs that `History.as_json` gave."""
-    return {"runs": runs, "differences": differences(runs), **stamp()}
+    rows = [[each.name, *each.values] for each in differences(runs)]
+    return {"runs": runs, "differences": rows, **stamp()}
 
 
 def stamp() -> dict[str, Any]:

@@ -316,7 +316,7 @@ function events() {
 
 function configuration(run) {
   const { job, ...others } = run.metadata, packages = Object.entries(run.packages);
-  return section("Configuration of " + run.run_id, table("configuration of " + run.run_id, ["name", "value"], [...Object.entries(job || {}), ...Object.entries(others)]),
+  return section("Configuration of " + run.run_id, table("configuration of " + run.run_id, ["name", "value"], [...Object.entries(run.job || job || {}), ...Object.entries(others)]),
     make("details", {}, make("summary", {}, "Versions of " + packages.length + " packages"), table("packages of " + run.run_id, ["package", "version"], packages)));
 }
 
@@ -384,7 +384,7 @@ function build(data) {
     [drawn(differences), (newest) => ({ runs: newest.runs.map((run) => pick(run, [])), differences: newest.differences })],
     ...of_each(about), ...of_each(() => drawn(findings), "findings"), [curves(), (newest) => newest.runs],
     ...of_each(() => drawn(checkpoints), "checkpoints"), ...of_each(samples), ...of_each(() => drawn(timeline), "spans", "parts", "goodput"),
-    ...of_each(events), ...of_each(() => drawn(configuration), "metadata", "packages")];
+    ...of_each(events), ...of_each(() => drawn(configuration), "metadata", "packages", "job")];
   document.title = visible(title);
   main.replaceChildren(...[back, make("h1", {}, title), when].filter(Boolean), ...parts.map(([part]) => part.element));
 }

@@ -1,0 +1,68 @@
+"""Say what differs between two runs: configuration, data, code, versions and results.
+
+Exit codes: 0 done, 2 usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from ..plumbing.text import printable
+from ..view.differences import Difference, differences, facts_of_run
+from ..view.summary import is_run, summary_of
+from .terminal import complain, say
+
+__all__ = ["add_arguments", "run"]
+
+_USAGE = 2
+_WIDEST = 60
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("run_a", metavar="RUN_A", help="folder of a run")
+    parser.add_argument("run_b", metavar="RUN_B", help="folder of another one")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line, for other programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry the command out and return its exit code: 0, or 2 for what is no run."""
+    folders = [Path(args.run_a), Path(args.run_b)]
+    for folder in folders:
+        if not folder.is_dir() or not is_run(folder):
+            text = f"{folder} is no run's folder; `genlight ls` lists the runs below a folder"
+            return complain("diff", text, _USAGE)
+    runs = [facts_of_run(summary_of(folder)) for folder in folders]
+    found = differences(runs)
+    if args.json:
+        say(*(json.dumps({"about": each.about, "name": each.name, "values": each.values}) for each in found))
+    else:
+        say(*_lines(found, [str(each["run_id"]) for each in runs]))
+        for folder, each in zip(folders, runs, strict=True):
+            if each["job"] is None:
+                complain("diff", f"{folder} has no job.json: of hyperparameters, only numbers are compared", 0)
+    return 0
+
+
+def _lines(found: list[Difference], names: list[str]) -> list[str]:
+    """A table with a heading for each kind of thing."""
+    if not found:
+        return ["nothing that is known differs"]
+    rows = [[f"  {each.name}", *map(_text, each.values)] for each in found]
+    head = ["", *map(_text, names)]
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    texts = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(head, widths, strict=True)).rstrip()]
+    for index, (each, text) in enumerate(zip(found, texts, strict=True)):
+        if index == 0 or found[index - 1].about != each.about:
+            lines.append(each.about)
+        lines.append(text)
+    return lines
+
+
+def _text(value: Any) -> str:
+    text = printable("-" if value is None else value if isinstance(value, str) else json.dumps(value))
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"

@@ -1,0 +1,110 @@
+"""What differs between runs: configuration, data, code, versions, results. Pages and `genlight diff` say the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..job.resolved import read_job
+from .summary import RunSummary
+
+__all__ = ["About", "Difference", "differences", "facts_of_run"]
+
+About = Literal["configuration", "data", "code", "versions", "results"]
+_ORDER: tuple[About, ...] = ("configuration", "data", "code", "versions", "results")
+_OF_DATA = ("data", "dataset", "inputs", "mock_batches")
+"""Keys of a job that say what it trains on."""
+_FIRST_PACKAGES = ("genlight", "lightning", "torch", "numpy", "pyarrow")
+_LONGEST_VALUE = 400
+"""Characters of a list; of a longer one its length and digest are told."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that is not the same in all runs.
+
+    Attributes:
+        about: What kind of thing it is.
+        name: Of a setting its dotted name.
+        values: The value of each run; None where it has none.
+    """
+
+    about: About
+    name: str
+    values: tuple[Any, ...]
+
+
+def facts_of_run(summary: RunSummary) -> dict[str, Any]:
+    """What is compared of a run, as JSON: its summary, how it came to be (``metadata``, ``packages``) and its ``job``.
+
+    ``job`` has the settings of its ``job.json`` by dotted name; None where it has none.
+    """
+    metadata = {name: value for name, value in summary.metadata.items() if name != "packages"}
+    packages, job = summary.metadata.get("packages"), read_job(summary.path)
+    return {
+        **summary.as_json(),
+        "metadata": metadata,
+        "packages": packages if isinstance(packages, dict) else {},
+        "job": None if job is None else dict(_leaves("", job)),
+    }
+
+
+def differences(runs: Sequence[Mapping[str, Any]]) -> list[Difference]:
+    """What differs between runs, as `facts_of_run` gives them.
+
+    Whole jobs are compared where each run has its ``job.json``; else what their logs have, which of hyperparameters are
+    the numbers alone.
+    """
+    is_whole = all(run["job"] is not None for run in runs)
+    facts = [dict(_facts(run, is_whole=is_whole)) for run in runs]
+    names = dict.fromkeys(name for each in facts for name in each)
+    rows = [Difference(*name, tuple(each.get(name) for each in facts)) for name in names]
+    found = [row for row in rows if any(value != row.values[0] for value in row.values[1:])]
+    return sorted(found, key=lambda row: _ORDER.index(row.about))
+
+
+def _facts(run: Mapping[str, Any], *, is_whole: bool) -> Iterator[tuple[tuple[About, str], Any]]:
+    metadata, packages = run["metadata"], run["packages"]
+    job = run["job"] if is_whole else metadata.get("job")
+    for name, value in (job if isinstance(job, dict) else {}).items():
+        if name != "run_id":
+            yield ("data" if name.split(".")[0] in _OF_DATA else "configuration", name), value
+    if not is_whole:
+        yield ("configuration", "seed"), metadata.get("seed")
+    git = metadata.get("git")
+    yield ("code", "commit"), git.get("commit") if isinstance(git, dict) else None
+    yield ("code", "uncommitted changes"), git.get("dirty") if isinstance(git, dict) else None
+    yield ("code", "source of the class"), metadata.get("source")
+    yield ("versions", "host"), run["host"]
+    for name in (*_FIRST_PACKAGES, *packages):
+        yield ("versions", name), packages.get(name)
+    score = run["score"] or {}
+    yield ("results", "state"), run["state"]
+    yield ("results", "steps"), run["step"]
+    yield ("results", "last loss"), run["loss"]
+    if score:
+        yield ("results", f"best {score['name']}"), score["value"]
+
+
+def _leaves(prefix: str, value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Dotted names and values; an empty object is a value, and so is a list."""
+    for name, inner in value.items():
+        dotted = f"{prefix}.{name}" if prefix else name
+        if isinstance(inner, Mapping) and inner:
+            yield from _leaves(dotted, inner)
+        elif inner not in ({}, None):
+            yield dotted, _short(inner)
+
+
+def _short(value: Any) -> Any:
+    text = json.dumps(value)
+    if not isinstance(value, list | str) or len(text) <= _LONGEST_VALUE:
+        return value
+    return f"{len(value):,} {'characters' if isinstance(value, str) else 'entries'}, sha256:{_digest(text)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

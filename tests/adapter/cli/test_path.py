@@ -1,0 +1,103 @@
+"""Where the newest and the best checkpoint of a run are, and which one a listing marks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from genlight.adapter.cli import main
+from genlight.adapter.run.run import RunOptions, run_job
+
+TRAINER = """
+class Scores:
+    def setup(self, ctx): ...
+    def configure(self, ctx): return {"steps": 0}
+    def prepare_batch(self, raw, state, ctx): return raw
+    def train_step(self, batch, state, ctx):
+        from genlight.adapter import StepResult
+
+        state["steps"] += 1
+        return StepResult(metrics={"loss": 1.0})
+    def evaluate(self, state, ctx): return {"score": {2: 5.0, 4: 1.0, 6: 3.0}[state["steps"]]}
+    def state_dict(self, state): return dict(state)
+    def load_state_dict(self, state, payload, ctx): state.update(payload)
+"""
+JOB = {
+    "run_id": "scored",
+    "trainer": "path_trainer:Scores",
+    "max_steps": 6,
+    "mock_batches": [1, 2, 3, 4, 5, 6],
+    "validate": {"every_n_steps": 2},
+    "checkpoints": {"every_n_steps": 2, "keep_last": 0, "monitor": "score", "mode": "min"},
+    "lightning": {"accelerator": "cpu"},
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("path")
+    (folder / "path_trainer.py").write_text(TRAINER)
+    (folder / "job.json").write_text(json.dumps(JOB))
+    assert run_job(RunOptions(spec_path=folder / "job.json", environ={})) == 0
+    return folder / "runs" / "scored"
+
+
+@pytest.fixture
+def scored(trained, tmp_path) -> Path:
+    """A copy of a run with scores 5, 1 and 3 after 2, 4 and 6 steps."""
+    return shutil.copytree(trained, tmp_path / "scored")
+
+
+def printed(capsys, *arguments: object) -> str:
+    assert main(["path", *map(str, arguments)]) == 0
+    return capsys.readouterr().out.strip()
+
+
+def test_the_newest_and_the_best_checkpoint_are_printed(scored, capsys, monkeypatch):
+    checkpoints = scored / "checkpoints"
+    assert printed(capsys, scored) == str(checkpoints / "final.json")
+    assert printed(capsys, scored, "--best") == str(checkpoints / "step-00000004.json")
+    assert printed(capsys, scored, "--best", "--mode", "max") == str(checkpoints / "step-00000002.json")
+    monkeypatch.chdir(scored.parent)
+    assert printed(capsys, "scored/checkpoints") == str(checkpoints / "final.json")
+
+
+def test_a_broken_one_is_named_and_passed_over(scored, capsys):
+    checkpoints = scored / "checkpoints"
+    for name in ("final", "step-00000004"):
+        (checkpoints / name / "state.json").write_text("{}") if (checkpoints / name / "state.json").exists() else None
+        for file in (checkpoints / name).iterdir():
+            if file.is_file() and file.name != "scores.json":
+                file.write_bytes(b"x" * file.stat().st_size)
+    assert main(["path", str(scored)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.strip() == str(checkpoints / "step-00000006.json")
+    assert "final" in shown.err
+    assert main(["path", str(scored), "--best"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.strip() in {str(checkpoints / "step-00000006.json")}
+    assert "step-00000004" in shown.err
+
+
+def test_a_listing_marks_the_best(scored, capsys):
+    assert main(["checkpoints", "list", str(scored), "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["name"] for row in rows if row["best"]] == ["step-00000004"]
+    assert main(["checkpoints", "list", str(scored)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "best" in line]
+    assert line.startswith("step-00000004")
+
+
+def test_a_run_without_scores_or_checkpoints_is_named(scored, tmp_path, capsys):
+    for record in (scored / "checkpoints").glob("*.json"):
+        shutil.rmtree(record.with_suffix(""))
+        record.unlink()
+    assert main(["path", str(scored)]) == 1
+    assert "no whole checkpoint in" in capsys.readouterr().err
+    assert main(["path", str(scored), "--best"]) == 1
+    assert "`checkpoints.monitor`" in capsys.readouterr().err
+    assert main(["path", str(tmp_path / "absent")]) == 2
+    assert "`genlight ls`" in capsys.readouterr().err

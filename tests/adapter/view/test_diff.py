@@ -1,0 +1,87 @@
+"""What differs between two runs, as a command says it and as a page has it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+from genlight.adapter.cli import main
+from genlight.adapter.view.differences import differences, facts_of_run
+from genlight.adapter.view.history import Budget, history_of
+from genlight.adapter.view.page import facts_of
+from genlight.adapter.view.summary import summary_of
+
+
+def rows_of(capsys):
+    return {(row["about"], row["name"]): row["values"] for row in map(json.loads, capsys.readouterr().out.splitlines())}
+
+
+def test_settings_and_results_that_differ_are_said_of_both_runs(runs, capsys):
+    assert main(["diff", str(runs / "done"), str(runs / "broken"), "--json"]) == 0
+    rows = rows_of(capsys)
+    assert rows["configuration", "hyperparams.lr"] == [0.1, 0.2]
+    assert rows["configuration", "hyperparams.fails_at"] == [None, 15]
+    assert rows["configuration", "checkpoints.monitor"] == ["score", None]
+    assert rows["results", "state"] == ["completed", "failed"]
+    assert rows["results", "best score"] == [40.0, None]
+    assert not any(name in ("run_id", "metric_every", "torch", "commit") for _, name in rows)
+
+    assert main(["diff", str(runs / "done"), str(runs / "broken")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["done", "broken"]
+    assert lines[1] == "configuration"
+    assert lines.index("configuration") < lines.index("results")
+    assert ["hyperparams.lr", "0.1", "0.2"] in [line.split() for line in lines]
+
+
+def test_a_run_differs_in_nothing_from_itself(runs, capsys):
+    assert main(["diff", str(runs / "done"), str(runs / "done")]) == 0
+    assert capsys.readouterr().out == "nothing that is known differs\n"
+    assert main(["diff", str(runs / "done"), str(runs / "done"), "--json"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_code_data_and_versions_are_compared_by_what_log_and_job_say(runs, tmp_path, capsys):
+    folder = shutil.copytree(runs / "done", tmp_path / "done")
+    log = folder / "metrics" / "events.jsonl"
+    first, *others = log.read_text().splitlines(keepends=True)
+    started = json.loads(first)
+    started["metadata"]["source"] = "sha256:0000000000000000"
+    started["metadata"]["git"] = {"commit": "a" * 40, "dirty": True}
+    started["metadata"]["packages"]["numpy"] = "0.1"
+    log.write_text("".join([f"{json.dumps(started)}\n", *others]))
+    job = json.loads((folder / "job.json").read_text())
+    job["mock_batches"][0] = [[0.5, 0.5]]
+    (folder / "job.json").write_text(json.dumps(job))
+
+    assert main(["diff", str(runs / "done"), str(folder), "--json"]) == 0
+    rows = rows_of(capsys)
+    assert rows["code", "source of the class"][1] == "sha256:0000000000000000"
+    assert rows["code", "source of the class"][0].startswith("sha256:")
+    assert rows["code", "commit"][1] == "a" * 40
+    assert rows["versions", "numpy"][1] == "0.1"
+    before, now = rows["data", "mock_batches"]
+    assert before != now
+    assert before.startswith("100,000 entries, sha256:")
+
+
+def test_without_the_job_of_one_run_the_logs_are_compared_and_it_is_said(runs, tmp_path, capsys):
+    folder = shutil.copytree(runs / "broken", tmp_path / "broken")
+    (folder / "job.json").unlink()
+    assert main(["diff", str(runs / "done"), str(folder)]) == 0
+    shown = capsys.readouterr()
+    assert ["hyperparams.lr", "0.1", "0.2"] in [line.split() for line in shown.out.splitlines()]
+    assert "metric_every" not in shown.out
+    assert shown.err == f"genlight diff: {folder} has no job.json: of hyperparameters, only numbers are compared\n"
+
+
+def test_a_page_has_the_same_differences(runs):
+    folders = [runs / "done", runs / "broken"]
+    found = differences([facts_of_run(summary_of(folder)) for folder in folders])
+    page = facts_of([history_of(folder).as_json(Budget()) for folder in folders])
+    assert page["differences"] == [[each.name, *each.values] for each in found]
+
+
+def test_what_is_no_run_is_named(tmp_path, capsys):
+    assert main(["diff", str(tmp_path), str(tmp_path / "absent")]) == 2
+    assert f"{tmp_path} is no run's folder; `genlight ls` lists" in capsys.readouterr().err
