@@ -54,7 +54,7 @@ class BatchScript:
     requeue_after: tuple[str, ...] = ("preempted", "timeout")
     """Reasons of a stop after which the job is put back into the queue."""
     output: str | None = None
-    """Where the script's and the tasks' output goes; None takes a file beside the job spec."""
+    """Where the script's and the tasks' output goes; None takes a file in the folder of the job spec."""
     set_up: Sequence[str] = ()
     """Lines that prepare the environment, such as ``module load cuda``, run in the script before srun."""
     container: str | None = None

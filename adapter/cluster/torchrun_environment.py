@@ -29,7 +29,7 @@ ANSWERS_WITHIN_S = 5.0
 
 
 def shares_store_of_agent() -> bool:
-    """Whether torchrun has told this process to meet the others in the store of its agent."""
+    """Whether torchrun has this process meet the others in the store of its agent."""
     return os.environ.get(SHARED) == str(True)
 
 

@@ -69,7 +69,7 @@ class ArrowFeed:
         rank: Which share is ours.
         world_size: Number of shares.
         per_epoch: One iteration is one epoch.
-        shuffle_window: Rows that are permuted among each other, and held decoded for it.
+        shuffle_window: Rows that are permuted among each other; they are in memory meanwhile.
         filesystem: A pyarrow or fsspec file system that all paths belong to; None finds it from each path.
         collate: Called with each record batch, in the training thread; its result is handed out instead. ``torch`` is
             `to_torch`, ``module:function`` is imported.
@@ -121,7 +121,7 @@ class ArrowFeed:
         self._position: Position | None = None
         self._step = 0
         self._loaded = False
-        self._told_steps: int | None = None
+        self._length: int | None = None
         self._supply: Supply | None = None
         self._waited = 0.0
 
@@ -172,8 +172,8 @@ class ArrowFeed:
             TypeError: The feed repeats without end.
         """
         if self.per_epoch:
-            self._told_steps = self._steps_of_iteration()
-            return self._told_steps
+            self._length = self._steps_of_iteration()
+            return self._length
         if self.epochs is None:
             raise TypeError("The feed repeats without end and has no length; give it `epochs`.")
         return self.steps_per_epoch * self.epochs
@@ -426,10 +426,10 @@ class ArrowFeed:
         self.close()
         self._position = Position.restored(state, layout)
         self._step, self._loaded = self._position.step, True
-        if self._told_steps is not None and self._steps_of_iteration() > self._told_steps:
+        if self._length is not None and self._steps_of_iteration() > self._length:
             warnings.warn(
                 f"An epoch of the feed now has {self._steps_of_iteration()} steps, but its length was asked for before "
-                f"the position was loaded and was {self._told_steps}: Lightning would cut epochs short. Use an "
+                f"the position was loaded and was {self._length}: Lightning would cut epochs short. Use an "
                 "ArrowDataModule, whose position Lightning restores first.",
                 stacklevel=2,
             )
@@ -487,7 +487,7 @@ def imported(
 
 
 def _named(path: str, setting: str) -> Any:
-    """What a name stands for; `path` itself where it is none."""
+    """The object of a name; `path` itself where it is none."""
     module, _, name = path.rpartition(":" if ":" in path else ".")
     if not module or not name:
         return path

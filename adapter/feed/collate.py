@@ -57,7 +57,7 @@ def to_torch(batch: pa.RecordBatch, *, copy: bool = False) -> dict[str, Any]:
     Numbers become 1-d tensors, fixed-size lists of numbers (also nested) and fixed-shape tensors become n-d tensors,
     both without a copy; booleans become bool tensors. Times and dates become integers of the column's own unit and
     width. Lists of varying length, such as token ids, become one tensor as long as the longest row of the batch, filled
-    up with zeros behind shorter ones, and beside it, under the column's name with ``_lengths``, how many values each
+    up with zeros behind shorter ones; the column's name with ``_lengths`` has how many values each
     row has: ``torch.arange(x.shape[1]) < x_lengths[:, None]`` is the mask. Structs become a dictionary,
     ``{bytes, path}`` structs a list of `LazyImage`, anything else (text, bytes, decimals, lists of lists, …) a list of
     Python values. Dictionary-encoded columns become what their values would.

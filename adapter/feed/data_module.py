@@ -124,7 +124,7 @@ class ArrowDataModule(_FeedDataModule):
 
 
 class FunctionDataModule(_FeedDataModule):
-    """What a function returns as training batches of this rank; see `feed_of` for what it may be.
+    """The data that a function returns, as training batches of this rank; `feed_of` says what it may return.
 
     Args:
         function: A function of `ctx`, or of nothing, or its name as ``module:function``.

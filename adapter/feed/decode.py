@@ -36,26 +36,26 @@ def merged(pieces: Iterable[Piece], source: Source, order: Order, size: HasBytes
 
     Small row groups cost far more by themselves. Shuffled row groups do not follow each other.
     """
-    held: Piece | None = None
+    last: Piece | None = None
     for piece in pieces:
-        if held is not None and _continues(held, piece, order) and source.together(held.group, piece.group, size.bytes):
-            held = replace(held, end=held.end + len(piece), last_group=piece.group)
+        if last is not None and _continues(last, piece, order) and source.together(last.group, piece.group, size.bytes):
+            last = replace(last, end=last.end + len(piece), last_group=piece.group)
             continue
-        if held is not None:
-            yield held
-        held = piece
-    if held is not None:
-        yield held
+        if last is not None:
+            yield last
+        last = piece
+    if last is not None:
+        yield last
 
 
-def _continues(held: Piece, piece: Piece, order: Order) -> bool:
-    ends_with_its_group = held.end == sum(order.group_rows[held.group : held.last_group + 1])
+def _continues(last: Piece, piece: Piece, order: Order) -> bool:
+    ends_with_its_group = last.end == sum(order.group_rows[last.group : last.last_group + 1])
     return (
         not order.shuffle
         and ends_with_its_group
         and piece.first == 0
-        and piece.group == held.last_group + 1
-        and piece.at == held.at + len(held)
+        and piece.group == last.last_group + 1
+        and piece.at == last.at + len(last)
     )
 
 
@@ -63,7 +63,7 @@ def decode(source: Source, order: Order, piece: Piece, max_bytes: int, block: in
     """The rows of `piece`, in the order of its epoch.
 
     Raises:
-        InputError: A group cannot be decoded, or has another number of rows than its metadata told.
+        InputError: A group cannot be decoded, or has another number of rows than its metadata says.
     """
     rows = source.read(piece.group, piece.last_group, max_bytes, piece.first)
     if order.shuffle:
@@ -93,18 +93,18 @@ def _shuffled(rows: Iterator[pa.RecordBatch], order: Order, piece: Piece) -> Ite
 
 def _windows(rows: Iterator[pa.RecordBatch], window: int) -> Iterator[pa.RecordBatch]:
     """The same rows in batches of exactly `window`, the last one excepted."""
-    held: list[pa.RecordBatch] = []
+    pending: list[pa.RecordBatch] = []
     count = 0
     for batch in rows:
         while batch.num_rows:
             size = min(window - count, batch.num_rows)
-            held.append(batch.slice(0, size))
+            pending.append(batch.slice(0, size))
             batch, count = batch.slice(size), count + size
             if count == window:
-                yield join(held)
-                held, count = [], 0
-    if held:
-        yield join(held)
+                yield join(pending)
+                pending, count = [], 0
+    if pending:
+        yield join(pending)
 
 
 def join(batches: list[pa.RecordBatch]) -> pa.RecordBatch:

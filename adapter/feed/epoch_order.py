@@ -3,7 +3,7 @@
 Without shuffling it is the order of the files. With shuffling the row groups come in random order, and within a row
 group each window of `window` consecutive rows is permuted; a window as large as a row group is a perfect shuffle
 within it. Rows of different row groups are not mixed: a batch comes from one row group, or from two at a border, so
-data that is sorted by label should be written in random order, or with row groups small beside the epoch.
+data that is sorted by label should be written in random order, or with row groups much smaller than the epoch.
 
 Permutations come from sorted raw Philox output. NumPy keeps that stream stable between versions, which it does not
 promise for ``Generator.permutation``; a run may therefore be resumed under another NumPy.

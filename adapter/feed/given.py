@@ -1,4 +1,4 @@
-"""What a user's function returns, as batches of this rank with a position.
+"""The data that a user's function returns, as batches of this rank with a position.
 
 Of rows that can be asked for by number the order is genlight's own; what hands out batches by itself is read again
 after a resume up to where it was. `feed_of` says which is which.
@@ -49,7 +49,7 @@ _OF_ARROW = ("columns", "filters", "filesystem", "readahead", "shuffle_window")
 
 
 def call_with_context(function: Callable[..., Any], ctx: StepContext) -> Any:
-    """What `function` returns, which takes ``ctx`` or nothing.
+    """Call `function`, which takes ``ctx`` or nothing.
 
     Raises:
         InputError: It requires something else.
@@ -69,7 +69,7 @@ def call_with_context(function: Callable[..., Any], ctx: StepContext) -> Any:
 
 
 def feed_of(function: Callable[..., Any], ctx: StepContext, options: Mapping[str, Any]) -> Any:
-    """What `function` returns, as batches of the rank of `ctx`.
+    """The data that `function` returns, as batches of the rank of `ctx`.
 
     - a map-style dataset: batches of rows in an order of ours, which depends on seed and epoch alone; ranks share each
       step, and the position may be taken up by another number of ranks;
@@ -133,7 +133,7 @@ def _dataset_feed(dataset: Any, options: Mapping[str, Any]) -> ArrowFeed:
 
 
 def _shared_loader(loader: DataLoader[Any], name: str, options: Mapping[str, Any]) -> Any:
-    """What a rank of several gets of `loader`, over rows that can be asked for by number.
+    """The share of one rank in `loader`, over rows that can be asked for by number.
 
     Raises:
         InputError: Its order is torch's own, the same on all ranks, and cannot be shared.
@@ -318,7 +318,7 @@ class DatasetSource:
         self.group_rows = (len(dataset),)
 
     def supply(self, spec: Spec, position: Position, workers: int) -> LoaderSupply:
-        """What hands out batches from `position` on."""
+        """The batches from `position` on."""
         return LoaderSupply(
             spec,
             position,

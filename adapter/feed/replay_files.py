@@ -29,7 +29,7 @@ META = "replay.json"
 VERSION = 1
 MOST_BYTES_OF_META = 64 << 20
 MOST_BYTES_OF_FILE = 64 << 20
-"""About how much of new rows goes into a file; what is written at once is held in memory twice."""
+"""About how much of new rows goes into a file; what is written at once is in memory twice."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RowFile:
 class ReplayFiles:
     """Knows which rows the last save or load has in which files, so that the next save links them.
 
-    The folder is held open: a checkpoint is renamed when it is whole.
+    The folder stays open: a checkpoint is renamed when it is whole.
     """
 
     def __init__(self) -> None:

@@ -94,10 +94,10 @@ def _missing(name: str, schema: pa.Schema, wanted: Sequence[str]) -> list[str]:
 def nearest_column(column: str, known: Sequence[str]) -> str:
     """The columns that may have been meant by one that does not exist."""
     near = closest(column, known, alike=0.5)
-    return f"did you mean {near!r}?" if near else f"it has {_listed(known)}"
+    return f"did you mean {near!r}?" if near else f"it has {_in_words(known)}"
 
 
-def _listed(names: Sequence[str], most: int = 12) -> str:
+def _in_words(names: Sequence[str], most: int = 12) -> str:
     shown = ", ".join(repr(name) for name in names[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "") if names else "no columns"
 
@@ -112,5 +112,5 @@ def _differences(
     ]
     extra = [column for column in schema.names if column not in wanted] if all_columns else []
     if extra:
-        errors.append(f"{name}: columns {_listed(extra)} are not in {first_name}; name `columns` to leave them out")
+        errors.append(f"{name}: columns {_in_words(extra)} are not in {first_name}; name `columns` to leave them out")
     return errors

@@ -69,7 +69,7 @@ def _make(spec: Spec, block: Block) -> _Made:
 
 
 def entropy_of(spec: Spec, position: Position, step: int) -> tuple[int, ...]:
-    """What the random numbers of a step depend on: its rows, not the number of workers, nor a resume."""
+    """The seed of the random numbers of a step: it depends on its rows, not the number of workers, nor a resume."""
     rows_left = position.rows - spec.layout.share(position.rows).consumed(step)
     return (spec.layout.order.seed, 2, position.epoch, rows_left, spec.rank)
 

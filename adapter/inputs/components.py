@@ -34,7 +34,7 @@ def load_components(
     """The tensors of every component of a model folder, by component and tensor name.
 
     A component is a folder that holds safetensors files, whole or in shards with an index; files in `directory` itself
-    are the component ``model``. Where a folder holds variants beside ``model.safetensors`` or
+    are the component ``model``. Where a folder holds variants of ``model.safetensors`` or
     ``diffusion_pytorch_model.safetensors``, these are left out.
 
     Args:

@@ -1,8 +1,8 @@
 """Files from web servers: streamed, checked, cached, resumed after a break.
 
 While a file is incomplete it is called ``*.part``; what identifies the server's version of it, and how much of it is
-durable, stands beside it, so that a later attempt, also of another process, can go on where this one broke. Only a
-whole and checked file gets its name.
+durable, is noted in a file next to it, so that a later attempt, also of another process, can go on where this one
+broke. Only a whole and checked file gets its name.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class CacheEntry:
         """The file while it is incomplete."""
         return self.target.with_name(f"{self.target.name}.part")
 
-    def _beside(self, suffix: str) -> Path:
+    def _hidden_file(self, suffix: str) -> Path:
         return self.target.with_name(f".{self.target.name}.{suffix}")
 
     @contextlib.contextmanager
@@ -109,7 +109,7 @@ class CacheEntry:
         lock, waited = None, False
         while lock is None:
             try:
-                lock = FileLock(self._beside("lock"))
+                lock = FileLock(self._hidden_file("lock"))
             except LockHeldError:
                 waited = True
                 tracker.wait(LOCK_POLL_S)
@@ -121,7 +121,7 @@ class CacheEntry:
     def stored(self) -> Stored | None:
         """The recorded state of the complete file, if it has not been changed since; None only costs a transfer."""
         try:
-            known = msgspec.json.decode(read_own(self._beside("meta.json"), limit=LARGEST_NOTE_BYTES), type=Stored)
+            known = msgspec.json.decode(read_own(self._hidden_file("meta.json"), limit=LARGEST_NOTE_BYTES), type=Stored)
             status = self.target.stat()
         except (OSError, ValueError, RecursionError):
             return None
@@ -131,7 +131,7 @@ class CacheEntry:
     def part(self) -> Part:
         """The recorded state of the partial file; nothing is durable where there is none."""
         try:
-            known = msgspec.json.decode(read_own(self._beside("part.json"), limit=LARGEST_NOTE_BYTES), type=Part)
+            known = msgspec.json.decode(read_own(self._hidden_file("part.json"), limit=LARGEST_NOTE_BYTES), type=Part)
             size = self.part_path.stat().st_size
         except (OSError, ValueError, RecursionError):
             return Part()
@@ -142,7 +142,7 @@ class CacheEntry:
 
         However that ends, what was written is durable and noted.
         """
-        write_bytes_durably(self._beside("part.json"), msgspec.json.encode(Part(version, start)))
+        write_bytes_durably(self._hidden_file("part.json"), msgspec.json.encode(Part(version, start)))
         with os.fdopen(open_own(self.part_path, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
             file.truncate(start)
             file.seek(start)
@@ -161,19 +161,19 @@ class CacheEntry:
     def _note(self, file: BinaryIO, version: Version, size: int) -> None:
         file.flush()
         os.fsync(file.fileno())
-        write_bytes_durably(self._beside("part.json"), msgspec.json.encode(Part(version, size)))
+        write_bytes_durably(self._hidden_file("part.json"), msgspec.json.encode(Part(version, size)))
 
     def drop_part(self) -> None:
         """Forget the partial file."""
         self.part_path.unlink(missing_ok=True)
-        self._beside("part.json").unlink(missing_ok=True)
+        self._hidden_file("part.json").unlink(missing_ok=True)
 
-    def settle(self, content: Content, version: Version) -> None:
+    def commit(self, content: Content, version: Version) -> None:
         """Give the partial file, whose content was checked, its name."""
         os.replace(self.part_path, self.target)
         stored = Stored(content, version, self.target.stat().st_mtime_ns, time.time())
-        write_bytes_durably(self._beside("meta.json"), msgspec.json.encode(stored))
-        self._beside("part.json").unlink(missing_ok=True)
+        write_bytes_durably(self._hidden_file("meta.json"), msgspec.json.encode(stored))
+        self._hidden_file("part.json").unlink(missing_ok=True)
         fsync_directory(self.target.parent)
 
 
@@ -252,7 +252,7 @@ def download(
 def _holds(request: Download, entry: CacheEntry, stored: Stored) -> bool:
     """Whether the copy in place is what was asked for: by what is noted of it, and a digest by its bytes themselves.
 
-    A user who can write a file into the cache can write a note beside it as well.
+    A user who can write a file into the cache can write a note about it as well.
     """
     if request.contradiction(stored.content):
         return False
@@ -321,7 +321,7 @@ def _attempt(
         raise InputError(f"{request.label} cannot be fetched: {failure_text(error)}.") from None
     except httpx2.HTTPError as error:
         raise TransientError(failure_text(error)) from None
-    _check_and_settle(request, entry, version, resumed=start > 0)
+    _check_and_commit(request, entry, version, resumed=start > 0)
     return _tell_finished(request, size, tracker)
 
 
@@ -425,11 +425,11 @@ def _refuse_excess(request: Download, entry: CacheEntry, size: int) -> None:
         raise InputError(f"{request.label} has {size:,} bytes or more, but {request.limit:,} were expected.")
 
 
-def _check_and_settle(request: Download, entry: CacheEntry, version: Version, *, resumed: bool) -> None:
+def _check_and_commit(request: Download, entry: CacheEntry, version: Version, *, resumed: bool) -> None:
     content = Content.of(entry.part_path)
     contradiction = request.contradiction(content)
     if contradiction is None:
-        entry.settle(content, version)
+        entry.commit(content, version)
         return
     entry.drop_part()
     if resumed:  # the first part may have been of another version, or damaged since

@@ -1,4 +1,4 @@
-"""How far the inputs are: told from several threads, and shown as lines in the log."""
+"""Progress of the inputs: reported from several threads, and shown as lines in the log."""
 
 from __future__ import annotations
 

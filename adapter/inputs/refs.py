@@ -98,7 +98,7 @@ class CozyRef:
 
 
 Kind: TypeAlias = Literal["model", "dataset", "checkpoint"]
-"""What an input is for."""
+"""The purpose of an input."""
 
 Ref: TypeAlias = LocalRef | HttpRef | HubRef | CozyRef
 

@@ -183,9 +183,9 @@ def _hub_patterns(kind: Kind, ref: HubRef) -> list[str] | None:
 def fetch_checkpoint(
     ref: HttpRef, folder: Path, client: httpx2.Client, *, retry: RetryPolicy, tracker: Tracker
 ) -> Path:
-    """Fetch a record by URL and the files that it names from beside it; the path of the local record.
+    """Fetch a record by URL and the files that it names, from the same place; the path of the local record.
 
-    A record in a file store lies beside files whose names are flat, ``step-00000200-model.safetensors``; everywhere
+    In a file store the names of files are flat, ``step-00000200-model.safetensors``; everywhere
     else the files lie where the record says. A query of the URL, a signature say, goes with every file.
 
     Raises:
@@ -204,7 +204,7 @@ def fetch_checkpoint(
         raise InputError(f"{ref.label} cannot be resumed from: {error}.") from None
     for file in record.files:
         request = Download(
-            _beside(ref, record, file.path, record.file_name(file)),
+            _url_of(ref, record, file.path, record.file_name(file)),
             folder / file.path,
             file.sha256,
             file.xxh3_128,
@@ -214,7 +214,7 @@ def fetch_checkpoint(
     return path
 
 
-def _beside(ref: HttpRef, record: CheckpointRecord, relative_path: str, name: str) -> str:
+def _url_of(ref: HttpRef, record: CheckpointRecord, relative_path: str, name: str) -> str:
     """URL of a file of the record."""
     stored_as = remote_name(record.step, name, final=record.final)
     flat = ref.file_name.startswith(remote_name(record.step, "", final=record.final))

@@ -43,7 +43,7 @@ ARTIFACT_FOLDERS = ("artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_
 
 
 class RunConfig(Settings, frozen=True, kw_only=True):
-    """Everything that a run was told, resolved; paths are absolute.
+    """All settings of a run, resolved; paths are absolute.
 
     References to inputs stay references until they are materialised. `token_origins` has the origins of the upload
     URLs and of the file store too, and `private_hosts` is what references may reach in spite of a private address; None
@@ -54,10 +54,10 @@ class RunConfig(Settings, frozen=True, kw_only=True):
     spec_dir: Path
     """Where relative paths of the job file start, and where the trainer's module is looked for first."""
     secrets: tuple[str, ...]
-    """What no text may show: the token, values of secret names in the job, credentials of its URLs."""
+    """Texts that nothing may show: the token, values of secret names in the job, credentials of its URLs."""
     spec_digest: str
     spec_fields: Mapping[str, str]
-    """What `spec_digest` covers: a digest for each field, for `identity.differing_fields`."""
+    """The digest of each field that `spec_digest` covers, for `identity.differing_fields`."""
     warnings: tuple[str, ...]
     given: Sources
     """Where each setting comes from."""
@@ -90,7 +90,7 @@ def resolve_run_config(
         overrides: ``key.sub=value`` each, as ``--set`` gives them. Their paths are relative to the working directory.
         environ: The environment; None takes the process's own.
         default_artifacts_dir: Where artifacts go if nothing else says so; ``{run_id}`` stands for the run's folder
-            name. None means ``runs/{run_id}`` beside a job file that was named, ``/tmp/training`` otherwise.
+            name. None means ``runs/{run_id}`` in the folder of a job file that was named, ``/tmp/training`` otherwise.
 
     Raises:
         StartupContractError: With every error, under the code of the first documented one.
@@ -112,7 +112,7 @@ def read_run_config(
     default_artifacts_dir: str | os.PathLike[str] | None = None,
     complete: bool = True,
 ) -> tuple[RunConfig, ConfigErrors]:
-    """What can be told of a run, and everything that is wrong with its settings.
+    """The settings of a run, and all their errors.
 
     A setting with an error has its default, and an empty text or 0 where it has none; every sound one counts, whatever
     is wrong with the others. Takes the arguments of `resolve_run_config`; `complete` says whether what a run needs and

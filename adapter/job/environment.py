@@ -41,7 +41,7 @@ class Variable:
 
 
 VARIABLES = tuple(Variable(key.variable, name, key) for name, key in all_keys() if key.variable)
-"""What a run reads from its environment besides `JOB_VARIABLE`. ``HF_TOKEN`` and ``HF_HOME`` are huggingface_hub's."""
+"""The variables that a run reads besides `JOB_VARIABLE`. ``HF_TOKEN`` and ``HF_HOME`` are huggingface_hub's."""
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
@@ -75,7 +75,7 @@ def value_of(key: Key | None, text: str) -> Any:
 
 
 def rank_errors(environ: Mapping[str, str]) -> list[str]:
-    """What is wrong with the variables by which Lightning and genlight tell a process's number and its job."""
+    """Errors in the variables that give the number of a process and its job."""
     wrong = [
         f"Invalid `{name}`. Expected the number of a process, as launchers set it, but received "
         f"{render_text(environ[name].strip())}. Unset it."

@@ -52,7 +52,7 @@ def render_value(value: Any, *, secret: bool = False) -> str:
 
 
 def render_text(value: Any) -> str:
-    """What a message may say of a variable's value: a number as it is, of anything else the length alone.
+    """A variable's value as a message may show it: a number as it is, of anything else the length alone.
 
     Variables get mixed up, and then this one holds a token.
     """

@@ -90,7 +90,7 @@ def numbers_of(job: JobSpec) -> dict[str, float | bool | str]:
 def changes_between(
     ours: Mapping[str, str], theirs: Mapping[str, str], numbers: Mapping[str, float | bool | str]
 ) -> list[str]:
-    """What differs between this job and that of a record, in words: both values where they are known.
+    """The differences between this job and that of a record, in words, with both values where they are known.
 
     Batch size and precision are left to `changed_course`.
 

@@ -28,14 +28,14 @@ class Key:
 
     name: str
     type: Any
-    """What msgspec converts a plain value to; of a block its struct, of a list ``tuple`` or ``frozenset``."""
+    """The type that msgspec converts a plain value to; of a block its struct, of a list ``tuple`` or ``frozenset``."""
     rule: Rule
     block: type[msgspec.Struct] | None = None
     """The struct of a key that holds an object with known keys."""
     is_path: bool = False
     """Whether the text becomes a ``Path``."""
     item: Key | None = None
-    """What each entry of a list must be."""
+    """The key that each entry of a list is read as."""
     least_entries: int = 0
     examples: tuple[Any, ...] = ()
     variable: str = ""
@@ -51,7 +51,7 @@ class Key:
 
     @property
     def description(self) -> str:
-        """What it is for: the text below its declaration."""
+        """Its purpose: the text below its declaration."""
         return "" if self.owner is None else _texts(self.owner)[self.name]
 
     @property
@@ -64,7 +64,7 @@ class Key:
         return _plain(self.type) is plain
 
     def fault(self, value: Any) -> str:
-        """What was expected in place of a plain `value`; empty where it can be used."""
+        """The words for what was expected in place of a plain `value`; empty where it can be used."""
         try:
             converted = msgspec.convert(value, self.type)
         except (msgspec.ValidationError, OverflowError, UnicodeEncodeError):  # the last of half a surrogate pair

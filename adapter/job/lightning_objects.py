@@ -52,7 +52,7 @@ def _their_arguments(config: RunConfig) -> Mapping[str, Any]:
     device = "cpu" if here is None else here.type
     plugin = {"class_path": _MIXED_PRECISION, "init_args": {"precision": "16-mixed", "device": device}}
     rest = {name: value for name, value in theirs.items() if name != "precision"}
-    return {**rest, "plugins": [*_listed(theirs.get("plugins")), plugin]}
+    return {**rest, "plugins": [*_entries(theirs.get("plugins")), plugin]}
 
 
 def _our_arguments(config: RunConfig) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def _our_arguments(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _listed(value: Any) -> list[Any]:
+def _entries(value: Any) -> list[Any]:
     # True and false are Lightning's words for its own, or none.
     return [] if isinstance(value, bool) else as_list(value)
 
@@ -133,7 +133,7 @@ def instantiate(
         path = config.events_path
         logger = EventLogger(path=path.name, run_id=config.run_id, save_dir=str(path.parent))
         ours = {**_our_arguments(config), "callbacks": callbacks, "logger": [logger]}
-        lists = {name: [*ours.get(name, []), *_listed(theirs.get(name))] for name in _LISTS}
+        lists = {name: [*ours.get(name, []), *_entries(theirs.get(name))] for name in _LISTS}
         return pl.Trainer(**{**ours, **theirs, **{name: made for name, made in lists.items() if made}}), data
 
 
@@ -180,7 +180,7 @@ def _instantiated(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _argument_error(parser: ArgumentParser, name: str, value: Any) -> str | None:
-    """What is wrong with one argument; jsonargparse stops at the first that is."""
+    """The error of one argument, if it has one; jsonargparse stops at the first."""
     try:
         parser.parse_object({"lightning": {name: value}})
     except ArgumentError as error:
@@ -189,6 +189,6 @@ def _argument_error(parser: ArgumentParser, name: str, value: Any) -> str | None
 
 
 def _data_module(name: str, **arguments: Any) -> pl.LightningDataModule:
-    """One of the adapter's own, by name: the feed stands beside this package, not below it."""
+    """One of the adapter's own, by name: this package may not import the feed."""
     made: pl.LightningDataModule = getattr(importlib.import_module("genlight.adapter"), name)(**arguments)
     return made

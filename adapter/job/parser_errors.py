@@ -1,4 +1,4 @@
-"""Errors about a configuration: jsonargparse's, shortened to what tells what is wrong, and others told apart."""
+"""Errors about a configuration: jsonargparse's, shortened, and where an error comes from."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _REASON = re.compile(
     r"^(?P<indent> *)- (?P<reason>Problem with given class_path .*)\n(?P<detail>(?:(?P=indent)   *\S.*(?:\n|\Z))*)",
     re.MULTILINE,
 )
-"""What was wrong with the class that was meant, and its explanation: the lines that are indented more."""
+"""The error of the class that was meant, and its explanation: the lines that are indented more."""
 _EXPECTED = re.compile(r"^\s*- Expected an? (?P<type>.*)$", re.MULTILINE)
 _SIMPLE = re.compile(r'Parser key "(?P<key>[^"]+)":\s+Expected an? (?P<type>.*)\. Got value: (?P<value>.*)')
 _GIVEN = re.compile(r"^\s*Given value: (?P<value>.*)$", re.MULTILINE)
 
 
 class UnusableValueError(ValueError):
-    """What jsonargparse said of a value, where it keeps no exception that says as much."""
+    """jsonargparse's text about a value, where it keeps no exception that says as much."""
 
 
 _READERS = frozenset({"genlight", "lightning", "jsonargparse", "contextlib", "functools"})
@@ -46,7 +46,7 @@ def _packages(modules: Iterable[str]) -> set[str]:
 
 
 def root_cause(error: Exception) -> Exception:
-    """What a constructor raised, where jsonargparse wrapped it in a list of what the value could have been instead.
+    """The exception of a constructor, which jsonargparse wraps in a list of what the value could have been instead.
 
     Of a list it names as its cause what came of the first possibility alone, whichever was meant: where that is one of
     its own errors, an `UnusableValueError` tells what became of the class that was meant.
@@ -58,8 +58,8 @@ def root_cause(error: Exception) -> Exception:
     if frames and frames[-1].startswith("jsonargparse."):
         for each in chain:
             text = str(each)
-            if (told := shortened(text)) != text:
-                return UnusableValueError(told)
+            if (short := shortened(text)) != text:
+                return UnusableValueError(short)
     return chain[-1]
 
 

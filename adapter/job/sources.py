@@ -1,4 +1,4 @@
-"""What a job file, the environment and ``--set`` say, put together as one object.
+"""A job file, the environment and ``--set``, put together as one object.
 
 Each setting is resolved on its own: ``--set`` first, then the environment, then the job file, then the default. How a
 job file spells a key, and how a text becomes a value, is known here; whether a value can be used is known by `parsing`.
@@ -34,7 +34,7 @@ DEEPEST = 100
 """Levels of nesting; whatever walks through hyperparameters later may recurse."""
 
 MOST_DIGITS = 400
-"""Of an integer; Python itself refuses more than it was told to, which differs between processes."""
+"""Of an integer; Python's own limit can be set, and differs between processes."""
 
 LONGEST_NAME = 60
 COMMENT = "$comment"
@@ -224,7 +224,7 @@ def _override(text: str, sources: Sources, errors: ConfigErrors) -> None:
 
 
 def _is_deeper_than(value: Any, levels: int) -> bool:
-    """Whether objects and lists are nested deeper than `levels`, told without recursion."""
+    """Whether objects and lists are nested deeper than `levels`, found without recursion."""
     layer = [value]
     for _ in range(levels):
         inner = [list(outer.values()) if isinstance(outer, dict) else outer for outer in layer]

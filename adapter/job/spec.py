@@ -48,7 +48,7 @@ INVALID, TIMEOUT, PATHS = "startup.invalid_job_spec", "startup.invalid_timeout",
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be beyond its type; stands in the annotation of a key, where msgspec passes over it."""
+    """A condition on a value beyond its type; stands in the annotation of a key, where msgspec passes over it."""
 
     expected: str
     """In words, for messages."""

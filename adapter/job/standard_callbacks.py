@@ -105,7 +105,7 @@ def callbacks_of_job(job: Settings) -> dict[str, dict[str, Any]]:
 
 
 def fault_of_callbacks(chosen: Mapping[str, Any]) -> str:
-    """What is wrong with the ``callbacks`` of a job, as a sentence; empty where they can be used."""
+    """The error in the ``callbacks`` of a job, as a sentence; empty where they can be used."""
     for name, arguments in chosen.items():
         known = STANDARD_CALLBACKS.get(name)
         if known is None:

@@ -34,7 +34,7 @@ def launches_by_copy(strategy: Any) -> bool:
 
 @functools.cache
 def trainer_arguments() -> tuple[str, ...]:
-    """The argument names, read from Lightning's source; empty where that cannot be told."""
+    """The argument names, read from Lightning's source; empty where it has none."""
     spec = importlib.util.find_spec("lightning")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         source = Path(folder) / "pytorch" / "trainer" / "trainer.py"

@@ -93,7 +93,7 @@ def restore_random_states(states: Mapping[str, Sequence[torch.Tensor]]) -> list[
 
 @contextlib.contextmanager
 def isolated_random_numbers() -> Iterator[None]:
-    """What a block draws changes no random numbers after it: those of Python, NumPy, torch, and every accelerator."""
+    """Random numbers that a block draws change none after it: those of Python, NumPy, torch, and every accelerator."""
     devices = random_states()
     try:
         with isolate_rng(include_cuda=False):  # of accelerators Lightning knows CUDA alone

@@ -34,7 +34,7 @@ if _sync_file_range is not None:
 
 
 def temporary_name(name: str) -> str:
-    """A name beside `name` that no other process uses."""
+    """A name for the same folder that no other process uses."""
     return f"{TEMPORARY_PREFIX}{name}-{os.getpid()}-{secrets.token_hex(4)}"
 
 

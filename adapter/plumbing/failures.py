@@ -1,4 +1,4 @@
-"""What an exception means for the operator: a category, a text that is safe to show, whether to go on, an exit code.
+"""The meaning of an exception for the operator: a category, a safe text, whether to go on, an exit code.
 
 `describe_failure` alone decides, for the event log, the terminal payload, the command line and notes of ranks.
 """
@@ -111,7 +111,7 @@ def describe_failure(
 def safe_text(
     error: BaseException, *, secrets: Iterable[str | None] = (), environ: Mapping[str, str] | None = None
 ) -> str:
-    """What an exception says, without what must not leave the machine; see `hide_environment`.
+    """The text of an exception, without what must not leave the machine; see `hide_environment`.
 
     Of genlight's own exceptions all lines, as one; of others the type and the first line.
     """
@@ -137,7 +137,7 @@ def failure_category(error: BaseException) -> FailureCategory:
 
 
 def stop_reason(error: BaseException) -> StopReason | None:
-    """Why the run was told to stop; None for a failure."""
+    """Why the run was to stop; None for a failure."""
     if isinstance(error, TrainingCanceled):
         known: dict[str, StopReason] = {"timeout": "timeout", "preempted": "preempted"}
         return known.get(error.reason, "canceled")

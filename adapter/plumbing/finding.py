@@ -1,4 +1,4 @@
-"""What a check found, for people and for machines."""
+"""Findings of checks, for people and for machines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Finding:
     level: Level
     detail: str
     remedy: str = ""
-    """What to do about it; empty where nothing is to be done."""
+    """The way out; empty where nothing is to be done."""
 
     def as_json(self) -> dict[str, Any]:
         """The finding as a JSON object."""

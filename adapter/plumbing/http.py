@@ -41,7 +41,7 @@ def _connected_origin(url: httpx2.URL) -> str | None:
 
 
 def failure_text(error: BaseException) -> str:
-    """What went wrong on the wire, in words that hold no URL, header or body: the types and the system's own text."""
+    """An error on the wire, in words that hold no URL, header or body: the types and the system's own text."""
     root: BaseException | None = error
     while root is not None and not (isinstance(root, OSError) and root.strerror):
         root = root.__cause__ or root.__context__

@@ -18,7 +18,7 @@ from .redaction import hide_secrets, traceback_of
 __all__ = ["redacted_logs"]
 
 _OWN_FIELDS = frozenset({*vars(logging.makeLogRecord({})), "message", "asctime"})
-"""What every log record has; all else came by ``extra=``."""
+"""The fields of every log record; all else came by ``extra=``."""
 _Hide = Callable[[str], str]
 
 

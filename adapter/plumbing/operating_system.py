@@ -1,4 +1,4 @@
-"""What needs Linux, and says so elsewhere."""
+"""Refusals on systems other than Linux."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ _KINDS_OF_TOKENS = frozenset(
         "word",
     ]
 )
-"""What makes a ``…_token`` one of a vocabulary."""
+"""Words that make a ``…_token`` one of a vocabulary."""
 _NO_SECRETS = frozenset(["default", "disabled", "enabled", "required", "optional"])
 
 # Each pattern knows after a bounded number of characters whether it matches: a text of a megabyte of any one character
@@ -139,7 +139,7 @@ _NAMES = (
 _ANY_NAME = re.compile(
     r"token|secret|passw|passphrase|credential|signature|sig|sas|key|authorization|bearer", re.IGNORECASE
 )
-"""What each pattern below has in it, for the many texts that have nothing to hide."""
+"""A part of each pattern below, for the many texts that have nothing to hide."""
 _NO_VOCABULARY = "".join(f"(?<!{kind}_)" for kind in ("bos", "cls", "eos", "mask", "max", "pad", "sep", "unk"))
 _BETWEEN = r"(?:[\"']?\s{0,4}=|[\"']\s{0,4}:)\s{0,4}"
 _NOT_HIDDEN_YET = r"(?!\$[A-Z]|<hidden>)"
@@ -263,7 +263,7 @@ def secrets_of_environment(environ: Mapping[str, str] | None = None) -> list[str
 
 
 def text_of(error: BaseException) -> str:
-    """What an exception says, cut where it is very long; of one that cannot say it, that."""
+    """The text of an exception, cut where it is very long; of one that cannot give it, that."""
     try:
         text = str(error)
     except Exception as problem:  # noqa: BLE001 - a class of the user's may raise anything here

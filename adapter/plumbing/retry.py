@@ -67,7 +67,7 @@ def with_retries(
     *,
     progressed: Callable[[], bool] = lambda: False,
 ) -> T:
-    """What `attempt` returns, as soon as it does.
+    """The result of `attempt`, as soon as it has one.
 
     Args:
         attempt: Raises `TransientError` for what is worth another attempt.

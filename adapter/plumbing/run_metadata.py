@@ -1,4 +1,4 @@
-"""What a record and an event log say of how a run came to be: code, packages, host, command line.
+"""The origin of a run, for records and event logs: code, packages, host, command line.
 
 Nothing here starts more than one process, which is git, and a machine without git is not an error. The command line is
 free of secrets: of those that are known, of values under secret names, and of values of the environment.
@@ -50,13 +50,13 @@ def run_metadata(
     notes: str = "",
     hosted: object = None,
 ) -> dict[str, Any]:
-    """What is known of this process as a JSON object; what is not known is left out.
+    """The facts about this process as a JSON object; what is not known is left out.
 
     ``command`` (text), ``git`` (``commit``, ``dirty``), ``host``, ``packages`` (versions by name), ``source`` (a digest
     of the file of the class), and ``tags`` and ``notes`` as they were given.
 
     Args:
-        project: The folder of the user's code, whose git state is told.
+        project: The folder of the user's code, whose git state is read.
         secrets: What no text may show.
         tags: Words to find the run by.
         notes: What the user wrote about the run.

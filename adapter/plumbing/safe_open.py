@@ -180,7 +180,7 @@ def distrust(path: str | os.PathLike[str], *, may_be_sticky: bool = False) -> st
       to root and are open to all (``emptyDir``), or to the user outside. What we make below it is ours alone.
     - A file system that keeps no owners or permissions, or shows those of one user for all: a file that we make in the
       directory then shows the same owner as the directory, or more permissions than we asked for. So a probe is made
-      before anything is refused. Who else reaches such a file system as the same user cannot be told apart by anybody.
+      before anything is refused. Who else reaches such a file system as the same user cannot be found out.
     - With `may_be_sticky`, a directory like ``/tmp``: others may add files, but can neither remove nor replace ours.
 
     Directories above `path` are not looked at: a user who may rename those has been given the machine's folders by its
@@ -229,7 +229,7 @@ def is_own_group(gid: int) -> bool:
 
 
 def _status_of_new_file(directory: str | os.PathLike[str]) -> os.stat_result | None:
-    """What the file system shows of a file that we make for us alone; None where we can make none."""
+    """The status that the file system shows of a file that we make for us alone; None where we can make none."""
     probe = Path(directory) / temporary_name("probe")
     try:
         descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE)

@@ -1,4 +1,4 @@
-"""What a URL may be, which origin it belongs to, and what may be shown of it; needs no HTTP client.
+"""Which URLs are sound, which origin each belongs to, and what may be shown of it; needs no HTTP client.
 
 Programs read unusual URLs differently: a backslash before the host, two ``@``, a tab, letters that only look like
 ASCII. What decides over a token must not depend on the reader. So a URL is either so plain that all of them name the

@@ -91,7 +91,7 @@ def _run(options: argparse.Namespace, termination: _Termination) -> int:
     try:
         try:
             begin = replace(begin, job_context=_job_context(options.job_dir))
-        finally:  # so that the callbacks can be told
+        finally:  # so that the callbacks are called
             callbacks = travelling(read_pickle(options.callbacks_file))
         args = tuple(read_pickle(options.args_file)) if options.args_file else ()
         kwargs = dict(read_pickle(options.kwargs_file)) if options.kwargs_file else {}
@@ -107,7 +107,7 @@ def _run(options: argparse.Namespace, termination: _Termination) -> int:
         if not context.rank:
             write_result(options.output_file, result, options.result)
             output = options.output_file
-    except BaseException as caught:  # noqa: BLE001 - whatever ended it, the callbacks are told
+    except BaseException as caught:  # noqa: BLE001 - whatever ended it, the callbacks are called
         error = caught
     termination.interrupts = False
     end = _end(begin, error, output)

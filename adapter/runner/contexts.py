@@ -1,4 +1,4 @@
-"""What callbacks of a job are called with: by the runner inside of it, and by the client that waits for its end."""
+"""The arguments of a job's callbacks: from the runner inside of it, and from the client that waits for its end."""
 
 from __future__ import annotations
 

@@ -38,13 +38,13 @@ def travelling(callbacks: Iterable[Any]) -> list[Any]:
 
 
 def _asks(callback: Any) -> bool:
-    """What ``requires_runner_transport`` says, an attribute or a method."""
+    """The answer of ``requires_runner_transport``, an attribute or a method."""
     asked = getattr(callback, "requires_runner_transport", False)
     return bool(asked() if callable(asked) else asked)
 
 
 def read_pickle(path: str | os.PathLike[str]) -> Any:
-    """What the submitter wrote to `path`: a pickle, or the base64 of one.
+    """Load what the submitter wrote to `path`: a pickle, or the base64 of one.
 
     Raises:
         UnsafeFileError: It is a link or not a regular file, belongs to another user, or may be written by others.
