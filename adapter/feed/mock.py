@@ -70,7 +70,11 @@ class MockBatches:
         Raises:
             InputError: The position is of another kind of source.
         """
-        self._next, self._fresh = _taken(state, len(self) * self._world_size), True
+        if "taken" not in state:
+            raise InputError(f"The position belongs to another kind of source; it has {', '.join(sorted(state))}.")
+        # A loader that knows its length is not asked for its end: after a whole pass the next one begins.
+        taken = int(state["taken"])
+        self._next, self._fresh = 0 if taken >= len(self) * self._world_size else taken, True
 
     def close(self) -> None:
         """Nothing is open."""
@@ -100,15 +104,3 @@ class MockDataModule(LightningDataModule):
     def feed(self) -> MockBatches:
         """The feed of the run."""
         return self.train_dataloader()
-
-
-def _taken(state: Mapping[str, Any], length: int) -> int:
-    """How much of a pass was taken; of one that was taken whole, nothing of the next.
-
-    A loader that knows its length is not asked for its end, so that the position of a whole pass is also the one from
-    which the next pass begins.
-    """
-    if "taken" not in state:
-        raise InputError(f"The position belongs to another kind of source; it has {', '.join(sorted(state))}.")
-    taken = int(state["taken"])
-    return 0 if taken >= length else taken

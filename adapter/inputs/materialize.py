@@ -71,7 +71,7 @@ def materialize_inputs(
         AuthError: A server refused the credentials.
         InputError: Inputs are missing, malformed or unreachable; local ones are all named at once.
     """
-    wanted = _wanted(config)
+    files, wanted = _checked(config)
     remote = [(kind, ref) for kind, ref in wanted if not isinstance(ref, LocalRef)]
     fetched: dict[tuple[Kind, Ref], Found] = {}
     if remote:
@@ -83,30 +83,34 @@ def materialize_inputs(
     found = [
         (kind, local_input(kind, ref) if isinstance(ref, LocalRef) else fetched[kind, ref]) for kind, ref in wanted
     ]
-    return _collected(config, found)
+    return _collected(config, files, found)
 
 
-def _wanted(config: RunConfig) -> list[tuple[Kind, Ref]]:
-    """The files to fetch, once all references and local files were checked.
+def _checked(config: RunConfig) -> tuple[list[Path | str], list[tuple[Kind, Ref]]]:
+    """The data files that the job names itself, and the inputs to fetch; URLs of data are left to the feed.
 
     Raises:
-        InputError: With every reference that is wrong.
+        InputError: With every reference that is wrong and every file that is missing.
     """
     inputs = config.inputs
     named: list[tuple[Kind, str | None]] = [("model", inputs.base_model_ref)]
     named += [("dataset", ref) for ref in inputs.dataset_parquet_refs]
     named += [("checkpoint", inputs.resume_checkpoint_ref)]
+    files: list[Path | str] = []
     wanted: list[tuple[Kind, Ref]] = []
     faults: list[InputError] = []
-    with _noting(faults):
-        _named_files(config)
+    for path in config.dataset.parquet_paths if config.dataset else ():
+        with _noting(faults):
+            if config.private_hosts is not None and is_http_url(path):
+                AddressGuard(config.private_hosts).check_url(path)
+            files += [path] if has_scheme(path) else parquet_files(path)
     for kind, text in named:
         with _noting(faults):
             if text is not None:
                 wanted.append((kind, checked_ref(kind, text)))
     if faults:
         raise faults[0] if len(faults) == 1 else InputError("\n".join(str(fault) for fault in faults))
-    return wanted
+    return files, wanted
 
 
 @contextmanager
@@ -115,24 +119,6 @@ def _noting(faults: list[InputError]) -> Iterator[None]:
         yield
     except InputError as fault:
         faults.append(fault)
-
-
-def _named_files(config: RunConfig) -> list[Path | str]:
-    """The data files that the job names itself; URLs are for the feed, which reads from any file system.
-
-    Raises:
-        InputError: With every one that is missing.
-    """
-    files: list[Path | str] = []
-    faults: list[InputError] = []
-    for text in config.dataset.parquet_paths if config.dataset else ():
-        with _noting(faults):
-            if config.private_hosts is not None and is_http_url(text):
-                AddressGuard(config.private_hosts).check_url(text)
-            files += [text] if has_scheme(text) else parquet_files(text)
-    if faults:
-        raise InputError("\n".join(str(fault) for fault in faults))
-    return files
 
 
 def _cache_dir(config: RunConfig, given: str | os.PathLike[str] | None) -> Path:
@@ -146,7 +132,7 @@ def _cache_dir(config: RunConfig, given: str | os.PathLike[str] | None) -> Path:
     return directory if os.access(directory, os.W_OK) else config.artifacts_dir / "inputs"
 
 
-def _collected(config: RunConfig, found: list[tuple[Kind, Found]]) -> MaterializedInputs:
+def _collected(config: RunConfig, files: list[Path | str], found: list[tuple[Kind, Found]]) -> MaterializedInputs:
     by_kind: dict[str, list[Found]] = {"model": [], "dataset": [], "checkpoint": []}
     for kind, result in found:
         by_kind[kind].append(result)
@@ -158,6 +144,6 @@ def _collected(config: RunConfig, found: list[tuple[Kind, Found]]) -> Materializ
     return MaterializedInputs(
         model_dir=model.path if model else None,
         model_ref=model.label if model else None,
-        parquet_paths=(*_named_files(config), *parquet),
+        parquet_paths=(*files, *parquet),
         resume_checkpoint=checkpoint,
     )

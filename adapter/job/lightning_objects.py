@@ -96,17 +96,16 @@ def make_data(config: RunConfig, parquet_paths: Sequence[str] = ()) -> pl.Lightn
     try:
         if config.mock_batches is not None:
             return _data_module("MockDataModule", batches=list(config.mock_batches))
-        if config.data is not None:
-            assert dataset is not None
-            defaults = plain(DatasetSpec())
-            changed = {name: value for name, value in plain(dataset).items() if value != defaults[name]}
-            changed.pop("epochs", None)
-            return _data_module("FunctionDataModule", function=config.data, **changed)
-        paths = list(parquet_paths or (dataset.parquet_paths if dataset is not None else ()))
-        if dataset is None or not paths:
+        if dataset is None:
             return None
-        options = {name: value for name, value in plain(dataset).items() if value is not None and name != "epochs"}
-        return _data_module("ArrowDataModule", **{**options, "parquet_paths": paths})
+        defaults = plain(DatasetSpec())
+        changed = {name: value for name, value in plain(dataset).items() if value != defaults[name]}
+        named = changed.pop("parquet_paths", [])
+        changed.pop("epochs", None)  # the trainer counts them
+        if config.data is not None:
+            return _data_module("FunctionDataModule", function=config.data, **changed)
+        paths = list(parquet_paths or named)
+        return _data_module("ArrowDataModule", parquet_paths=paths, **changed) if paths else None
     except (ValueError, TypeError) as error:
         raise StartupContractError(
             "startup.invalid_job_spec", f"The data of the job cannot be used: {text_of(error)}"
