@@ -2,6 +2,8 @@
 
 The tensors share memory with Arrow, which treats it as constant: work on them in place only after ``clone()``, or ask
 for ``copy=True``. Memory that is mapped from a file cannot be written at all.
+
+A module of its own because it imports torch, which a feed of record batches does without.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Minibatches of what a rollout collected, in a new order in each pass."""
+"""Minibatches of what a rollout collected, in a new order in each pass; a trainer class imports them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A replay buffer in a folder: rows in files that never change, of which later saves have links.
 
 ``replay.json`` is written last and says what belongs to the save; ``rows-<first>-<last>.safetensors`` have the rows of
-these numbers, ``sampling-<digest>.safetensors`` priorities and the state of the generator.
+these numbers, ``sampling-<digest>.safetensors`` priorities and the state of the generator. Only this module knows that
+format; the buffer knows no files.
 """
 
 from __future__ import annotations

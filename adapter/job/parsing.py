@@ -2,6 +2,8 @@
 
 A key that is unknown and nearly a known one is an error, at every depth; any other unknown key is a warning, because a
 newer orchestrator may write one. A key that is null or a blank text counts as absent.
+
+Apart from `config`, which knows how settings depend on each other: here each is judged by its own declaration.
 """
 
 from __future__ import annotations
