@@ -34,7 +34,7 @@ from ..contract.exceptions import InputError
 from ..contract.types import StepContext
 from ..plumbing.devices import isolated_random_numbers
 from .arrow_feed import ArrowFeed
-from .batching import Spec, blocks
+from .batching import Spec
 from .epoch_order import Order
 from .position import Position
 from .workers import LoaderSupply, draw_from, entropy_of
@@ -318,7 +318,7 @@ class DatasetSource:
         self.group_rows = (len(dataset),)
 
     def supply(self, spec: Spec, position: Position, workers: int) -> LoaderSupply:
-        """The batches from `position` on."""
+        """The batches of an epoch from `position` on. Workers of the next one see what changed in the dataset."""
         return LoaderSupply(
             spec,
             position,
@@ -326,6 +326,7 @@ class DatasetSource:
             steps=1,
             workers=workers,
             batches=lambda batch: iter((batch,)),
+            goes_on=False,
             batch_sampler=_rows_of_steps(spec, position),
             collate_fn=spec.collate,
         )
@@ -335,13 +336,12 @@ class DatasetSource:
 
 
 def _rows_of_steps(spec: Spec, position: Position) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    """For each step what random numbers of workers depend on, and the rows of our rank."""
-    for epoch in blocks(spec, position):
-        share, spans = spec.layout.share(epoch.position.rows), epoch.position.spans
-        rows = np.concatenate([_rows_of(spec.layout.order, *span) for span in spans])
-        for step in range(epoch.first, epoch.end):
-            first, end = share.interval(step, spec.rank)
-            yield entropy_of(spec, epoch.position, step), rows[first:end].tolist()
+    """For each step of an epoch what random numbers of workers depend on, and the rows of our rank."""
+    share = spec.layout.share(position.rows)
+    rows = np.concatenate([_rows_of(spec.layout.order, *span) for span in position.spans])
+    for step in range(position.step, share.steps):
+        first, end = share.interval(step, spec.rank)
+        yield entropy_of(spec, position, step), rows[first:end].tolist()
 
 
 def _rows_of(order: Order, epoch: int, first: int, end: int) -> np.ndarray[Any, np.dtype[np.intp]]:

@@ -105,6 +105,7 @@ class LoaderSupply:
         steps: Of a block.
         workers: Processes that make blocks; 0 makes them in this one.
         batches: The batches of a block that was made.
+        goes_on: Whether it hands out the epochs that follow; otherwise it ends with the first.
         options: Of the loader.
 
     Raises:
@@ -120,12 +121,13 @@ class LoaderSupply:
         steps: int,
         workers: int,
         batches: Callable[[Any], Iterator[Any]],
+        goes_on: bool = True,
         **options: Any,
     ) -> None:
         self.position: Position | None = position
         self.wait_seconds = 0.0
         self._closed = False
-        self._layout, self._batches = spec.layout, batches
+        self._layout, self._batches, self._goes_on = spec.layout, batches, goes_on
         self._blocks = blocks(spec, position, steps)
         # A generator of its own: the default would draw from the training process's random numbers.
         generator = torch.Generator().manual_seed(spec.layout.order.seed)
@@ -143,7 +145,7 @@ class LoaderSupply:
                 if self._closed:
                     raise RuntimeError(CLOSED)
             step = block.end
-        self.position = position.following(self._layout)
+        self.position = position.following(self._layout) if self._goes_on else None
 
     def _next(self) -> Any:
         start = time.perf_counter()
