@@ -89,6 +89,10 @@ class Stored(msgspec.Struct, frozen=True):
     """Seconds since 1970."""
 
 
+# Made here, in one thread: msgspec crashes where several ask at once for a type that it has not yet looked into.
+_PART, _STORED = msgspec.json.Decoder(Part), msgspec.json.Decoder(Stored)
+
+
 @dataclass(frozen=True)
 class CacheEntry:
     """The files that belong to one download target."""
@@ -121,7 +125,7 @@ class CacheEntry:
     def stored(self) -> Stored | None:
         """The recorded state of the complete file, if it has not been changed since; None only costs a transfer."""
         try:
-            known = msgspec.json.decode(read_own(self._hidden_file("meta.json"), limit=LARGEST_NOTE_BYTES), type=Stored)
+            known = _STORED.decode(read_own(self._hidden_file("meta.json"), limit=LARGEST_NOTE_BYTES))
             status = self.target.stat()
         except (OSError, ValueError, RecursionError):
             return None
@@ -131,7 +135,7 @@ class CacheEntry:
     def part(self) -> Part:
         """The recorded state of the partial file; nothing is durable where there is none."""
         try:
-            known = msgspec.json.decode(read_own(self._hidden_file("part.json"), limit=LARGEST_NOTE_BYTES), type=Part)
+            known = _PART.decode(read_own(self._hidden_file("part.json"), limit=LARGEST_NOTE_BYTES))
             size = self.part_path.stat().st_size
         except (OSError, ValueError, RecursionError):
             return Part()

@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated, TypeVar
 from urllib.parse import quote, urljoin
 
 import httpx2
@@ -64,6 +64,11 @@ class Resolution(msgspec.Struct, frozen=True):
     digest: str
 
 
+# Made here, in one thread; see `http`.
+_MANIFEST, _RESOLUTION = msgspec.json.Decoder(Manifest), msgspec.json.Decoder(Resolution)
+_T = TypeVar("_T")
+
+
 @dataclass(frozen=True)
 class HttpResolveClient:
     """A `ResolveClient` over HTTP.
@@ -95,7 +100,7 @@ class HttpResolveClient:
         content = self._get(
             f"api/v1/resolve/{where}?tag={quote(tag, safe='')}", f"resolve-{parsed.owner}-{parsed.repo}"
         )
-        answer = _decode(content, Resolution, parsed.label)
+        answer = _decode(content, _RESOLUTION, parsed.label)
         if (answer.owner, answer.repo) != (parsed.owner, parsed.repo):
             named = f"{answer.owner}/{answer.repo}"
             raise InputError(f"{parsed.label}: the server answered for a different repository, {named!r:.200}.")
@@ -110,7 +115,7 @@ class HttpResolveClient:
         where = f"{quote(resolved.owner)}/{quote(resolved.repo)}/{quote(resolved.digest)}"
         content = self._get(f"api/v1/manifest/{where}", "manifest", sha256=resolved.digest.removeprefix("sha256:"))
         label = f"cozy:{resolved.owner}/{resolved.repo}@{resolved.digest}"
-        files = _decode(content, Manifest, label).files
+        files = _decode(content, _MANIFEST, label).files
         located = [self._located(file, where, label) for file in files]
         _refuse_same_places(located, label)
         return located
@@ -137,9 +142,9 @@ class HttpResolveClient:
         return download(request, self.client, retry=self.retry).read_bytes()
 
 
-def _decode(content: bytes, kind: type[Any], label: str) -> Any:
+def _decode(content: bytes, decoder: msgspec.json.Decoder[_T], label: str) -> _T:
     try:
-        return msgspec.json.decode(content, type=kind)
+        return decoder.decode(content)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{label}: the server's answer is malformed: {error}.") from None
 

@@ -80,7 +80,7 @@ def read_job(folder: Path) -> dict[str, Any] | None:
 
 def _told(values: Mapping[str, Any]) -> dict[str, Any]:
     """What is given of `values`, as JSON; what a class or a library gets is told as it is."""
-    told = {name: _told(_fields(value)) if isinstance(value, Block) else value for name, value in values.items()}
+    told = {name: _told(_values_of(value)) if isinstance(value, Block) else value for name, value in values.items()}
     plain: dict[str, Any] = msgspec.to_builtins(told, enc_hook=os.fspath)
     return {name: value for name, value in plain.items() if value is not None and value not in ("", [], ())}
 
@@ -97,5 +97,5 @@ def _with_marks(value: Any, shown: Any) -> Any:
     return value if plain == shown and _DIGEST.fullmatch(fragment) else f"{shown}{HIDDEN}"
 
 
-def _fields(block: Block) -> dict[str, Any]:
+def _values_of(block: Block) -> dict[str, Any]:
     return {name: getattr(block, name) for name in block.__struct_fields__}
