@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,6 +14,8 @@ __all__ = ["Circumstances", "likely_cause"]
 
 ALIKE = 0.02
 """Within this share, a ratio of two norms is taken for the number of ranks."""
+PARALLEL = 1e-3
+"""Up to this relative rest, one gradient is a multiple of another."""
 
 
 @dataclass
@@ -44,6 +47,11 @@ class Circumstances:
         """Whether the hosted loop computes in half precision."""
         return "16" in self.precision
 
+    @property
+    def rounding(self) -> str:
+        """What to say of a difference that half precision explains."""
+        return f"The rounding of {self.precision}, if it is small; judge it with a larger --rtol."
+
 
 def likely_cause(
     kind: str, name: str, step: int, plain: Snapshot, hosted: Snapshot, before: Snapshot | None, how: Circumstances
@@ -60,6 +68,8 @@ def likely_cause(
         how: How the two ran.
     """
     a, b = plain[kind].get(name), hosted[kind].get(name)
+    if "weight before" in plain.values:
+        return _of_update(kind, step, a, b, how)
     if a is None or b is None:
         return (
             f"Only {'genlight' if a is None else 'the plain loop'} has it: the class looks at ctx.device, ctx.dtype, "
@@ -87,7 +97,7 @@ def likely_cause(
     if how.draws:
         return _random(how)
     if how.is_half:
-        return f"The rounding of {how.precision}, if it is small; judge it with a larger --rtol."
+        return how.rounding
     if kind == "metric":
         return (
             "The forward pass gives something else with the same weights and rows: it reads a clock, a file or a "
@@ -132,3 +142,46 @@ def _is_share(kind: str, name: str, plain: Snapshot, hosted: Snapshot, before: S
     return whole > 0 and math.isclose(
         float(torch.linalg.vector_norm(b)) / whole, world_size**-power, rel_tol=ALIKE * power
     )
+
+
+def _of_update(kind: str, update: int, a: Any, b: Any, how: Circumstances) -> str:
+    """The same for an update of an old training function, which had `a` where the class had `b`."""
+    if a is None or b is None:
+        return (
+            f"Only {'genlight' if a is None else 'the function'} has it: the optimizers hold other parameters, or "
+            "some of them are frozen or unused in one of the two."
+        )
+    if as_numbers(a).shape != as_numbers(b).shape:
+        return "The two build another model, or hand its parameters to the optimizer in another order."
+    if kind == "weight before":
+        return (
+            "The weights differ from the start: seed both the same way right before the model is built, and build it "
+            "in the same order."
+            if update == 1
+            else "Something other than an optimizer changed the weights between two updates in one of the two."
+        )
+    if kind == "gradient":
+        return _about_gradient(a, b, how)
+    if kind == "setting":
+        return "The optimizer or its schedule has another setting; the name says which."
+    if how.is_half:
+        return how.rounding
+    return "Gradients and settings agree, and the update does not: another optimizer, or another version of its rule."
+
+
+def _about_gradient(a: torch.Tensor, b: torch.Tensor, how: Circumstances) -> str:
+    a, b = as_numbers(a).flatten(), as_numbers(b).flatten()
+    factor = float(a @ b / (a @ a)) if float(a @ a) > 0 else math.nan
+    if factor > 0 and float((b - factor * a).norm()) <= PARALLEL * float(b.norm()):
+        return (
+            f"It is {factor:.6g} times that of the function: one of the two sums where the other takes a mean, "
+            "clips, or divides by the steps of accumulation."
+        )
+    if how.draws:
+        return (
+            "The step draws random numbers, so seed both alike, right before the first step. Where that is done, they "
+            "have other rows, another order of rows, or another loss."
+        )
+    if how.is_half:
+        return how.rounding
+    return "The weights agree and the gradient does not: other rows, another order of rows, or another loss."

@@ -9,27 +9,34 @@ from __future__ import annotations
 
 import re
 import tempfile
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import Optimizer
 
 from ...callbacks.checkpoint import list_checkpoints, load, save
 from ...callbacks.checkpoint.capture import CONTRACT_KEY
 from ..contract.exceptions import ContractError, UnstorableStateError
 from ..contract.types import REQUIRED_HOOKS
-from ..discovery.discover import Discovered, check_unchanged
+from ..discovery.discover import check_unchanged
 from ..discovery.rank_local import rank_local_of
 from ..module.module import ContractModule
 from ..module.plugin_loading import HOOK_ARGUMENTS, misspelled_hooks, optional_hook, signature_faults
 from ..plumbing.finding import Finding
-from .mistakes import Observed, check_evaluate, check_gradients, check_rank_state
+from .isolation import drops, where_raised
+from .mistakes import (
+    check_evaluate,
+    check_gradients,
+    check_hyperparams,
+    check_metrics,
+    check_rank_state,
+    check_updates,
+)
 from .ranks import SHARDED, RanksError, Refused, halves, train_on_ranks
-from .snapshot import Snapshot, compare_snapshots, flatten, snapshot
+from .snapshot import Snapshot, compare_snapshots, flatten
 from .subject import Subject, Trained
 
 __all__ = ["run_checks"]
@@ -69,22 +76,28 @@ def run_checks(subject: Subject) -> Iterator[Finding]:
 
 
 def _dynamic(subject: Subject, folder: Path) -> Iterator[Finding]:
-    observed = Observed()
-    middle = observed.snapshots
+    found_gradients: dict[int, bool] = {}
+
+    def at_update(optimizer: Optimizer) -> None:
+        found = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        found_gradients[id(optimizer)] = found or found_gradients.get(id(optimizer), False)
+
     try:
-        with observed.listening():
-            whole = subject.train(at_step=observed.at_step)
+        whole = subject.train(keep=True, at_update=at_update)
     except Exception as error:  # noqa: BLE001  # as above
-        yield _about_failure(error)
+        detail = f"{type(error).__name__}: {error}{where_raised(error)}"
+        about_cuda = 'Use ctx.device in place of a literal such as "cuda:0".' if _ABOUT_CUDA.search(str(error)) else ""
+        yield Finding("devices" if about_cuda else "steps", "fail", detail, about_cuda)
         return
     yield check_discovered(whole)
     yield Finding("devices", "pass", "a run without any CUDA device works")
-    assert whole.module.discovered is not None
-    yield from observed.findings(whole.module.discovered, whole.module.ctx.job.hyperparams)
+    yield from check_metrics(whole)
+    yield from check_updates(whole, found_gradients)
+    yield from check_hyperparams(whole)
     yield from _guarded("gradients", lambda: check_gradients(subject))
     yield from _guarded("evaluate", lambda: check_evaluate(subject))
     yield from _guarded("state", lambda: check_state(subject, whole, folder / "state"))
-    yield from _guarded("resume", lambda: check_resume(subject, whole, middle, folder / "resume"))
+    yield from _guarded("resume", lambda: check_resume(subject, whole, folder / "resume"))
     if not subject.batches:
         reason = "the class collects its own batches, of which each rank and each precision has others"
         yield Finding("ranks", "skip", f"not compared, nor bf16-mixed: {reason}")
@@ -98,7 +111,7 @@ def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Find
     try:
         yield from check()
     except Exception as error:  # noqa: BLE001  # as above
-        yield Finding(name, "fail", f"{type(error).__name__}: {error}{_where(error)}")
+        yield Finding(name, "fail", f"{type(error).__name__}: {error}{where_raised(error)}")
 
 
 def check_hooks(trainer: object) -> Finding:
@@ -112,8 +125,7 @@ def check_hooks(trainer: object) -> Finding:
 
 def check_discovered(trained: Trained) -> Finding:
     """What of modules and optimizers was found, and whether something trains without anybody to update it."""
-    discovered = trained.module.discovered
-    assert discovered is not None
+    discovered = trained.discovered
     if not discovered.modules and not discovered.optimizers:
         return Finding("discovered", "pass", "neither modules nor optimizers; nothing is synchronised between ranks")
     parts = [f"{found.path} ({_size(found.value)}, trained)" for found in discovered.trained]
@@ -121,7 +133,13 @@ def check_discovered(trained: Trained) -> Finding:
     parts += [f"{found.path} ({type(found.value).__name__})" for found in discovered.optimizers]
     parts += [f"{found.path} ({type(found.value).__name__})" for found in discovered.schedulers]
     parts += [f"{found.path} (tensor)" for found in discovered.parameters]
-    forgotten = _forgotten(discovered)
+    held = {id(p) for p in discovered.optimized()}
+    forgotten = [
+        f"{found.path}.{name}"
+        for found in discovered.trained
+        for name, p in found.value.named_parameters()
+        if p.requires_grad and p.grad is not None and id(p) not in held
+    ]
     if forgotten:
         return Finding(
             "discovered",
@@ -164,10 +182,9 @@ def check_state(subject: Subject, trained: Trained, folder: Path) -> Iterator[Fi
     )
 
 
-def check_resume(subject: Subject, whole: Trained, middle: Snapshots, folder: Path) -> Iterator[Finding]:
+def check_resume(subject: Subject, whole: Trained, folder: Path) -> Iterator[Finding]:
     """Whether a run that was interrupted and resumed ends with the same bits."""
-    repeated: Snapshots = {}
-    again = subject.train(at_step=_keep(repeated))
+    again = subject.train(keep=True)
     unequal = whole.reached("weight").differences(again.reached("weight"))
     if unequal:
         yield Finding(
@@ -181,39 +198,12 @@ def check_resume(subject: Subject, whole: Trained, middle: Snapshots, folder: Pa
     yield Finding("reproducible", "pass", "two runs from the same seed are bit-equal")
     subject.train(stop_after=subject.steps, save_to=folder)
     (saved,) = (entry.path for entry in list_checkpoints(folder))
-    restored: Snapshots = {}
-    resumed = subject.train(resume_from=saved, save_to=folder, at_step=_keep(restored))
-    yield _resume_finding(subject, whole, resumed, middle, repeated, restored)
-
-
-def _resume_finding(
-    subject: Subject,
-    whole: Trained,
-    resumed: Trained,
-    middle: Snapshots,
-    repeated: Snapshots,
-    restored: Snapshots,
-) -> Finding:
+    resumed = subject.train(resume_from=saved, save_to=folder, keep=True)
     steps = f"{2 * subject.steps} steps against {subject.steps} + resume + {subject.steps}"
     unequal = whole.reached("weight").differences(resumed.reached("weight"))
-    if not unequal and not subject.batches:
-        # Environments have values of their own, such as whether a wrapper has warned, that no later rollout depends on.
-        if resumed.rollouts:
-            return Finding("resume", "pass", f"{steps}: bit-equal, with {resumed.rollouts} rollouts after the resume")
-        return Finding(
-            "resume",
-            "warn",
-            f"{steps}: bit-equal, but all of them train one rollout: nothing shows whether the next is the same",
-            "Give --steps a number above that of the minibatches of a phase.",
-        )
-    if not unequal:
-        assert whole.module.discovered is not None
-        modules = [found.path for found in whole.module.discovered.modules]
-        forgotten = forgotten_values(middle, repeated, restored, at=subject.steps, said=steps, modules=modules)
-        return forgotten or Finding("resume", "pass", f"{steps}: bit-equal")
-    lost = middle[subject.steps].differences(restored[subject.steps])
-    if lost:
-        return Finding(
+    lost = whole.snapshots[subject.steps].differences(resumed.snapshots[subject.steps])
+    if unequal and lost:
+        yield Finding(
             "resume",
             "fail",
             f"{steps}: the first difference is {unequal[0]}; {lost[0]} was not restored ({len(lost)} values)",
@@ -222,12 +212,65 @@ def _resume_finding(
             else f"Return {lost[0]} from state_dict, or from rollout_state if that is an environment's, and restore it "
             "in load_state_dict or load_rollout_state.",
         )
-    return Finding(
-        "resume",
-        "fail",
-        f"{steps}: the first difference is {unequal[0]}, though everything in state and trainer was restored",
-        "Look for state elsewhere: a random generator, an iterator, a closure or a variable of the module.",
-    )
+    elif unequal:
+        yield Finding(
+            "resume",
+            "fail",
+            f"{steps}: the first difference is {unequal[0]}, though everything in state and trainer was restored",
+            "Look for state elsewhere: a random generator, an iterator, a closure or a variable of the module.",
+        )
+    elif subject.batches:
+        yield _forgotten_values(whole, again, resumed, at=subject.steps, said=steps)
+    # Environments have values of their own, such as whether a wrapper has warned, that no later rollout depends on.
+    elif resumed.rollouts:
+        yield Finding("resume", "pass", f"{steps}: bit-equal, with {resumed.rollouts} rollouts after the resume")
+    else:
+        yield Finding(
+            "resume",
+            "warn",
+            f"{steps}: bit-equal, but all of them train one rollout: nothing shows whether the next is the same",
+            "Give --steps a number above that of the minibatches of a phase.",
+        )
+
+
+def _forgotten_values(whole: Trained, again: Trained, resumed: Trained, *, at: int, said: str) -> Finding:
+    """What to say of a resume with equal weights: it may have lost an average, a best value, a counter, statistics.
+
+    Args:
+        whole: An uninterrupted run.
+        again: A second one; what differs between the two, such as a clock, is no fault of the class.
+        resumed: A run from the checkpoint of step `at`.
+        at: The step of the interruption.
+        said: What was run, in words.
+    """
+    end = max(whole.snapshots)
+    unstable = {path for step in (at, end) for path in whole.snapshots[step].differences(again.snapshots[step])}
+    lost = [path for path in whole.snapshots[end].differences(resumed.snapshots[end]) if path not in unstable]
+    if lost:
+        return Finding(
+            "resume",
+            "fail",
+            f"{said}: the weights are bit-equal, but {lost[0]} differs at the end ({len(lost)} values): it matters "
+            "to later steps, or to what uses it",
+            f"Return {lost[0]} from state_dict and restore it in load_state_dict.",
+        )
+    before, after = whole.snapshots[at], resumed.snapshots[at]
+    in_both = before.digests.keys() & after.digests.keys()
+    modules = tuple(f"{found.path}." for found in whole.discovered.modules)  # a first call may set a lazy layer's sizes
+    written_anew = [
+        path
+        for path in before.differences(after)
+        if path in in_both and path not in unstable and not path.startswith(modules)
+    ]
+    if written_anew:
+        return Finding(
+            "resume",
+            "warn",
+            f"{said}: bit-equal, but {written_anew[0]} was not restored ({len(written_anew)} values) and came out the "
+            "same because a later step wrote it",
+            "Save it if it is more than the last step's value, such as the best loss so far.",
+        )
+    return Finding("resume", "pass", f"{said}: bit-equal")
 
 
 def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Finding]:
@@ -318,7 +361,7 @@ def _sharded_finding(
 def _as_on_ranks(subject: Subject, whole: Trained) -> Trained:
     """One process as the ranks train: other numbers of threads round otherwise, which Adam can make a step of."""
     threads = torch.get_num_threads()
-    if threads == 1 and not any(isinstance(module, _DropoutNd) for module in whole.module.modules()):
+    if threads == 1 and not drops(whole.module.modules()):
         return whole
     torch.set_num_threads(1)
     try:
@@ -357,38 +400,6 @@ def check_bf16(subject: Subject, whole: Trained) -> Iterator[Finding]:
         )
     else:
         yield Finding("bf16-mixed", "pass", f"finite, and {distance:.1e} away from fp32")
-
-
-def _keep(snapshots: Snapshots) -> Callable[[int, ContractModule], None]:
-    def keep(step: int, module: ContractModule) -> None:
-        snapshots[step] = snapshot(module.contract_state, module.plugin, host=module)
-
-    return keep
-
-
-def _about_failure(error: Exception) -> Finding:
-    detail = f"{type(error).__name__}: {error}{_where(error)}"
-    if _ABOUT_CUDA.search(str(error)):
-        return Finding("devices", "fail", detail, 'Use ctx.device in place of a literal such as "cuda:0".')
-    return Finding("steps", "fail", detail)
-
-
-def _where(error: BaseException) -> str:
-    """The innermost line of code that is neither torch's, Lightning's nor genlight's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not re.search(r"site-packages|genlight|importlib|lib/python", f.filename)]
-    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
-
-
-def _forgotten(discovered: Discovered) -> list[str]:
-    """Parameters of trained modules that got gradients and that no optimizer holds."""
-    held = {id(p) for p in discovered.optimized()}
-    return [
-        f"{found.path}.{name}"
-        for found in discovered.trained
-        for name, p in found.value.named_parameters()
-        if p.requires_grad and p.grad is not None and id(p) not in held
-    ]
 
 
 def _of_rounding(subject: Subject, of_one: Snapshot) -> Mapping[str, float]:
@@ -449,48 +460,3 @@ def _size(module: torch.nn.Module) -> str:
         if count >= size:
             return f"{count / size:.1f}{unit} parameters"
     return f"{count} parameters"
-
-
-Snapshots = dict[int, Snapshot]
-"""What a trainer keeps, by path, for each step."""
-
-
-def forgotten_values(
-    whole: Snapshots, again: Snapshots, resumed: Snapshots, *, at: int, said: str, modules: Sequence[str] = ()
-) -> Finding | None:
-    """A finding where a resume loses what no step has read yet: an average, a best value, a counter, statistics.
-
-    Args:
-        whole: Of an uninterrupted run.
-        again: Of a second one; what differs between the two, such as a clock, is no fault of the class.
-        resumed: Of a run from the checkpoint of step `at`.
-        at: The step of the interruption.
-        said: What was run, in words.
-        modules: Paths of modules, whose own attributes a first call may set (a lazy layer's sizes).
-    """
-    end = max(whole)
-    unstable = {path for step in (at, end) for path in whole[step].differences(again[step])}
-    lost = [path for path in whole[end].differences(resumed[end]) if path not in unstable]
-    if lost:
-        return Finding(
-            "resume",
-            "fail",
-            f"{said}: the weights are bit-equal, but {lost[0]} differs at the end ({len(lost)} values): it matters "
-            "to later steps, or to what uses it",
-            f"Return {lost[0]} from state_dict and restore it in load_state_dict.",
-        )
-    both = whole[at].digests.keys() & resumed[at].digests.keys()
-    written_anew = [
-        path
-        for path in whole[at].differences(resumed[at])
-        if path in both and path not in unstable and not path.startswith(tuple(f"{module}." for module in modules))
-    ]
-    if written_anew:
-        return Finding(
-            "resume",
-            "warn",
-            f"{said}: bit-equal, but {written_anew[0]} was not restored ({len(written_anew)} values) and came out the "
-            "same because a later step wrote it",
-            "Save it if it is more than the last step's value, such as the best loss so far.",
-        )
-    return None

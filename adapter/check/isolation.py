@@ -1,12 +1,15 @@
-"""A training that says nothing of its own and leaves the random numbers of its caller alone."""
+"""A training that says nothing of its own and leaves the random numbers of its caller alone; where it failed."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import random
+import re
+import traceback
 import warnings
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
@@ -16,7 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..plumbing.devices import isolated_random_numbers
 
-__all__ = ["WithoutDropout", "drops", "quiet", "seeded", "turn_off_dropout"]
+__all__ = ["WithoutDropout", "drops", "quiet", "seeded", "turn_off_dropout", "where_raised"]
 
 
 class WithoutDropout(pl.Callback):
@@ -69,3 +72,10 @@ def seeded(seed: int) -> Iterator[None]:
         np.random.seed(seed)
         torch.manual_seed(seed)
         yield
+
+
+def where_raised(error: BaseException) -> str:
+    """The innermost line that is neither genlight's nor that of an installed package; empty where there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not re.search(r"site-packages|/genlight/|importlib|lib/python", f.filename)]
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line})" if own else ""

@@ -4,107 +4,91 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..discovery.discover import Discovered, walk
-from ..discovery.parameter_aliases import key_text
+from ..discovery.discover import walk
+from ..discovery.parameter_aliases import places
 from ..module.module import ContractModule
 from ..module.plugin_loading import optional_hook
 from ..plumbing.counted_dict import CountedDict
 from ..plumbing.finding import Finding
 from .isolation import quiet
-from .snapshot import Snapshot, live_weights, snapshot
+from .snapshot import live_weights
 from .subject import Subject, Trained
 
-__all__ = ["Observed", "check_evaluate", "check_gradients", "check_rank_state"]
+__all__ = [
+    "check_evaluate",
+    "check_gradients",
+    "check_hyperparams",
+    "check_metrics",
+    "check_rank_state",
+    "check_updates",
+]
 
 
-class Observed:
-    """What a run showed while it went on: its metrics, and who updated what."""
+def check_metrics(whole: Trained) -> Iterator[Finding]:
+    """Whether a metric is nan after every step."""
+    names = dict.fromkeys(name for metrics in whole.metrics for name in metrics)
+    nan = [name for name in names if all(math.isnan(metrics.get(name, math.nan)) for metrics in whole.metrics)]
+    if nan:
+        yield Finding(
+            "metrics",
+            "fail" if "train/loss" in nan else "warn",
+            f"{', '.join(nan)} is nan after each of {len(whole.metrics)} steps",
+            "Look for a division by a count of 0, a logarithm of 0, or a mean of nothing.",
+        )
+    elif names:
+        yield Finding("metrics", "pass", ", ".join(names))
 
-    def __init__(self) -> None:
-        self.snapshots: dict[int, Snapshot] = {}
-        """What the trainer kept after each step, and before the first."""
-        self._metrics: list[dict[str, float]] = []
-        self._found_gradients: dict[int, bool] = {}
-        """By the id of each optimizer that stepped, whether a parameter of it ever had a gradient."""
 
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Listen to optimizers."""
+def check_updates(whole: Trained, found_gradients: Mapping[int, bool]) -> Iterator[Finding]:
+    """Whether weights change, by optimizers that hold them.
 
-        def after(optimizer: Optimizer, *_: Any) -> None:
-            found = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-            self._found_gradients[id(optimizer)] = found or self._found_gradients.get(id(optimizer), False)
+    Args:
+        whole: A run.
+        found_gradients: By the id of each optimizer that stepped in it, whether it ever found a gradient.
+    """
+    discovered, steps = whole.discovered, max(whole.snapshots)
+    parameters = {
+        *(f"{found.path}.{name}" for found in discovered.modules for name, _ in found.value.named_parameters()),
+        *(found.path for found in discovered.parameters),
+    }
+    changed = parameters & set(whole.snapshots[0].differences(whole.snapshots[steps]))
+    blind = [found.path for found in discovered.optimizers if found_gradients.get(id(found.value)) is False]
+    copies = f"{', '.join(blind)} never found a gradient at what it holds, which may be a copy of the weights"
+    of_the_model = "Give the optimizer the parameters of the model itself."
+    if parameters and not changed:
+        yield Finding(
+            "updates",
+            "fail" if found_gradients else "warn",
+            f"no weight changed in {steps} steps" + (f": {copies}" if blind else ""),
+            of_the_model
+            if blind
+            else "Look for a missing step of the optimizer, a learning rate of 0, or a loss without "
+            "the weights in it; if gradients are accumulated for longer, give --steps.",
+        )
+    elif blind:
+        yield Finding("updates", "warn", f"weights change, but {copies}", of_the_model)
+    elif parameters:
+        yield Finding("updates", "pass", f"{len(changed)} of {len(parameters)} parameters changed in {steps} steps")
 
-        handle = register_optimizer_step_post_hook(after)
-        try:
-            yield
-        finally:
-            handle.remove()
 
-    def at_step(self, step: int, module: ContractModule) -> None:
-        """Take what there is after a step, or before the first."""
-        self.snapshots[step] = snapshot(module.contract_state, module.plugin, host=module)
-        if step:
-            self._metrics.append(module.metrics())
-
-    def findings(self, discovered: Discovered, hyperparams: Mapping[str, Any]) -> Iterator[Finding]:
-        """What to say of it, and of the hyperparameters that it was given, once the run has ended."""
-        yield from self._of_metrics()
-        yield from self._of_updates(discovered)
-        if isinstance(hyperparams, CountedDict) and hyperparams:
-            unread = hyperparams.unread
-            yield Finding(
-                "hyperparams",
-                "warn" if unread else "pass",
-                f"nobody read {', '.join(unread)}" if unread else "all were read",
-                "Read it from ctx.job.hyperparams, mend its name, or leave it out of the job." if unread else "",
-            )
-
-    def _of_metrics(self) -> Iterator[Finding]:
-        names = dict.fromkeys(name for metrics in self._metrics for name in metrics)
-        nan = [name for name in names if all(math.isnan(metrics.get(name, math.nan)) for metrics in self._metrics)]
-        if nan:
-            yield Finding(
-                "metrics",
-                "fail" if "train/loss" in nan else "warn",
-                f"{', '.join(nan)} is nan after each of {len(self._metrics)} steps",
-                "Look for a division by a count of 0, a logarithm of 0, or a mean of nothing.",
-            )
-        elif names:
-            yield Finding("metrics", "pass", ", ".join(names))
-
-    def _of_updates(self, discovered: Discovered) -> Iterator[Finding]:
-        parameters = {
-            *(f"{found.path}.{name}" for found in discovered.modules for name, _ in found.value.named_parameters()),
-            *(found.path for found in discovered.parameters),
-        }
-        steps = max(self.snapshots)
-        changed = parameters & set(self.snapshots[0].differences(self.snapshots[steps]))
-        blind = [found.path for found in discovered.optimizers if self._found_gradients.get(id(found.value)) is False]
-        copies = f": {', '.join(blind)} never found a gradient at what it holds, which may be a copy of the weights"
-        if parameters and not changed:
-            yield Finding(
-                "updates",
-                "fail" if self._found_gradients else "warn",
-                f"no weight changed in {steps} steps" + (copies if blind else ""),
-                "Give the optimizer the parameters of the model itself."
-                if blind
-                else "Look for a missing step of the optimizer, a learning rate of 0, or a loss without "
-                "the weights in it; if gradients are accumulated for longer, give --steps.",
-            )
-        elif blind:
-            remedy = "Give the optimizer the parameters of the model itself."
-            yield Finding("updates", "warn", f"weights change, but{copies[1:]}", remedy)
-        elif parameters:
-            yield Finding("updates", "pass", f"{len(changed)} of {len(parameters)} parameters changed in {steps} steps")
+def check_hyperparams(whole: Trained) -> Iterator[Finding]:
+    """Whether somebody read each hyperparameter of the job."""
+    hyperparams = whole.module.ctx.job.hyperparams
+    if isinstance(hyperparams, CountedDict) and hyperparams:
+        unread = hyperparams.unread
+        yield Finding(
+            "hyperparams",
+            "warn" if unread else "pass",
+            f"nobody read {', '.join(unread)}" if unread else "all were read",
+            "Read it from ctx.job.hyperparams, mend its name, or leave it out of the job." if unread else "",
+        )
 
 
 class _FoundError(Exception):
@@ -120,7 +104,7 @@ def check_gradients(subject: Subject) -> Iterator[Finding]:
     spoilt: set[int] = set()
     stale: set[int] = set()
 
-    def after(optimizer: Optimizer, *_: Any) -> None:
+    def after(optimizer: Optimizer) -> None:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             gradient = parameter.grad
             if gradient is None or gradient.layout is not torch.strided:
@@ -142,13 +126,9 @@ def check_gradients(subject: Subject) -> Iterator[Finding]:
                 spoilt.add(key)
         left.clear()
 
-    handle = register_optimizer_step_post_hook(after)
-    try:
-        # An error of the class may come of the nan, and other runs show those that do not.
-        with contextlib.suppress(Exception):
-            subject.train(at_step=at_step)
-    finally:
-        handle.remove()
+    # An error of the class may come of the nan, and other runs show those that do not.
+    with contextlib.suppress(Exception):
+        subject.train(at_step=at_step, at_update=after)
     if stale:
         named = [name for key, name in names.items() if key in stale]
         yield Finding(
@@ -162,26 +142,24 @@ def check_gradients(subject: Subject) -> Iterator[Finding]:
 
 def check_evaluate(subject: Subject) -> Iterator[Finding]:
     """Whether ``evaluate`` leaves weights, optimizer states and the modes of modules as it found them."""
-    module = subject.train(stop_after=1).module
-    evaluate = optional_hook(module.plugin, "evaluate")
-    if evaluate is None:
+    if optional_hook(subject.make(), "evaluate") is None:
         return
-    assert module.discovered is not None
-    state, plugin, ctx = module.contract_state, module.plugin, module.ctx
+    trained = subject.train(stop_after=1)
+    module: Any = trained.module
     parts = {
         f"{found.path}.{name}".removesuffix("."): part
-        for found in module.discovered.modules
+        for found in trained.discovered.modules
         for name, part in found.value.named_modules()
     }
-    before = snapshot(state, plugin, kinds=("weight", "optimizer state"), host=module)
+    before = trained.reached("weight", "optimizer state")
     modes = {path: part.training for path, part in parts.items()}
     try:
         with quiet():
-            evaluate(state, ctx)
+            module.plugin.evaluate(module.contract_state, module.ctx)
     except Exception as error:  # noqa: BLE001  # whatever the class raises is the finding
         yield Finding("evaluate", "warn", f"{type(error).__name__}: {error}", "Have it work with the data of a check.")
         return
-    changed = before.differences(snapshot(state, plugin, kinds=("weight", "optimizer state"), host=module))
+    changed = before.differences(trained.reached("weight", "optimizer state"))
     modes_left = [path for path, part in parts.items() if part.training != modes[path]]
     if changed:
         remedy = "Put averaged weights back after the evaluation, and evaluate in eval mode."
@@ -210,8 +188,7 @@ def check_rank_state(subject: Subject, whole: Trained, differing: Collection[str
     reached = whole.reached("weight")
     if not differing or reached.differences(subject.train().reached("weight")):
         return
-    changed = subject.train(at_step=at_step).reached("weight")
-    if reached.differences(changed):
+    if reached.differences(subject.train(at_step=at_step).reached("weight")):
         named = sorted(differing)
         yield Finding(
             "rank state",
@@ -230,15 +207,7 @@ def _change(state: Any, trainer: object, paths: Collection[str]) -> None:
         if isinstance(node, Tensor):
             if path in paths and node.is_floating_point():
                 node.mul_(1.5)
-        elif isinstance(node, MutableMapping):
-            for key, value in node.items():
-                if isinstance(value, float) and f"{path}[{key_text(key)}]" in paths:
-                    node[key] = 1.5 * value
-        elif isinstance(node, list):
-            for i, value in enumerate(node):
-                if isinstance(value, float) and f"{path}[{i}]" in paths:
-                    node[i] = 1.5 * value
-        else:
-            for name, value in list(getattr(node, "__dict__", {}).items()):
-                if isinstance(value, float) and f"{path}.{name}" in paths:
-                    object.__setattr__(node, name, 1.5 * value)
+            continue
+        for where, value, put in list(places(path, node)):
+            if isinstance(value, float) and where in paths and put is not None:
+                put(1.5 * value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from ..plumbing.devices import accelerator, isolated_random_numbers
 from ..plumbing.finding import Finding, Level
 from ..plumbing.redaction import text_of
 from .batches import rank_feed
-from .isolation import quiet
+from .isolation import quiet, where_raised
 
 __all__ = ["one_step"]
 
@@ -45,7 +44,7 @@ def one_step(config: RunConfig) -> Iterator[Finding]:
         try:
             yield from _findings(config, stack)
         except Exception as error:  # noqa: BLE001  # whatever the class or its data raises is the finding
-            yield Finding("step", "fail", f"{type(error).__name__}: {text_of(error)}{_where(error)}")
+            yield Finding("step", "fail", f"{type(error).__name__}: {text_of(error)}{where_raised(error)}")
 
 
 def _findings(config: RunConfig, stack: contextlib.ExitStack) -> Iterator[Finding]:
@@ -133,13 +132,6 @@ def _trained(discovered: Discovered) -> Iterator[tuple[str, torch.Tensor]]:
             for place, value in enumerate(group["params"]):
                 if value.requires_grad:
                     yield names.get(id(value), f"{found.path}.param_groups[{number}][{place}]"), value
-
-
-def _where(error: BaseException) -> str:
-    """File and line of the user's code that an exception came through last; empty where it came through none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [each for each in frames if "site-packages" not in each.filename and "/genlight/" not in each.filename]
-    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line})" if own else ""
 
 
 def _listed(names: Sequence[str]) -> str:

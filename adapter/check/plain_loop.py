@@ -39,7 +39,6 @@ from .snapshot import KINDS, Recording, Snapshot, snapshot
 
 __all__ = [
     "another_trainer",
-    "circumstances_of",
     "job_batches",
     "plain_context",
     "plain_steps",
@@ -200,11 +199,6 @@ def _pass(phase: Phase, run_state: RunState) -> Iterator[Any]:
             return
     if phase.update_epoch == 0 and phase.minibatch_index == 0:
         raise ContractError("the rollout gave no batches: there is nothing to compare")
-
-
-def circumstances_of(trainer: pl.Trainer) -> Circumstances:
-    """On how many ranks and in which precision `trainer` runs."""
-    return Circumstances(world_size=trainer.world_size, precision=str(trainer.precision))
 
 
 def recorded_plain_loop(

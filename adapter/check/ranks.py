@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from typing_extensions import override
 
 from .snapshot import Snapshot
 from .subject import Subject
@@ -146,38 +145,10 @@ class Refused:
     refusal: str
 
 
-class _Environment(LightningEnvironment):
-    """Ranks that exist already and found each other by a file."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self._rank = rank
-
-    @property
-    @override
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @override
-    def local_rank(self) -> int:
-        return self._rank
-
-    @override
-    def global_rank(self) -> int:
-        return self._rank
-
-    @override
-    def world_size(self) -> int:
-        return WORLD_SIZE
-
-    @override
-    def set_world_size(self, size: int) -> None:
-        assert size == WORLD_SIZE
-
-
 def main(folder: Path, rank: int) -> int:
     """Do what one rank does; the exit code."""
     torch.set_num_threads(1)
+    os.environ["LOCAL_RANK"] = str(rank)  # by which Lightning sees that the ranks exist already
     subject, jobs = pickle.loads((folder / "request.pkl").read_bytes())  # noqa: S301  # our own parent wrote it
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE)
     results: dict[str, Any] = {}
@@ -185,7 +156,7 @@ def main(folder: Path, rank: int) -> int:
         for name, batches in jobs.items():
             # A mock feed deals its batches out in turn; each rank's own come back to it this way.
             dealt = [batch for pair in zip(*batches, strict=True) for batch in pair]
-            results[name] = _sharded(subject, dealt, rank) if name == SHARDED else _replicated(subject, dealt, rank)
+            results[name] = (_sharded if name == SHARDED else _replicated)(subject, dealt)
     except Exception as error:  # noqa: BLE001  # whatever the trainer class raises is reported by the parent
         traceback.print_exc()
         (folder / f"rank{rank}.error").write_text(f"{type(error).__name__}: {error}")
@@ -196,22 +167,22 @@ def main(folder: Path, rank: int) -> int:
     return 0
 
 
-def _replicated(subject: Subject, batches: list[Any], rank: int) -> Any:
-    strategy = DDPStrategy(cluster_environment=_Environment(rank), process_group_backend="gloo")
+def _replicated(subject: Subject, batches: list[Any]) -> Any:
+    strategy = DDPStrategy(cluster_environment=LightningEnvironment(), process_group_backend="gloo")
     trained = subject.train(batches=batches, dropout=False, strategy=strategy, devices=WORLD_SIZE)
     reached = trained.reached("weight", "optimizer state", "value")
-    values = {path: v for path, v in reached["value"].items() if isinstance(v, float) or _is_float_tensor(v)}
+    values = {
+        path: value
+        for path, value in reached["value"].items()
+        if isinstance(value, float) or (isinstance(value, torch.Tensor) and value.is_floating_point())
+    }
     return {**reached.values, "value": values}
 
 
-def _is_float_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _sharded(subject: Subject, batches: list[Any], rank: int) -> Any:
+def _sharded(subject: Subject, batches: list[Any]) -> Any:
     """The whole weights after training by FSDP 2, or the error that says why it cannot be."""
     strategy = ModelParallelStrategy(WORLD_SIZE, 1, process_group_backend="gloo")
-    strategy.cluster_environment = _Environment(rank)
+    strategy.cluster_environment = LightningEnvironment()
     try:
         trained = subject.train(batches=batches, dropout=False, strategy=strategy, devices=WORLD_SIZE)
         return dict(trained.reached("weight", "optimizer state").values)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...callbacks.checkpoint import Checkpoint
 from ..contract.types import TrainerPlugin, TrainingJobSpec
+from ..discovery.discover import Discovered
 from ..feed.mock import MockDataModule
 from ..module.module import ContractModule
 from ..module.plugin_loading import load_trainer_plugin
@@ -47,7 +51,9 @@ class Subject:
         self,
         *,
         batches: Sequence[Any] | None = None,
-        at_step: Callable[[int, ContractModule], None] | None = None,
+        keep: bool = False,
+        at_step: Callable[[int, ContractModule], None] = lambda *_: None,
+        at_update: Callable[[Optimizer], None] = lambda _: None,
         stop_after: int | None = None,
         save_to: Path | None = None,
         resume_from: Path | None = None,
@@ -59,7 +65,9 @@ class Subject:
 
         Args:
             batches: Raw batches; None takes those of the subject. Without any the class collects its own.
+            keep: Whether to take snapshots.
             at_step: Called with the completed steps and the module: after each step, and before the first of this run.
+            at_update: Called with an optimizer after each of its steps; what it raises ends the training.
             stop_after: Leave after so many steps, though the job asks for more.
             save_to: Folder for a checkpoint of the step at which the run is left.
             resume_from: Record of a checkpoint.
@@ -69,13 +77,18 @@ class Subject:
         """
         batches = self.batches if batches is None else batches
         module = ContractModule(self.make(), self.job())
-        watch = _Watch(at_step, stop_after)
+        trained = Trained(module)
+        watch = _Watch(trained, keep, at_step, stop_after)
         callbacks: list[pl.Callback] = [watch]
         if not dropout:
             callbacks.append(WithoutDropout())
         if save_to is not None:
             callbacks.append(Checkpoint(save_to, every_n_steps=self.steps, save_final=False, keep_last=None))
-        with quiet(), seeded(self.seed):
+        handle = register_optimizer_step_post_hook(lambda optimizer, *_: at_update(optimizer))
+        with ExitStack() as stack:
+            stack.callback(handle.remove)
+            stack.enter_context(quiet())
+            stack.enter_context(seeded(self.seed))
             trainer = pl.Trainer(
                 **{"accelerator": "cpu", "devices": 1, **trainer_arguments},
                 plugins=[MixedPrecision("bf16-mixed", "cpu") if bf16 else Precision()],
@@ -91,41 +104,62 @@ class Subject:
             )
             data = MockDataModule(list(batches)) if batches else None
             trainer.fit(module, datamodule=data, ckpt_path=None if resume_from is None else str(resume_from))
-        return Trained(module, trainer, watch.rollouts)
+        return trained
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trained:
-    """A module after its training."""
+    """A module after its training, and what it showed meanwhile."""
 
     module: ContractModule
-    trainer: pl.Trainer
     rollouts: int = 0
     """How many were begun."""
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
+    """What the trainer kept after each step, and before the first; only where they were to be kept."""
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    """Of each of these steps."""
+
+    @property
+    def discovered(self) -> Discovered:
+        """What the class built."""
+        assert self.module.discovered is not None
+        return self.module.discovered
 
     def reached(self, *kinds: str) -> Snapshot:
-        """What the class has at the end, of these kinds alone; a collective where it is sharded."""
+        """What the class has now, of these kinds alone; a collective where it is sharded."""
         module = self.module
         return snapshot(module.contract_state, module.plugin, kinds=kinds, whole=True, host=module)
 
 
 class _Watch(pl.Callback):
-    def __init__(self, at_step: Callable[[int, ContractModule], None] | None, stop_after: int | None) -> None:
+    """Notes what a training shows in `trained`."""
+
+    def __init__(
+        self, trained: Trained, keep: bool, at_step: Callable[[int, ContractModule], None], stop_after: int | None
+    ) -> None:
+        self._trained = trained
+        self._keep = keep
         self._at_step = at_step
         self._stop_after = stop_after
         self._begun = False
-        self.rollouts = 0
 
     def on_rollout_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self.rollouts += 1
+        self._trained.rollouts += 1
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        if not self._begun and self._at_step is not None:
-            self._at_step(trainer.global_step, pl_module)
+        if not self._begun:
+            self._look(trainer.global_step)
         self._begun = True
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        if self._at_step is not None:
-            self._at_step(trainer.global_step, pl_module)
+        self._look(trainer.global_step)
+        if self._keep:
+            self._trained.metrics.append(self._trained.module.metrics())
         if self._stop_after is not None and trainer.global_step >= self._stop_after:
             trainer.should_stop = True
+
+    def _look(self, step: int) -> None:
+        module = self._trained.module
+        if self._keep:
+            self._trained.snapshots[step] = snapshot(module.contract_state, module.plugin, host=module)
+        self._at_step(step, module)

@@ -76,13 +76,9 @@ def _compare(args: argparse.Namespace) -> Comparison | None:
     config = resolve_run_config(spec_path=args.job, overrides=args.set)
     with on_sys_path([config.spec_dir, Path.cwd()]):
         check_plugin(config, find_trainer(config.trainer))
-    if args.against is not None:
-        from ..check.against import compare_with_function
-
-        return compare_with_function(config, args.against, updates=args.steps, rtol=args.rtol, seed=args.seed)
     from ..check.compare import compare_job
 
-    return compare_job(config, steps=args.steps, rtol=args.rtol, seed=args.seed)
+    return compare_job(config, steps=args.steps, against=args.against, rtol=args.rtol, seed=args.seed)
 
 
 def _tolerance(text: str) -> float:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..plumbing.counted_dict import CountedDict
 
-__all__ = ["Alias", "aliases", "key_text"]
+__all__ = ["Alias", "aliases", "key_text", "places"]
 
 _NOT_THE_TRAINERS = (Tensor, nn.Module, Optimizer, LRScheduler, type, types.ModuleType, CountedDict)
 _Place = tuple[str, Any, Callable[[Any], None] | None]
@@ -40,7 +40,7 @@ def aliases(nodes: Iterable[tuple[str, Any]], parameters: Collection[int]) -> It
         parameters: By their ids.
     """
     for path, node in nodes:
-        for where, value, put in _places(path, node):
+        for where, value, put in () if isinstance(node, _NOT_THE_TRAINERS) else places(path, node):
             if isinstance(value, Tensor) and id(value) in parameters:
                 yield Alias(where, value, put)
 
@@ -52,9 +52,8 @@ def key_text(key: Any) -> str:
     return f"{type(key).__name__}{tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
 
 
-def _places(path: str, node: Any) -> Iterator[_Place]:
-    if isinstance(node, _NOT_THE_TRAINERS):
-        return
+def places(path: str, node: Any) -> Iterator[_Place]:
+    """What an object at `path` keeps: where, what, and what puts something else there; None where that cannot be."""
     if isinstance(node, Mapping):
         yield from _of_mapping(path, node)
     elif isinstance(node, list | deque):

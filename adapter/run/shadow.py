@@ -20,7 +20,7 @@ from ..module.plugin_loading import find_trainer
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from ..check.snapshot import Difference, Recording, StepDistances
+    from ..check.snapshot import Difference
 
 __all__ = ["SHADOW_METRIC", "check_shadow_start", "shadowed"]
 
@@ -81,38 +81,38 @@ def shadowed(
         StartupContractError: ``startup.invalid_trainer``: the class cannot be copied, or cannot be compared.
     """
     from ...callbacks.hook.events import callbacks_of
-    from ..check.plain_loop import circumstances_of, recorded_plain_loop
-    from ..check.watch import StepComparison, default_rtol
+    from ..check.compare import Comparison, StepComparison
+    from ..check.plain_loop import recorded_plain_loop
 
-    how = circumstances_of(trainer)
-    recording: Recording | None = None
+    comparison = Comparison.of(trainer)
+    how = comparison.how
     try:
         if compares:
-            recording = recorded_plain_loop(
+            comparison.recording = recorded_plain_loop(
                 config, find_trainer(config.trainer), trainer, how, steps=steps, parquet_paths=parquet_paths,
                 model_handles=model_handles, look=look, refuse_dropout=_DROPOUT if how.world_size > 1 else "",
             )  # fmt: skip
     except ContractError as error:
         raise StartupContractError("startup.invalid_trainer", f"--shadow: {error}") from error
-    rtol, largest = default_rtol(how), 0.0
 
-    def told(_: pl.Trainer, found: StepDistances, difference: Difference | None) -> None:
-        nonlocal largest
-        if difference is not None:
-            raise _mismatch(difference, rtol)
-        sizes = [worst[1] for kind in found.distances if (worst := found.largest(kind)) is not None]
-        largest = max([largest, *sizes])
-        if recording is not None and found.step == len(recording) - 1:
-            log.info("--shadow: the first %d steps are those of a plain loop, to %.1e", found.step, largest)
-            if event_log is not None:
-                event_log.metric(name=SHADOW_METRIC, value=largest, step=found.step)
+    def compared() -> None:
+        if comparison.first is not None:
+            raise _mismatch(comparison.first, comparison.rtol)
+        step = comparison.steps[-1].step
+        if comparison.recording is None or step < len(comparison.recording) - 1:
+            return
+        sizes = [worst[1] for found in comparison.steps for kind in found.distances if (worst := found.largest(kind))]
+        largest = max(sizes, default=0.0)
+        log.info("--shadow: the first %d steps are those of a plain loop, to %.1e", step, largest)
+        if event_log is not None:
+            event_log.metric(name=SHADOW_METRIC, value=largest, step=step)
 
-    callbacks_of(trainer).insert(0, StepComparison(steps, recording, how, rtol, told))
+    callbacks_of(trainer).insert(0, StepComparison(steps, comparison, compared))
     try:
         yield
     finally:
-        if recording is not None:
-            recording.close()
+        if comparison.recording is not None:
+            comparison.recording.close()
 
 
 def _mismatch(found: Difference, rtol: float) -> ShadowMismatchError:

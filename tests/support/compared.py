@@ -222,9 +222,5 @@ def with_a_closure(batches, steps, device):
         schedule.step()
 
 
-async def waits(batches):
-    pass
-
-
 def fails():
     raise LookupError("no such file of mine")

@@ -9,11 +9,10 @@ import lightning.pytorch as pl
 import pytest
 
 from genlight.adapter import ContractModule, TrainingJobSpec
-from genlight.adapter.check.causes import Circumstances
+from genlight.adapter.check.compare import Comparison, StepComparison
 from genlight.adapter.check.isolation import quiet, seeded
 from genlight.adapter.check.plain_loop import plain_steps
-from genlight.adapter.check.snapshot import Difference, Recording
-from genlight.adapter.check.watch import StepComparison
+from genlight.adapter.check.snapshot import Recording
 from zoo.harness import zoo
 from zoo.runs import STEPS, context
 from zoo.worker import Shares
@@ -22,17 +21,13 @@ RTOL = 1e-6
 """TorchScript rounds otherwise once it has seen a function twice."""
 
 
-def compared(cls: Any) -> tuple[int, list[Difference]]:
-    """How many times the class was compared, and the differences."""
-    recording, how, found, times = Recording(), Circumstances(), [], []
-
-    def told(_: Any, distances: Any, difference: Difference | None) -> None:
-        times.append(distances.step)
-        found.extend([] if difference is None else [difference])
-
+def compared(cls: Any) -> Comparison:
+    """The class beside itself."""
+    recording = Recording()
+    comparison = Comparison(rtol=RTOL, recording=recording)
     try:
         with quiet(), seeded(0):
-            for facts in plain_steps(cls(), context(), Shares(cls.rows, 0, 1, STEPS), how, steps=STEPS):
+            for facts in plain_steps(cls(), context(), Shares(cls.rows, 0, 1, STEPS), comparison.how, steps=STEPS):
                 recording.add(facts)
         with quiet(), seeded(0):
             trainer = pl.Trainer(
@@ -43,13 +38,13 @@ def compared(cls: Any) -> tuple[int, list[Difference]]:
                 enable_checkpointing=False,
                 enable_progress_bar=False,
                 enable_model_summary=False,
-                callbacks=[StepComparison(STEPS, recording, how, RTOL, told)],
+                callbacks=[StepComparison(STEPS, comparison)],
             )
             module = ContractModule(cls(), TrainingJobSpec(run_id="plain", max_steps=STEPS))
             trainer.fit(module, Shares(cls.rows, 0, 1, STEPS))
     finally:
         recording.close()
-    return len(times), found
+    return comparison
 
 
 @pytest.mark.slow
@@ -57,5 +52,5 @@ def test_every_fourth_class_of_the_zoo_is_equal_to_itself_in_a_plain_loop():
     """GANs, averages, LBFGS, sparse gradients, accumulation: all metrics, settings, states and weights."""
     results = {name: compared(cls) for name, cls in islice(zoo().items(), 0, None, 4)}
 
-    assert {name: found for name, (_, found) in results.items() if found} == {}
-    assert {times for times, _ in results.values()} == {STEPS + 1}
+    assert {name: found.first for name, found in results.items() if found.first} == {}
+    assert {len(found.steps) for found in results.values()} == {STEPS + 1}

@@ -47,7 +47,7 @@ class Forgets(Fits):
     ("name", "code", "told"),
     [
         ("Fits", 0, ["text string, x int64", "'text' (1 of 3)", "2 weights have gradients", "train/loss"]),
-        ("TakesText", 2, ["text in column 'text'", "(stepped_takestext.py, line 25: return torch.tensor("]),
+        ("TakesText", 2, ["text in column 'text'", "(stepped_takestext.py:25: return torch.tensor("]),
         ("Forgets", 0, ["no weight of an optimizer has a gradient", "train/loss nan"]),
     ],
 )
