@@ -30,8 +30,9 @@ _CHANGED = (
 WATCHED_UPDATES = 3
 """Updates of a run in which such changes are looked for; each look goes through all parameters."""
 
-_Identity = tuple[Tensor, int | str]
-"""A gradient and its version; of a sharded one this rank's part, whose version says nothing, and its norm."""
+_Identity = tuple[Tensor, tuple[int, float]]
+"""A gradient, how often it was written to, and of a sharded one the norm of this rank's part, since a backward call
+adds to shards without a count; 0 of others."""
 
 
 class ChangedGradients(StepPart):
@@ -63,10 +64,9 @@ class ChangedGradients(StepPart):
     @override
     def before_backward(self, call: BackwardCall) -> None:
         for key, (parameter, (gradient, version)) in self._left.items():
-            now, version_now = _identity(parameter), _version(parameter, gradient)
-            was_replaced = now is not None and now[0] is not gradient and bool(now[0].any())
-            was_written_once = isinstance(version, str) or version_now == version + 1
-            was_zeroed = was_written_once and not gradient.any()
+            now, version_now = _identity(parameter), _version(gradient)
+            was_replaced = now is not None and now[0] is not gradient and bool(_local(now[0]).any())
+            was_zeroed = version_now[0] == version[0] + 1 and not _local(gradient).any()
             if was_replaced or (version_now != version and not was_zeroed):
                 self._changed[key] = (parameter, None)
         self._left.clear()
@@ -91,14 +91,17 @@ class ChangedGradients(StepPart):
 def _identity(parameter: Tensor) -> _Identity | None:
     with without_torch_function_of_subclasses():
         gradient = read_gradient(parameter)
-    if gradient is None:
-        return None
-    local: Tensor = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-    return local, _version(parameter, local)
+    return None if gradient is None else (gradient, _version(gradient))
 
 
-def _version(parameter: Tensor, gradient: Tensor) -> int | str:
-    return str(float(torch.linalg.vector_norm(gradient))) if isinstance(parameter, DTensor) else gradient._version
+def _version(gradient: Tensor) -> tuple[int, float]:
+    norm = float(torch.linalg.vector_norm(_local(gradient))) if isinstance(gradient, DTensor) else 0.0
+    return gradient._version, norm
+
+
+def _local(gradient: Tensor) -> Tensor:
+    """What this rank holds of a gradient."""
+    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
 
 
 def _is_same(one: _Identity | None, other: _Identity | None) -> bool:

@@ -114,14 +114,16 @@ def _update_guard(
     recover = next((c for c in callbacks if isinstance(c, Recover)), None)
     if watch is None and recover is None:
         return None
-    tell = None if watch is None else functools.partial(watch.on_update, trainer)
-    if averaging is None:
-        return UpdateGuard(discovered, tell, judge=recover, scales=scales)
-    if recover is not None:
+    if recover is not None and averaging is not None:
         _require_shared(discovered, averaging.shared)
-    shared, group = averaging.shared, averaging.group
     return UpdateGuard(
-        discovered, tell, judge=recover, group=group, shared=shared, rank_local=rank_local, scales=scales
+        discovered,
+        None if watch is None else functools.partial(watch.on_update, trainer),
+        judge=recover,
+        group=None if averaging is None else averaging.group,
+        shared=() if averaging is None else averaging.shared,
+        rank_local=rank_local,
+        scales=scales,
     )
 
 

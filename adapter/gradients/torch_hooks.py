@@ -5,7 +5,7 @@ what                                            why                             
 ==============================================  ================================================  =====================
 ``torch.autograd._engine_run_backward`` and     the one entry of ``Tensor.backward``,             `begin` and `end` of
 ``torch.autograd.graph._engine_run_backward``   ``autograd.backward`` and ``autograd.grad``,      each step, and
-                                                also where a class imported those by name         `_Canary` once
+                                                also where a class imported those by name         `_prove` once
 ``optimizer.step`` of each managed optimizer    an update is left out, or gradients averaged      ``test_router.py``
                                                 before it, and its closure sees its arguments
 ``optimizer.zero_grad``, where a callback has   Lightning's hook                                  ``test_router.py``
@@ -110,12 +110,11 @@ def hold(interceptor: Interceptor) -> None:
     with _lock:
         _holders.append(interceptor)
         _replace_or_put_back()
-    if not _Canary.is_proven:
-        try:
-            _Canary().prove()
-        except BaseException:
-            release(interceptor)
-            raise
+    try:
+        _prove()
+    except BaseException:
+        release(interceptor)
+        raise
 
 
 def release(interceptor: Interceptor) -> None:
@@ -181,46 +180,37 @@ def wrap(optimizer: Optimizer, name: str, through: Callable[..., Any]) -> None:
     setattr(optimizer, name, types.MethodType(routed, optimizer))
 
 
-class _Canary:
-    """Takes one backward call, to prove that what is assigned to torch is what torch calls."""
+@functools.cache
+def _prove() -> None:
+    """Call backward and ``torch.autograd.grad`` once in this process, and look whether both come through the entry."""
+    seen: list[str] = []
 
-    is_proven = False
-    in_backward = False
+    def noted(name: str) -> Callable[..., Any]:
+        def call(*_: Any, **__: Any) -> Any:
+            seen.append(name)
+            return (None,)
 
-    def __init__(self) -> None:
-        self._seen: list[str] = []
+        return call
 
-    def prove(self) -> None:
-        """Call backward and ``torch.autograd.grad`` in this thread, and look whether both come here."""
-        thread = threading.get_ident()
-        before = _active.get(thread)
-        _active[thread] = self
-        try:
-            with torch.inference_mode(False), torch.enable_grad():
-                leaf = torch.ones((), device="cpu", requires_grad=True)
-                (leaf * 1).backward()  # type: ignore[no-untyped-call]
-                torch.autograd.grad(leaf * 1, leaf)
-        finally:
-            del _active[thread]
-            if before is not None:
-                _active[thread] = before
-        if self._seen != ["backward", "grad"]:
-            raise RuntimeError(
-                f"torch {version('torch')} runs backward calls past the entry through which genlight routes them, so "
-                f"that gradients would be neither averaged nor unscaled; install a release that genlight supports: "
-                f"{SUPPORTED['torch']}"
-            )
-        type(self).is_proven = True
-
-    def backward(self, *_: Any, **__: Any) -> None:
-        self._seen.append("backward")
-
-    def grad(self, *_: Any, **__: Any) -> Any:
-        self._seen.append("grad")
-        return (None,)
-
-    def check_managed(self, optimizer: Optimizer) -> None:
-        """Nothing: none steps."""
+    canary: Any = types.SimpleNamespace(in_backward=False, backward=noted("backward"), grad=noted("grad"))
+    thread = threading.get_ident()
+    before = _active.get(thread)
+    _active[thread] = canary
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            leaf = torch.ones((), device="cpu", requires_grad=True)
+            (leaf * 1).backward()  # type: ignore[no-untyped-call]
+            torch.autograd.grad(leaf * 1, leaf)
+    finally:
+        del _active[thread]
+        if before is not None:
+            _active[thread] = before
+    if seen != ["backward", "grad"]:
+        raise RuntimeError(
+            f"torch {version('torch')} runs backward calls past the entry through which genlight routes them, so "
+            f"that gradients would be neither averaged nor unscaled; install a release that genlight supports: "
+            f"{SUPPORTED['torch']}"
+        )
 
 
 def _intercepted(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
@@ -289,20 +279,18 @@ class GradientGuard:
             self._on_write(tensor, value)
             write_gradient(tensor, value)
 
-        def copied(tensor: Any, memo: dict[int, Any]) -> Any:
-            self._on_read(tensor)
-            tensor.__class__, self._is_on = kind, False  # until it is guarded again
-            return copy.deepcopy(tensor, memo)
+        def as_plain(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+            def called(tensor: Any, argument: Any) -> Any:
+                self._on_read(tensor)
+                tensor.__class__, self._is_on = kind, False  # until it is guarded again
+                return call(tensor, argument)
 
-        def reduced(tensor: Any, protocol: Any) -> Any:
-            self._on_read(tensor)
-            tensor.__class__, self._is_on = kind, False
-            return tensor.__reduce_ex__(protocol)
+            return called
 
         members = {
             "grad": property(read, write),
-            "__deepcopy__": copied,
-            "__reduce_ex__": reduced,
+            "__deepcopy__": as_plain(copy.deepcopy),
+            "__reduce_ex__": as_plain(lambda tensor, protocol: tensor.__reduce_ex__(protocol)),
             # Of torch.Tensor, too, what is computed from it is of no class of ours.
             "__torch_function__": disabled_torch_function,
         }

@@ -38,12 +38,16 @@ class LateCopy:
 
     Args:
         source: On any device; a tensor of the host is taken as it is.
+
+    Attributes:
+        is_late: Whether the source was on a device.
     """
 
     def __init__(self, source: torch.Tensor) -> None:
+        self.is_late = source.device.type != "cpu"
         self._arrived: torch.Event | None = None
         self._copy = source
-        if source.device.type != "cpu":
+        if self.is_late:
             # Memory that is not pinned would make the host wait for the device.
             self._copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
             self._copy.copy_(source, non_blocking=True)

@@ -28,6 +28,7 @@ from torch import Tensor
 from ...contract.exceptions import ContractError, RankFailedError
 from ...discovery.discover import Discovered
 from ...discovery.rank_local import EVERYTHING_SHARED, RankLocal
+from ...plumbing.devices import LateCopy
 from ..torch_internals import default_store, group_timeout
 
 __all__ = [
@@ -126,9 +127,7 @@ class _Header(NamedTuple):
 
     point: Point
     before: Point | None
-    rows: Tensor
-    ready: torch.Event | None
-    """When `rows` can be read; None where that is now."""
+    rows: LateCopy
 
 
 _runs = itertools.count()
@@ -178,15 +177,14 @@ class RankCheck:
             ContractError: The ranks were not together.
             RankFailedError: The device never came this far.
         """
-        self._on_their_way.append(_Header(at, self._previous, *to_host(header)))
+        self._on_their_way.append(_Header(at, self._previous, LateCopy(header)))
         self._previous = at
-        while self._on_their_way and (len(self._on_their_way) > most_left or self._on_their_way[-1].ready is None):
+        most = most_left if self._on_their_way[-1].rows.is_late else 0
+        while len(self._on_their_way) > most:
             self._compare(self._on_their_way.popleft())
 
     def _compare(self, header: _Header) -> None:
-        if header.ready is not None:
-            self.wait_for(header.ready, header.point)
-        numbers = (header.rows.real if header.rows.is_complex() else header.rows).tolist()
+        numbers = self._numbers(header.rows, header.point)
         if not _are_together([numbers[i : i + NUMBERS] for i in range(0, len(numbers), NUMBERS)]):
             raise self._apart(header)
 
@@ -196,25 +194,28 @@ class RankCheck:
         Raises:
             RankFailedError: They do not come.
         """
-        host, ready = to_host(values)
-        if ready is not None:
-            self.wait_for(ready, at)
-        return (host.real if host.is_complex() else host).tolist()
+        return self._numbers(LateCopy(values), at)
 
-    def wait_for(self, ready: torch.Event, at: Point) -> None:
-        """Until the device has come to `ready`; a collective that another rank never joins keeps it from that.
+    def _numbers(self, copy: LateCopy, at: Point) -> list[float]:
+        self.wait_for(copy, at)
+        host = copy.read()
+        numbers: list[float] = (host.real if host.is_complex() else host).tolist()
+        return numbers
+
+    def wait_for(self, copy: LateCopy, at: Point) -> None:
+        """Until the device has come to `copy`; a collective that another rank never joins keeps it from that.
 
         Raises:
             RankFailedError: It has not within the timeout of the process group.
         """
-        if ready.query():
+        if copy.is_there():
             return
         began = time.monotonic()
         key = f"{self._key}/waits in step {at.step}"
         # The library aborts the process at its timeout, without the rank's name.
         most = 0.8 * group_timeout(self._group).total_seconds()
         told = False
-        while not ready.query():
+        while not copy.is_there():
             waited = time.monotonic() - began
             if waited > 1.0 and not told:
                 told = _tell(f"{key}/{self._rank}", "here")
@@ -266,17 +267,6 @@ class RankCheck:
                 f"the last one of rank {ahead} is at {where or 'an unknown line'}."
             )
         return ContractError(f"Ranks part ways: {here}, while {there}.{counted} {_cure(first, theirs)}")
-
-
-def to_host(values: Tensor) -> tuple[Tensor, torch.Event | None]:
-    """A copy on the host, and what to wait for before it is read; `values` themselves and None where they are there."""
-    if values.device.type == "cpu":
-        return values, None
-    host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    ready = torch.Event(values.device)
-    ready.record(torch.accelerator.current_stream(values.device))
-    return host, ready
 
 
 def _are_together(rows: Sequence[Sequence[float]]) -> bool:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ...contract.exceptions import ContractError
+from ...plumbing.devices import LateCopy
 from ..ddp.rank_check import SKIPPED_ALONE, users_line
 from ..refused import refusal
 
@@ -49,7 +50,7 @@ class RankAgreement:
         self._tells_all = self._is_on = False
         self._steps = 0
         self._digest = 0
-        self._on_their_way: deque[tuple[int, torch.Tensor, Any]] = deque()
+        self._on_their_way: deque[tuple[int, LateCopy]] = deque()
 
     def begin_step(self, step: int) -> None:
         """A step begins, its number is equal on all ranks.
@@ -111,18 +112,13 @@ class RankAgreement:
     def _send(self) -> None:
         codes, work = self._of_all(self._digest, wait=False)
         work.wait()  # the stream, not the host
-        host = torch.empty(self._ranks, dtype=torch.int64, pin_memory=True)
-        host.copy_(codes, non_blocking=True)
-        event = torch.Event(self._device)
-        event.record()
-        self._on_their_way.append((self._steps, host, event))
+        self._on_their_way.append((self._steps, LateCopy(codes)))
 
     def _look(self, pending: int) -> None:
         """Compare the digests that have arrived; wait for those beyond `pending`."""
-        while self._on_their_way and (len(self._on_their_way) > pending or self._on_their_way[0][2].query()):
-            step, host, event = self._on_their_way.popleft()
-            event.synchronize()
-            codes = host.tolist()
+        while self._on_their_way and (len(self._on_their_way) > pending or self._on_their_way[0][1].is_there()):
+            step, copy = self._on_their_way.popleft()
+            codes = copy.read().tolist()
             if any(code != codes[0] for code in codes):
                 others = [rank for rank, code in enumerate(codes) if code != codes[0]]
                 raise refusal("collective", f"in step {step} of this run, ranks {others} and rank 0")

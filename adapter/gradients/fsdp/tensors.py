@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Shard
 
 from ..refused import refusal
@@ -84,8 +85,11 @@ def _function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
     kwargs = kwargs or {}
     name, first = getattr(func, "__name__", ""), args[0] if args else kwargs.get("tensor", kwargs.get("input"))
     with without_torch_function_of_subclasses():
-        if _agree is not None and name.startswith("_foreach_") and _mixes_kinds(first):
-            return _by_kind(name, func, args, kwargs)
+        if _agree is not None and name.startswith("_foreach_"):
+            results = _by_kind(name, func, args, kwargs) if _mixes_kinds(first) else func(*args, **kwargs)
+            if name.endswith("_"):  # torch counts no such write, by which a clip is found between backward calls
+                increment_version([tensor for tensor in first if isinstance(tensor, DTensor)])
+            return results
         if _agree is not None and isinstance(first, Tensor) and not isinstance(first, DTensor) and first.dim():
             args = _with_whole_numbers(name, args)
         if _agree is None or not isinstance(first, DTensor):

@@ -386,32 +386,37 @@ def test_a_small_model_travels_at_once_a_large_one_in_pieces_and_in_the_same_mem
 
 
 class Device:
-    """What torch's events are to a device that works through calls later than the host makes them."""
+    """What copies to the host are of a device that works through calls later than the host makes them."""
 
     def __init__(self, done=0):
         self.recorded, self.done, self.waits = 0, done, 0
 
     def copy(self, value):
         self.recorded += 1
-        return value.clone(), DeviceEvent(self, self.recorded)
+        return CopyOfADevice(self, self.recorded, value.clone())
 
 
-class DeviceEvent:
-    def __init__(self, device, number):
-        self.device, self.number = device, number
+class CopyOfADevice:
+    is_late = True
 
-    def query(self):
+    def __init__(self, device, number, value):
+        self.device, self.number, self.value = device, number, value
+
+    def is_there(self):
         if self.number <= self.device.done:
             return True
         self.device.waits += 1
         self.device.done = self.number
         return False
 
+    def read(self):
+        return self.value
+
 
 @pytest.mark.parametrize(("behind", "waits"), [(0, 0), (8, 0), (12, 1)])
 def test_the_host_waits_for_a_device_only_where_that_is_many_exchanges_behind(averaged, monkeypatch, behind, waits):
     device = Device()
-    monkeypatch.setattr(rank_check, "to_host", device.copy)
+    monkeypatch.setattr(rank_check, "LateCopy", device.copy)
     run = Run()
 
     for call in range(1, 21):
@@ -430,7 +435,7 @@ class _Alone:
 
 
 def test_ranks_at_different_points_are_told_some_exchanges_later_on_a_device(averaged, monkeypatch):
-    monkeypatch.setattr(rank_check, "to_host", Device(done=100).copy)
+    monkeypatch.setattr(rank_check, "LateCopy", Device(done=100).copy)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: _Alone())
     monkeypatch.setattr(rank_check, "_are_together", lambda rows: len(set(map(tuple, rows))) == 1)

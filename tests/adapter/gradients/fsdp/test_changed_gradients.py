@@ -71,12 +71,17 @@ def clip_and_sum_up(run: Run) -> None:
     run.optimizer.zero_grad()
 
 
+def clip_and_set_to_zero(run: Run) -> None:
+    clip(run)
+    run.optimizer.zero_grad(set_to_none=False)
+
+
 def write(run: Run) -> None:
     for parameter in run.model.parameters():
         parameter.grad = parameter.grad * 0.5
 
 
-@pytest.mark.parametrize("between", [clip, clip_one_by_one, clip_values, clip_and_sum_up, write])
+@pytest.mark.parametrize("between", [clip, clip_one_by_one, clip_values, clip_and_sum_up, clip_and_set_to_zero, write])
 def test_it_is_said_once_with_its_line_and_the_way_out(run, caplog, between):
     for _ in range(2):
         run.step(between)
