@@ -136,6 +136,8 @@ def _of_configuration(args: argparse.Namespace) -> _Source:
         raise ValueError(f"{args.job} has no genlight.adapter.ContractModule; name a trainer, as MODULE:CLASS")
     if mock is not None and not args.data:
         return trainer, fit.hyperparams, [Path.cwd()], lambda: MockDataModule(mock)
+    if fit.data_function and not args.data:
+        return trainer, fit.hyperparams, [Path.cwd()], lambda: _function_data(fit.data_function, args)
     return trainer, fit.hyperparams, [Path.cwd()], lambda: _arrow_data(fit.dataset, args)
 
 
@@ -146,6 +148,13 @@ def _arrow_data(given: Mapping[str, Any], args: argparse.Namespace) -> pl.Lightn
     size = {} if args.batch_size is None else {"batch_size": args.batch_size}
     arguments = {**given, **size, **({"parquet_paths": args.data} if args.data else {})}
     return ArrowDataModule(**arguments) if arguments.get("parquet_paths") else None
+
+
+def _function_data(given: Mapping[str, Any], args: argparse.Namespace) -> pl.LightningDataModule:
+    from ..feed import FunctionDataModule
+
+    size = {} if args.batch_size is None else {"batch_size": args.batch_size}
+    return FunctionDataModule(**{**given, **size})
 
 
 def _loader_of_class(import_path: str, ctx: StepContext) -> Iterable[Any]:

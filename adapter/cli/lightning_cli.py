@@ -71,6 +71,7 @@ log = logging.getLogger(__name__)
 _MODEL = "genlight.adapter.ContractModule"
 _ARROW_DATA = "genlight.adapter.ArrowDataModule"
 _MOCK_DATA = "genlight.adapter.MockDataModule"
+_FUNCTION_DATA = "genlight.adapter.FunctionDataModule"
 _WORDS_OF_LIGHTNING = ("best", "hpc", "last")
 """What ``--ckpt_path`` takes besides a path."""
 _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
@@ -461,11 +462,16 @@ class ConfiguredFit(GenlightCLI):
         """Batches that stand in the configuration itself."""
         return self._init_args("data", _MOCK_DATA).get("batches")
 
+    @property
+    def data_function(self) -> dict[str, Any]:
+        """Arguments of the data module that asks a function; empty for data of another kind."""
+        return self._init_args("data", _FUNCTION_DATA)
+
     def _init_args(self, name: str, class_path: str) -> dict[str, Any]:
         described = self.config[str(self.subcommand)].get(name)
         described = {} if described is None else described.as_dict()
         is_meant = described.get("class_path", "").rpartition(".")[2] == class_path.rpartition(".")[2]
-        return described.get("init_args", {}) if is_meant else {}
+        return {**described.get("init_args", {}), **described.get("dict_kwargs", {})} if is_meant else {}
 
 
 def run_lightning_cli(arguments: Sequence[str], signals: StopSignals) -> int:

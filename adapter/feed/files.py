@@ -21,7 +21,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from ..contract.exceptions import InputError
-from ..plumbing.text import closest
+from ..plumbing.text import HUB_LOGIN, closest
 from ..plumbing.urls import path_of_url
 
 __all__ = ["DataFile", "PathLike", "expand"]
@@ -58,7 +58,7 @@ class DataFile:
         if info.type == fs.FileType.Unknown:
             raise InputError(f"{self.name} is not a regular file")
         if info.type != fs.FileType.File:
-            raise InputError(f"{self.name} does not exist{self._nearest() if self.local else ''}")
+            raise InputError(f"{self.name} does not exist{self._nearest() if self.local else _about_hub(self.name)}")
         return info.size or 0, info.mtime_ns or 0
 
     def require(self, stamp: tuple[int, int], label: str) -> None:
@@ -131,7 +131,14 @@ def _naming(name: str) -> Iterator[None]:
             f"{shown}: there is a file name that is not UTF-8, which Arrow cannot open; rename it"
         ) from error
     except Exception as error:
-        raise InputError(f"{name}: {type(error).__name__}: {error}") from error
+        hint = _about_hub(name)
+        said = str(error).partition("\n")[0] if hint else str(error)
+        raise InputError(f"{name}: {type(error).__name__}: {said}{hint}") from error
+
+
+def _about_hub(name: str) -> str:
+    """What to do where a file of the Hugging Face hub is not found: the hub hides what a user may not read."""
+    return f"; or it may not be read: {HUB_LOGIN}" if name.startswith("hf://") else ""
 
 
 def _renamed(name: str, path: str) -> str:

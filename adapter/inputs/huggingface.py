@@ -13,6 +13,7 @@ from typing import Any, Literal
 from ..contract.exceptions import AuthError, InputError
 from ..plumbing.http import failure_text
 from ..plumbing.retry import RetryPolicy, TransientError, is_transient, with_retries
+from ..plumbing.text import HUB_LOGIN
 from .progress import InputProgress, Tracker
 from .refs import HubRef
 
@@ -102,17 +103,19 @@ def _snapshot(ref: HubRef, kind: str, patterns: list[str] | None, tracker: Track
 
 def _http_error(ref: HubRef, kind: str, error: Any) -> Exception:
     """The meaning of an answer of the hub."""
+    from huggingface_hub import get_token
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     status = getattr(error.response, "status_code", 0)
     if isinstance(error, GatedRepoError):
-        return AuthError(f"{ref.label} is gated. Ask for access on the hub and set `HF_TOKEN`.")
+        return AuthError(f"{ref.label} is gated. Ask for access on the hub, then {HUB_LOGIN}.")
     if isinstance(error, RevisionNotFoundError):
         return InputError(f"{ref.label}: the repository has no revision {ref.revision or 'main'!r}.")
     if status in (401, 403):
+        why = "nobody is logged in" if get_token() is None else "the token that was sent may not read it"
         return AuthError(
-            f"The hub refused {ref.label} (status {status}): the {kind} does not exist, or is private. "
-            "Check its name, or set `HF_TOKEN` to a token that may read it."
+            f"The hub refused {ref.label} (status {status}): the {kind} does not exist, or it is private and {why}. "
+            f"Check its name, or log in as somebody who may read it: {HUB_LOGIN}."
         )
     if isinstance(error, RepositoryNotFoundError) or status == 404:
         return InputError(f"{ref.label}: this machine has no such path, and the hub no such {kind} on the hub.")

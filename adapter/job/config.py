@@ -20,7 +20,7 @@ import msgspec
 from typing_extensions import override
 
 from ..contract.types import TrainingJobSpec
-from ..plumbing.text import folder_name, nearest
+from ..plumbing.text import HUB_LOGIN, folder_name, nearest
 from ..plumbing.urls import trusted_origins
 from .errors import ConfigErrors, render_value
 from .identity import digest_of_fields, spec_fields
@@ -283,8 +283,7 @@ def _without_effect(settings: Settings, errors: ConfigErrors) -> None:
 
         if get_token() is None:
             errors.warn(
-                "`uploads.targets` has a repository of the Hugging Face hub, and nobody is logged in: set `HF_TOKEN`, "
-                "or run `hf auth login`."
+                f"`uploads.targets` has a repository of the Hugging Face hub, and nobody is logged in: {HUB_LOGIN}."
             )
     for name, value in settings.hyperparams.items():
         if isinstance(value, str) and _NUMBER.fullmatch(value):

@@ -8,8 +8,20 @@ from collections.abc import Iterable
 from typing import Any
 from urllib.parse import quote
 
-__all__ = ["as_list", "closest", "folder_name", "is_storable", "is_utf8", "nearest", "printable", "size_text"]
+__all__ = [
+    "HUB_LOGIN",
+    "as_list",
+    "closest",
+    "folder_name",
+    "is_storable",
+    "is_utf8",
+    "nearest",
+    "printable",
+    "size_text",
+]
 
+HUB_LOGIN = "run `hf auth login`, or set `HF_TOKEN`"
+"""How a user is known to the Hugging Face hub; `hf` was `huggingface-cli` before."""
 LONGEST_FOLDER_NAME = 120
 
 

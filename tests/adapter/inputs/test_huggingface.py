@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from genlight.adapter.cli import main
 from genlight.adapter.contract.exceptions import AuthError, InputError
 from genlight.adapter.inputs.huggingface import fetch_from_hub
 from genlight.adapter.inputs.progress import Tracker
 from genlight.adapter.inputs.refs import parse_ref
+from genlight.adapter.plumbing.text import HUB_LOGIN
 
 FILES = {"config.json": b"{}", "unet/model.safetensors": b"weights" * 1000, "data/a.parquet": b"PAR1"}
 
@@ -65,6 +69,52 @@ def test_each_refusal_of_the_hub_says_what_to_do(fetch, hub, status, headers, ki
         fetch("owner/name")
     assert isinstance(caught.value, AuthError) == (kind is AuthError)
     assert "canary" not in str(caught.value)
+
+
+PLUGIN = """
+class Counts:
+    def setup(self, ctx): ...
+    def configure(self, ctx): return {}
+    def prepare_batch(self, raw, state, ctx): return raw
+    def train_step(self, batch, state, ctx): ...
+    def state_dict(self, state): return {}
+    def load_state_dict(self, state, payload, ctx): ...
+"""
+
+
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"mock_batches": [1], "inputs": {"base_model_ref": "hf://owner/name"}},
+        {"inputs": {"dataset_parquet_refs": ["hf://owner/name:data/a.parquet"]}},
+        {"dataset": {"parquet_paths": ["hf://datasets/owner/name/data/a.parquet"]}},
+    ],
+    ids=["model", "dataset reference", "data file"],
+)
+def test_a_run_that_is_not_logged_in_says_in_one_message_how_to(
+    hub, tmp_path, monkeypatch, caplog, capsys, status, data
+):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)  # which the file system read at its import
+    monkeypatch.delenv("HF_TOKEN")
+    for path in list(hub.resources):
+        hub.put(path, status=status, fail_first=[status] * 99)
+    (tmp_path / "hub_trainer.py").write_text(PLUGIN)
+    job = {"run_id": "r", "trainer": "hub_trainer:Counts", "max_steps": 1, "lightning": {"accelerator": "cpu"}, **data}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+
+    assert main(["run", str(tmp_path / "job.json")]) != 0
+
+    errors = [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
+    assert len(errors) == 1
+    assert HUB_LOGIN in errors[0].getMessage()
+    assert errors[0].exc_info is None
+    shown = capsys.readouterr()
+    assert "Traceback" not in caplog.text + shown.out + shown.err
+    assert hub.requests, "the hub was asked"
 
 
 def test_a_hub_that_recovers_is_waited_for(fetch, hub):

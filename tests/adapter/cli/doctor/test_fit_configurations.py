@@ -135,6 +135,22 @@ def test_a_setting_for_a_configuration_is_refused(configuration, ends, capsys):
     assert "--set and --step are for jobs" in capsys.readouterr().err
 
 
+def test_check_trains_on_the_function_of_a_configuration(configuration, ends, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("genlight.adapter.check.checks.check_ranks", lambda *_: iter(()))
+    (tmp_path / "configured_data.py").write_text(
+        "def rows(ctx):\n    assert ctx.job.hyperparams == {'lr': 1}\n    return [{'x': i} for i in range(6)]\n"
+    )
+    job = {"run_id": "r", "max_steps": 2, "hyperparams": {"lr": 1}}
+    config = yaml.safe_load(Path(configuration(job=job)).read_text())
+    function = {"function": "configured_data:rows", "batch_size": 2}
+    config["data"] = {"class_path": "genlight.adapter.FunctionDataModule", "init_args": function}
+    Path("fit.yaml").write_text(yaml.safe_dump(config))
+    assert ends("check", "--job", "fit.yaml", "--steps", "1", "--json") == 0, capsys.readouterr()
+    levels = {each["check"]: each["level"] for each in json.loads(capsys.readouterr().out)["findings"]}
+    assert levels["metrics"] == "pass", "steps were made"
+    assert "steps" not in levels, "which says that there is no data"
+
+
 def test_check_takes_class_hyperparameters_and_data_from_a_configuration(configuration, ends, monkeypatch, capsys):
     monkeypatch.setattr("genlight.adapter.check.checks.check_ranks", lambda *_: iter(()))
     job = {"run_id": "r", "max_steps": 2, "hyperparams": {"lr": 1}}

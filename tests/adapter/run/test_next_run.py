@@ -1,0 +1,87 @@
+"""A run in the folder of another one whose uploads have failed: it trains, and neither sends what is the other's."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from genlight.adapter.cli import main
+from genlight.adapter.run.run import RunOptions, run_job
+from genlight.callbacks.checkpoint import verify
+from support.upload_server import TOKEN, start_server, stop_server
+
+TRAINER = """
+class Counts:
+    def setup(self, ctx): ...
+    def configure(self, ctx): return {"steps": 0}
+    def prepare_batch(self, raw, state, ctx): return raw
+    def train_step(self, batch, state, ctx):
+        from genlight.adapter import StepResult
+
+        state["steps"] += 1
+        return StepResult(metrics={"loss": 1.0})
+    def state_dict(self, state): return dict(state)
+    def load_state_dict(self, state, payload, ctx): state.update(payload)
+"""
+
+
+@pytest.fixture
+def chaos(tmp_path):
+    process, server = start_server(tmp_path / "server")
+    yield server
+    stop_server(process)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a run in the one folder that all share, with uploads to `url`; returns its exit code."""
+    (tmp_path / "next_trainer.py").write_text(TRAINER)
+
+    def run(run_id, url, *, fresh=False, **environ):
+        job = {"run_id": run_id, "trainer": "next_trainer:Counts", "max_steps": 2, "mock_batches": [1, 2]}
+        (tmp_path / "job.json").write_text(json.dumps({**job, "owner": "me", "lightning": {"accelerator": "cpu"}}))
+        shared = {
+            "TRAINER_JOB_SPEC_PATH": str(tmp_path / "job.json"),
+            "TRAINER_ARTIFACTS_DIR": str(tmp_path / "shared"),
+            "TRAINER_CAPABILITY_TOKEN": TOKEN,
+            "TRAINER_UPLOAD_CHECKPOINT_URL": f"{url}/checkpoint",
+            "TRAINER_UPLOAD_DEADLINE_SECONDS": "20" if fresh or environ.get("arrives") else "0.2",
+            "TENSORHUB_URL": url,
+        }
+        environ.pop("arrives", None)
+        return run_job(RunOptions(environ={**shared, **environ}, fresh=fresh))
+
+    return run
+
+
+AWAY = "http://127.0.0.1:9"
+
+
+def sent(chaos):
+    return {message["run_id"] for message in chaos.messages("/checkpoint")}
+
+
+@pytest.mark.parametrize("how", ["fresh", "own folder of checkpoints"])
+def test_the_next_run_trains_and_what_the_one_before_could_not_send_is_sent_under_its_own_name(
+    how, start, chaos, tmp_path, monkeypatch, capsys, caplog
+):
+    shared = tmp_path / "shared"
+    assert start("a", AWAY) == 1
+    if how == "fresh":
+        assert start("b", chaos.url, fresh=True) == 0
+        checkpoints = shared / "checkpoints"
+    else:
+        checkpoints = tmp_path / "of-b"
+        assert start("b", chaos.url, arrives=True, TRAINER_CHECKPOINTS_DIR=str(checkpoints)) == 0
+    record = verify(checkpoints / "final.json")
+    assert (record.run_id, record.step) == ("b", 2)
+    assert sent(chaos) == {"b"}
+    assert f"genlight uploads retry {shlex.quote(str(shared / 'uploads'))}" in caplog.text
+
+    monkeypatch.setenv("TRAINER_CAPABILITY_TOKEN", TOKEN)
+    monkeypatch.setenv("TENSORHUB_URL", chaos.url)
+    monkeypatch.setenv("TRAINER_UPLOAD_CHECKPOINT_URL", f"{chaos.url}/checkpoint")
+    assert main(["uploads", "retry", str(shared / "uploads")]) == 0, capsys.readouterr()
+    assert sent(chaos) == {"a", "b"}
