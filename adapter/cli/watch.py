@@ -3,14 +3,18 @@
 A run that has not started is shown once it has. Keys: n and p pick the metric, + and - smooth, t takes time instead of
 steps, tab picks the run, the arrows scroll, s stops the run, q ends the view and leaves the runs alone.
 
-Exit codes: 0 ended by q, 2 usage.
+Exit codes: 0 ended by q, 2 usage. A terminal that closes ends the view by the signal SIGHUP.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import select
+import signal
 import sys
 from pathlib import Path
+from threading import Thread
 
 from .terminal import complain
 
@@ -39,5 +43,19 @@ def run(args: argparse.Namespace) -> int:
         if error.name not in ("textual", "plotext"):
             raise
         return complain("watch", f"{error.name} is not installed: pip install 'genlight[watch]'", _USAGE)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, but nobody sees a view without a terminal
+    Thread(target=_end_with_terminal, name="genlight-terminal", daemon=True).start()
     WatchRuns(folders).run()
     return _ENDED
+
+
+def _end_with_terminal() -> None:
+    """Wait for the terminal to close, and end the process as its signal does.
+
+    The signal itself comes only to processes whose controlling terminal it is. textual reads the end of the input over
+    and over, and waits for its output without end; there is nothing to restore and nothing to save.
+    """
+    hang_up = select.poll()
+    hang_up.register(sys.stdin, 0)
+    if any(what & (select.POLLHUP | select.POLLERR) for _, what in hang_up.poll()):
+        os.kill(os.getpid(), signal.SIGHUP)

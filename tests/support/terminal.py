@@ -25,7 +25,7 @@ def _control_terminal():
 class Terminal:
     """What a command shows on a terminal of `columns` by `rows`."""
 
-    def __init__(self, words, columns=80, rows=24, cwd=None):
+    def __init__(self, words, columns=80, rows=24, cwd=None, preexec=_control_terminal):
         self._leader, follower = pty.openpty()
         fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self._screen = pyte.Screen(columns, rows)
@@ -36,12 +36,17 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *words],
             stdin=follower, stdout=follower, stderr=follower, env=environ, cwd=cwd, start_new_session=True,
-            preexec_fn=_control_terminal,
+            preexec_fn=preexec,
         )  # fmt: skip
         os.close(follower)
 
     def press(self, keys):
         os.write(self._leader, keys.encode())
+
+    def close(self):
+        """Close the terminal, as a lost ssh connection does."""
+        os.close(self._leader)
+        self._leader = None
 
     def shows(self, *texts):
         """The screen, once it has all of `texts`; fails where it never does."""
@@ -82,4 +87,5 @@ class Terminal:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        os.close(self._leader)
+        if self._leader is not None:
+            os.close(self._leader)

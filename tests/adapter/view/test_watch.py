@@ -96,6 +96,18 @@ def test_a_live_run_goes_on_and_is_stopped_by_a_key(tmp_path):
         assert terminal.ended() == 0
 
 
+def _ignore_hang_ups():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize("preexec", [None, _ignore_hang_ups], ids=["terminal of no session", "nohup"])
+def test_a_view_ends_with_its_terminal(runs, preexec):
+    with Terminal(["watch", str(runs / "done")], preexec=preexec) as terminal:
+        terminal.shows("train/loss, over steps")
+        terminal.close()
+        assert terminal.process.wait(timeout=120) == -signal.SIGHUP
+
+
 def test_help_is_light_and_what_is_missing_is_named(tmp_path, capsys):
     code = (
         "import sys, atexit\nfrom genlight.adapter.cli import main\n"
