@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from typing_extensions import override
 
 from ..adapter.plumbing.text import printable
+from ..reporters.events.event_logger import last_step
 from .checkpoint.format.record import CheckpointRecord
 from .hook.cadence import Pace
 from .hook.events import callbacks_of
@@ -39,9 +40,10 @@ _RETURNS = ("return", "reward")
 class JobProgress(Hook):
     """Shows step, loss, learning rate, scores and returns, speed, remaining time, checkpoints and uploads.
 
-    A line before the first step says what is trained: class, parameters, device, precision, steps. Speed and remaining
-    time are those of the last half minute, so that neither a resume nor a slow start counts. Of a module that is no
-    trainer class what it logs with ``prog_bar=True`` is shown.
+    A line before Lightning's summary of the model says what is trained: class, parameters, device, precision, steps.
+    Speed and remaining time are those of the last half minute, so that neither a resume nor a slow start counts; the
+    end is that of the data where its length tells that it comes sooner. Of a module that is no trainer class what it
+    logs with ``prog_bar=True`` is shown.
 
     Args:
         line_every_s: Seconds between lines where standard error is not a terminal.
@@ -73,12 +75,17 @@ class JobProgress(Hook):
         self._saved: int | None = None
 
     @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        sys.stderr.write(_header(trainer, pl_module) + "\n")
+
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._looks.clear()
         self._shown_step = -1
         self._values, self._scores, self._saved = {}, {}, None
         self._uploads = next((each for each in callbacks_of(trainer) if isinstance(each, UploadArtifacts)), None)
-        sys.stderr.write(_header(trainer, pl_module) + "\n")
+        if trainer.global_step:
+            sys.stderr.write(f"going on after step {trainer.global_step:,}\n")
         self._next = time.monotonic()
         is_terminal = sys.stderr.isatty()
         self._every_s = BAR_EVERY_S if is_terminal else self.line_every_s
@@ -174,7 +181,8 @@ class JobProgress(Hook):
         """What is said of a run besides its step, the most important first."""
         (first_step, began), (step, now) = self._looks[0], self._looks[-1]
         speed = (step - first_step) / max(now - began, 1e-9)
-        eta = timedelta(seconds=round((limit - step) / speed)) if speed and limit and step < limit else None
+        last = last_step(trainer)
+        eta = timedelta(seconds=round((last - step) / speed)) if speed and last and step < last else None
         others = {name: value for name, value in {**self._scores, **self._values}.items() if name not in _ALWAYS}
         loss, lr = (self._values.get(name) for name in _ALWAYS)
         epochs = None if limit or trainer.max_epochs == -1 else trainer.max_epochs
@@ -222,6 +230,6 @@ def _header(trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
             *([f"{frozen:,} of them frozen"] if frozen else []),
             f"{ranks}{trainer.strategy.root_device.type}",
             str(trainer.precision),
-            f"{steps}{f', after {trainer.global_step:,}' if trainer.global_step else ''}",
+            steps,
         ]
     )

@@ -65,7 +65,9 @@ class RunSummary:
         detail: How the last attempt ended, as its event says; empty where it did not end.
         resumable: Whether the run can be expected to go on when it is started again.
         step: Completed steps.
-        max_steps: How many there are to be; None where nothing says.
+        max_steps: How many there may be; None where nothing says.
+        last_step: How many there will be, where its data may end sooner; None where that is not known.
+        ranks: How many processes train; None where nothing says.
         attempts: How many have started; 0 before the first.
         started_at_ms: When the newest attempt started, in milliseconds since 1970; None before that.
         alive_at_ms: Its last sign of life.
@@ -87,6 +89,8 @@ class RunSummary:
     resumable: bool = False
     step: int = 0
     max_steps: int | None = None
+    last_step: int | None = None
+    ranks: int | None = None
     attempts: int = 0
     started_at_ms: int | None = None
     alive_at_ms: int = 0
@@ -101,9 +105,9 @@ class RunSummary:
     @property
     def left_s(self) -> float | None:
         """Seconds until the last step at the speed of now; None where that is not known, or the run has ended."""
-        if self.state != "running" or not self.steps_per_s or self.max_steps is None:
+        if self.state != "running" or not self.steps_per_s or self.last_step is None:
             return None
-        return max(self.max_steps - self.step, 0) / self.steps_per_s
+        return max(self.last_step - self.step, 0) / self.steps_per_s
 
     def as_json(self) -> dict[str, Any]:
         """The summary as a JSON object, whose numbers are finite or null."""
@@ -116,6 +120,8 @@ class RunSummary:
             "resumable": self.resumable,
             "step": self.step,
             "max_steps": self.max_steps,
+            "last_step": self.last_step,
+            "ranks": self.ranks,
             "attempts": self.attempts,
             "started_at_ms": self.started_at_ms,
             "alive_at_ms": self.alive_at_ms,
@@ -193,6 +199,8 @@ def summary_of(
         resumable=isinstance(end, Failed) and end.resumable is True,
         step=max([0, *(record.step for record in checkpoints[-1:])]) if newest is None else _step(tail),
         max_steps=max_steps,
+        last_step=metadata.get("last_step"),
+        ranks=metadata.get("ranks") or next((record.world_size for record in reversed(checkpoints)), None),
         attempts=0 if started is None else attempt,
         started_at_ms=None if started is None else started.timestamp_ms,
         alive_at_ms=max(signs),

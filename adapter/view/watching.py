@@ -268,12 +268,12 @@ def _sample(sample: Mapping[str, Any]) -> list[str]:
 
 
 def _ranks(run: Mapping[str, Any]) -> list[str]:
-    """How many processes train, as the newest checkpoint has it, and how the job divides them."""
+    """How many processes train, and how the job divides them."""
     job = run["metadata"].get("job")
     settings = job if isinstance(job, dict) else {}
     names = ("strategy", "num_nodes", "devices", "accelerator", "precision")
     chosen = [f"{name} {settings[key]}" for name in names if (key := f"lightning.{name}") in settings]
-    count = next((row["ranks"] for row in reversed(run["checkpoints"]) if row.get("ranks")), None)
+    count = run["ranks"]
     return [", ".join([*([str(count)] if count else []), *chosen])] if count or chosen else []
 
 

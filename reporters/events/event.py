@@ -72,8 +72,10 @@ class Metadata(msgspec.Struct):
     git: Git | _Unset = msgspec.UNSET
     host: str | _Unset = msgspec.UNSET
     job: dict[str, Any] | _Unset = msgspec.UNSET
+    last_step: Annotated[int, msgspec.Meta(ge=0)] | _Unset = msgspec.UNSET
     notes: str | _Unset = msgspec.UNSET
     packages: dict[str, str] | _Unset = msgspec.UNSET
+    ranks: Annotated[int, msgspec.Meta(ge=1)] | _Unset = msgspec.UNSET
     seed: int | _Unset = msgspec.UNSET
     tags: list[str] | _Unset = msgspec.UNSET
 
@@ -103,8 +105,9 @@ class Started(_Common):
             dict[str, Any],
             msgspec.Meta(
                 description="How the attempt came to be: `command`, `git` (`commit`, `dirty`), `host`, `packages` "
-                "(versions by name), the job's `tags`, `notes` and `seed`, and its settings by dotted name (`job`). "
-                "Without secrets."
+                "(versions by name), the job's `tags`, `notes` and `seed`, and its settings by dotted name (`job`); "
+                "how many `ranks` train, and the `last_step` by its limits and its data, where both are known. Without "
+                "secrets."
             ),
         ]
         | _Unset

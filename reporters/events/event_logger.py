@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import uuid
@@ -27,7 +28,7 @@ from ...adapter.plumbing.run_metadata import metadata_of_module
 from .event import RESUMED_METRIC, finite_float
 from .event_log import EventLog
 
-__all__ = ["EventLogger", "RecordEvents"]
+__all__ = ["EventLogger", "RecordEvents", "last_step"]
 
 log = logging.getLogger(__name__)
 
@@ -225,8 +226,11 @@ class EventLogger(Logger):
     def _started_log(self) -> EventLog:
         event_log: EventLog = self.experiment
         if event_log.phase == "new":
-            module = None if self._trainer is None else self._trainer.lightning_module
-            event_log.started(metadata=metadata_of_module(module))
+            if self._trainer is None:
+                event_log.started(metadata=metadata_of_module(None))
+            else:
+                metadata = metadata_of_module(self._trainer.lightning_module)
+                event_log.started(metadata={**metadata, **_extent(self._trainer)})
         self._is_begun = True
         return event_log
 
@@ -301,6 +305,29 @@ class _HasEventLog(Protocol):
         ...
 
 
+def last_step(trainer: pl.Trainer) -> int | None:
+    """The step after which a fit ends, by ``max_steps`` and by the length of its data; None where neither is known.
+
+    Data without a length counts as data without an end.
+    """
+    limit = trainer.max_steps if trainer.max_steps > 0 else None
+    if trainer.max_epochs == -1:
+        return limit
+    module = trainer.lightning_module
+    if trainer.train_dataloader is None:  # the data is not set up yet
+        return None
+    if not module.automatic_optimization and not hasattr(module, "plugin"):
+        return limit  # a module that steps by itself does so any number of times in a batch
+    steps = trainer.estimated_stepping_batches
+    return int(steps) if 0 <= steps < math.inf else None
+
+
+def _extent(trainer: pl.Trainer) -> dict[str, int]:
+    """What ``started`` says of a fit besides how it came to be."""
+    last = last_step(trainer)
+    return {"ranks": trainer.world_size, **({} if last is None else {"last_step": last})}
+
+
 class RecordEvents(Callback):
     """Writes ``started``, ``checkpoint`` and ``sample`` events of a fit to an open log, on rank zero.
 
@@ -310,7 +337,7 @@ class RecordEvents(Callback):
 
     Args:
         event_log: An open log.
-        metadata: How the attempt came to be; goes into ``started``.
+        metadata: How the attempt came to be; goes into ``started``, with the number of ranks and `last_step`.
     """
 
     def __init__(self, event_log: EventLog, metadata: Mapping[str, Any] | None = None) -> None:
@@ -320,7 +347,7 @@ class RecordEvents(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.event_log.phase == "new":
-            self.event_log.started(metadata=self.metadata)
+            self.event_log.started(metadata={**(self.metadata or {}), **_extent(trainer)})
         if trainer.global_step:  # Lightning restores it after it last speaks to loggers
             self.event_log.metric(name=RESUMED_METRIC, value=trainer.global_step, step=trainer.global_step)
 

@@ -96,7 +96,18 @@ def test_without_a_loss_and_without_a_limit_the_line_has_neither(fit_plain, line
     shown = lines()
     assert len(shown) == 16
     assert shown[0] == "step 1  epoch 1/1"
-    assert all(re.fullmatch(r"step \d+  [\d.]+ steps/s  epoch 1/1", line) for line in shown[1:])
+    line = re.compile(r"step \d+  [\d.]+ steps/s(  eta 0:00:\d\d)?  epoch 1/1")
+    etas = [line.fullmatch(each)[1] for each in shown[1:]]
+    assert all(etas[:-1]), "by the length of the data"
+    assert etas[-1] is None
+
+
+def test_data_that_ends_before_the_last_step_ends_the_remaining_time_too(fit_plain, lines, monkeypatch):
+    times = iter(float(second) for second in range(100))
+    monkeypatch.setattr("genlight.callbacks.job_progress.time", SimpleNamespace(monotonic=lambda: next(times)))
+    fit_plain([JobProgress(line_every_s=1e-9)], steps=1000, max_epochs=1)  # 16 batches
+    shown = {match[1]: (match[2], match[5]) for match in map(LINE.fullmatch, lines())}
+    assert shown["4"] == ("1000", "0:00:12")
 
 
 def test_speed_counts_only_the_steps_of_this_attempt(fit, counting_trainer, lines, monkeypatch):

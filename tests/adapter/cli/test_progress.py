@@ -36,18 +36,21 @@ def test_ctrl_c_leaves_one_whole_bar_and_the_next_start_goes_on_with_a_true_rest
         assert "Traceback" not in screen
         assert terminal.received.rindex(b"\x1b[?25h") > terminal.received.rindex(b"\x1b[?25l"), "the cursor is back"
     with Terminal(["run", job], columns=160, cwd=tmp_path) as terminal:
-        terminal.shows(f"100,000 steps, after {int(stopped):,}", "steps/s  eta 0:")
+        terminal.shows("100,000 steps", f"going on after step {int(stopped):,}", "steps/s  eta 0:")
         terminal.press("\x03")
         assert terminal.ended() == 75
 
 
 def test_a_fit_has_the_same_bar_and_messages_stand_above_it(tmp_path):
     write_job(tmp_path, "x")
-    (tmp_path / "fit.yaml").write_text(FIT.replace("JOB", "{run_id: x, max_steps: 1000, hyperparams: {lr: 0.1}}"))
-    with Terminal(["fit", "--config", "fit.yaml"], columns=160, cwd=tmp_path) as terminal:
+    config = FIT.replace("JOB", "{run_id: x, max_steps: 1000, hyperparams: {lr: 0.1}}")
+    (tmp_path / "fit.yaml").write_text(config.replace("enable_model_summary: false", "enable_model_summary: true"))
+    with Terminal(["fit", "--config", "fit.yaml"], columns=160, rows=60, cwd=tmp_path) as terminal:
         assert terminal.ended() == 0
         lines = terminal.screen.splitlines()
         assert "Tiny: 3 parameters, cpu, 32-true, 1,000 steps" in lines
+        summary = next(number for number, line in enumerate(lines) if "Name" in line and "Params" in line)
+        assert lines.index("Tiny: 3 parameters, cpu, 32-true, 1,000 steps") < summary, "Lightning's own words follow"
         assert [line for line in lines if line.startswith("WARNING: the source of batches ended")], "above the bar"
         assert [line for line in lines if line.startswith("step 4/1000 ")], terminal.screen
         assert "Epoch" not in terminal.screen

@@ -129,6 +129,6 @@ def test_a_plain_fit_says_it_too(tmp_path, quiet):
 
     started = next(read_events(tmp_path / "events.jsonl"))
     record = read_record(tmp_path / "checkpoints" / "final.json")
-    assert started["metadata"] == record.metadata
+    assert started["metadata"] == {**record.metadata, "ranks": 1, "last_step": 2}
     assert record.metadata["packages"]["lightning"]
     assert record.metadata["host"]

@@ -68,6 +68,7 @@ def test_a_run_that_lives_is_stopped_saves_and_goes_on_when_started_again(tmp_pa
     wait_for_step(folder, 4)
     assert summary_of(folder).state == "running"
     assert summary_of(folder).left_s > 0
+    assert summary_of(folder).ranks == 1, "before there is a checkpoint"
 
     assert main(["stop", str(folder)]) == 0
     said = capsys.readouterr().out
