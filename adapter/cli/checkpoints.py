@@ -43,8 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="checkpoint (its .json or its name), or a folder of checkpoints")
     parser.add_argument("--json", action="store_true", help="list, verify, show: JSON, for other programs")
     parser.add_argument(
-        "--to", metavar="FILE", help="export: FILE.safetensors (weights alone), or FILE.ckpt (Lightning's format)"
+        "--to",
+        metavar="TARGET",
+        help="export: FILE.safetensors (weights alone), FILE.ckpt (Lightning's format), or FOLDER of a Hugging Face "
+        "model, which from_pretrained loads",
     )
+    parser.add_argument("--force", action="store_true", help="export: replace what is there")
     parser.add_argument(
         "--strip-prefix", default="", metavar="PREFIX", help="export: only weights with this prefix, and without it"
     )
@@ -257,20 +261,34 @@ def _text(value: Any) -> str:
 
 def _export(args: argparse.Namespace) -> int:
     path, target = find_checkpoint(args.path), Path(args.to or "")
-    if target.suffix not in (".safetensors", ".ckpt"):
-        return complain("checkpoints", "export needs --to FILE.safetensors or --to FILE.ckpt", _USAGE)
+    is_file = target.suffix in (".safetensors", ".ckpt")
+    is_other_file = target.suffix[1:].isalpha() or target.is_file()  # a folder may be llama-3.1
+    if not args.to or (is_other_file and not is_file):
+        text = "export needs --to FILE.safetensors or --to FILE.ckpt, or --to FOLDER for a Hugging Face model"
+        return complain("checkpoints", text, _USAGE)
     if target.suffix == ".ckpt" and args.strip_prefix:
-        return complain("checkpoints", "--strip-prefix is for FILE.safetensors; leave it out", _USAGE)
+        return complain("checkpoints", "--strip-prefix is for FILE.safetensors or FOLDER; leave it out", _USAGE)
+    if is_file and os.path.lexists(target) and not args.force:
+        return _is_there(target)
     # Only an export needs torch, whose import takes longer than any other action.
-    from ...callbacks.checkpoint.export import export_lightning, export_safetensors, read_base
+    from ...callbacks.checkpoint.export import export_lightning, export_pretrained, export_safetensors, read_base
 
     base = read_base(args.base) if args.base else None
-    if target.suffix == ".safetensors":
+    if target.suffix == ".ckpt":
+        written = export_lightning(path, target, base=base)
+    elif is_file:
         written = export_safetensors(path, target, strip_prefix=args.strip_prefix, base=base)
     else:
-        written = export_lightning(path, target, base=base)
+        try:
+            written = export_pretrained(path, target, strip_prefix=args.strip_prefix, base=base, replace=args.force)
+        except FileExistsError as error:
+            return _is_there(error.filename)
     say(written)
     return _SOUND
+
+
+def _is_there(path: str | Path) -> int:
+    return complain("checkpoints", f"{path} is there; name another place, or replace it by --force", _USAGE)
 
 
 def _time(record: CheckpointRecord) -> str:

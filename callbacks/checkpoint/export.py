@@ -1,4 +1,4 @@
-"""Checkpoints for other tools: one safetensors file, or a Lightning ``.ckpt``.
+"""Checkpoints for other tools: one safetensors file, a Lightning ``.ckpt``, or a folder for ``from_pretrained``.
 
 Each is whole or absent, like a checkpoint; the checkpoint is proven before anything is exported.
 """
@@ -6,6 +6,7 @@ Each is whole or absent, like a checkpoint; the checkpoint is proven before anyt
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import time
@@ -18,17 +19,19 @@ import safetensors.torch
 import torch
 
 from ...adapter.contract.exceptions import CheckpointError
-from ...adapter.plumbing.durable import TEMPORARY_PREFIX, fsync_directory, temporary_name
+from ...adapter.plumbing.durable import TEMPORARY_PREFIX, fsync_directory, temporary_name, write_bytes_durably
 from .capture import CONTRACT_KEY
 from .codec.tensor_bytes import bytes_of
 from .format.tensor_files import TORCH_TYPES, build_header
 from .loading import Base, load, load_weights
+from .pretrained import CONFIG_FILE, kept_configurations
 from .selection import find_checkpoint
 from .storage.files import write_file
 
-__all__ = ["export_lightning", "export_safetensors", "read_base"]
+__all__ = ["export_lightning", "export_pretrained", "export_safetensors", "read_base"]
 
 
+_PRETRAINED_WEIGHTS = "model.safetensors"
 _STALE_S = 600
 """How long nothing was written to a temporary file whose process may be one of another machine."""
 
@@ -59,6 +62,51 @@ def export_safetensors(
             f"the checkpoint at {path} has no weights named {strip_prefix}…; its first names are: {names}"
         )
     return _whole(target, lambda temporary: _write_weights(temporary, chosen))
+
+
+def export_pretrained(
+    path: str | os.PathLike[str],
+    target: Path,
+    *,
+    strip_prefix: str = "",
+    base: Base | None = None,
+    replace: bool = False,
+) -> Path:
+    """A Hugging Face model as the folder that ``from_pretrained`` loads: weights, configuration, tokenizer.
+
+    Each file is whole or absent, and ``config.json`` comes last.
+
+    Args:
+        path: The checkpoint, beside which `keep_configurations` has left what it needs.
+        target: The folder, which may have other files.
+        strip_prefix: Where the model hangs, as names of weights have it: ``model.``; empty where there is one model.
+        base: As of `export_safetensors`.
+        replace: Whether files that are there are replaced.
+
+    Raises:
+        CheckpointError: No configuration was kept, or that of several models; or as of `export_safetensors`.
+        BrokenCheckpointError: The checkpoint is not whole.
+        FileExistsError: One of the files is there, and `replace` is false.
+    """
+    kept = kept_configurations(Path(path).absolute().parent)
+    chosen = {name: folder for name, folder in kept.items() if strip_prefix in ("", f"{name}.")}
+    if len(chosen) != 1:
+        among = ", ".join(f"--strip-prefix {name}." for name in kept)
+        raise CheckpointError(
+            f"choose one of the models that were trained: {among}"
+            if kept
+            else f"beside {path} there is no configuration of a Hugging Face model: none was trained, or the "
+            "checkpoint was moved away from its folder `pretrained`. Export its weights with --to FILE.safetensors"
+        )
+    ((name, folder),) = chosen.items()
+    files = sorted(folder.iterdir(), key=lambda file: file.name == CONFIG_FILE)
+    for file in () if replace else (_PRETRAINED_WEIGHTS, *(each.name for each in files)):
+        if os.path.lexists(target / file):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target / file))
+    export_safetensors(path, target / _PRETRAINED_WEIGHTS, strip_prefix=f"{name}." if name else "", base=base)
+    for each in files:
+        write_bytes_durably(target / each.name, each.read_bytes())
+    return target.absolute()
 
 
 def export_lightning(path: str | os.PathLike[str], target: Path, *, base: Base | None = None) -> Path:

@@ -58,12 +58,15 @@ def with_position(loader: Any, world_size: int) -> Any:
     return PositionedLoader(loader) if is_plain and type(loader.sampler) in kinds else loader
 
 
-def keep_positions(trainer: pl.Trainer, at_first_batch: Callable[[], None]) -> None:
+def keep_positions(
+    trainer: pl.Trainer, at_first_batch: Callable[[], None], before_iterators: Callable[[], None]
+) -> None:
     """Have Lightning's own loop use the training loaders of `trainer` with positions, from the next fit on.
 
     Args:
         trainer: Before its loop has set up data. A loop of another class does it itself.
         at_first_batch: Called before a loader takes the first batch of a pass, which may draw random numbers.
+        before_iterators: Called once the loaders are there and have their positions.
     """
     loop = trainer.fit_loop
     if type(loop) is not FitLoop:
@@ -81,6 +84,7 @@ def keep_positions(trainer: pl.Trainer, at_first_batch: Callable[[], None]) -> N
         FitLoop._load_combined_loader_states(loop)
         if loop.restarting and loop.epoch_loop.batch_progress.is_last_batch:
             begin_and_leave(positioned)
+        before_iterators()
 
     vars(loop)["_load_combined_loader_states"] = load_states
 
@@ -186,7 +190,12 @@ class PositionedLoader(DataLoader[Any]):
         with isolated_random_numbers():
             begin()
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)  # the seed of workers comes first
-            rows = list(islice(iter(self.sampler), self._rows, None))
+            order = iter(self.sampler)
+            count = len(self.sampler)  # type: ignore[arg-type]
+            # A sampler of torch that is asked for more rows than it has draws once more: for a last batch that is not
+            # full, or by who takes batches until there is none.
+            is_asked = not self.drop_last and self.batch_size is not None and count % self.batch_size
+            rows = list(islice(order, self._rows, None if is_asked else count))
             drawn = [generator.get_state() for generator in generators]
             begin()
             rest: DataLoader[Any] = DataLoader(
@@ -206,7 +215,8 @@ class PositionedLoader(DataLoader[Any]):
             batches = iter(rest)
         for generator, state in zip(generators, drawn, strict=True):
             generator.set_state(state)
-        return batches
+        yield from batches
+        next(order, None)
 
     def _generators(self) -> list[torch.Generator]:
         """Those that the loader and its sampler were given; each once."""

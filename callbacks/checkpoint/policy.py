@@ -37,6 +37,7 @@ from .format.layout import FINAL_NAME, TRAINER_FOLDER, is_record_of_callback, lo
 from .format.record import CheckpointRecord, RecordMeta
 from .loader_position import forget_positions, keep_positions, put_positions_back, set_positions_aside
 from .plugins import give_back_plugin, install_plugin, rank_groups_of, save_through_plugin, url_faults
+from .pretrained import keep_configurations
 from .rank_state import ResumeState, capture_parts, stands_between_batches
 from .selection import WRITER, Kept, Listed, Retention, best_path, is_named, list_checkpoints, own_records
 from .sharded.rank_channel import ALONE, Channel
@@ -203,7 +204,11 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._store.base, self._store.notes_base = lambda: base_of(pl_module), self.weights == "trained"
         directory = self.place_under(trainer)
         if stage == "fit":
-            keep_positions(trainer, lambda: self._restore_rng_before_batch(trainer))
+            keep_positions(
+                trainer,
+                at_first_batch=lambda: self._restore_rng_before_batch(trainer),
+                before_iterators=lambda: self._resume.restore_generators(trainer),
+            )
             if trainer.is_global_zero:
                 sweep(directory)
 
@@ -224,6 +229,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             run_id = self.run.run_id or self._run_state.run_id
             self._kept.begin([record for record in own_records(listed) if record.run_id == run_id])
             self._begin_frozen(trainer, pl_module)
+            keep_configurations(self.directory, pl_module)
 
     def _check_directory(self, trainer: pl.Trainer, pl_module: pl.LightningModule, listed: list[Listed]) -> None:
         """Refuse to train where checkpoints cannot go, rather than to fail at the first of them. Collective.

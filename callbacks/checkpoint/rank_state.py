@@ -131,10 +131,14 @@ def restore_rng(state: dict[str, Any], generators: Sequence[torch.Generator] = (
         import numpy as np
 
         np.random.set_state(state["numpy"])
+    _restore_generators(state, generators)
+    return restore_random_states(state.get("devices", {}))
+
+
+def _restore_generators(state: dict[str, Any], generators: Sequence[torch.Generator]) -> None:
     saved = state.get("generators", [])
     for generator, generator_state in zip(generators, saved if len(saved) == len(generators) else (), strict=False):
         generator.set_state(generator_state.cpu())
-    return restore_random_states(state.get("devices", {}))
 
 
 def _gradients(module: pl.LightningModule) -> Iterator[tuple[str, torch.Tensor]]:
@@ -269,6 +273,8 @@ class ResumeState:
     def __init__(self) -> None:
         self._gradients: dict[str, Any] = {}
         self._rng: list[Any] | None = None
+        self._between_epochs: list[Any] | None = None
+        """Random states where the run goes on with a new epoch."""
         self.is_within_epoch = False
         """Whether the run goes on between two batches of an epoch."""
         self._elapsed_before_s = 0.0
@@ -293,6 +299,7 @@ class ResumeState:
             warn_of_lost_rng(lost, len(parts["rng"]), trainer.global_rank, trainer.world_size)
             if parts.get("is_between_batches"):
                 self._rng = parts["rng"]
+            self._between_epochs = None if self.is_within_epoch else parts["rng"]
 
     @property
     def restores_rng_at_first_batch(self) -> bool:
@@ -312,6 +319,12 @@ class ResumeState:
         if self.is_within_epoch and trainer.is_global_zero:
             warn_of_loaders_without_position(trainer)
         self.is_within_epoch = False
+
+    def restore_generators(self, trainer: pl.Trainer) -> None:
+        """Put those of loaders back where a new epoch begins, before its iterators draw from them."""
+        states, self._between_epochs = self._between_epochs, None
+        if states is not None and trainer.global_rank < len(states):
+            _restore_generators(states[trainer.global_rank], loader_generators(trainer))
 
     def restore_rng(self, trainer: pl.Trainer) -> None:
         """Put random states back; once, at the point from which a run draws as it did before."""

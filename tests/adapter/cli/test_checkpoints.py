@@ -131,16 +131,33 @@ def test_what_cannot_be_done_is_said_and_is_exit_code_2(tmp_path, monkeypatch, c
     assert capsys.readouterr().err.startswith("genlight checkpoints: ")
 
 
-@pytest.mark.parametrize("name", ["x.pt", "x.bin", "x.txt", "x"])
+@pytest.mark.parametrize("name", ["x.pt", "x.bin", "x.txt"])
 def test_a_target_whose_format_there_is_not_is_refused(checkpoints, tmp_path, capsys, name):
     assert call("export", checkpoints, "--to", tmp_path / name) == 2
     assert "export needs --to FILE.safetensors or --to FILE.ckpt" in capsys.readouterr().err
     assert not (tmp_path / name).exists()
 
 
+def test_a_folder_is_for_a_hugging_face_model(checkpoints, tmp_path, capsys):
+    assert call("export", checkpoints, "--to", tmp_path / "x") == 2
+    assert "no configuration of a Hugging Face model" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.ckpt"])
+def test_a_file_that_is_there_is_replaced_by_force_alone(tmp_path, capsys, name):
+    save(tmp_path / "plain", {"state_dict": {"w": torch.ones(2)}, "global_step": 3})
+    (tmp_path / name).write_text("mine")
+    assert call("export", tmp_path / "plain", "--to", tmp_path / name) == 2
+    assert f"{name} is there; name another place, or replace it by --force" in capsys.readouterr().err
+    assert (tmp_path / name).read_text() == "mine"
+    assert call("export", tmp_path / "plain", "--to", tmp_path / name, "--force") == 0
+    assert (tmp_path / name).read_bytes() != b"mine"
+
+
 def test_a_prefix_that_a_lightning_checkpoint_would_not_lose_is_refused(checkpoints, tmp_path, capsys):
     assert call("export", checkpoints, "--to", tmp_path / "x.ckpt", "--strip-prefix", "model.") == 2
-    assert "--strip-prefix is for FILE.safetensors; leave it out" in capsys.readouterr().err
+    assert "--strip-prefix is for FILE.safetensors or FOLDER; leave it out" in capsys.readouterr().err
     assert not (tmp_path / "x.ckpt").exists()
 
 

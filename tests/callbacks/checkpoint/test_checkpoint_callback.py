@@ -82,12 +82,15 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, make_trainer, make_net,
     assert equal(resumed, reference)
 
 
-@pytest.mark.parametrize("stop", [5, 10])
-def test_a_run_resumed_between_epochs_shuffles_as_it_would_have(tmp_path, make_trainer, make_net, stop):
-    """A loader of torch draws its order from the generator that dropout draws from too."""
+@pytest.mark.parametrize("stop", [3, 5, 10])
+@pytest.mark.parametrize("has_generator", [False, True])
+def test_a_resumed_run_shuffles_later_epochs_as_it_would_have(tmp_path, make_trainer, make_net, stop, has_generator):
+    """A loader of torch draws its order from the generator that dropout draws from too, or from one of its own."""
 
     def shuffled():
-        return DataLoader(torch.randn(20, 4, generator=torch.Generator().manual_seed(1)), batch_size=4, shuffle=True)
+        rows = torch.randn(20, 4, generator=torch.Generator().manual_seed(1))
+        generator = torch.Generator().manual_seed(3) if has_generator else None
+        return DataLoader(rows, batch_size=4, shuffle=True, generator=generator)
 
     reference = make_net()
     make_trainer(max_epochs=3).fit(reference, shuffled())
