@@ -43,7 +43,7 @@ from .format.tensor_files import (
 )
 from .sharded.rank_channel import Channel, first_problem, text_of
 from .sharded.slices import Box, make_whole
-from .storage.commit import SPACE_FOR_THE_REST, Staging, choose_folder, commit, require_space, stage
+from .storage.commit import SPACE_FOR_THE_REST, Staging, choose_folder, commit, move_older_final, require_space, stage
 from .storage.files import hash_file, naming_the_checkpoint, write_file
 
 __all__ = ["only_slices", "plan_save", "require_shared_directory", "write"]
@@ -175,6 +175,8 @@ def _publish(
         CheckpointError: Something that is not a checkpoint has its name.
         OSError: It could not be committed; the checkpoint that was there before still is.
     """
+    if captured.meta.final:
+        move_older_final(path, step=captured.step, run_id=captured.meta.run_id)
     folder = choose_folder(path)
     record = serialise_record(
         _relative_primary(captured.meta, staging),

@@ -1,13 +1,18 @@
-"""Setting checkpoints aside for a new start, killed at any moment, leaves each of them whole in one place."""
+"""Moving checkpoints, killed at any moment, leaves each of them whole in one place: aside, or to the name of a step."""
 
 import contextlib
 import itertools
 import os
+import shutil
+import tempfile
+from pathlib import Path
 
+import pytest
 import torch
 
 from genlight.adapter.run.resume import move_checkpoints_aside
-from genlight.callbacks.checkpoint import save, verify
+from genlight.callbacks.checkpoint import RecordMeta, save, sweep, verify
+from genlight.callbacks.checkpoint.storage import commit
 
 STEPS = (1, 2, 3)
 
@@ -36,3 +41,69 @@ def test_each_checkpoint_stays_whole_whenever_a_move_is_killed(tmp_path, inject,
         assert whole_steps(directory) == set(STEPS), (at, injector.names)
         assert [name for name in os.listdir(directory) if name.startswith("step-")] == []
     assert at > 2 * len(STEPS)
+
+
+@pytest.fixture
+def memory(tmp_path):
+    """A folder on a file system in memory, where a sync costs nothing."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    directory = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    yield directory
+    shutil.rmtree(directory)
+
+
+def save_final(directory, step, run_id="r"):
+    value = {"global_step": step, "state_dict": {"w": torch.full((3,), float(step))}}
+    save(directory / "final", value, meta=RecordMeta(run_id=run_id, final=True))
+
+
+def whole(directory):
+    """The step of each whole checkpoint, by name."""
+    return {record.stem: verify(record).step for record in directory.glob("*.json")}
+
+
+def test_the_older_final_is_whole_under_one_of_its_names_whenever_the_move_is_killed(
+    memory, inject, crash, crash_type, monkeypatch
+):
+    monkeypatch.setattr(commit, "_live", set())
+    for at in itertools.count(1):
+        directory = memory / str(at)
+        save_final(directory, 1)
+        with inject(crash, at) as injector, contextlib.suppress(crash_type):
+            save_final(directory, 2)
+        assert 1 in whole(directory).values(), (at, injector.names)
+        if injector.calls < at:
+            break
+
+        commit._live.clear()
+        sweep(directory)
+        if whole(directory).get("final") != 2:
+            save_final(directory, 2)  # by the next start
+        assert whole(directory) == {"final": 2, "step-00000001": 1}, (at, injector.names)
+        assert sorted(path.name for path in directory.iterdir() if path.is_dir()) == ["final", "step-00000001"]
+    assert at > 30
+
+
+def test_a_checkpoint_of_the_step_stays_and_one_of_another_run_or_of_a_later_step_is_replaced(tmp_path):
+    save_final(tmp_path, 1)
+    save(
+        tmp_path / "step-00000001", {"global_step": 1, "state_dict": {"w": torch.ones(3)}}, meta=RecordMeta(run_id="r")
+    )
+    before = (tmp_path / "step-00000001.json").read_bytes()
+    save_final(tmp_path, 2)
+    assert (tmp_path / "step-00000001.json").read_bytes() == before
+    save_final(tmp_path, 1)
+    save_final(tmp_path, 3, run_id="other")
+    assert whole(tmp_path) == {"final": 3, "step-00000001": 1}
+
+
+def test_what_cannot_be_moved_is_replaced_with_a_warning(tmp_path, caplog):
+    save_final(tmp_path, 1)
+    own = tmp_path / "step-00000001.json"
+    own.write_text("{}")
+    save_final(tmp_path, 2)
+    assert verify(tmp_path / "final.json").step == 2
+    assert own.read_text() == "{}"
+    assert "could not become" in caplog.text

@@ -254,6 +254,20 @@ def serialise_record(
     if len(body) > LARGEST_RECORD_BYTES - 100:
         hint = f"it takes {len(body):,} bytes of JSON, and a record has room for {LARGEST_RECORD_BYTES:,}; use tensors"
         raise UnstorableStateError("state_dict()", type(state).__name__, hint)
+    return _with_digest(body)
+
+
+def moved_record(data: bytes, folder: str) -> bytes:
+    """The bytes of the record `data` of a final checkpoint as those of its step, with its files in `folder`."""
+    content = json.loads(data)
+    before = f"{content['folder']}/"
+    files = [{**file, "path": f"{folder}/{file['path'].removeprefix(before)}"} for file in content["files"]]
+    content |= {"final": False, "folder": folder, "files": files}
+    del content["digest"]
+    return _with_digest(json.dumps(content, separators=(",", ":"), allow_nan=False)[:-1].encode())
+
+
+def _with_digest(body: bytes) -> bytes:
     return body + _DIGEST_MEMBER + digest_of(body).encode() + b'"}\n'
 
 

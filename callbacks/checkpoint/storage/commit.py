@@ -53,10 +53,11 @@ from ..format.layout import (
     name_of_folder,
     record_path,
     record_paths,
+    step_name,
 )
-from ..format.record import RECORD_MARKER, is_torch_file, read_record
+from ..format.record import RECORD_MARKER, CheckpointRecord, is_torch_file, moved_record, read_record
 from ..format.tensor_files import rank_of
-from .files import write_file
+from .files import verify_files, write_file
 
 __all__ = [
     "SPACE_FOR_THE_REST",
@@ -69,6 +70,7 @@ __all__ = [
     "delete_checkpoint",
     "folders_of_checkpoints",
     "is_checkpoint_file",
+    "move_older_final",
     "require_replaceable",
     "require_space",
     "stage",
@@ -283,6 +285,7 @@ def _existing(directory: Path, name: str) -> list[str]:
     return [entry for entry in sorted(os.listdir(directory)) if name in (entry, name_of_folder(entry))]
 
 
+_COPIED_AT_ONCE = 16 << 20
 SPACE_FOR_THE_REST = 1 << 20
 """Bytes beside tensors and JSON: headers, the record, folders."""
 
@@ -367,6 +370,69 @@ def commit(staging: Staging, folder: str, record: bytes) -> None:
     _try_to_unmark(target)
     for old in replaced:
         try_to_remove_data(old)
+
+
+def move_older_final(final: Path, *, step: int, run_id: str) -> None:
+    """Give the name of its step to the final checkpoint at `final`, if the run has gone on from it to `step`.
+
+    It is whole under one of its names at every moment: its files get second names first, and a record of its step.
+    Where a whole checkpoint of that step is there already, that one stays in its place. What cannot be moved is left to
+    be replaced, with a warning: the new end of the run is worth more.
+
+    Args:
+        final: The record that the new final checkpoint will have.
+        step: Completed steps of the new one.
+        run_id: Of the run that saves it; what another run left is replaced.
+    """
+    try:
+        old = read_record(final)
+    except (BrokenCheckpointError, OSError):
+        return
+    is_earlier_end = old.final and not old.is_old and old.run_id == run_id and old.step < step
+    if final.is_symlink() or not is_earlier_end or old.data_path is None:
+        return
+    target = final.with_name(f"{step_name(old.step)}.json")
+    try:
+        if not _is_whole(target):
+            _save_as(old, target)
+        delete_checkpoint(final)
+    except (CheckpointError, OSError) as error:
+        log.warning("%s is replaced, since it could not become %s: %s", final, target, error)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        verify_files(read_record(path))
+    except (BrokenCheckpointError, OSError):
+        return False
+    return True
+
+
+def _save_as(old: CheckpointRecord, target: Path) -> None:
+    """Commit the files of `old` once more, as the checkpoint of its step at `target`."""
+    assert old.data_path is not None
+    staging = stage(target)
+    try:
+        for name in [
+            *map(old.file_name, old.files),
+            *([SCORES_FILE] if (old.data_path / SCORES_FILE).is_file() else []),
+        ]:
+            copy = staging.path / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            _link_or_copy(old.data_path / name, copy)
+        folder = choose_folder(target)
+        commit(staging, folder, moved_record(old.path.read_bytes(), folder))
+    except BaseException:
+        staging.discard()
+        raise
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # no links here, too many of them, or not allowed to this user
+        with os.fdopen(open_regular(source), "rb") as file:
+            write_file(target, iter(lambda: file.read(_COPIED_AT_ONCE), b""))
 
 
 def delete_checkpoint(path: str | os.PathLike[str], claims: Claims | None = None) -> None:
