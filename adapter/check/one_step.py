@@ -25,6 +25,7 @@ from ..plumbing.finding import Finding, Level
 from ..plumbing.redaction import text_of
 from .batches import rank_feed
 from .isolation import quiet, where_raised
+from .snapshot import live_weights
 
 __all__ = ["one_step"]
 
@@ -126,12 +127,11 @@ def _of_gradients(discovered: Discovered, before: Mapping[str, torch.Tensor]) ->
 
 def _trained(discovered: Discovered) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of all optimizers, by path where a module has them."""
-    names = {id(value): f"{m.path}.{name}" for m in discovered.modules for name, value in m.value.named_parameters()}
+    names = {id(value): name for name, value in live_weights(discovered).items()}
     for found in discovered.optimizers:
-        for number, group in enumerate(found.value.param_groups):
-            for place, value in enumerate(group["params"]):
-                if value.requires_grad:
-                    yield names.get(id(value), f"{found.path}.param_groups[{number}][{place}]"), value
+        for place, value in enumerate(p for group in found.value.param_groups for p in group["params"]):
+            if value.requires_grad:
+                yield names.get(id(value), f"{found.path}[{place}]"), value
 
 
 def _listed(names: Sequence[str]) -> str:

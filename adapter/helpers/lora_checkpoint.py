@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -79,17 +80,21 @@ def save_trainable_module_checkpoint(
     """
     from safetensors.torch import save
 
+    from ...callbacks.checkpoint.codec.state_tree import encode
+
     directory = Path(output_dir)
     weights = {name: _storable(value) for name, value in module.named_parameters() if value.requires_grad}
     if not weights:
         raise CheckpointError(f"{type(module).__name__} has no parameter with requires_grad: there is nothing to save")
-    tensors: dict[str, torch.Tensor] = {}
+    beside = _Tensors({})
     holders = {"optimizer": optimizer, "scheduler": scheduler}
-    tree = {name: _split(holder.state_dict(), name, tensors) for name, holder in holders.items() if holder is not None}
+    tree = {
+        name: encode(holder.state_dict(), beside, root=name) for name, holder in holders.items() if holder is not None
+    }
 
     contents = {WEIGHTS_FILE: save(weights)}
     if tree:
-        contents |= {OPTIMIZER_TENSORS_FILE: save(tensors), OPTIMIZER_FILE: _json_bytes(tree)}
+        contents |= {OPTIMIZER_TENSORS_FILE: save(beside.tensors), OPTIMIZER_FILE: _json_bytes(tree)}
     paths = {"primary_path": WEIGHTS_FILE}
     if optimizer is not None:
         paths["optimizer_path"] = OPTIMIZER_TENSORS_FILE
@@ -170,61 +175,49 @@ def _storable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous()
 
 
-def _split(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """`value` as JSON, its tensors moved to `tensors` under their path.
+@dataclass(frozen=True)
+class _Tensors:
+    """The tensors and arrays of a tree, as the codec of checkpoints puts them apart and asks for them."""
 
-    What JSON cannot tell apart (tuples, keys that are not text, tensors) becomes an object with one key that starts
-    with a dollar sign.
-    """
-    import torch
+    tensors: dict[str, torch.Tensor]
+    """By their paths."""
 
-    if isinstance(value, torch.Tensor):
-        name = path if path not in tensors else f"{path}#{len(tensors)}"  # keys 1 and "1" make the same path
-        tensors[name] = _storable(value)
-        return {"$tensor": name}
-    if isinstance(value, Mapping):
-        entries = {key: _split(entry, f"{path}.{key}", tensors) for key, entry in value.items()}
-        plain = all(isinstance(key, str) and not key.startswith("$") for key in entries)
-        return entries if plain else {"$items": [[_split(key, path, tensors), entries[key]] for key in entries]}
-    if isinstance(value, list | tuple):
-        elements = [_split(element, f"{path}.{index}", tensors) for index, element in enumerate(value)]
-        return elements if isinstance(value, list) else {"$tuple": elements}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise UnstorableStateError(path, f"{type(value).__module__}.{type(value).__qualname__}")
+    def add_tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> dict[str, Any]:
+        from ...callbacks.checkpoint.codec.state_tree import format_path
 
+        name = format_path(path)
+        self.tensors[name] = _storable(tensor)
+        return {"name": name}
 
-def _join(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """What `_split` took apart."""
-    match value:
-        case {"$tensor": name}:
-            return tensors[name]
-        case {"$tuple": elements}:
-            return tuple(_join(element, tensors) for element in elements)
-        case {"$items": pairs}:
-            return {_join(key, tensors): _join(entry, tensors) for key, entry in pairs}
-        case dict():
-            return {key: _join(entry, tensors) for key, entry in value.items()}
-        case list():
-            return [_join(element, tensors) for element in value]
-    return value
+    def add_array(self, array: Any, path: tuple[Any, ...]) -> dict[str, Any]:
+        import torch
+
+        return self.add_tensor(torch.from_numpy(array), path)
+
+    def tensor(self, reference: dict[str, Any]) -> torch.Tensor:
+        return self.tensors[reference["name"]]
+
+    def array(self, reference: dict[str, Any]) -> Any:
+        return self.tensor(reference).numpy()
 
 
 def _read_states(directory: Path, facts: Mapping[str, Any], names: list[str]) -> tuple[Path, dict[str, Any]]:
     """The file that describes what trained the weights, and the state of each of `names`."""
-    file = directory / OPTIMIZER_FILE
+    from ...callbacks.checkpoint.codec.state_tree import decode
+
     if not names:
-        return file, {}
-    if PurePath(str(facts.get("optimizer_path"))).name == OLD_OPTIMIZER_FILE:
-        file = directory / OLD_OPTIMIZER_FILE
-        tree, tensors = {"optimizer": _read_torch(file)}, {}
-    else:
-        tree, tensors = _read_json(file), _read_tensors(directory / OPTIMIZER_TENSORS_FILE)
+        return directory / OPTIMIZER_FILE, {}
+    is_old = PurePath(str(facts.get("optimizer_path"))).name == OLD_OPTIMIZER_FILE
+    file = directory / (OLD_OPTIMIZER_FILE if is_old else OPTIMIZER_FILE)
+    tree = {"optimizer": _read_torch(file)} if is_old else _read_json(file)
     for name in names:
         if name not in tree:
             raise CheckpointError(f"{file} holds no {name}: it was saved without one")
+    if is_old:
+        return file, tree
+    tensors = _Tensors(_read_tensors(directory / OPTIMIZER_TENSORS_FILE))
     try:
-        return file, {name: _join(tree[name], tensors) for name in names}
+        return file, {name: decode(tree[name], tensors) for name in names}
     except KeyError as error:
         raise BrokenCheckpointError(directory.name, f"{OPTIMIZER_TENSORS_FILE} lacks {error.args[0]!r}") from None
 

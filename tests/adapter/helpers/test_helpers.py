@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from genlight.adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, UnstorableStateError
@@ -314,8 +312,8 @@ def test_a_tensor_that_the_description_refers_to_must_be_there(trained, tmp_path
     module, bundle = trained
     save_trainable_module_checkpoint(module, tmp_path, step=3, optimizer=bundle.optimizer)
     text = (tmp_path / "optimizer.json").read_text()
-    (tmp_path / "optimizer.json").write_text(text.replace("optimizer.state.2.exp_avg_sq", "optimizer.state.2.gone"))
-    with pytest.raises(BrokenCheckpointError, match=r"lacks 'optimizer.state.2.gone'"):
+    (tmp_path / "optimizer.json").write_text(text.replace("exp_avg_sq", "gone"))
+    with pytest.raises(BrokenCheckpointError, match=r'lacks .optimizer\["state"\]\[2\]\["gone"\]'):
         load_trainable_module_checkpoint(module, tmp_path, optimizer=bundle.optimizer)
 
 
@@ -340,9 +338,9 @@ def test_a_value_that_cannot_be_stored_is_named_and_the_old_checkpoint_stays(tra
     module, _ = trained
     save_trainable_module_checkpoint(module, tmp_path, step=3)
     before = (tmp_path / "checkpoint_meta.json").read_bytes()
-    with pytest.raises(UnstorableStateError, match=r"scheduler\.cache\.1: builtins\.object") as caught:
+    with pytest.raises(UnstorableStateError, match=r'scheduler\["cache"\]\[1\]: object') as caught:
         save_trainable_module_checkpoint(module, tmp_path, step=4, scheduler=Odd({"cache": [1, object()]}))
-    assert caught.value.path == "scheduler.cache.1"
+    assert caught.value.path == 'scheduler["cache"][1]'
     with pytest.raises(UnstorableStateError, match="tensor"):
         save_trainable_module_checkpoint(module, tmp_path, step=4, metadata={"tensor": torch.ones(1)})
     assert (tmp_path / "checkpoint_meta.json").read_bytes() == before
@@ -410,31 +408,3 @@ def test_schedulers_with_keys_that_are_no_text_and_infinite_values_come_back(tmp
         odd = Odd({})
         load_trainable_module_checkpoint(module, tmp_path / str(index), scheduler=odd)
         assert odd.loaded == expected
-
-
-trees = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.tuples(inner, inner)
-        | st.dictionaries(st.text(max_size=4) | st.integers(-3, 3) | st.sampled_from(["$tensor", "$items", "1"]), inner)
-    ),
-    max_leaves=10,
-)
-
-
-@settings(max_examples=60)
-@given(trees)
-def test_any_tree_of_plain_values_survives_the_split_into_json_and_tensors(tree):
-    tensors: dict[str, torch.Tensor] = {}
-    split = module_checkpoint._split(tree, "root", tensors)
-    back = module_checkpoint._join(json.loads(json.dumps(split)), tensors)
-    assert back == tree
-    assert repr(type(back)) == repr(type(tree))
-
-
-def test_tensors_under_keys_that_look_alike_stay_apart():
-    tensors: dict[str, torch.Tensor] = {}
-    tree = {1: torch.zeros(1), "1": torch.ones(1), "a.b": torch.full((1,), 2.0), "a": {"b": torch.full((1,), 3.0)}}
-    back = module_checkpoint._join(module_checkpoint._split(tree, "root", tensors), tensors)
-    assert [back[1].item(), back["1"].item(), back["a.b"].item(), back["a"]["b"].item()] == [0, 1, 2, 3]
