@@ -110,16 +110,16 @@ def _update_guard(
     scales: bool,
 ) -> UpdateGuard | None:
     callbacks = callbacks_of(trainer)
-    watch = next((c for c in callbacks if isinstance(c, WatchNonfinite) and c.policy == "skip"), None)
-    recover = next((c for c in callbacks if isinstance(c, Recover)), None)
-    if watch is None and recover is None:
+    judge: Recover | WatchNonfinite | None = next((c for c in callbacks if isinstance(c, Recover)), None)
+    if judge is None:
+        judge = next((c for c in callbacks if isinstance(c, WatchNonfinite) and c.policy == "skip"), None)
+    if judge is None:
         return None
-    if recover is not None and averaging is not None:
+    if isinstance(judge, Recover) and averaging is not None:
         _require_shared(discovered, averaging.shared)
     return UpdateGuard(
         discovered,
-        None if watch is None else functools.partial(watch.on_update, trainer),
-        judge=recover,
+        judge,
         group=None if averaging is None else averaging.group,
         shared=() if averaging is None else averaging.shared,
         rank_local=rank_local,

@@ -1,4 +1,4 @@
-"""Leaves out updates that are not finite: the policy ``skip`` of `WatchNonfinite`, and what `Recover` decides.
+"""Leaves out updates that `Recover`, or the policy ``skip`` of `WatchNonfinite`, decides against.
 
 A loss that is nan or infinite makes all gradients of its backward call nan. They are averaged over the ranks and
 accumulated like others, so that every rank sees them, and the update that they belong to is left out on all of them,
@@ -8,7 +8,7 @@ also where it comes some steps later, or after a resume.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +19,7 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from ...callbacks.finite import are_finite
-from ...callbacks.health.faults import UpdateFigures
+from ...callbacks.health.faults import UpdateFigures, as_maxima, from_maxima
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 from .step_part import BackwardCall, StepPart
@@ -28,8 +28,10 @@ __all__ = ["UpdateGuard", "UpdateJudge"]
 
 
 class UpdateJudge(Protocol):
-    """Decides about updates: `Recover`, of which the guard needs this and no more."""
+    """Decides about updates: `Recover` or `WatchNonfinite`, of which the guard needs this and no more."""
 
+    called_by: str
+    """How an error names what asks for it."""
     judges_losses: bool
     """Whether a loss that is finite can be a fault."""
     judges_norms: bool
@@ -41,8 +43,11 @@ class UpdateJudge(Protocol):
         """Whether an update is made; asked with the same figures on all ranks."""
         ...
 
-    def note_loss(self, loss: float | None) -> None:
-        """A step has ended, of which this is the largest loss on this rank; ``nan`` where one is not finite."""
+    def note_loss(self, loss: float | None, *, is_scaled: bool) -> None:
+        """A step has ended, of which this is the largest loss on this rank; ``nan`` where one is not finite.
+
+        `is_scaled` says that a gradient scaler leaves out updates, about which nobody was asked.
+        """
 
 
 class UpdateGuard(StepPart):
@@ -52,8 +57,7 @@ class UpdateGuard(StepPart):
 
     Args:
         discovered: What the trainer built.
-        tell: Called for each update, with ``left_out``; None calls nothing.
-        judge: Decides about updates; None leaves out those that are not finite.
+        judge: Decides about updates.
         group: Process group of the ranks.
         shared: Ids of the optimizers that all ranks step alike; empty on a single rank.
         rank_local: Ids of the parameters whose gradients are each rank's own.
@@ -67,18 +71,16 @@ class UpdateGuard(StepPart):
     def __init__(
         self,
         discovered: Discovered,
-        tell: Callable[..., None] | None,
+        judge: UpdateJudge,
         *,
-        judge: UpdateJudge | None = None,
         group: dist.ProcessGroup | None = None,
         shared: Collection[int] = (),
         rank_local: Collection[int] = (),
         scales: bool = False,
     ) -> None:
         self._scales = scales
-        self.may_skip = "on_nonfinite: skip" if judge is None else "Recover"
+        self.may_skip = judge.called_by
         _check_can_skip(discovered, f"`{self.may_skip}`")
-        self._tell = tell or _tell_nobody
         self._judge = judge
         self._group = group
         self._shared = shared
@@ -118,7 +120,7 @@ class UpdateGuard(StepPart):
     def before_update(self, optimizer: Optimizer) -> bool:
         if not self._scales and not self._is_to_be_made(optimizer):
             return False
-        factor = 1.0 if self._judge is None else self._judge.rate_factor
+        factor = self._judge.rate_factor
         if factor != 1.0:  # of which schedules see nothing
             self._rates = [(group, group["lr"]) for group in optimizer.param_groups]
             for group, rate in self._rates:
@@ -132,36 +134,27 @@ class UpdateGuard(StepPart):
         self._rates = []
 
     def _is_to_be_made(self, optimizer: Optimizer) -> bool:
-        """Whether the update of `optimizer` is made, on all ranks alike; if not, it is counted as left out.
-
-        Without a judge it is made where all its gradients are finite.
-        """
+        """Whether the update of `optimizer` is made, on all ranks alike."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [_dense(p.grad) for p in parameters if p.grad is not None]
         is_finite = are_finite(gradients)
+        norm = _norm(gradients) if is_finite and self._judge.judges_norms else None
+        loss = self._loss() if self._judge.judges_losses else None
+        figures = as_maxima(norm if is_finite else math.nan) + as_maxima(loss)
         is_shared = id(optimizer) in self._shared
-        must_ask = is_shared and any(map(self._is_of_this_rank, parameters))
-        if self._judge is None:
-            may_update = is_finite if not must_ask else self._largest([float(not is_finite)], parameters[0]) == [0.0]
-        else:
-            norm = _norm(gradients) if is_finite and self._judge.judges_norms else None
-            loss = self._loss() if self._judge.judges_losses else None
-            must_ask = must_ask or (is_shared and self._judge.judges_losses)
-            figures = _parts(None if is_finite else math.nan) + _parts(norm) + _parts(loss)
-            reduced = self._largest(figures, parameters[0]) if must_ask else figures
-            verdict, norm, loss = (_value(*reduced[at : at + 2]) for at in (0, 2, 4))
-            may_update = self._judge.may_update(UpdateFigures(loss, verdict if verdict is not None else norm))
+        if is_shared and (self._judge.judges_losses or any(map(self._is_of_this_rank, parameters))):
+            figures = self._largest(figures, parameters[0])
+        may_update = self._judge.may_update(UpdateFigures(from_maxima(figures[2:]), from_maxima(figures[:2])))
         self._has_left_out = self._has_left_out or not may_update
-        self._tell(left_out=not may_update)
         return may_update
 
     def _loss(self) -> float | None:
         """The largest loss of the backward calls of this step; ``nan`` where one is not finite."""
         if not self._losses:
             return None
-        values = torch.stack([loss.reshape(()).float() for loss in self._losses])
-        largest = float(values.max())  # of which nan is the largest
-        return largest if math.isfinite(largest) and are_finite(self._losses) else math.nan
+        losses = torch.stack([loss.reshape(()).float() for loss in self._losses])
+        largest, are_sound = torch.stack([losses.max(), losses.isfinite().all()]).tolist()
+        return float(largest) if are_sound else math.nan
 
     def _largest(self, values: list[float], like: Tensor) -> list[float]:
         """The largest of all ranks, one by one."""
@@ -177,12 +170,9 @@ class UpdateGuard(StepPart):
     @torch.no_grad()
     def end(self) -> None:
         """A step ends: its running statistics are those from before it, where it was not finite."""
-        is_finite = are_finite(self._losses)
-        if self._judge is not None:
-            self._judge.note_loss(self._loss())
-        elif self._scales:
-            self._tell(left_out=not is_finite)
-        if self._has_left_out or not is_finite:
+        loss = self._loss()
+        self._judge.note_loss(loss, is_scaled=self._scales)
+        if self._has_left_out or (loss is not None and math.isnan(loss)):
             for buffer, copy in self._saved:
                 buffer.copy_(copy)
 
@@ -191,23 +181,10 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient if gradient.layout == torch.strided else gradient.coalesce().values()
 
 
-def _tell_nobody(*, left_out: bool) -> None: ...
-
-
 def _norm(gradients: list[Tensor]) -> float:
     """L2 norm of all gradients; of sharded ones that of this rank's part."""
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     return float(torch.nn.utils.get_total_norm(local)) if local else 0.0
-
-
-def _parts(value: float | None) -> list[float]:
-    """A number as two of which the largest of all ranks can be taken: the number, and whether it is not finite."""
-    is_bad = value is not None and not math.isfinite(value)
-    return [-math.inf if value is None or is_bad else value, float(is_bad)]
-
-
-def _value(number: float, is_bad: float) -> float | None:
-    return math.nan if is_bad else None if number == -math.inf else number
 
 
 def _check_can_skip(discovered: Discovered, what: str) -> None:

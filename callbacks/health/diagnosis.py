@@ -187,9 +187,7 @@ class Diagnosis(Hook):
             return
         left = next_multiple(self._step, self.check_interval) - self._step
         if left <= TIMED_STEPS * stride:
-            self._probe.time_steps()
-        if left <= stride:
-            self._probe.watch_step()
+            self._probe.attach(is_last=left <= stride)
 
     def _detach(self) -> None:
         if self._probe is not None:

@@ -20,6 +20,8 @@ __all__ = [
     "Reading",
     "Rung",
     "UpdateFigures",
+    "as_maxima",
+    "from_maxima",
 ]
 
 FaultKind = Literal["nonfinite", "loss_spike", "exploding_gradients"]
@@ -170,6 +172,18 @@ class UpdateFigures:
     """The largest loss of the backward calls of this step so far, ``nan`` where one is not finite; None without one."""
     gradient_norm: float | None = None
     """L2 norm of all gradients, ``nan`` where one is not finite; None where nobody asks."""
+
+
+def as_maxima(value: float | None) -> list[float]:
+    """A number as two of which the largest of all ranks can be taken: the number, and whether it is not finite."""
+    is_bad = value is not None and not math.isfinite(value)
+    return [-math.inf if value is None or is_bad else value, float(is_bad)]
+
+
+def from_maxima(largest: Sequence[float]) -> float | None:
+    """The largest number of all ranks; ``nan`` where one is not finite, None where there is none."""
+    number, is_bad = largest
+    return math.nan if is_bad else None if number == -math.inf else number
 
 
 class FaultLog:

@@ -11,7 +11,8 @@ import platform
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -26,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from ..optimizer_state import with_step_hooks
 from .faults import Reading
 
-__all__ = ["Probe", "merged"]
+__all__ = ["Probe", "merged", "scaled_by"]
 
 LATENT_METRICS = {"latent_std": 1.0, "z_std": 1.0, "latent_var": 0.5, "z_var": 0.5}
 """Metrics for the spread of latent values, the first that is there counts, with the power that makes a deviation of
@@ -43,8 +44,31 @@ _Moment = float | torch.Event
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
+def _within_step(method: _Method) -> _Method:
+    """A method that torch calls within a step: what it raises goes to ``self._failures``, for the check to raise."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001  # raised by the check, under the policy of its callback
+            self._failures.append(error)
+
+    return call  # type: ignore[return-value]
+
+
 class Probe:
     """Reads the steps of this rank before a check: losses of all, times and batches of the last few, the last update.
+
+    - The update is read in hooks that torch's own optimizers call in their ``step``. So gradients are those that are
+      used: averaged over ranks, unscaled, clipped. An update that a gradient scaler leaves out is not seen.
+    - A time is that from one update to the last gradient before the next. Ranks leave the update together, as it needs
+      the gradients of all, and wait for each other again once the last gradient is there. In between are the update,
+      callbacks, data, forward and backward of this rank alone. Of sharded modules, whose ranks also meet in between, it
+      says little.
+    - Of all modules without children the outputs are read, and the gradients that come back to them; each is one
+      reduction on its device. The gradient at an output comes out of the backward of what follows: where it is the
+      first that is not finite, the module that was passed just before is named.
 
     Args:
         trainer: The trainer, set up.
@@ -55,39 +79,68 @@ class Probe:
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, *, most_losses: int, traces: bool) -> None:
         self._trainer = trainer
-        self._traces = traces
         self._device = trainer.strategy.root_device
+        self._traces = traces
+        given: Sequence[Any] = trainer.optimizers
+        optimizers = [optimizer for optimizer in given if isinstance(optimizer, Optimizer)]
+        self._optimizers = with_step_hooks(optimizers)
+        updated = {id(p) for optimizer in optimizers for p in _parameters(optimizer)}
+        named = {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) in updated}
+        self._names = list(named)
+        self._index = {id(p): index for index, p in enumerate(named.values())}
+        self._first: Any = next(iter(named.values()), None)
+        """The parameter whose gradient comes last: the first that a forward uses."""
+        self._parts = [(name, part) for name, part in module.named_modules() if name and not any(part.children())]
+        self._is_attached = False
+        self._handles: list[RemovableHandle] = []
+        self._traced: list[RemovableHandle] = []
+        self._node: Node | None = None
         self._failures: list[Exception] = []
         """What went wrong within a step."""
-        parameters = dict(module.named_parameters())
-        self._updates = UpdateWatch(trainer.optimizers, parameters, self._failures)
-        first = next((parameters[name] for name in self._updates.names), None)
-        self._clock = StepClock(self._updates.optimizers, first, self._device, self._failures)
-        self._modules = ModuleTrace(module, self._device, self._failures)
         self._losses: deque[tuple[int, Any]] = deque(maxlen=most_losses)
         self._batches: list[list[torch.Tensor] | None] = []
         """Fingerprints of the last two."""
-        self._is_timed = False
+        self._began: _Moment | None = None
+        self._spans: list[tuple[_Moment, _Moment]] = []
+        self._forward: list[tuple[str, torch.Tensor]] = []
+        self._backward: list[tuple[str, torch.Tensor]] = []
+        self._steps: list[_TracedStep] = []
+        self._forget_update(reads_next=False)
         if traces:
-            self._modules.attach()
+            self._trace_modules()
 
-    def time_steps(self) -> None:
-        """Measure times, and look at batches, from now on."""
-        if not self._is_timed:
-            self._is_timed = True
-            self._clock.attach()
+    def attach(self, *, is_last: bool) -> None:
+        """Watch the next step: its time and its batch, and in the last one before a check its update and modules."""
+        self._forget_update(reads_next=is_last)
+        if is_last:
+            self._trace_modules()
+        if self._is_attached:
+            return
+        self._is_attached = True
+        self._spans, self._began = [], None
+        for optimizer in self._optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_update))
+            self._handles.append(optimizer.register_step_post_hook(self._after_update))
+        if isinstance(self._first, DTensor):  # FSDP 2 gives it its gradient, and calls these hooks, by itself
+            hook = self._first.register_post_accumulate_grad_hook(self._note_last_gradient)  # type: ignore[no-untyped-call]
+            self._handles.append(hook)
+        elif self._first is not None and self._first.is_leaf:
+            # A hook of the node: one of the parameter could be the class's own, and would be refused under DDP. A
+            # parameter holds its node weakly.
+            self._node = get_gradient_edge(self._first).node
+            self._handles.append(self._node.register_hook(self._note_last_gradient))
 
-    def watch_step(self) -> None:
-        """Look at the update and the modules of the next step."""
-        self._updates.attach()
-        self._modules.attach()
+    def _trace_modules(self) -> None:
+        if not self._traced:
+            for name, part in self._parts:
+                self._traced.append(part.register_forward_hook(functools.partial(self._note_output, name)))
 
     def detach(self) -> None:
         """Leave optimizers, modules and parameters as they were."""
-        self._is_timed = False
-        self._clock.detach()
-        self._updates.detach()
-        self._modules.detach()
+        for handle in (*self._handles, *self._traced):
+            handle.remove()
+        self._handles, self._traced, self._node = [], [], None
+        self._is_attached = False
 
     def step_ended(self, step: int, outputs: Any, batch: Any) -> None:
         """Take over what a step gave."""
@@ -97,9 +150,14 @@ class Probe:
             self._losses.append((step, loss.detach().mean().clone()))
         elif isinstance(loss, int | float):
             self._losses.append((step, float(loss)))
-        if self._is_timed:
+        if self._is_attached:
             self._batches = [*self._batches[-1:], fingerprint(batch)]
-        self._modules.step_ended(step)
+        if self._forward:
+            self._steps.append(_TracedStep(step, self._on_device(self._forward), self._on_device(self._backward)))
+        self._forward, self._backward = [], []
+
+    def _on_device(self, seen: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        return [(name, value.to(self._device, non_blocking=True)) for name, value in seen]
 
     def read(self, step: int, outputs: Any) -> Reading:
         """What this rank has seen since the last call, the step with these `outputs` the last; waits for the device.
@@ -114,46 +172,45 @@ class Probe:
         finally:
             self._losses.clear()
             self._failures.clear()
-            self._modules.steps.clear()
+            self._steps.clear()
             self.detach()
             if self._traces:
-                self._modules.attach()
+                self._trace_modules()
 
     def _reading(self, step: int, outputs: Any) -> Reading:
         latent = _latent(self._trainer, outputs)
-        updates, modules = self._updates, self._modules
         prints = [
             None if print_ is None else torch.stack([p.to(self._device) for p in print_]).sum()
             for print_ in self._batches
         ]
         read = _on_host(
             self._device,
-            norms=[norms for _, norms in updates.norms],
-            updated=updates.updated,
-            weights=updates.weights,
+            norms=[norms for _, norms in self._norms],
+            updated=self._updated,
+            weights=self._weights,
             losses=_stacked([loss for _, loss in self._losses if isinstance(loss, torch.Tensor)]),
             latent=[] if latent is None else [torch.as_tensor(latent[1]).reshape(-1)[:1]],
-            forward=[values for seen in modules.steps for values in _stacked(seen[1])],
-            backward=[values for seen in modules.steps for values in _stacked(seen[2])],
+            forward=[values for seen in self._steps for values in _stacked([value for _, value in seen.forward])],
+            backward=[values for seen in self._steps for values in _stacked([value for _, value in seen.backward])],
             prints=[each for each in prints if each is not None],
         )
-        weights = math.hypot(*read["weights"])
-        updated = math.hypot(*read["updated"])
+        weights, updated = math.hypot(*read["weights"]), math.hypot(*read["updated"])
         measured = iter(read["losses"])
         losses = [(at, next(measured) if isinstance(loss, torch.Tensor) else loss) for at, loss in self._losses]
-        forward, backward, origin_step = modules.origin(read["forward"], read["backward"])
+        forward, backward, origin_step = _origin(self._steps, iter(read["forward"]), iter(read["backward"]))
         is_known = len(prints) == 2 and None not in prints
+        spans = [_between(*span) for span in self._spans]
         return Reading(
             step=step,
-            gradient_norms=updates.norms_by_name(read["norms"]),
+            gradient_norms=self._norms_by_name(read["norms"]),
             update_ratio=updated / weights
             if read["weights"] and 0 < weights < math.inf and updated < math.inf
             else None,
             weights_are_finite=math.isfinite(weights),
             losses=[(at, loss if math.isfinite(loss) else math.nan) for at, loss in losses],
-            highest_rate=updates.highest_rate,
+            highest_rate=self._highest_rate,
             latent=None if latent is None else (latent[0], _deviation(latent[0], read["latent"])),
-            step_seconds=[self._clock.seconds()],
+            step_seconds=[statistics.median(spans) if spans else None],
             hosts=[platform.node()],
             repeats_batch=is_known and read["prints"][0] == read["prints"][1],
             batch=read["prints"][-1] if is_known else None,
@@ -161,6 +218,122 @@ class Probe:
             backward_origin=backward,
             origin_step=origin_step,
         )
+
+    def _norms_by_name(self, norms: Sequence[float]) -> dict[str, float]:
+        """The norm of each parameter's gradient, 0 where it had none, nan if not finite; nothing without an update."""
+        indices = [index for members, _ in self._norms for index in members]
+        found = {self._names[index]: norm for index, norm in zip(indices, norms, strict=True)}
+        given = {name: found.get(name, 0.0) for name in self._names} if self._is_updated else {}
+        return {name: norm if math.isfinite(norm) else math.nan for name, norm in given.items()}
+
+    # The hooks, which torch calls within a step.
+
+    def _forget_update(self, *, reads_next: bool) -> None:
+        self._reads_update = reads_next
+        self._is_updated = False
+        self._norms: list[tuple[list[int], torch.Tensor]] = []
+        """Indices of parameters, and L2 norms of their gradients."""
+        self._before: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._updated: list[torch.Tensor] = []
+        """Norms of samples of what the update changed."""
+        self._weights: list[torch.Tensor] = []
+        """Norms of these samples before it."""
+        self._highest_rate: float | None = None
+
+    @_within_step
+    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._began = self._now()
+        if not self._reads_update:
+            return
+        self._is_updated = True
+        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        self._highest_rate = max([*rates, *([] if self._highest_rate is None else [self._highest_rate])], default=None)
+        used = [p for p in _parameters(optimizer) if id(p) in self._index and p.grad is not None]
+        groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = defaultdict(list)
+        for parameter in used:
+            gradient = _local(parameter.grad)
+            groups[gradient.device, gradient.dtype].append((self._index[id(parameter)], gradient))
+        for members in groups.values():
+            self._norms.append(([index for index, _ in members], _norms([gradient for _, gradient in members])))
+        samples = [_sample(parameter) for parameter in used[:: -(-len(used) // MOST_COMPARED) or 1]]
+        self._before[id(optimizer)] = [(sample, sample.clone()) for sample in samples if sample.numel()]
+
+    @_within_step
+    def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        groups: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        for sample, before in self._before.pop(id(optimizer), ()):
+            groups[sample.device, sample.dtype].append((sample, before))
+        for members in groups.values():
+            copies = [copy for _, copy in members]
+            self._updated.append(_norms(torch._foreach_sub([sample for sample, _ in members], copies)))
+            self._weights.append(_norms(copies))
+
+    @_within_step
+    def _note_last_gradient(self, *_: Any) -> None:
+        if self._began is not None:
+            self._spans.append((self._began, self._now()))
+            self._began = None
+
+    def _now(self) -> _Moment:
+        if self._device.type in ("cpu", "mps"):  # MPS has events, but none that belong to a stream
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    @_within_step
+    def _note_output(self, name: str, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():  # an evaluation, or the first pass of a checkpointed one
+            return
+        for tensor in _floating(output):
+            self._forward.append((name, _largest(tensor)))
+            if tensor.requires_grad:
+                tensor.register_hook(functools.partial(self._note_gradient, name))  # type: ignore[no-untyped-call]
+
+    @_within_step
+    def _note_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        self._backward.append((name, _largest(gradient)))
+
+
+@dataclass(frozen=True)
+class _TracedStep:
+    """The largest magnitudes of outputs and of gradients of a step, each with its module, in their order."""
+
+    step: int
+    forward: list[tuple[str, torch.Tensor]]
+    backward: list[tuple[str, torch.Tensor]]
+
+
+def _origin(
+    steps: Sequence[_TracedStep], forward: Iterator[float], backward: Iterator[float]
+) -> tuple[str | None, str | None, int | None]:
+    """The first module whose output, or else whose backward, was not finite, and its step.
+
+    Args:
+        steps: What was traced.
+        forward: The values of its outputs, one step after the other.
+        backward: Those of its gradients.
+    """
+    for traced in steps:
+        bad_outputs = [not math.isfinite(next(forward)) for _ in traced.forward]
+        bad_gradients = [not math.isfinite(next(backward)) for _ in traced.backward]
+        if True in bad_outputs:
+            return traced.forward[bad_outputs.index(True)][0], None, traced.step
+        if True in bad_gradients:
+            names = ["the loss", *(name for name, _ in traced.backward)]
+            return None, names[bad_gradients.index(True)], traced.step
+    return None, None, None
+
+
+def scaled_by(trainer: pl.Trainer, module: Any) -> str:
+    """What scales losses, and leaves out updates by itself, in words; empty where nothing does."""
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        return "16-mixed, which leaves out updates by itself"
+    return (
+        "a gradient scaler of the trainer's own"
+        if getattr(module, "discovered", None) and module.discovered.scalers
+        else ""
+    )
 
 
 def merged(readings: Sequence[Reading], *, shares_data: bool) -> Reading:
@@ -249,106 +422,6 @@ def _deviation(name: str, value: Sequence[float]) -> float:
     return math.inf if math.isnan(number) else max(number, 0.0) ** LATENT_METRICS[name.rpartition("/")[2]]
 
 
-def _within_step(method: _Method) -> _Method:
-    """A method that torch calls within a step: what it raises goes to ``self.failures``, for the check to raise."""
-
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            method(self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001  # raised by the check, under the policy of its callback
-            self.failures.append(error)
-
-    return call  # type: ignore[return-value]
-
-
-class UpdateWatch:
-    """Reads what optimizers are about to use, in hooks that torch's own optimizers call in their ``step``.
-
-    So gradients are those that are used: averaged over ranks, unscaled, clipped. An update that a gradient scaler
-    leaves out is not seen. Nothing here waits for a device.
-
-    Attributes:
-        names: The parameters that are updated.
-        norms: Their indices, and L2 norms of their gradients.
-        updated: Norms of samples of what the update changed.
-        weights: Norms of these samples before it.
-        highest_rate: Learning rate of the update, the highest of all groups; None without an update.
-
-    Args:
-        optimizers: Those of the run; others than torch's are left out.
-        parameters: The parameters that may be in them.
-        failures: Takes what goes wrong within a step.
-    """
-
-    def __init__(
-        self, optimizers: Iterable[Any], parameters: Mapping[str, torch.nn.Parameter], failures: list[Exception]
-    ) -> None:
-        self.failures = failures
-        self.optimizers = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]
-        updated = {id(p) for optimizer in self.optimizers for p in _parameters(optimizer)}
-        named = {id(p): name for name, p in parameters.items() if p.requires_grad and id(p) in updated}
-        self.names = list(named.values())
-        self._index = {key: index for index, key in enumerate(named)}
-        self._handles: list[RemovableHandle] = []
-        self._before: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._forget()
-
-    def _forget(self) -> None:
-        self.norms: list[tuple[list[int], torch.Tensor]] = []
-        self.updated: list[torch.Tensor] = []
-        self.weights: list[torch.Tensor] = []
-        self.highest_rate: float | None = None
-        self._is_seen = False
-        self._before.clear()
-
-    def attach(self) -> None:
-        """Watch updates from now on, and forget those that were watched before."""
-        self._forget()
-        if not self._handles:
-            for optimizer in with_step_hooks(self.optimizers):
-                self._handles.append(optimizer.register_step_pre_hook(self._before_update))
-                self._handles.append(optimizer.register_step_post_hook(self._after_update))
-
-    def detach(self) -> None:
-        """Watch no longer."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def norms_by_name(self, norms: Sequence[float]) -> dict[str, float]:
-        """The norm of each parameter's gradient, 0 where it had none, nan if not finite; nothing without an update."""
-        indices = [index for members, _ in self.norms for index in members]
-        found = {self.names[index]: norm for index, norm in zip(indices, norms, strict=True)}
-        given = {name: found.get(name, 0.0) for name in self.names} if self._is_seen else {}
-        return {name: norm if math.isfinite(norm) else math.nan for name, norm in given.items()}
-
-    @_within_step
-    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._is_seen = True
-        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        self.highest_rate = max([*rates, *([] if self.highest_rate is None else [self.highest_rate])], default=None)
-        used = [p for p in _parameters(optimizer) if id(p) in self._index and p.grad is not None]
-        groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = defaultdict(list)
-        for parameter in used:
-            gradient = _local(parameter.grad)
-            groups[gradient.device, gradient.dtype].append((self._index[id(parameter)], gradient))
-        for members in groups.values():
-            self.norms.append(([index for index, _ in members], _norms([gradient for _, gradient in members])))
-        samples = [_sample(parameter) for parameter in used[:: -(-len(used) // MOST_COMPARED) or 1]]
-        self._before[id(optimizer)] = [(sample, sample.clone()) for sample in samples if sample.numel()]
-
-    @_within_step
-    def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        groups: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
-        for sample, before in self._before.pop(id(optimizer), ()):
-            groups[sample.device, sample.dtype].append((sample, before))
-        for members in groups.values():
-            copies = [copy for _, copy in members]
-            self.updated.append(_norms(torch._foreach_sub([sample for sample, _ in members], copies)))
-            self.weights.append(_norms(copies))
-
-
 def _parameters(optimizer: Optimizer) -> list[torch.nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -376,85 +449,6 @@ def _norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(list(torch._foreach_norm(list(tensors))))
 
 
-class ModuleTrace:
-    """Watches the outputs of all modules without children, and the gradients that come back to these outputs.
-
-    Each is one reduction on its device, which nothing waits for. The gradient at an output comes out of the backward
-    of what follows: where it is the first that is not finite, the module that was passed just before is named.
-
-    Attributes:
-        steps: Each step that was watched: magnitudes of outputs and of gradients, and the modules that they belong to.
-
-    Args:
-        module: Whose modules are watched, by their names in it.
-        device: Where magnitudes are kept.
-        failures: Takes what goes wrong within a step.
-    """
-
-    def __init__(self, module: torch.nn.Module, device: torch.device, failures: list[Exception]) -> None:
-        self.failures = failures
-        self.steps: list[tuple[int, list[torch.Tensor], list[torch.Tensor], list[str], list[str]]] = []
-        self._parts = [(name, part) for name, part in module.named_modules() if name and not any(part.children())]
-        self._device = device
-        self._handles: list[RemovableHandle] = []
-        self._forward: list[tuple[str, torch.Tensor]] = []
-        self._backward: list[tuple[str, torch.Tensor]] = []
-
-    def attach(self) -> None:
-        """Watch from now on."""
-        if not self._handles:
-            for name, part in self._parts:
-                self._handles.append(part.register_forward_hook(functools.partial(self._note_output, name)))
-
-    def detach(self) -> None:
-        """Watch no longer."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def step_ended(self, step: int) -> None:
-        """Keep what was seen since the last call, if anything was, as that of `step`."""
-        if self._forward:
-            seen = [
-                [value.to(self._device, non_blocking=True) for _, value in each]
-                for each in (self._forward, self._backward)
-            ]
-            names = [[name for name, _ in each] for each in (self._forward, self._backward)]
-            self.steps.append((step, seen[0], seen[1], names[0], names[1]))
-        self._forward.clear()
-        self._backward.clear()
-
-    def origin(self, forward: Sequence[float], backward: Sequence[float]) -> tuple[str | None, str | None, int | None]:
-        """The first module whose output, or else whose backward, was not finite, and its step.
-
-        Args:
-            forward: The magnitudes of outputs of all `steps`, one step after the other.
-            backward: Those of gradients.
-        """
-        forwards, backwards = iter(forward), iter(backward)
-        for step, _, _, outputs, gradients in self.steps:
-            bad_outputs = [not math.isfinite(next(forwards)) for _ in outputs]
-            bad_gradients = [not math.isfinite(next(backwards)) for _ in gradients]
-            if True in bad_outputs:
-                return outputs[bad_outputs.index(True)], None, step
-            if True in bad_gradients:
-                return None, ["the loss", *gradients][bad_gradients.index(True)], step
-        return None, None, None
-
-    @_within_step
-    def _note_output(self, name: str, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():  # an evaluation, or the first pass of a checkpointed one
-            return
-        for tensor in _floating(output):
-            self._forward.append((name, _largest(tensor)))
-            if tensor.requires_grad:
-                tensor.register_hook(functools.partial(self._note_gradient, name))  # type: ignore[no-untyped-call]
-
-    @_within_step
-    def _note_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        self._backward.append((name, _largest(gradient)))
-
-
 def _floating(output: Any) -> Iterator[torch.Tensor]:
     if isinstance(output, torch.Tensor):
         if output.is_floating_point() and output.numel() and output.layout == torch.strided:
@@ -471,81 +465,6 @@ def _largest(tensor: torch.Tensor) -> torch.Tensor:
     """The largest magnitude, nan where there is one; a sum of squares could overflow."""
     largest: torch.Tensor = torch.linalg.vector_norm(tensor.detach(), float("inf")).float()
     return largest
-
-
-class StepClock:
-    """Measures from one update to the last gradient before the next.
-
-    Ranks leave the update together, as it needs the gradients of all, and wait for each other again once the last
-    gradient is there. In between are the update, callbacks, data, forward and backward of this rank alone. Of sharded
-    modules, whose ranks also meet in between, it says little.
-
-    Args:
-        optimizers: Torch's optimizers of the run.
-        first: The parameter whose gradient comes last: the first that a forward uses.
-        device: What trains; of an accelerator its own time is measured.
-        failures: Takes what goes wrong within a step.
-    """
-
-    def __init__(
-        self,
-        optimizers: list[Optimizer],
-        first: torch.nn.Parameter | None,
-        device: torch.device,
-        failures: list[Exception],
-    ) -> None:
-        self.failures = failures
-        self._optimizers = optimizers
-        self._first = first
-        self._device = device
-        self._handles: list[RemovableHandle] = []
-        self._node: Node | None = None
-        self._began: _Moment | None = None
-        self._spans: list[tuple[_Moment, _Moment]] = []
-
-    def attach(self) -> None:
-        """Measure from now on, and forget what was measured before."""
-        self._spans.clear()
-        self._began = None
-        if not self._handles and self._first is not None and self._first.is_leaf:
-            if isinstance(self._first, DTensor):  # FSDP 2 gives it its gradient, and calls these hooks, by itself
-                handle = self._first.register_post_accumulate_grad_hook(self._end)  # type: ignore[no-untyped-call]
-            else:
-                # A hook of the node: one of the parameter could be the class's own, and would be refused under DDP. A
-                # parameter holds its node weakly.
-                self._node = get_gradient_edge(self._first).node
-                handle = self._node.register_hook(self._end)
-            self._handles.append(handle)
-            self._handles += [o.register_step_pre_hook(self._begin) for o in with_step_hooks(self._optimizers)]
-
-    def detach(self) -> None:
-        """Measure no longer."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._node = None
-
-    def seconds(self) -> float | None:
-        """The median of what was measured; None where that is nothing. Waits for an accelerator."""
-        spans = [_between(*span) for span in self._spans]
-        return statistics.median(spans) if spans else None
-
-    @_within_step
-    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._began = self._now()
-
-    @_within_step
-    def _end(self, *_: Any) -> None:
-        if self._began is not None:
-            self._spans.append((self._began, self._now()))
-            self._began = None
-
-    def _now(self) -> _Moment:
-        if self._device.type in ("cpu", "mps"):  # MPS has events, but none that belong to a stream
-            return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device))
-        return event
 
 
 def _between(began: _Moment, ended: _Moment) -> float:

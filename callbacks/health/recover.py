@@ -25,7 +25,18 @@ from ..hook.events import callbacks_of, fire, run_state_of
 from ..hook.figures import FIGURES_FIELD, log_to_loggers, publish_figures
 from ..hook.hook import Hook, ending_the_run
 from ..telemetry.run_events import RunEvents, run_id_of
-from .faults import FAULT_KINDS, RUNGS, Fault, History, Limits, Rung, UpdateFigures
+from .faults import (
+    FAULT_KINDS,
+    RUNGS,
+    Fault,
+    History,
+    Limits,
+    Rung,
+    UpdateFigures,
+    as_maxima,
+    from_maxima,
+)
+from .readings import scaled_by
 from .roll_back import Target, abandon_later, last_good_checkpoint, position_of_data, restore
 from .rules import faults_of_update
 from .watch_nonfinite import WatchNonfinite
@@ -166,6 +177,7 @@ class Recover(Hook):
     writes = ("rolls_back", FIGURES_FIELD)
     _of_this_process = frozenset({"_trainer"})
     _trainer: pl.Trainer | None = None
+    called_by = "Recover"
 
     def __init__(
         self,
@@ -257,7 +269,7 @@ class Recover(Hook):
         self._has_left_out = self._has_left_out or bool(found)
         return not found
 
-    def note_loss(self, loss: float | None) -> None:
+    def note_loss(self, loss: float | None, *, is_scaled: bool) -> None:
         """A step has ended, of which this is the largest loss on this rank; ``nan`` where one is not finite."""
         self._loss = loss
 
@@ -271,7 +283,7 @@ class Recover(Hook):
         found = {fault.kind: fault for fault in (*of_loss, *self._found)}
         if found and not self._has_left_out:
             # Gradients that wait for the end of a window; a scaler leaves out its updates by itself.
-            self._leaves_out_next = not _scales(trainer, pl_module)
+            self._leaves_out_next = not scaled_by(trainer, pl_module)
         if not self._has_left_out and not found:
             self.history.add_update(loss if self.judges_losses else None, self._norm)
         self._forget_step()
@@ -381,15 +393,8 @@ class Recover(Hook):
 
 def _of_all_ranks(trainer: pl.Trainer, loss: float | None) -> float | None:
     """The largest loss of all ranks, ``nan`` where one is not finite; the same on all."""
-    is_bad = loss is not None and not math.isfinite(loss)
-    values = [-math.inf if loss is None or is_bad else loss, float(is_bad)]
-    vector = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
-    largest, bad = trainer.strategy.reduce(vector, reduce_op="max").tolist()
-    return math.nan if bad else None if largest == -math.inf else largest
-
-
-def _scales(trainer: pl.Trainer, pl_module: Any) -> bool:
-    return getattr(trainer.precision_plugin, "scaler", None) is not None or bool(pl_module.discovered.scalers)
+    figures = torch.tensor(as_maxima(loss), dtype=torch.float64, device=trainer.strategy.root_device)
+    return from_maxima(trainer.strategy.reduce(figures, reduce_op="max").tolist())
 
 
 def _what_is_done(attempt: Attempt, figures: Mapping[str, Any]) -> str:
@@ -472,7 +477,7 @@ def _start_faults(
     wrong = [] if is_alone else ["there is more than one Recover callback; keep one of them"]
     watches = (each for each in callbacks_of(trainer) if isinstance(each, WatchNonfinite) and each.policy != "warn")
     wrong += [f"`on_nonfinite: {each.policy}` (WatchNonfinite) conflicts with it; use `warn`" for each in watches]
-    scaled = _scalers(trainer, pl_module)
+    scaled = scaled_by(trainer, pl_module)
     sized = [kind for kind in faults if kind != "nonfinite"]
     if scaled and sized:
         wrong.append(
@@ -485,13 +490,6 @@ def _start_faults(
             if any(group.get("lr") is None for group in found.value.param_groups)
         ]
     return [*wrong, *(_roll_back_faults(trainer, pl_module) if "roll_back" in rungs else ())]
-
-
-def _scalers(trainer: pl.Trainer, pl_module: Any) -> str:
-    """What scales losses, in words; empty where nothing does."""
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        return "16-mixed, which leaves out updates by itself"
-    return "a gradient scaler of the trainer's own" if pl_module.discovered.scalers else ""
 
 
 def _roll_back_faults(trainer: pl.Trainer, pl_module: Any) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
@@ -13,8 +14,11 @@ from typing_extensions import override
 from ...adapter.contract.exceptions import ContractError, NonfiniteError
 from ..finite import are_finite
 from ..hook.cadence import Boundaries, StepCadence
+from ..hook.figures import log_to_loggers
 from ..hook.hook import Hook, ending_the_run
 from ..hook.listeners import skippable
+from .faults import UpdateFigures
+from .readings import scaled_by
 
 __all__ = ["NONFINITE_STEP", "WatchNonfinite"]
 
@@ -62,6 +66,13 @@ class WatchNonfinite(Hook):
     ranks: Literal["zero", "all"] = "all"
     writes = ()
     every_n_steps = StepCadence()
+    _of_this_process = frozenset({"_trainer"})
+    _trainer: pl.Trainer | None = None
+
+    # What the guard of updates asks, which is there under ``skip``.
+    called_by = "on_nonfinite: skip"
+    judges_losses = judges_norms = False
+    rate_factor = 1.0
 
     def __init__(self, policy: Policy = "warn", *, every_n_steps: int = 10) -> None:
         if policy not in get_args(Policy):
@@ -81,12 +92,21 @@ class WatchNonfinite(Hook):
             self._left_out = self._left_out_in_a_row = self._first_left_out_at = 0
             self._has_spoken = False
 
-    def on_update(self, trainer: pl.Trainer, *, left_out: bool) -> None:
-        """An update of the step that is running was made or left out; called where updates are, under ``skip``."""
+    def may_update(self, figures: UpdateFigures) -> bool:
+        """Whether an update is made, by the gradients of all ranks."""
+        self._count(left_out=figures.gradient_norm is not None)
+        return figures.gradient_norm is None
+
+    def note_loss(self, loss: float | None, *, is_scaled: bool) -> None:
+        """A step has ended; where a gradient scaler leaves out updates, its loss alone says whether it did."""
+        if is_scaled:
+            self._count(left_out=loss is not None and math.isnan(loss))
+
+    def _count(self, *, left_out: bool) -> None:
         self._left_out_in_a_row = self._left_out_in_a_row + 1 if left_out else 0
-        if left_out:
+        if left_out and self._trainer is not None:
             self._left_out += 1
-            self._first_left_out_at = self._first_left_out_at or trainer.global_step + 1
+            self._first_left_out_at = self._first_left_out_at or self._trainer.global_step + 1
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -107,9 +127,10 @@ class WatchNonfinite(Hook):
                     "loss is not finite."
                 )
             )
+        self._trainer = trainer
         self._boundaries = Boundaries(self, trainer.global_step)
         self._seen_finite_at = trainer.global_step
-        self._uses_gradients = not _has_scaler(trainer, pl_module)
+        self._uses_gradients = not scaled_by(trainer, pl_module)
 
     @skippable
     @override
@@ -197,8 +218,7 @@ class WatchNonfinite(Hook):
 
 def _report(trainer: pl.Trainer, step: int) -> None:
     if trainer.is_global_zero:
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics={NONFINITE_STEP: float(step)}, step=trainer.global_step)
+        log_to_loggers(trainer, {NONFINITE_STEP: float(step)}, trainer.global_step)
 
 
 def _are_finite_on_all_ranks(trainer: pl.Trainer, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -224,9 +244,3 @@ def _looked_at(
 def _first_nonfinite(looked_at: Mapping[str, torch.Tensor]) -> str:
     found = next((name for name, tensor in looked_at.items() if not are_finite([tensor])), None)
     return found or "a loss, gradient or weight of another rank is"
-
-
-def _has_scaler(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
-    """Whether gradients may be scaled: by the precision plugin, or by a scaler of the hosted trainer's own."""
-    own = getattr(getattr(pl_module, "discovered", None), "scalers", ())
-    return bool(own) or getattr(trainer.precision_plugin, "scaler", None) is not None

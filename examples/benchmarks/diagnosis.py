@@ -34,12 +34,11 @@ MODELS = {
 }
 TIMED = (
     (Diagnosis, "on_train_batch_end"),
-    (readings.UpdateWatch, "_before_update"),
-    (readings.UpdateWatch, "_after_update"),
-    (readings.StepClock, "_begin"),
-    (readings.StepClock, "_end"),
-    (readings.ModuleTrace, "_note_output"),
-    (readings.ModuleTrace, "_note_gradient"),
+    (readings.Probe, "_before_update"),
+    (readings.Probe, "_after_update"),
+    (readings.Probe, "_note_last_gradient"),
+    (readings.Probe, "_note_output"),
+    (readings.Probe, "_note_gradient"),
 )
 
 
