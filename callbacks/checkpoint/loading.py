@@ -212,11 +212,6 @@ class _Source:
         return self._given[identity]
 
     def _make(self, reference: dict[str, Any]) -> torch.Tensor:
-        if "sparse" in reference:
-            indices, values, shape, is_coalesced = reference["sparse"]
-            return torch.sparse_coo_tensor(
-                self.tensor(indices), self.tensor(values), shape, is_coalesced=is_coalesced, check_invariants=True
-            )
         tensor = self._put_together(reference) if "sharded" in reference else self._base(reference)
         if "view" in reference:
             tensor = _view(tensor, reference["view"])

@@ -19,16 +19,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..hook.events import callbacks_of
 from ..optimizer_state import map_values
-from .format.layout import is_remote, local_path
+from .format.layout import local_path
 from .sharded.rank_channel import RankGroups
 from .sharded.slices import keep_sharded, sharded_like, whole
 from .store import CheckpointStore
@@ -40,7 +38,6 @@ __all__ = [
     "keep_sharded_for",
     "rank_groups_of",
     "save_through_plugin",
-    "url_faults",
 ]
 
 log = logging.getLogger(__name__)
@@ -173,25 +170,6 @@ def save_through_plugin(strategy: Strategy) -> None:
         name = f"Durable{type(strategy).__name__}"
         # The Trainer has bound this object in many places already, so it cannot be replaced by another one.
         strategy.__class__ = type(name, (_SavesThroughPlugin, type(strategy)), {})
-
-
-def url_faults(trainer: pl.Trainer) -> list[str]:
-    """Which callbacks of `trainer` would save to a URL, which our plugin refuses, and which ranks cannot share."""
-    if not isinstance(trainer.strategy.checkpoint_io, DurableCheckpointIO) and not isinstance(
-        trainer.strategy, ModelParallelStrategy
-    ):
-        return []
-    faults = []
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, ModelCheckpoint):
-            place = callback.dirpath or next((logger.save_dir for logger in trainer.loggers), None)
-            place = place or trainer.default_root_dir
-            if is_remote(place):
-                faults.append(
-                    f"{type(callback).__name__} saves to {os.fspath(place)!r}, and durable checkpoints go to a local "
-                    "file system. Give it a local `dirpath`, and `targets` of UploadArtifacts for copies elsewhere"
-                )
-    return faults
 
 
 def keep_sharded_for(strategy: Strategy) -> contextlib.AbstractContextManager[None]:

@@ -24,7 +24,7 @@ from typing_extensions import override
 from ...adapter.contract.exceptions import GenlightError, StartupContractError
 from ...adapter.contract.run_state import RunState
 from ...adapter.plumbing.run_metadata import metadata_of_module
-from ..hook.cadence import Boundaries, StepCadence, crossed, suppressed
+from ..hook.cadence import Boundaries, StepCadence, crossed, steps_within, suppressed
 from ..hook.events import fire, run_state_of
 from ..hook.hook import Hook, ending_the_run
 from ..hook.listeners import skippable
@@ -36,8 +36,12 @@ from .capture import ALIGNMENT, CONTRACT_KEY, Frozen, base_of, described, frozen
 from .format.layout import FINAL_NAME, TRAINER_FOLDER, is_record_of_callback, local_path, step_name
 from .format.record import CheckpointRecord, RecordMeta
 from .loader_position import forget_positions, keep_positions, put_positions_back, set_positions_aside
+<<<<<<< HEAD
 from .plugins import give_back_plugin, install_plugin, rank_groups_of, save_through_plugin, url_faults
 from .pretrained import keep_configurations
+=======
+from .plugins import give_back_plugin, install_plugin, rank_groups_of, save_through_plugin
+>>>>>>> eb7d1010 (Sparse tensors are one more kind of value in checkpoints; saves by the clock use the pace that other hooks use)
 from .rank_state import ResumeState, capture_parts, stands_between_batches
 from .selection import WRITER, Kept, Listed, Retention, best_path, is_named, list_checkpoints, own_records
 from .sharded.rank_channel import ALONE, Channel
@@ -194,8 +198,6 @@ class Checkpoint(Hook, LightningCheckpoint):
                 "no plugin writes. Use Lightning's ModelCheckpoint, or ModelParallelStrategy (FSDP 2) with Checkpoint."
             )
         self._gives_plugin_back, plugin = install_plugin(trainer)
-        if faults := url_faults(trainer):
-            raise ValueError("; ".join(faults))
         save_through_plugin(trainer.strategy)
         groups = rank_groups_of(trainer.strategy)
         self._channel = Channel() if groups is None else groups.training
@@ -583,19 +585,19 @@ class SaveClock:
         """Whether `hook` has to save after this step, the same on all ranks; it is called again at the next look."""
         step, is_due = trainer.global_step, False
         if step >= self._next_look and not suppressed(pl_module):
-            answer = (self._every_s <= time.monotonic() - self._saved_s, step + self._steps_to_next_look(step))
+            answer = self._look(step)
             is_due, self._next_look = trainer.strategy.broadcast(answer) if trainer.world_size > 1 else answer
         hook.next_due_step = min(hook.next_due_step, self._next_look)
         return is_due
 
-    def _steps_to_next_look(self, step: int) -> int:
-        now = time.monotonic()
-        before, then = self._looked
-        step_s = max(now - then, 1e-9) / max(step - before, 1)
+    def _look(self, step: int) -> tuple[bool, int]:
+        """Whether a save is due by this rank's clock, and the step at whose end to look again."""
+        (before, then), now = self._looked, time.monotonic()
         self._looked = (step, now)
         left_s = self._saved_s + self._every_s - now
-        left_s = left_s if left_s > 0 else self._every_s  # it is saved now
-        return int(max(1, min(_FURTHEST_LOOK, min(left_s / 2, _LOOK_EVERY_S) / step_s)))
+        until_s = min((left_s if left_s > 0 else self._every_s) / 2, _LOOK_EVERY_S)  # due, it is saved now
+        steps = steps_within(until_s, steps=step - before, took_s=now - then, most=_FURTHEST_LOOK)
+        return left_s <= 0, step + steps
 
 
 def _in_use_fault(directory: Path, listed: list[Listed]) -> str | None:

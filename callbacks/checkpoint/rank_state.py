@@ -474,10 +474,6 @@ class _Leaf:
             self.sharded = path
             return {"sharded": [str(tensor.dtype), list(tensor.shape)], **facts}
         tensor = unsharded(tensor).detach()
-        if tensor.layout == torch.sparse_coo:
-            tensor = tensor.coalesce()
-            parts = [self.add_tensor(part, path) for part in (tensor.indices(), tensor.values())]
-            return {"sparse": parts, "shape": list(tensor.shape), **facts}
         refuse_unknown(tensor, path)
         self.tensors.append(tensor)
         return {"index": len(self.tensors) - 1, **facts}
@@ -487,11 +483,7 @@ class _Leaf:
         return {"index": len(self.tensors) - 1}
 
     def tensor(self, reference: dict[str, Any]) -> torch.Tensor:
-        if "sparse" in reference:
-            indices, values = (self.tensor(part) for part in reference["sparse"])
-            made = torch.sparse_coo_tensor(indices, values, reference["shape"], is_coalesced=True)
-        else:
-            made = self.tensors[reference["index"]]
+        made: torch.Tensor = self.tensors[reference["index"]]
         if reference["parameter"]:
             return torch.nn.Parameter(made, requires_grad=reference["requires_grad"])
         return made.requires_grad_(reference["requires_grad"])

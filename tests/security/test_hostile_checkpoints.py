@@ -380,8 +380,9 @@ VALUES = [
     {"$npdtype": "no type"},
     {"$tensor": 7},
     {"$ndarray": {}},
-    {"$tensor": {"sparse": []}},
-    {"$tensor": {"sparse": [{"sparse": [{"sparse": []}] * 2}] * 2}},
+    {"$sparse": []},
+    {"$sparse": ["torch:Tensor", {"indices": 1}]},
+    {"$sparse": ["torch:Tensor", 7]},
     {"$tensor": {"file": "model.safetensors", "key": "w", "sharded": {"dtype": "float32", "shape": [1 << 40]}}},
 ]
 
@@ -515,7 +516,6 @@ REFERENCES = st.fixed_dictionaries(
         "stride": SHAPES | JSON,
         "view": VIEWS | JSON,
         "sharded": JSON,
-        "sparse": JSON,
         "device": st.sampled_from(["cpu", "meta:0", "x"]) | JSON,
     },
 )

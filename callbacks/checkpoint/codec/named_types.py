@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["NAMED_KINDS", "NamedKind", "UnknownTypeError", "is_wrapper", "type_name", "wrapped_tensors"]
+__all__ = ["NAMED_KINDS", "NamedKind", "UnknownTypeError", "is_sparse", "is_wrapper", "type_name", "wrapped_tensors"]
 
 
 class UnknownTypeError(LookupError):
@@ -161,6 +161,28 @@ def _build_wrapper(kind: Any, parts: dict[str, Any]) -> Any:
     return kind.__tensor_unflatten__(parts["tensors"], parts["context"], shape, stride)
 
 
+def is_sparse(value: object) -> bool:
+    """Whether `value` is a sparse tensor in coordinate format."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor) and value.layout == torch.sparse_coo
+
+
+def _sparse_apart(tensor: Any) -> dict[str, Any]:
+    indices, values = tensor.detach()._indices(), tensor.detach()._values()
+    return {"indices": indices, "values": values, "shape": list(tensor.shape), "coalesced": tensor.is_coalesced()}
+
+
+def _find_sparse(_: str, parts: Any) -> None:
+    if parts.keys() != {"indices", "values", "shape", "coalesced"}:
+        raise ValueError("a sparse tensor is made of indices and values, and has a shape")
+
+
+def _build_sparse(_: None, parts: dict[str, Any]) -> Any:
+    make = sys.modules["torch"].sparse_coo_tensor
+    indices, values, shape = parts["indices"], parts["values"], parts["shape"]
+    return make(indices, values, shape, is_coalesced=parts["coalesced"], check_invariants=True)
+
+
 def wrapped_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """`tensor` itself, or of a wrapper the tensors in it, with their names."""
     if not is_wrapper(tensor):
@@ -189,6 +211,7 @@ NAMED_KINDS = {
         ),
         NamedKind("$namedtuple", lambda value: _is_named_tuple(type(value)), list, _find_named_tuple, tuple.__new__),
         NamedKind("$wrapper", is_wrapper, _wrapper_apart, _find_wrapper, _build_wrapper),
+        NamedKind("$sparse", is_sparse, _sparse_apart, _find_sparse, _build_sparse),
     )
 }
 """By tag."""

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 from ....adapter.contract.exceptions import CheckpointError, UnstorableStateError
 from ....adapter.plumbing.counted_dict import CountedDict, uncounted
-from .named_types import NAMED_KINDS, NamedKind, UnknownTypeError, is_wrapper, type_name
+from .named_types import NAMED_KINDS, NamedKind, UnknownTypeError, is_sparse, is_wrapper, type_name
 
 __all__ = ["Attribute", "Path", "check", "decode", "encode", "format_path"]
 
@@ -328,7 +328,7 @@ class _Encoder:
         if kind is dict:
             return self._inside(value, path, lambda: self._dict(value, path))
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-        if torch is not None and isinstance(value, torch.Tensor) and not is_wrapper(value):
+        if torch is not None and isinstance(value, torch.Tensor) and not (is_wrapper(value) or is_sparse(value)):
             return {"$tensor": self.sink.add_tensor(value, path)}
         if numpy is not None and kind is numpy.ndarray:
             return {"$ndarray": self.sink.add_array(value, path)}

@@ -102,8 +102,6 @@ class TensorTable:
 
     def add_tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
         """A reference to `tensor`, completed by `entries`."""
-        if tensor.layout == torch.sparse_coo:
-            return self._add_sparse(tensor, path)
         return self._add(tensor, TENSORS_FILE, self._free_key(TENSORS_FILE, _dotted(path)), path)
 
     def add_array(self, array: Any, path: Path) -> dict[str, Any]:
@@ -167,17 +165,6 @@ class TensorTable:
         if tensor.requires_grad:
             reference |= {"requires_grad": True, "parameter": isinstance(tensor, torch.nn.Parameter)}
         return reference
-
-    def _add_sparse(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
-        tensor = tensor.detach()
-        return {
-            "sparse": [
-                self.add_tensor(tensor._indices(), (*path, "indices")),
-                self.add_tensor(tensor._values(), (*path, "values")),
-                list(tensor.shape),
-                tensor.is_coalesced(),
-            ]
-        }
 
     def _store_together(self, uses: list[_Use]) -> None:
         """Store tensors whose bytes overlap: one that covers the others, or the bytes of all of them."""

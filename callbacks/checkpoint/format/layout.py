@@ -36,7 +36,6 @@ __all__ = [
     "folder_names",
     "is_name_of_callback",
     "is_record_of_callback",
-    "is_remote",
     "is_temporary",
     "local_path",
     "name_of",

@@ -261,7 +261,6 @@ def _sound(entry: SliceEntry) -> SliceEntry:
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _MOST_ELEMENTS = 2**62
-_DEEPEST_SPARSE = 2
 _OTHER_ELEMENT_BYTES = {
     "complex128": 16,
     "complex32": 4,
@@ -309,7 +308,6 @@ class TensorReference(msgspec.Struct, frozen=True):
     parameter: bool = False
     view: ViewFacts | None = None
     sharded: ShardedFacts | None = None
-    sparse: tuple[dict[str, Any], dict[str, Any], list[_Size], bool] | None = None
 
 
 class ArrayReference(msgspec.Struct, frozen=True):
@@ -322,13 +320,12 @@ class ArrayReference(msgspec.Struct, frozen=True):
     order: str = "C"
 
 
-def check_tensor(reference: Any, stored: Mapping[tuple[str, str], Stored], *, depth: int = 0) -> ShardedFacts | None:
+def check_tensor(reference: Any, stored: Mapping[tuple[str, str], Stored]) -> ShardedFacts | None:
     """Compare a reference to a tensor with what is stored.
 
     Args:
         reference: As the state tree has it.
         stored: What the files hold, by file and key.
-        depth: How many sparse tensors it is a part of.
 
     Returns:
         What it says of a tensor in slices, which are for the caller to look at; None for any other.
@@ -337,13 +334,6 @@ def check_tensor(reference: Any, stored: Mapping[tuple[str, str], Stored], *, de
         ValueError: It is malformed, or the file has other bytes.
     """
     facts = msgspec.convert(reference, TensorReference)
-    if facts.sparse is not None:
-        if depth >= _DEEPEST_SPARSE:
-            raise ValueError("a sparse tensor is made of sparse tensors")
-        for part in facts.sparse[:2]:
-            if check_tensor(part, stored, depth=depth + 1) is not None:
-                raise ValueError("a sparse tensor is made of slices")
-        return None
     if facts.sharded is not None:
         _elements(facts.sharded.shape)
         return facts.sharded

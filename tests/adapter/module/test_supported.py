@@ -30,7 +30,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.module.supported import check_strategy, check_trainer_arguments, leave_unwrapped
-from genlight.callbacks import Checkpoint
 
 
 def blank(cls: type) -> object:
@@ -99,18 +98,6 @@ def test_ddp_leaves_the_module_unwrapped_and_other_strategies_are_left_alone():
 
     assert strategy.model is model
     assert "configure_ddp" not in vars(other)
-
-
-def test_shards_that_would_be_saved_to_a_url_are_refused_before_anything_is_trained(tmp_path):
-    """By name, with the callback and the way out; also for a LightningModule of its own."""
-    stock = ModelCheckpoint("memory://runs/r")
-    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "default_root_dir": tmp_path}
-    trainer = pl.Trainer(strategy=ModelParallelStrategy(1, 1), callbacks=[stock], max_steps=1, **quiet)
-    said = r"ModelCheckpoint saves to 'memory://runs/r', and durable checkpoints go to a local .* `targets` of"
-    with pytest.raises(StartupContractError, match=said):
-        check_trainer_arguments(trainer)
-    with pytest.raises(ValueError, match=said):
-        Checkpoint(tmp_path / "c").setup(trainer, pl.LightningModule(), "fit")
 
 
 def test_whole_weights_may_be_saved_to_a_url():
