@@ -136,7 +136,7 @@ class EventLog:
         if not self.run_id or run_id not in {None, self.run_id}:
             raise EventLogError(f"run {run_id!r} cannot start in the event log of run {self.run_id!r}: {self.path}")
         attempt = self.attempt if self.attempt > 1 else msgspec.UNSET
-        self._write(Started, attempt=attempt, metadata=dict(metadata) if metadata else msgspec.UNSET)
+        self._write(Started, {"attempt": attempt, "metadata": dict(metadata) if metadata else msgspec.UNSET})
         self._file.sync()
 
     def metric(self, *, name: str, value: Any, step: int) -> None:
@@ -156,30 +156,20 @@ class EventLog:
         Raises as `metric` does.
         """
         step = checked_step(step)
-        numbers = {checked_text("name", name): finite_float(name, value) for name, value in values.items()}
-        self._refuse_if_closed("metric")
-        with self._lock:
-            if self._rules.phase != "started":
-                why = "has not started" if self._rules.phase == "new" else "already has its terminal event"
-                raise self._refusal("metric", f"the attempt {why}")
-            for name, value in numbers.items():
-                fault = self._rules.metric_fault(name, value, step)
-                if fault is not None:
-                    raise self._refusal("metric", fault[1])
-            now = timestamp_ms(self._clock())
-            for name, value in numbers.items():
-                number, text = (None, value) if isinstance(value, str) else (value, msgspec.UNSET)
-                event = Metric(
-                    run_id=self.run_id,
-                    seq=self.seq + 1,
-                    timestamp_ms=now,
-                    name=name,
-                    step=step,
-                    value=number,
-                    value_text=cast("Any", text),
-                )
-                self._rules.take(event)
-                self._file.append(encode_event(event))
+        fields = []
+        for name, value in values.items():
+            text = checked_text("name", name)
+            number = finite_float(name, value)
+            is_text = isinstance(number, str)
+            fields.append(
+                {
+                    "name": text,
+                    "step": step,
+                    "value": None if is_text else number,
+                    "value_text": number if is_text else msgspec.UNSET,
+                }
+            )
+        self._write(Metric, *fields)
 
     def checkpoint(self, *, path: str | os.PathLike[str], step: int) -> None:
         """A checkpoint is durable; from now on the log takes no further metric of its step.
@@ -190,13 +180,13 @@ class EventLog:
             EventLogError: The attempt has not started or is over, or the line could not be written.
         """
         text = path_text("path", path)
-        self._write(Checkpoint, path=text, step=checked_step(step))
+        self._write(Checkpoint, {"path": text, "step": checked_step(step)})
         self.last_checkpoint = text
         self._file.sync()
 
     def sample(self, *, path: str | os.PathLike[str], step: int) -> None:
         """A sample was written; raises as `checkpoint` does."""
-        self._write(Sample, path=path_text("path", path), step=checked_step(step))
+        self._write(Sample, {"path": path_text("path", path), "step": checked_step(step)})
 
     def completed(
         self,
@@ -223,7 +213,7 @@ class EventLog:
         final = None if final_checkpoint is None else path_text("final_checkpoint", final_checkpoint)
         reason = msgspec.UNSET if stopped is None else checked_text("stopped", stopped)
         known = msgspec.UNSET if finite else False
-        self._write(Completed, step=step, final_checkpoint=final, stopped=reason, finite=known)
+        self._write(Completed, {"step": step, "final_checkpoint": final, "stopped": reason, "finite": known})
         self._file.sync()
 
     def failed(
@@ -247,7 +237,7 @@ class EventLog:
         if category is None:
             category = cast("StopReason", error) if error in STOP_REASONS else "train-step"
         text = error_text(error, category)
-        self._write(Failed, step=step, error=text, category=category, resumable=bool(resumable))
+        self._write(Failed, {"step": step, "error": text, "category": category, "resumable": bool(resumable)})
         self._file.sync()
 
     def record_failure(self, failure: Failure, step: int) -> None:
@@ -279,27 +269,30 @@ class EventLog:
     ) -> None:
         self.close()
 
-    def _write(self, kind: type[Event], **fields: Any) -> None:
-        """Write an event other than a metric.
+    def _write(self, kind: type[Event], *fields: Mapping[str, Any]) -> None:
+        """Write an event for each of `fields`, or none where the rules refuse one of them.
 
-        An interrupt leaves the event written and the phase changed, or neither.
+        An interrupt leaves an event written and the phase changed, or neither.
         """
         name = kind.__name__.lower()
         self._refuse_if_closed(name)
         with self._lock:
-            now = timestamp_ms(self._clock())
-            event = kind(run_id=self.run_id, seq=self.seq + 1, timestamp_ms=now, **fields)
-            fault = self._rules.fault(event)
-            if fault is not None:
-                raise self._refusal(name, fault[1])
-            phase, lines = self._rules.phase, self._file.lines
-            try:
-                self._rules.take(event)
-                self._file.append(encode_event(event))
-            except BaseException:
-                if self._file.lines == lines:
-                    self._rules.phase = phase
-                raise
+            common: dict[str, Any] = {"run_id": self.run_id, "timestamp_ms": timestamp_ms(self._clock())}
+            seq = self.seq + 1
+            events = [kind(seq=seq + nth, **common, **each) for nth, each in enumerate(fields)]
+            for event in events:
+                fault = self._rules.fault(event)
+                if fault is not None:
+                    raise self._refusal(name, fault[1])
+            for event in events:
+                phase, lines = self._rules.phase, self._file.lines
+                try:
+                    self._rules.take(event)
+                    self._file.append(encode_event(event))
+                except BaseException:
+                    if self._file.lines == lines:
+                        self._rules.phase = phase
+                    raise
 
     def _refuse_if_closed(self, event: str) -> None:
         """Before the lock is taken: another thread may have held it when this process was forked off."""

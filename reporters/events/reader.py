@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import os
 import threading
 from array import array
 from collections.abc import Iterable, Iterator
-from itertools import compress
+from itertools import compress, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
@@ -45,7 +44,7 @@ __all__ = [
     "whole_lines",
 ]
 
-_BLOCK_BYTES = 1 << 20
+_LINES_AT_ONCE = 4096
 LONGEST_LINE = 16 << 20
 """Bytes of a line that is read: no run writes nearly as many, and a log may come from elsewhere."""
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
@@ -116,35 +115,16 @@ def typed_events(
         EventLogError: The log is absent or unreadable, or a line is not an event; names the line.
     """
     position = Position() if position is None else position
-    with _open(path) as file:
-        status = os.fstat(file.fileno())
-        position.file = status.st_dev, status.st_ino
-        file.seek(position.offset)
-        is_whole = True
-        while is_whole and (lines := _block(file, path, position)):
-            is_whole = lines[-1].endswith(b"\n")
-            if not is_whole:  # its rest may come at any moment, and would be taken for a line
-                lines.pop()
-            try:
-                decoded = decode_events(b"".join(lines))
-            except (ValueError, RecursionError):
-                decoded = []
-            if len(decoded) != len(lines):  # a line is broken, or empty
-                yield from _one_by_one(path, lines, position.line + 1, strict=strict)
-            else:
-                yield from decoded
-            position.line += len(lines)
-            position.offset += sum(map(len, lines))
-
-
-def _block(file: BinaryIO, path: str | os.PathLike[str], position: Position) -> list[bytes]:
-    """The next lines of `file`, which stands at `position`: about a megabyte of them; the last may not be whole."""
-    block = file.read(_BLOCK_BYTES)
-    rest = b"" if block.endswith(b"\n") else file.readline(LONGEST_LINE + 1)
-    lines = io.BytesIO(block + rest).readlines()
-    if len(rest) > LONGEST_LINE:
-        raise _too_long(path, position.line + len(lines))
-    return lines
+    lines = _whole_lines(path, position)
+    while block := list(islice(lines, _LINES_AT_ONCE)):
+        try:
+            decoded = decode_events(b"".join(block))
+        except (ValueError, RecursionError):
+            decoded = []
+        if len(decoded) != len(block):  # a line is broken, or empty
+            yield from _one_by_one(path, block, position.line + 1 - len(block), strict=strict)
+        else:
+            yield from decoded
 
 
 def _one_by_one(path: str | os.PathLike[str], lines: Iterable[bytes], first: int, *, strict: bool) -> Iterator[Event]:
@@ -246,7 +226,27 @@ def whole_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
         EventLogError: The log is absent or unreadable.
     """
     _open(path).close()  # an absent log is reported here and not at the first line
-    return _numbered(path)
+    position = Position()
+    return ((position.line, line) for line in _whole_lines(path, position))
+
+
+def _whole_lines(path: str | os.PathLike[str], position: Position) -> Iterator[bytes]:
+    """The lines beyond `position`, which moves along, as far as they end with a newline: the rest may come any time."""
+    with _open(path) as file:
+        status = os.fstat(file.fileno())
+        position.file = status.st_dev, status.st_ino
+        file.seek(position.offset)
+        while line := file.readline(LONGEST_LINE + 1):
+            if len(line) > LONGEST_LINE:
+                raise EventLogError(
+                    f"line {position.line + 1} of event log {os.fspath(path)!s} has more than {LONGEST_LINE >> 20} "
+                    "MiB, which no run writes; cut it out, or use another log"
+                )
+            if not line.endswith(b"\n"):
+                return
+            position.line += 1
+            position.offset += len(line)
+            yield line
 
 
 def follow(
@@ -268,7 +268,10 @@ def follow(
     position = Position()
     while not stop.is_set():
         ended = False
-        for event in _new_events(path, position):
+        if not position.is_of(path):
+            position = Position()
+        for line in _whole_lines(path, position) if os.path.exists(path) else ():
+            event = decode_line(path, position.line, line)
             yield event
             ended = event.get("event") in TERMINAL_EVENTS
         if ended:
@@ -321,29 +324,6 @@ def _open(path: str | os.PathLike[str]) -> BinaryIO:
         raise EventLogError(f"cannot read event log {os.fspath(path)!s}: {error.strerror}") from error
 
 
-def _numbered(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
-    with _open(path) as file:
-        for number, line in enumerate(_lines(file, path), start=1):
-            if line.endswith(b"\n"):
-                yield number, line
-
-
-def _lines(file: BinaryIO, path: str | os.PathLike[str], before: int = 0) -> Iterator[bytes]:
-    """The lines of `file`, which stands after `before` of them."""
-    while line := file.readline(LONGEST_LINE + 1):
-        before += 1
-        if len(line) > LONGEST_LINE:
-            raise _too_long(path, before)
-        yield line
-
-
-def _too_long(path: str | os.PathLike[str], number: int) -> EventLogError:
-    return EventLogError(
-        f"line {number} of event log {os.fspath(path)!s} has more than {LONGEST_LINE >> 20} MiB, which no run writes; "
-        "cut it out, or use another log"
-    )
-
-
 def decode_line(path: str | os.PathLike[str], number: int, line: bytes) -> dict[str, Any]:
     """The JSON object on a line of the file at `path`.
 
@@ -362,21 +342,3 @@ def _broken(path: str | os.PathLike[str], number: int, kind: str, error: Excepti
         f"line {number} of event log {os.fspath(path)!s} is not {kind} ({why}); "
         "`genlight events FILE --check` lists every fault"
     )
-
-
-def _new_events(path: str | os.PathLike[str], position: Position) -> Iterator[dict[str, Any]]:
-    """Whole lines beyond `position`, which moves along."""
-    if not os.path.exists(path):
-        return
-    with _open(path) as file:
-        status = os.fstat(file.fileno())
-        if not position.is_of(path):
-            position.line, position.offset = 0, 0
-        position.file = status.st_dev, status.st_ino
-        file.seek(position.offset)
-        for line in _lines(file, path, position.line):
-            if not line.endswith(b"\n"):
-                return
-            position.line += 1
-            position.offset += len(line)
-            yield decode_line(path, position.line, line)

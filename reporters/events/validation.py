@@ -63,10 +63,9 @@ class Attempt:
             return None if isinstance(event, Failed) else ("started", "the attempt has not started")
         if event.run_id != self.run_id:
             return "run_id", f"expected {self.run_id!r} of this attempt, found {event.run_id!r}"
-        return self.metric_fault(event.name, event.value, event.step) if isinstance(event, Metric) else None
-
-    def metric_fault(self, name: str, value: float | str | None, step: int) -> Fault | None:
-        """As `fault`, for a metric of an attempt that has started."""
+        if not isinstance(event, Metric):
+            return None
+        name, step, value = event.name, event.step, event.value
         if step in self.checkpointed:
             return "order", (
                 f"metric {name!r} of step {step} comes after a checkpoint of that step; "
@@ -74,7 +73,7 @@ class Attempt:
             )
         if name == RESUMED_METRIC and (self._has_resumed or value != step):
             return "resumed", f"{name!r} comes once in an attempt and its value is its step; got {value} at step {step}"
-        if name == ROLLED_BACK_METRIC and not (isinstance(value, float | int) and 0 <= value <= step):
+        if name == ROLLED_BACK_METRIC and (value is None or not 0 <= value <= step):
             return "rolled_back", (
                 f"{name!r} has a step as its value that is not after its own; got {value} at step {step}"
             )
@@ -88,15 +87,10 @@ class Attempt:
             self.phase = "ended"
         elif isinstance(event, Checkpoint):
             self.checkpointed.add(event.step)
-        elif isinstance(event, Metric):
-            self.take_metric(event.name, event.value)
-
-    def take_metric(self, name: str, value: float | str | None) -> None:
-        """As `take`, for a metric."""
-        if name == RESUMED_METRIC:
+        elif isinstance(event, Metric) and event.name == RESUMED_METRIC:
             self._has_resumed = True
-        elif name == ROLLED_BACK_METRIC and isinstance(value, float | int):
-            self.checkpointed = {step for step in self.checkpointed if step <= value}
+        elif isinstance(event, Metric) and event.name == ROLLED_BACK_METRIC:
+            self.checkpointed = {step for step in self.checkpointed if step <= event.number}
 
 
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
