@@ -20,40 +20,9 @@ from ..hook.events import publish_scores, timed
 from ..hook.hook import Hook
 from ..hook.listeners import skippable
 
-__all__ = ["Evaluate", "FailuresInARow", "as_scores", "modes_after_failure", "scores_of"]
+__all__ = ["Evaluate", "as_scores", "modes_after_failure", "scores_of"]
 
 log = logging.getLogger(__name__)
-
-
-class FailuresInARow:
-    """Counts failures without a success between them, and says when it is enough.
-
-    Args:
-        label: How a message names what fails.
-        most: After how many it is switched off; 0 never does.
-    """
-
-    def __init__(self, label: str, most: int) -> None:
-        self._label, self._most = label, most
-        self._count = 0
-
-    @property
-    def is_off(self) -> bool:
-        """Whether it has failed too often."""
-        return 0 < self._most <= self._count
-
-    def clear(self) -> None:
-        """It has worked, or a new fit begins."""
-        self._count = 0
-
-    def note(self, error: Exception) -> None:
-        """It has failed by `error`; the last failure that it may have is logged."""
-        self._count += 1
-        if self.is_off:
-            log.warning(
-                "%s has failed %d times in a row and is off for the rest of this fit; the last failure: %s",
-                *(self._label, self._count, text_of(error)),
-            )
 
 
 class Evaluate(Hook):
@@ -68,10 +37,9 @@ class Evaluate(Hook):
         every_n_steps: Cadence in steps; 0 turns it off.
         critical: Whether a failing evaluation ends the run.
         average: Whether scores are averaged over the ranks; otherwise they are those of rank 0.
-        max_failures: Failures in a row after which the callback disables itself for the rest of the fit; 0 never does.
 
     Raises:
-        ValueError: A number is negative.
+        ValueError: `every_n_steps` is negative.
         ContractError: At setup: the trainer has no ``evaluate``.
         EvaluationError: The evaluation failed on another rank, or its scores cannot be averaged.
     """
@@ -82,15 +50,10 @@ class Evaluate(Hook):
     _not_events = Hook._not_events | {"on_fit_start"}
     # A trainer that cannot be evaluated at all is refused, also where a failing evaluation would be forgiven.
 
-    def __init__(
-        self, every_n_steps: int, *, critical: bool = False, average: bool = False, max_failures: int = 3
-    ) -> None:
-        if max_failures < 0:
-            raise ValueError(f"Invalid `max_failures`. Expected a number >= 0, but received {max_failures}.")
+    def __init__(self, every_n_steps: int, *, critical: bool = False, average: bool = False) -> None:
         self.every_n_steps = every_n_steps
         self.critical = critical
         self.average = average
-        self._failures_in_a_row = FailuresInARow(self.label, max_failures)
         self._boundaries = Boundaries(self)
 
     @override
@@ -99,7 +62,6 @@ class Evaluate(Hook):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._failures_in_a_row.clear()
         self._boundaries = Boundaries(self, trainer.global_step)
 
     @skippable
@@ -107,15 +69,10 @@ class Evaluate(Hook):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._boundaries.crosses(trainer.global_step) or self._failures_in_a_row.is_off:
+        if not self._boundaries.crosses(trainer.global_step):
             return
-        try:
-            with timed(trainer, "evaluation"):
-                scores = _scores_of_all_ranks(trainer, lambda: self._evaluate(pl_module), average=self.average)
-        except Exception as error:
-            self._failures_in_a_row.note(error)
-            raise
-        self._failures_in_a_row.clear()
+        with timed(trainer, "evaluation"):
+            scores = _scores_of_all_ranks(trainer, lambda: self._evaluate(pl_module), average=self.average)
         publish_scores(trainer, scores, trainer.global_step)
 
     def _check(self, pl_module: pl.LightningModule) -> None:

@@ -31,7 +31,6 @@ from ..hook.events import callbacks_of, publish_scores
 from ..hook.hook import Hook
 from ..hook.listeners import skippable
 from ..stop.stop_requests import StopRequests
-from .evaluate import FailuresInARow
 
 __all__ = ["EvaluateCommand"]
 
@@ -77,7 +76,6 @@ class EvaluateCommand(Hook):
         command: Program and arguments, as a list or as one string that is split as a shell splits it. No shell runs it.
         every_n_steps: Score the first checkpoint after every so many steps, and the final one; 1 scores each, 0 none.
         time_limit_s: After how many seconds a command is killed.
-        max_failures: After how many failures in a row it switches itself off for the rest of the fit; 0 never does.
         critical: Whether a failure ends the run.
 
     Raises:
@@ -101,7 +99,6 @@ class EvaluateCommand(Hook):
         *,
         every_n_steps: int = 1,
         time_limit_s: float = 300.0,
-        max_failures: int = 3,
         critical: bool = False,
     ) -> None:
         wrong = []
@@ -116,15 +113,12 @@ class EvaluateCommand(Hook):
             wrong.append(f"`every_n_steps` {every_n_steps} (expected a number >= 0)")
         if not 0 < time_limit_s < math.inf:
             wrong.append(f"`time_limit_s` {time_limit_s} (expected a number of seconds > 0)")
-        if max_failures < 0:
-            wrong.append(f"`max_failures` {max_failures} (expected a number >= 0)")
         if wrong:
             raise ValueError(f"Invalid arguments of EvaluateCommand: {', '.join(wrong)}.")
         self.command = arguments
         self.every_n_steps = every_n_steps
         self.time_limit_s = time_limit_s
         self.critical = critical
-        self._failures_in_a_row = FailuresInARow(self.label, max_failures)
         self._step = 0
         self._begun_step: int | None = None
 
@@ -141,7 +135,6 @@ class EvaluateCommand(Hook):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._failures_in_a_row.clear()
         self._running = self._waiting = self._begun_step = None
         self._canceled = threading.Event()
         self._step = trainer.global_step
@@ -203,7 +196,7 @@ class EvaluateCommand(Hook):
         self._end()
 
     def _begin_next(self) -> None:
-        if self._running is not None or self._waiting is None or self._failures_in_a_row.is_off:
+        if self._running is not None or self._waiting is None:
             return
         record = self._waiting
         scores = DaemonThreads(1, "genlight-evaluation").submit(
@@ -224,11 +217,8 @@ class EvaluateCommand(Hook):
             scores = running.scores.result()
         except Exception as error:
             self._running = None
-            failure = EvaluationError(f"{error} (checkpoint of step {running.record.step})")
-            self._failures_in_a_row.note(failure)
             self._begin_next()
-            raise failure from error
-        self._failures_in_a_row.clear()
+            raise EvaluationError(f"{error} (checkpoint of step {running.record.step})") from error
         try:
             publish_scores(trainer, scores, running.record.step)
         finally:

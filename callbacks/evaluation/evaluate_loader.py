@@ -30,10 +30,9 @@ class EvaluateLoader(Evaluate):
         every_n_steps: Cadence in steps; 0 turns it off.
         critical: Whether a failing evaluation ends the run.
         average: Whether scores are averaged over the ranks; otherwise they are those of rank 0.
-        max_failures: Failures in a row after which the callback disables itself for the rest of the fit; 0 never does.
 
     Raises:
-        ValueError: A number is negative.
+        ValueError: `every_n_steps` is negative.
         TypeError: `function` is not callable, or `dataloader` cannot be read several times.
         ContractError: At an evaluation: the function returned no mapping of numbers.
         EvaluationError: The evaluation failed on another rank, or its scores cannot be averaged.
@@ -47,9 +46,8 @@ class EvaluateLoader(Evaluate):
         *,
         critical: bool = False,
         average: bool = False,
-        max_failures: int = 3,
     ) -> None:
-        super().__init__(every_n_steps, critical=critical, average=average, max_failures=max_failures)
+        super().__init__(every_n_steps, critical=critical, average=average)
         if not callable(function):
             raise TypeError(f"Invalid `function`. Expected a callable, but received {function!r}.")
         if not hasattr(dataloader, "__iter__") or isinstance(dataloader, Iterator):

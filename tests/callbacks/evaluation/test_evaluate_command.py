@@ -101,18 +101,17 @@ def test_one_runs_at_a_time_and_the_newest_waits_and_is_not_removed(fit, countin
     assert (tmp_path / "begun").read_text().split() == ["2", "8"]
 
 
-def test_it_switches_itself_off_after_failures_in_a_row(fit, counting_trainer, tmp_path, caplog) -> None:
+def test_a_failure_is_forgiven(fit, counting_trainer, tmp_path, caplog) -> None:
     command = program(tmp_path, "print('token', file=sys.stderr); sys.exit(3)")
-    evaluate = EvaluateCommand(command, max_failures=2)
+    evaluate = EvaluateCommand(command)
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=1, asynchronous=False)
     with caplog.at_level(logging.WARNING):
         trainer, _ = fit(
             counting_trainer(), [evaluate, WaitsForScores(evaluate), checkpoint], steps=6, enable_checkpointing=True
         )
     assert trainer.global_step == 6
-    assert evaluate.failures == {"on_train_batch_end": 2}
-    assert "EvaluateCommand has failed 2 times in a row and is off" in caplog.text
-    assert "ended with exit code 3: token (checkpoint of step 2)" in caplog.text
+    assert evaluate.failures["on_train_batch_end"] > 2
+    assert "ended with exit code 3: token (checkpoint of step 1)" in caplog.text
 
 
 def test_a_critical_failure_ends_the_run(fit, counting_trainer, tmp_path) -> None:
@@ -207,8 +206,8 @@ def test_scores_are_all_of_the_output_or_its_last_line() -> None:
 
 
 def test_every_wrong_argument_is_named() -> None:
-    with pytest.raises(ValueError, match=r"`command`.*`every_n_steps` -1.*`time_limit_s` 0.*`max_failures` -1"):
-        EvaluateCommand([], every_n_steps=-1, time_limit_s=0, max_failures=-1)
+    with pytest.raises(ValueError, match=r"`command`.*`every_n_steps` -1.*`time_limit_s` 0"):
+        EvaluateCommand([], every_n_steps=-1, time_limit_s=0)
     with pytest.raises(ValueError, match=r"No closing quotation"):
         EvaluateCommand("score 'it")
 
