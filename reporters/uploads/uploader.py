@@ -61,8 +61,6 @@ class Undelivered:
     """Safe text."""
     auth: bool
     """Whether the server refused our credentials."""
-    permanent: bool
-    """Whether a repetition within this attempt is pointless."""
 
     def __str__(self) -> str:
         return f"{self.kind} of step {self.step} ({self.name}): {self.reason}"
@@ -72,20 +70,15 @@ def undelivered(entry: Entry, reason: str) -> Undelivered:
     """The outcome of an entry that still waits; `reason` is why it was not sent, where it was not refused."""
     name = Path(getattr(entry.body, "local_path", entry.kind)).name
     why = entry.failure or reason or "not sent before the deadline"
-    return Undelivered(entry.kind, entry.step, name, why, entry.auth, entry.failure is not None)
+    return Undelivered(entry.kind, entry.step, name, why, entry.auth)
 
 
 @dataclass(frozen=True)
 class SettleResult:
-    """The entries that are left after waiting for uploads.
-
-    `lost_metrics` counts metric entries that were refused, or dropped because too many waited.
-    """
+    """The required uploads that are left after waiting for them."""
 
     undelivered: Sequence[Undelivered] = ()
     """Required uploads that did not arrive, oldest first."""
-    pending_metrics: int = 0
-    lost_metrics: int = 0
     disk_refusal: str = ""
     """Why what is left could not all be kept for the next start; empty where it was."""
 
@@ -450,8 +443,6 @@ class Uploader:
         refused = "" if refusal is None or not left else refusal.strerror or str(refusal)
         return SettleResult(
             tuple(undelivered(entry, self._lanes[entry.kind].last_reason) for entry in left),
-            len(self.queue.entries("metrics")),
-            self._lost_metrics,
             refused,
         )
 
@@ -527,12 +518,6 @@ class Uploader:
                 lane.thread.join(max(0.0, end - time.monotonic()))
         self.queue.close()
         self._client.close()
-
-    @property
-    def is_delivering(self) -> bool:
-        """Whether the background threads are running."""
-        threads = [lane.thread for lane in self._lanes.values()]
-        return bool(threads) and all(thread is not None and thread.is_alive() for thread in threads)
 
     def __enter__(self) -> Uploader:
         try:
