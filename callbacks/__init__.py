@@ -41,37 +41,4 @@ if TYPE_CHECKING:
     from .watch_hangs import WatchHangs as WatchHangs
     from .write_samples import WriteSamples as WriteSamples
 else:
-    __getattr__, __dir__, __all__ = lazy_exports(
-        __name__,
-        {
-            ".checkpoint.policy": ("Checkpoint",),
-            ".checkpoint.plugins": ("DurableCheckpointIO",),
-            ".health.diagnosis": ("Diagnosis",),
-            ".early_stopping": ("EarlyStopping",),
-            ".evaluation.evaluate": ("Evaluate",),
-            ".evaluation.evaluate_command": ("EvaluateCommand",),
-            ".evaluation.evaluate_loader": ("EvaluateLoader",),
-            ".guarded": ("Guarded",),
-            ".hook.hook": ("Hook",),
-            ".job_progress": ("JobProgress",),
-            ".log_metrics": ("LogMetrics",),
-            ".health.recover": ("Recover",),
-            ".replicas.replica_guard": ("ReplicaGuard",),
-            ".stop.stop_requests": ("StopRequests",),
-            ".telemetry.goodput": ("Goodput",),
-            ".telemetry.heartbeat": ("Heartbeat",),
-            ".telemetry.system_monitor": ("SystemMonitor",),
-            ".trainer_hooks": (
-                "CheckpointHook",
-                "EvaluationHook",
-                "MetricsHook",
-                "TrainerHook",
-                "TrainerHookAdapter",
-                "TrainerState",
-            ),
-            ".upload_artifacts": ("UploadArtifacts",),
-            ".watch_hangs": ("WatchHangs",),
-            ".health.watch_nonfinite": ("WatchNonfinite",),
-            ".write_samples": ("WriteSamples",),
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

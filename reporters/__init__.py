@@ -16,13 +16,4 @@ if TYPE_CHECKING:
     from .events.reader import follow as follow, read_events as read_events, read_metrics as read_metrics
     from .events.validation import Violation as Violation, validate_events as validate_events
 else:
-    __getattr__, __dir__, __all__ = lazy_exports(
-        __name__,
-        {
-            ".events.event": ("event_schema",),
-            ".events.event_log": ("EventLog",),
-            ".events.event_logger": ("EventLogger", "RecordEvents"),
-            ".events.reader": ("follow", "read_events", "read_metrics"),
-            ".events.validation": ("Violation", "validate_events"),
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -19,16 +19,4 @@ if TYPE_CHECKING:
     from .replay_buffer import NStep as NStep, ReplayBuffer as ReplayBuffer, ReplayFeed as ReplayFeed
     from .sources import Source as Source
 else:
-    __getattr__, __dir__, __all__ = lazy_exports(
-        __name__,
-        {
-            ".arrow_feed": ("ArrowFeed",),
-            ".collate": ("to_torch",),
-            ".data_module": ("ArrowDataModule", "FunctionDataModule"),
-            ".minibatches": ("Minibatches",),
-            ".mock": ("MockBatches",),
-            ".parquet_feeder": ("ParquetArrowBatchFeeder",),
-            ".replay_buffer": ("NStep", "ReplayBuffer", "ReplayFeed"),
-            ".sources": ("Source",),
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

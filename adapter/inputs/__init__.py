@@ -16,13 +16,4 @@ if TYPE_CHECKING:
     from .refs import parse_ref as parse_ref
     from .tensorhub import HttpResolveClient as HttpResolveClient
 else:
-    __getattr__, __dir__, __all__ = lazy_exports(
-        __name__,
-        {
-            ".refs": ("parse_ref",),
-            ".components": ("SafetensorsLoader", "load_components"),
-            ".materialize": ("MaterializedInputs", "materialize_inputs"),
-            ".progress": ("InputProgress",),
-            ".tensorhub": ("HttpResolveClient",),
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, is_lazy
@@ -503,9 +502,7 @@ def collect_from_ranks(checkpoint: dict[str, Any], trainer: pl.Trainer, channel:
         return
     own = checkpoint[CONTRACT_KEY]
     compared = {name: own[name] for name in _OF_THE_CONTRACT if name in own}
-    if not isinstance(trainer.strategy, ModelParallelStrategy) or rank_groups_of(trainer.strategy) is not None:
-        # Else torch gathers the weights on rank zero, and the other ranks have nothing to compare.
-        compared |= {name: checkpoint[name] for name in _OF_THE_DUMP if name in checkpoint}
+    compared |= {name: checkpoint[name] for name in _OF_THE_DUMP if name in checkpoint}
     if "optimizer_states" in compared:
         # One that is consolidated, rank zero alone has: as Lightning does, all get it back whole.
         compared["optimizer_states"] = [

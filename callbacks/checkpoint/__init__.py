@@ -39,24 +39,4 @@ if TYPE_CHECKING:
     from .storage.files import verify as verify
     from .store import CheckpointStore as CheckpointStore, save as save
 else:
-    __getattr__, __dir__, __all__ = lazy_exports(
-        __name__,
-        {
-            ".plugins": ("DurableCheckpointIO",),
-            ".format.record": ("CheckpointRecord", "FileEntry", "RecordMeta", "read_record"),
-            ".storage.files": ("verify",),
-            ".loading": ("load", "load_weights"),
-            ".policy": ("Checkpoint", "WritesTrainerFiles"),
-            ".rank_state": ("capture_rng", "restore_rng"),
-            ".selection": (
-                "Listed",
-                "Retention",
-                "find_checkpoint",
-                "find_final",
-                "list_checkpoints",
-                "newest_valid",
-            ),
-            ".storage.commit": ("Staging", "delete_checkpoint", "require_space", "stage", "sweep"),
-            ".store": ("CheckpointStore", "save"),
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -2,8 +2,7 @@
 
 The plugin writes whole, durable checkpoints without pickle. A `ModelParallelStrategy` has a way of its own, which knows
 one format per way of sharding, and writes it around the plugin. Here it saves and restores through the plugin: every
-rank the slices that it holds, and reads those that it needs, whatever the number of ranks that saved them. With another
-plugin, modules and optimizers whose state dicts are whole are saved whole by rank zero, as other strategies do.
+rank the slices that it holds, and reads those that it needs, whatever the number of ranks that saved them.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ __all__ = [
     "install_plugin",
     "keep_sharded_for",
     "rank_groups_of",
-    "save_through_plugin",
 ]
 
 log = logging.getLogger(__name__)
@@ -136,8 +134,10 @@ class DurableCheckpointIO(CheckpointIO):
             log.exception("The checkpoint in flight could not be written")
 
 
-def install_plugin(trainer: pl.Trainer) -> tuple[bool, DurableCheckpointIO]:
-    """The `DurableCheckpointIO` of `trainer`, which replaces Lightning's own default but no other plugin.
+def install_plugin(strategy: Strategy) -> tuple[bool, DurableCheckpointIO]:
+    """The `DurableCheckpointIO` of `strategy`, which replaces Lightning's own default but no other plugin.
+
+    A `ModelParallelStrategy` uses it from now on as other strategies do by themselves.
 
     Returns:
         Whether it was installed now, and the plugin.
@@ -145,17 +145,19 @@ def install_plugin(trainer: pl.Trainer) -> tuple[bool, DurableCheckpointIO]:
     Raises:
         TypeError: The trainer was given another checkpoint plugin.
     """
-    plugin = trainer.strategy.checkpoint_io
-    if isinstance(plugin, DurableCheckpointIO):
-        return False, plugin
-    if type(plugin) is not TorchCheckpointIO:
-        raise TypeError(
-            f"Invalid `plugins`. Checkpoint writes through DurableCheckpointIO, but the trainer was given "
-            f"{type(plugin).__name__}; leave that plugin out."
-        )
-    installed = DurableCheckpointIO()
-    trainer.strategy.checkpoint_io = installed
-    return True, installed
+    given = plugin = strategy.checkpoint_io
+    if not isinstance(plugin, DurableCheckpointIO):
+        if type(plugin) is not TorchCheckpointIO:
+            raise TypeError(
+                "Invalid `plugins`. Checkpoints and sharded parameters are saved through DurableCheckpointIO, but the "
+                f"trainer was given {type(plugin).__name__}; leave that plugin out."
+            )
+        strategy.checkpoint_io = plugin = DurableCheckpointIO()
+    if isinstance(strategy, ModelParallelStrategy) and not isinstance(strategy, _SavesThroughPlugin):
+        name = f"Durable{type(strategy).__name__}"
+        # The Trainer has bound this object in many places already, so it cannot be replaced by another one.
+        strategy.__class__ = type(name, (_SavesThroughPlugin, type(strategy)), {})
+    return plugin is not given, plugin
 
 
 def give_back_plugin(trainer: pl.Trainer) -> None:
@@ -164,29 +166,20 @@ def give_back_plugin(trainer: pl.Trainer) -> None:
         trainer.strategy.checkpoint_io = TorchCheckpointIO()
 
 
-def save_through_plugin(strategy: Strategy) -> None:
-    """Let a `ModelParallelStrategy` use its checkpoint plugin, as other strategies do by themselves."""
-    if isinstance(strategy, ModelParallelStrategy) and not isinstance(strategy, _SavesThroughPlugin):
-        name = f"Durable{type(strategy).__name__}"
-        # The Trainer has bound this object in many places already, so it cannot be replaced by another one.
-        strategy.__class__ = type(name, (_SavesThroughPlugin, type(strategy)), {})
-
-
 def keep_sharded_for(strategy: Strategy) -> contextlib.AbstractContextManager[None]:
     """For the time in which a state is collected that `strategy` will save: sharded tensors stay so if it can."""
-    groups = rank_groups_of(strategy)
-    return contextlib.nullcontext() if groups is None else keep_sharded()
+    return contextlib.nullcontext() if rank_groups_of(strategy) is None else keep_sharded()
 
 
 def rank_groups_of(strategy: Strategy) -> RankGroups | None:
     """How the ranks speak about a save that all of them write; None where rank zero writes alone."""
-    if isinstance(strategy, _SavesThroughPlugin) and isinstance(strategy.checkpoint_io, DurableCheckpointIO):
-        return strategy.rank_groups
-    return None
+    return strategy.rank_groups if isinstance(strategy, _SavesThroughPlugin) else None
 
 
 class _SavesThroughPlugin(ModelParallelStrategy):
     """The checkpoint methods of `Strategy` itself, for tensors that are sharded."""
+
+    checkpoint_io: DurableCheckpointIO
 
     @functools.cached_property
     def rank_groups(self) -> RankGroups:
@@ -199,28 +192,22 @@ class _SavesThroughPlugin(ModelParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        with keep_sharded_for(self):
+        with keep_sharded():
             return Strategy.lightning_module_state_dict(self)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        with keep_sharded_for(self):
+        with keep_sharded():
             return _by_place(optimizer, Strategy.optimizer_state(self, optimizer))
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        groups, plugin = rank_groups_of(self), self.checkpoint_io
-        if groups is None or not isinstance(plugin, DurableCheckpointIO):
-            Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-        else:
-            plugin.store.save(local_path(filepath), checkpoint, asynchronous=plugin.asynchronous, groups=groups)
+        plugin = self.checkpoint_io
+        plugin.store.save(local_path(filepath), checkpoint, asynchronous=plugin.asynchronous, groups=self.rank_groups)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        groups, plugin = rank_groups_of(self), self.checkpoint_io
-        if groups is None or not isinstance(plugin, DurableCheckpointIO):
-            return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
-        return plugin.store.load(local_path(checkpoint_path), groups=groups)
+        return self.checkpoint_io.store.load(local_path(checkpoint_path), groups=self.rank_groups)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -36,12 +36,8 @@ from .capture import ALIGNMENT, CONTRACT_KEY, Frozen, base_of, described, frozen
 from .format.layout import FINAL_NAME, TRAINER_FOLDER, is_record_of_callback, local_path, step_name
 from .format.record import CheckpointRecord, RecordMeta
 from .loader_position import forget_positions, keep_positions, put_positions_back, set_positions_aside
-<<<<<<< HEAD
-from .plugins import give_back_plugin, install_plugin, rank_groups_of, save_through_plugin, url_faults
+from .plugins import give_back_plugin, install_plugin, rank_groups_of
 from .pretrained import keep_configurations
-=======
-from .plugins import give_back_plugin, install_plugin, rank_groups_of, save_through_plugin
->>>>>>> eb7d1010 (Sparse tensors are one more kind of value in checkpoints; saves by the clock use the pace that other hooks use)
 from .rank_state import ResumeState, capture_parts, stands_between_batches
 from .selection import WRITER, Kept, Listed, Retention, best_path, is_named, list_checkpoints, own_records
 from .sharded.rank_channel import ALONE, Channel
@@ -197,8 +193,7 @@ class Checkpoint(Hook, LightningCheckpoint):
                 f"Checkpoint does not save under {type(trainer.strategy).__name__}, which has a format of its own that "
                 "no plugin writes. Use Lightning's ModelCheckpoint, or ModelParallelStrategy (FSDP 2) with Checkpoint."
             )
-        self._gives_plugin_back, plugin = install_plugin(trainer)
-        save_through_plugin(trainer.strategy)
+        self._gives_plugin_back, plugin = install_plugin(trainer.strategy)
         groups = rank_groups_of(trainer.strategy)
         self._channel = Channel() if groups is None else groups.training
         self._store = plugin.store

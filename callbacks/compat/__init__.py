@@ -25,21 +25,4 @@ if TYPE_CHECKING:
     from .torch_checkpoint import load_checkpoint as load_checkpoint, save_checkpoint as save_checkpoint
     from .trainer_view import TrainerView as TrainerView
 else:
-    __getattr__, __dir__, __all__ = lazy_exports(
-        __name__,
-        {
-            ".named": (
-                "CheckpointCallback",
-                "DiagnosisCallback",
-                "EarlyStoppingCallback",
-                "EvalCallback",
-                "HeartbeatCallback",
-                "LoggingCallback",
-                "ProgressCallback",
-                "TrainingReportCallback",
-            ),
-            ".six_hooks": ("Callback", "CallbackList"),
-            ".torch_checkpoint": ("load_checkpoint", "save_checkpoint"),
-            ".trainer_view": ("TrainerView",),
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

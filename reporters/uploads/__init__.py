@@ -11,11 +11,4 @@ if TYPE_CHECKING:
     from .payloads import TerminalPayload as TerminalPayload, UploadedFile as UploadedFile
     from .uploader import SettleResult as SettleResult, Undelivered as Undelivered, Uploader as Uploader
 else:
-    __getattr__, __dir__, __all__ = lazy_exports(
-        __name__,
-        {
-            ".config": ("QUEUE_DIRECTORY", "UploadConfig"),
-            ".payloads": ("TerminalPayload", "UploadedFile"),
-            ".uploader": ("SettleResult", "Undelivered", "Uploader"),
-        },
-    )
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

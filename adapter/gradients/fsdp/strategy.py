@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from ....callbacks.checkpoint.plugins import save_through_plugin
+from ....callbacks.checkpoint.plugins import install_plugin
 from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered
 from .shard import Sharding, shard
@@ -137,6 +137,7 @@ def shard_for(strategy: Strategy, discovered: Discovered) -> bool:
 
     Raises:
         ContractError: As `shard` does.
+        TypeError: The trainer was given another checkpoint plugin than `DurableCheckpointIO`.
     """
     if not isinstance(strategy, ModelParallelStrategy):
         return False
@@ -144,5 +145,5 @@ def shard_for(strategy: Strategy, discovered: Discovered) -> bool:
         shard(discovered, strategy.shard_mesh(), strategy.sharding, strategy.root_device)
     else:
         shard(discovered, strategy.device_mesh["data_parallel"], device=strategy.root_device)
-    save_through_plugin(strategy)
+    install_plugin(strategy)
     return True
