@@ -16,7 +16,13 @@ from typing_extensions import override
 
 from ..adapter.contract.exceptions import ContractError
 from ..adapter.plumbing.devices import isolated_random_numbers
-from ..adapter.plumbing.durable import TEMPORARY_PREFIX, fsync_directory, temporary_name, write_bytes_durably
+from ..adapter.plumbing.durable import (
+    TEMPORARY_PREFIX,
+    fsync_directory,
+    fsync_file,
+    temporary_name,
+    write_bytes_durably,
+)
 from ..adapter.plumbing.text import is_utf8
 from .hook.cadence import Boundaries, StepCadence, suppressed
 from .hook.events import fire, run_state_of, timed
@@ -222,8 +228,7 @@ def _durable_files(directory: Path, sample: str) -> Iterator[Path]:
                 raise ContractError(f"generate_sample of {sample} left {name!r}, which is not a file")
             if not is_utf8(name):
                 raise ContractError(f"generate_sample of {sample} left {name!r}, whose name is not UTF-8")
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            fsync_file(path)
             yield path
         fsync_directory(folder)
 

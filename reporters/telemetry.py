@@ -135,25 +135,13 @@ def write_event(
         ValueError: A string that must not be empty is, or `epoch` or `step` is negative.
         EventLogError: The file cannot be written, or another process holds it.
     """
-    texts: Any = suggestions if isinstance(suggestions, str) else list(suggestions or ())
-    given = {
-        "event": checked_text("event", event),
-        "timestamp": time.time() if timestamp is None else timestamp,
-        "run_id": checked_text("run_id", make_run_id() if run_id is None else run_id),
-        "scenario": checked_text("scenario", scenario),
-        "success": success,
-        "duration_sec": duration_sec,
-        "ttfi_sec": ttfi_sec,
-        "artifacts": {} if artifacts is None else artifacts,
-        "error": "" if error is None else error,
-        "epoch": None if epoch is None else checked_step(epoch, "epoch"),
-        "step": None if step is None else checked_step(step),
-        "throughput_steps_per_sec": throughput_steps_per_sec,
-        "flops_estimate": flops_estimate,
-        "watts_estimate": watts_estimate,
-        "flops_per_watt": flops_per_watt,
-        "suggestions": texts,
-    }
+    given: dict[str, Any] = {name: value for name, value in locals().items() if name != "path"}  # fields of the event
+    given["suggestions"] = suggestions if isinstance(suggestions, str) else list(suggestions or ())
+    given["timestamp"] = time.time() if timestamp is None else timestamp
+    given["run_id"] = make_run_id() if run_id is None else run_id
+    given |= {name: checked_text(name, given[name]) for name in ("event", "scenario", "run_id")}
+    given |= {name: checked_step(given[name], name) for name in ("epoch", "step") if given[name] is not None}
+    given |= {"artifacts": {} if artifacts is None else artifacts, "error": error or ""}
     plain = {name: _plain(name, value) for name, value in given.items()}
     try:
         record = msgspec.to_builtins(msgspec.convert(plain, TelemetryEvent))

@@ -16,6 +16,7 @@ from pathlib import Path
 __all__ = [
     "TEMPORARY_PREFIX",
     "fsync_directory",
+    "fsync_file",
     "start_writeback",
     "temporary_name",
     "write_all",
@@ -46,6 +47,15 @@ def fsync_directory(directory: str | os.PathLike[str]) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:  # what file systems answer that have no such thing, and need none
             raise
+    finally:
+        os.close(descriptor)
+
+
+def fsync_file(path: str | os.PathLike[str]) -> None:
+    """Bring the content of a file, which something else wrote, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -23,7 +23,6 @@ from .format.record import CheckpointRecord, FileEntry
 from .format.tensor_files import (
     ELEMENT_BYTES,
     HEADER_LIMIT,
-    Stored,
     TypedShape,
     check_array,
     check_tensor,
@@ -69,7 +68,7 @@ def check_contents(record: CheckpointRecord, *, knows_types: bool = False) -> No
 
 def read_contents(
     record: CheckpointRecord, read: Callable[[CheckpointRecord, FileEntry], dict[str, TypedShape]] | None = None
-) -> tuple[dict[str, Any], dict[tuple[str, str], Stored]]:
+) -> tuple[dict[str, Any], dict[tuple[str, str], TypedShape]]:
     """The content of the state file, proven, and what the headers of files say of tensors, by file and key.
 
     Args:
@@ -79,7 +78,7 @@ def read_contents(
     Raises:
         BrokenCheckpointError: One is missing or malformed, or two files have the same tensor.
     """
-    stored: dict[tuple[str, str], Stored] = {}
+    stored: dict[tuple[str, str], TypedShape] = {}
     content: dict[str, Any] | None = None
     for entry in record.files:
         name = record.file_name(entry)
@@ -90,14 +89,14 @@ def read_contents(
                 place = tensor_file(name), key
                 if place in stored:
                     raise BrokenCheckpointError(record.name, f"it has {key!r} twice, the second in {entry.path}")
-                stored[place] = Stored(tensor.dtype, tensor.shape, tensor.end - tensor.begin)
+                stored[place] = tensor
     if content is None:
         raise BrokenCheckpointError(record.name, f"it has no {STATE_FILE}")
     for left in record.left_out:
         size = ELEMENT_BYTES.get(left.dtype)
         if size is None or (MODEL_FILE, left.key) in stored:
             raise BrokenCheckpointError(record.name, f"it does not say what {left.key!r} is that it leaves out")
-        stored[MODEL_FILE, left.key] = Stored(left.dtype, left.shape, math.prod(left.shape) * size)
+        stored[MODEL_FILE, left.key] = TypedShape(left.dtype, left.shape, 0, math.prod(left.shape) * size)
     return content, stored
 
 
@@ -144,7 +143,7 @@ def _parse_state_file(record: CheckpointRecord, data: bytes) -> dict[str, Any]:
 class _Checked:
     """A `TensorSource` that compares references with what is stored and gives placeholders."""
 
-    def __init__(self, record: CheckpointRecord, stored: dict[tuple[str, str], Stored]) -> None:
+    def __init__(self, record: CheckpointRecord, stored: dict[tuple[str, str], TypedShape]) -> None:
         self._record = record
         self._stored = stored
         self._pieces: dict[tuple[str, str], list[Any]] | None = None

@@ -31,7 +31,6 @@ from .format.record import CheckpointRecord, FileEntry, read_record
 from .format.tensor_files import (
     HEADER_LIMIT,
     TORCH_TYPES,
-    Stored,
     TypedShape,
     array_type,
     check_array,
@@ -162,7 +161,7 @@ class _Source:
         self._slices_to_prove = slices_to_prove
         """None proves them all and reads them with the rest."""
         self._stored: dict[tuple[str, str], Any] = {}
-        self._facts: dict[tuple[str, str], Stored] = {}
+        self._facts: dict[tuple[str, str], TypedShape] = {}
         self._pieces: dict[tuple[str, str], list[Piece]] = {}
         self._given: dict[Any, Any] = {}
 

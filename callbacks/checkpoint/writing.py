@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...adapter.contract.exceptions import CheckpointError
-from ...adapter.plumbing.durable import fsync_directory
+from ...adapter.plumbing.durable import fsync_directory, fsync_file
 from .capture import Captured, finite_weights
 from .codec.tensor_bytes import bytes_of
 from .codec.tensor_table import Entry
@@ -228,11 +228,7 @@ def _hook_files(folder: Path) -> list[tuple[str, tuple[int, str]]]:
             file = Path(path) / name
             if file.is_symlink():
                 _replace_link(file)
-            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            fsync_file(file)
             found.append((file.relative_to(folder).as_posix(), hash_file(file)))
     return found
 

@@ -21,7 +21,7 @@ from torch.nn import Module
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import EventLogError
-from ...adapter.plumbing.durable import fsync_directory
+from ...adapter.plumbing.durable import fsync_directory, fsync_file
 from ...adapter.plumbing.failures import EXIT_FAILED, Failure, describe_failure
 from ...adapter.plumbing.redaction import secrets_of_module
 from ...adapter.plumbing.run_metadata import metadata_of_module
@@ -376,21 +376,13 @@ def _make_durable(path: str) -> bool:
     if not os.path.exists(path):
         return False
     if os.path.isfile(path):
-        _fsync(path)
+        fsync_file(path)
     for folder, _, files in os.walk(path):
         for name in files:
-            _fsync(os.path.join(folder, name))
+            fsync_file(os.path.join(folder, name))
         fsync_directory(folder)
     fsync_directory(os.path.dirname(os.path.abspath(path)))
     return True
-
-
-def _fsync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _is_number(name: Any, value: Any) -> bool:

@@ -33,7 +33,6 @@ __all__ = [
     "RAW",
     "TORCH_TYPES",
     "SliceEntry",
-    "Stored",
     "TypedShape",
     "array_type",
     "block_digests",
@@ -93,6 +92,11 @@ class TypedShape:
     shape: tuple[int, ...]
     begin: int
     end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.end - self.begin
 
 
 def build_header(
@@ -269,16 +273,6 @@ _OTHER_ELEMENT_BYTES = {
 """Of types of torch that the format does not know, so that their bytes are stored raw."""
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A tensor of a file."""
-
-    dtype: str
-    """As the format calls it."""
-    shape: tuple[int, ...]
-    nbytes: int
-
-
 class ViewFacts(msgspec.Struct, frozen=True):
     """Which part of a stored tensor's bytes a view has."""
 
@@ -320,7 +314,7 @@ class ArrayReference(msgspec.Struct, frozen=True):
     order: str = "C"
 
 
-def check_tensor(reference: Any, stored: Mapping[tuple[str, str], Stored]) -> ShardedFacts | None:
+def check_tensor(reference: Any, stored: Mapping[tuple[str, str], TypedShape]) -> ShardedFacts | None:
     """Compare a reference to a tensor with what is stored.
 
     Args:
@@ -352,7 +346,7 @@ def check_tensor(reference: Any, stored: Mapping[tuple[str, str], Stored]) -> Sh
     return None
 
 
-def check_array(reference: Any, stored: Mapping[tuple[str, str], Stored]) -> None:
+def check_array(reference: Any, stored: Mapping[tuple[str, str], TypedShape]) -> None:
     """Compare a reference to an array with what is stored.
 
     Raises:
@@ -374,7 +368,7 @@ def array_type(name: str) -> Any:
     return np.dtype(name)
 
 
-def _check_view(view: ViewFacts, found: Stored, where: str) -> None:
+def _check_view(view: ViewFacts, found: TypedShape, where: str) -> None:
     element = _element_bytes(view.dtype) or 1
     _elements(view.shape)
     if view.offset + view.span > found.nbytes or _extent(view.shape, view.stride) * element > view.span:
