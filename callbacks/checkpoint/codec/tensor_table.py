@@ -12,7 +12,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -20,8 +20,11 @@ import torch
 from ....adapter.contract.exceptions import UnstorableStateError
 from ..format.layout import ARRAYS_FILE, MODEL_FILE, TENSORS_FILE
 from ..format.tensor_files import RAW, TORCH_TYPES
-from ..sharded.slices import Box, held_by_this_rank, is_sharded, unsharded
+from ..sharded.slices import Box, is_saved_by_this_rank, is_sharded, slice_of, unsharded
 from .state_tree import Attribute, Path, format_path
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["Entry", "Slice", "TensorTable", "refuse_unknown", "stored_as"]
 
@@ -147,19 +150,19 @@ class TensorTable:
         return reference
 
     def _add_sharded(self, tensor: torch.Tensor, file: str, key: str) -> dict[str, Any]:
-        held = held_by_this_rank(tensor)
-        local = held.local.detach().resolve_conj().resolve_neg()
+        sharded = cast("DTensor", tensor.detach())
+        local, box, whole = sharded.to_local().resolve_conj().resolve_neg(), slice_of(sharded), tuple(sharded.shape)
         dtype = _name_of(local.dtype)
-        memory = (local.device, local.data_ptr() or key, local.shape, local.stride(), dtype, held.box, held.shape)
+        memory = (local.device, local.data_ptr() or key, local.shape, local.stride(), dtype, box, whole)
         # The same slice of memory again, as the same weights in the trainer's own payload, is not stored twice.
         if memory not in self._sharded or file == MODEL_FILE:
             self._keys.add((file, key))
-            part = Slice(held.box, held.shape, dtype)
+            part = Slice(box, whole, dtype)
             self.wholes[file, key] = part
-            if held.is_saved_here:
+            if is_saved_by_this_rank(sharded):
                 stored, shape = stored_as(local)
                 self.slices.append(Entry(file, key, stored, shape, local.nbytes, local, part))
-            facts = {"file": file, "key": key, "sharded": {"dtype": dtype, "shape": list(held.shape)}}
+            facts = {"file": file, "key": key, "sharded": {"dtype": dtype, "shape": list(whole)}}
             self._sharded.setdefault(memory, facts)
         reference = dict(self._sharded[memory])
         if tensor.requires_grad:

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import xxhash
@@ -37,7 +37,7 @@ __all__ = [
     "Piece",
     "StoredSlices",
     "WholeTensor",
-    "held_by_this_rank",
+    "is_saved_by_this_rank",
     "is_sharded",
     "keep_sharded",
     "make_whole",
@@ -99,18 +99,6 @@ def make_whole(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Held:
-    """The part of a sharded tensor that this rank holds."""
-
-    local: torch.Tensor
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    box: Box
-    is_saved_here: bool
-    """False on ranks whose part is a copy of another rank's."""
-
-
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether the ranks hold parts of `tensor`, so that each can save its own."""
     placements = tensor.placements if isinstance(tensor, DTensor) else ()
@@ -119,14 +107,13 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     )
 
 
-def held_by_this_rank(tensor: torch.Tensor) -> Held:
-    """This rank's part of a tensor that `is_sharded`."""
-    sharded = cast("DTensor", tensor.detach())
-    coordinate, local = sharded.device_mesh.get_coordinate(), sharded.to_local()
+def is_saved_by_this_rank(sharded: DTensor) -> bool:
+    """Whether this rank has a part of `sharded` that is not empty, and no copy of another rank's."""
+    coordinate = sharded.device_mesh.get_coordinate()
     is_first_copy = coordinate is not None and all(
         at == 0 for at, place in zip(coordinate, sharded.placements, strict=True) if type(place) is Replicate
     )
-    return Held(local, tuple(sharded.shape), slice_of(sharded), is_first_copy and local.numel() > 0)
+    return is_first_copy and sharded.to_local().numel() > 0
 
 
 def slice_of(sharded: DTensor) -> Box:
@@ -183,8 +170,10 @@ class WholeTensor(torch.Tensor):
         return self._plain
 
     def sharded_like(self, parameter: DTensor) -> DTensor:
-        """The values sharded as `parameter` is; only this rank's slice is read."""
-        return self.slices.like(parameter) if self._plain is None else sharded_like(self._plain, parameter)
+        """The values sharded as `parameter` is; where that can be, only this rank's slice is read."""
+        if self._plain is None and is_sharded(parameter):
+            return from_slice(self.slices.read(slice_of(parameter)), parameter)
+        return sharded_like(self.put_together(), parameter)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"WholeTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
@@ -354,12 +343,6 @@ class StoredSlices:
     def whole(self) -> torch.Tensor:
         """All of it, put together from all slices."""
         return self.read(Box((0,) * len(self.shape), self.shape))
-
-    def like(self, parameter: DTensor) -> DTensor:
-        """Only this rank's slice, where `parameter` has it."""
-        if not is_sharded(parameter):
-            return distribute_tensor(self.whole().to(parameter.device), parameter.device_mesh, parameter.placements)
-        return from_slice(self.read(slice_of(parameter)), parameter)
 
     def read(self, part: Box) -> torch.Tensor:
         """The values of one part as they were saved.
