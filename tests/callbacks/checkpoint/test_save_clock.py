@@ -59,7 +59,8 @@ def test_the_clock_is_looked_at_seldom_and_slow_steps_are_noticed(
     checkpoint = Checkpoint(tmp_path, every_minutes=1, keep_last=None, save_final=False)
     callbacks = [checkpoint, Takes(clock, lambda step: 0.01 if step <= 700 else 0.5)]
     fit(counting_trainer(), callbacks, steps=1000, batches=range(1000), enable_checkpointing=True)
-    assert looks[:9] == [1, 3, 7, 15, 31, 63, 127, 227, 327]
+    assert looks[:7] == [1, 3, 7, 15, 31, 63, 127]
+    assert 99 <= looks[8] - looks[7] <= 101
     # Seven seconds of fast steps, 150 of slow ones; the change of pace may cost up to 100 slow steps once.
     assert [step for step in saved(tmp_path) if step > 700]
     assert len(looks) < 150
