@@ -37,6 +37,7 @@ from ..discovery.discover import Discovered, Found, check_unchanged, discover
 from ..discovery.rank_local import rank_local_of
 from ..discovery.wrapped_optimizers import kept_by_wrappers
 from ..gradients.fsdp.state import whole_payload
+from ..gradients.fsdp.tensors import whole_numbers
 from .built_settings import SET_BY_SCHEDULERS, BuiltSettings
 from .plugin_loading import optional_hook
 from .trainer_files import trainer_directory
@@ -192,7 +193,7 @@ class TrainerState:
         """
         trainer, now = self.module.trainer, self.check_unchanged()
         parts = checkpoint.setdefault(CONTRACT_KEY, {})
-        with keep_sharded_for(trainer.strategy):
+        with keep_sharded_for(trainer.strategy), whole_numbers():
             parts["state"] = payload = self.payload()
         if on_device := self._on_device(payload):
             parts[_ON_DEVICE] = on_device

@@ -18,7 +18,8 @@ All ranks have to read a value together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -29,10 +30,10 @@ from torch.distributed.tensor import DTensor, Shard
 from ..refused import refusal
 from ..torch_internals import TensorBase, without_torch_function_of_subclasses
 
-__all__ = ["begin_step", "end_step", "hold", "is_in_step", "release"]
+__all__ = ["begin_step", "end_step", "hold", "is_in_step", "release", "whole_numbers"]
 
 _READS = frozenset({"item", "tolist", "__format__", "__float__", "__int__", "__bool__", "__index__", "__complex__"})
-_READS |= {"is_nonzero"}
+_READS |= {"is_nonzero", "numpy", "__array__"}
 _EXTREMES = frozenset({"max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "median"})
 _EXTREMES |= {"norm", "vector_norm", "linalg_vector_norm"}
 _RANDOM = frozenset({"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"})
@@ -45,6 +46,7 @@ _SETTERS: dict[Any, str] = {vars(TensorBase)[name].__set__: name for name in ("d
 
 _agree: Callable[[str], None] | None = None
 _note: Callable[[str], None] | None = None
+_is_saving = False
 _torchs = DTensor.__dict__["__torch_function__"]
 
 
@@ -76,6 +78,23 @@ def end_step() -> None:
     _agree = None
 
 
+@contextlib.contextmanager
+def whole_numbers() -> Iterator[None]:
+    """While this is open, what is read of a shard is that of the whole tensor, as in a step.
+
+    For the ``state_dict`` of a class, which all ranks call: a sum of shards has on each rank the part of that rank.
+    """
+    global _is_saving
+    before = DTensor.__dict__["__torch_function__"]
+    hold()
+    _is_saving = True
+    try:
+        yield
+    finally:
+        _is_saving = False
+        DTensor.__torch_function__ = before  # type: ignore[method-assign]
+
+
 def is_in_step() -> bool:
     """Whether it is a training step that computes with shards now."""
     return _agree is not None
@@ -92,6 +111,8 @@ def _function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
             return results
         if _agree is not None and isinstance(first, Tensor) and not isinstance(first, DTensor) and first.dim():
             args = _with_whole_numbers(name, args)
+        if _agree is None and _is_saving and isinstance(first, DTensor) and args and name in _READS:
+            return func(_gathered(name, first), *args[1:], **kwargs)
         if _agree is None or not isinstance(first, DTensor):
             return func(*args, **kwargs)
         if name in _RANDOM or (getattr(func, "__module__", "") == "torch.nn.init" and name not in _CONSTANTS):
