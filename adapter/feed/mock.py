@@ -50,6 +50,10 @@ class MockBatches:
     def __len__(self) -> int:
         return len(self._batches) // self._world_size
 
+    def __getitem__(self, step: int) -> Any:
+        """The batch of this rank in a step."""
+        return self._batches[range(self._rank, len(self) * self._world_size, self._world_size)[step]]
+
     def __iter__(self) -> Iterator[Any]:
         start = self._next if self._fresh else 0
         for place in range(start, len(self._batches) - self._world_size + 1, self._world_size):

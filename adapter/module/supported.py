@@ -28,6 +28,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 
+from ...callbacks.checkpoint.plugins import url_faults
 from ...callbacks.hook.events import callbacks_of
 from ...callbacks.lightning_internals import WEIGHT_AVERAGING, ddp_settings, tensor_parallel_size
 from ...callbacks.log_metrics import LogMetrics
@@ -90,6 +91,7 @@ def check_trainer_arguments(trainer: pl.Trainer) -> None:
             "torch.nn.utils.clip_grad_norm_ in train_step"
         )
     errors += [fault for callback in callbacks_of(trainer) for fault in _faults_of(callback, trainer.strategy)]
+    errors += url_faults(trainer)
     if errors:
         raise StartupContractError("startup.invalid_job_spec", "; ".join(errors))
 

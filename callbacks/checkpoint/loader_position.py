@@ -100,8 +100,8 @@ def set_positions_aside(trainer: pl.Trainer, checkpoint: Mapping[str, Any], part
     A Trainer without `keep_positions`, whose loaders are plain, refuses states that no loader of its takes.
     """
     loop = trainer.fit_loop
-    if type(loop) is not FitLoop or loop._combined_loader is None:
-        return
+    if type(loop) is not FitLoop or loop._combined_loader is None or _POSITIONS in parts:
+        return  # moved already, where two callbacks save into folders of their own
     of_loop = checkpoint["loops"]["fit_loop"]["state_dict"]
     stateful = [
         loader
@@ -117,12 +117,12 @@ def set_positions_aside(trainer: pl.Trainer, checkpoint: Mapping[str, Any], part
         ]
 
 
-def put_positions_back(trainer: pl.Trainer, checkpoint: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+def put_positions_back(trainer: pl.Trainer, checkpoint: Mapping[str, Any], parts: dict[str, Any]) -> None:
     """Give the positions that `set_positions_aside` has moved to the loop of `trainer`, before it is restored."""
     if _POSITIONS not in parts or type(trainer.fit_loop) is not FitLoop:
         return
     states = checkpoint["loops"]["fit_loop"]["state_dict"].setdefault("combined_loader", [])
-    for index, state in parts[_POSITIONS]:
+    for index, state in parts.pop(_POSITIONS):
         states.insert(index, state)
 
 

@@ -18,14 +18,16 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ..hook.events import callbacks_of
 from ..optimizer_state import map_values
-from .format.layout import local_path
+from .format.layout import is_remote, local_path
 from .sharded.rank_channel import RankGroups
 from .sharded.slices import keep_sharded, sharded_like, whole
 from .store import CheckpointStore
@@ -36,6 +38,7 @@ __all__ = [
     "install_plugin",
     "keep_sharded_for",
     "rank_groups_of",
+    "url_faults",
 ]
 
 log = logging.getLogger(__name__)
@@ -164,6 +167,25 @@ def give_back_plugin(trainer: pl.Trainer) -> None:
     """Undo `install_plugin` where a process hands its weights to the one that started it, which knows no other."""
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         trainer.strategy.checkpoint_io = TorchCheckpointIO()
+
+
+def url_faults(trainer: pl.Trainer) -> list[str]:
+    """Which callbacks of `trainer` would save to a URL, which our plugin refuses, and which ranks cannot share."""
+    if not isinstance(trainer.strategy.checkpoint_io, DurableCheckpointIO) and not isinstance(
+        trainer.strategy, ModelParallelStrategy
+    ):
+        return []
+    places = [
+        (callback, callback.dirpath or next((logger.save_dir for logger in trainer.loggers), trainer.default_root_dir))
+        for callback in callbacks_of(trainer)
+        if isinstance(callback, ModelCheckpoint)
+    ]
+    return [
+        f"{type(callback).__name__} saves to {os.fspath(place)!r}, and durable checkpoints go to a local file system. "
+        "Give it a local `dirpath`, and `targets` of UploadArtifacts for copies elsewhere"
+        for callback, place in places
+        if place is not None and is_remote(place)
+    ]
 
 
 def keep_sharded_for(strategy: Strategy) -> contextlib.AbstractContextManager[None]:

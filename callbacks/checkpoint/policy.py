@@ -36,7 +36,7 @@ from .capture import ALIGNMENT, CONTRACT_KEY, Frozen, base_of, described, frozen
 from .format.layout import FINAL_NAME, TRAINER_FOLDER, is_record_of_callback, local_path, step_name
 from .format.record import CheckpointRecord, RecordMeta
 from .loader_position import forget_positions, keep_positions, put_positions_back, set_positions_aside
-from .plugins import give_back_plugin, install_plugin, rank_groups_of
+from .plugins import give_back_plugin, install_plugin, rank_groups_of, url_faults
 from .pretrained import keep_configurations
 from .rank_state import ResumeState, capture_parts, stands_between_batches
 from .selection import WRITER, Kept, Listed, Retention, best_path, is_named, list_checkpoints, own_records
@@ -194,6 +194,8 @@ class Checkpoint(Hook, LightningCheckpoint):
                 "no plugin writes. Use Lightning's ModelCheckpoint, or ModelParallelStrategy (FSDP 2) with Checkpoint."
             )
         self._gives_plugin_back, plugin = install_plugin(trainer.strategy)
+        if faults := url_faults(trainer):
+            raise ValueError("; ".join(faults))
         groups = rank_groups_of(trainer.strategy)
         self._channel = Channel() if groups is None else groups.training
         self._store = plugin.store

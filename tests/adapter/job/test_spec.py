@@ -334,7 +334,7 @@ def test_what_only_the_environment_says_is_named_where_a_job_file_says_it(parse)
 def test_a_target_on_the_hub_without_a_login_is_said_before_anything_is_trained(parse, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     (warning,) = parse(uploads={"targets": ["hf://me/digits"]})[2]
-    assert "set `HF_TOKEN`, or run `hf auth login`" in warning
+    assert "run `hf auth login`, or set `HF_TOKEN`" in warning
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_1")
     assert parse(uploads={"targets": ["hf://me/digits"]})[2] == []
 

@@ -662,7 +662,9 @@ def test_a_run_that_skips_what_is_not_finite_completes_with_finite_weights(
 
 
 def test_a_run_that_recovers_completes(write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
-    job = write_job(trainer=":Learns", metric_every=2, max_steps=6, recover={"ladder": ["skip"], "good_steps": 2})
+    job = write_job(
+        trainer=":Learns", metric_every=2, max_steps=6, callbacks={"Recover": {"ladder": ["skip"], "good_steps": 2}}
+    )
     assert run(job) == 0
     assert [(e["step"], e["value"]) for e in events(job) if e.get("name") == "recover/attempt"] == [(3, 1.0), (5, 0.0)]
     assert read_record(job.parent / "out" / "checkpoints" / "final.json").finite_weights is True
@@ -671,7 +673,10 @@ def test_a_run_that_recovers_completes(write_job: Callable[..., Path], caplog: p
 def test_a_run_that_cannot_be_recovered_ends_once_and_says_what_was_tried(write_job: Callable[..., Path]) -> None:
     """The class is broken in its third step, whatever the batch is."""
     job = write_job(
-        trainer=":Learns", checkpoint_every=2, max_steps=6, recover={"ladder": ["roll_back"], "max_attempts": 3}
+        trainer=":Learns",
+        checkpoint_every=2,
+        max_steps=6,
+        callbacks={"Recover": {"ladder": ["roll_back"], "max_attempts": 3}},
     )
     assert run(job) == 1
     assert [e["value"] for e in events(job) if e.get("name") == "trainer/rolled_back_to_step"] == [2.0] * 3
