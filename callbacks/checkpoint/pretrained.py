@@ -1,9 +1,9 @@
 """What Hugging Face models need besides their weights, so that an export is a folder for ``from_pretrained``.
 
-``pretrained/PATH/`` beside the checkpoints of a run has ``config.json`` and ``generation_config.json`` of the model at
-PATH in the trained module, and the files of the tokenizer. They are written where training starts, by the objects that
-the class made: an export then needs neither the class nor transformers, and unpickles nothing. Checkpoints share them,
-because they follow from the class, and a tokenizer can be larger than the weights that are trained.
+``genlight-pretrained/PATH/`` beside the checkpoints of a run has ``config.json`` and ``generation_config.json`` of the
+model at PATH in the trained module, and the files of the tokenizer. They are written where training starts, by the
+objects that the class made: an export then needs neither the class nor transformers, and unpickles nothing. Checkpoints
+share them, because they follow from the class, and a tokenizer can be larger than the weights that are trained.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ __all__ = ["CONFIG_FILE", "keep_configurations", "kept_configurations"]
 
 log = logging.getLogger(__name__)
 
-FOLDER = "pretrained"
+FOLDER = "genlight-pretrained"
+"""No name that a folder of the user's has, as it is replaced."""
 CONFIG_FILE = "config.json"
 _GENERATION_FILE = "generation_config.json"
 
