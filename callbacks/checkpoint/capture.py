@@ -55,6 +55,7 @@ __all__ = [
     "described",
     "finite_weights",
     "frozen_in",
+    "link",
     "left_out_tensors",
     "require_base",
     "snapshot",
@@ -98,6 +99,9 @@ class Captured:
     staging: Staging | None = None
     """Where it is made; holds the files of the trainer's own hook, and the link to `linked`."""
     linked: FrozenFile | None = None
+    """The file of an earlier checkpoint that this one shares."""
+    earlier: FrozenFile | None = None
+    """A file of an earlier attempt, which is shared where what is written turns out to have the same bytes."""
     """The file of an earlier checkpoint that this one shares."""
     left_out: list[LeftOut] = field(default_factory=list)
 
@@ -211,13 +215,21 @@ class Frozen:
     Args:
         tensors: What `frozen_in` found, at the start.
         base: Those that checkpoints leave out where they are as here; None writes them.
+        earlier: The newest checkpoint that an earlier attempt of the run has left.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], *, base: Mapping[str, LeftOut] | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        base: Mapping[str, LeftOut] | None = None,
+        earlier: CheckpointRecord | None = None,
+    ) -> None:
         self._digests = dict(zip(tensors, content_digests(list(tensors.values())), strict=True))
         now = {} if base is None else described(tensors)
         self._left_out = {key: left for key, left in now.items() if base is not None and base.get(key) == left}
         self._file: FrozenFile | None = None
+        self._earlier = None if earlier is None else _file_of(earlier, frozenset())
 
     def divide(self, captured: Captured, record: Path) -> Captured:
         """`captured` with its frozen weights set apart: left out, linked from the last checkpoint, or in one file.
@@ -244,6 +256,7 @@ class Frozen:
             entries=sorted(entries, key=lambda entry: entry.file),
             staging=staging,
             linked=linked,
+            earlier=self._earlier if self._file is None else None,
             left_out=left_out,
         )
 

@@ -226,8 +226,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         if trainer.is_global_zero:
             self.run = replace(self.run, metadata=self.run.metadata or metadata_of_module(pl_module))
             run_id = self.run.run_id or self._run_state.run_id
-            self._kept.begin([record for record in own_records(listed) if record.run_id == run_id])
-            self._begin_frozen(trainer, pl_module)
+            own = [record for record in own_records(listed) if record.run_id == run_id]
+            self._kept.begin(own)
+            self._begin_frozen(trainer, pl_module, max(own, key=lambda record: record.step, default=None))
             keep_configurations(self.directory, pl_module)
 
     def _check_directory(self, trainer: pl.Trainer, pl_module: pl.LightningModule, listed: list[Listed]) -> None:
@@ -255,13 +256,15 @@ class Checkpoint(Hook, LightningCheckpoint):
             trained = sum(p.nbytes for p in pl_module.parameters() if p.requires_grad)
             require_space(self.directory, weights + _ADAM_STATES * trained)
 
-    def _begin_frozen(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _begin_frozen(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, earlier: CheckpointRecord | None
+    ) -> None:
         assert self._store is not None
         frozen = frozen_in(pl_module, trainer.optimizers)
         base = None
         if self.weights == "trained":
             base = described(frozen) if self._store.built is None else self._store.built
-        self._store.begin(self.directory, Frozen(frozen, base=base))
+        self._store.begin(self.directory, Frozen(frozen, base=base, earlier=earlier))
 
     @skippable
     @override

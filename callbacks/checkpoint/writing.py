@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...adapter.contract.exceptions import CheckpointError
-from ...adapter.plumbing.durable import fsync_directory, fsync_file
-from .capture import Captured, finite_weights
+from ...adapter.plumbing.durable import fsync_directory, fsync_file, temporary_name
+from .capture import Captured, FrozenFile, finite_weights, link
 from .codec.tensor_bytes import bytes_of
 from .codec.tensor_table import Entry
 from .format.layout import FROZEN_FILE, STATE_FILE, TRAINER_FOLDER, name_of
@@ -198,10 +198,22 @@ def _write_files(staging: Staging, captured: Captured) -> list[FileEntry]:
     for file, entries in _by_file(captured.entries):
         buffers = (bytes_of(entry.source) for entry in entries)
         written.append((file, *_write_tensors(staging.path / file, entries, buffers)))
+        if file == FROZEN_FILE and captured.earlier is not None:
+            _share(captured.earlier, staging.path / file, written[-1][1:])
     if captured.linked is not None:
         written.append((FROZEN_FILE, captured.linked.size, captured.linked.xxh3_128))
     written.append((STATE_FILE, *write_file(staging.path / STATE_FILE, [captured.rest])))
     return [FileEntry(name, size, digest) for name, size, digest in written]
+
+
+def _share(earlier: FrozenFile, path: Path, facts: tuple[int, str]) -> None:
+    """Have `path`, written with the size and digest of `facts`, be the `earlier` file if that has the same bytes."""
+    beside = path.with_name(temporary_name(path.name))
+    if facts == (earlier.size, earlier.xxh3_128) and link(earlier, beside):
+        if hash_file(beside) == facts:  # no bit of it has changed on the disk since
+            os.replace(beside, path)
+        else:
+            os.unlink(beside)
 
 
 def _by_file(entries: Iterable[Entry]) -> Iterable[tuple[str, list[Entry]]]:
