@@ -51,7 +51,7 @@ def test_everything_of_a_run_is_there_and_scrolls(runs, tmp_path):
     folder = shutil.copytree(runs / "done", tmp_path / "done")
     (folder / "uploads").mkdir()
     (folder / "uploads/000000001.json").write_text("{}")
-    with Terminal(["watch", str(folder)], columns=100, rows=60) as terminal:
+    with Terminal(["watch", str(folder)], columns=100, rows=120) as terminal:
         terminal.shows(
             "picture.png", "fake.png  no picture", "a <b>cat</b>", "1 wait", "ranks", "accelerator cpu", "machine"
         )
@@ -59,7 +59,7 @@ def test_everything_of_a_run_is_there_and_scrolls(runs, tmp_path):
         assert terminal.ended() == 0
     with Terminal(["watch", str(folder)]) as terminal:
         assert "machine" not in terminal.shows("samples")
-        terminal.press("\x1b[B" * 12)
+        terminal.press("\x1b[B" * 60)
         terminal.shows("machine")
         terminal.press("q")
         assert terminal.ended() == 0
