@@ -41,7 +41,7 @@ MpiDefault=none
 SlurmdParameters=config_overrides
 KillWait=5
 SlurmdTimeout=10
-MinJobAge=300
+MinJobAge=7200
 NodeName=n9 NodeHostname={host} NodeAddr=127.0.0.1 Port={n9_port} CPUs=4 RealMemory=8000 State=UNKNOWN
 NodeName=n10 NodeHostname={host} NodeAddr=127.0.0.1 Port={n10_port} CPUs=4 RealMemory=8000 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP

@@ -32,7 +32,9 @@ class Terminal:
         self._stream = pyte.ByteStream(self._screen)
         self.received = b""
         code = "import sys; from genlight.adapter.cli import main; sys.exit(main())"
-        environ = {**os.environ, "TERM": "xterm-256color"}
+        # The size is what the terminal says, whatever the shell of these tests has.
+        environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+        environ["TERM"] = "xterm-256color"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *words],
             stdin=follower, stdout=follower, stderr=follower, env=environ, cwd=cwd, start_new_session=True,
