@@ -161,6 +161,16 @@ def counting_trainer():
 
 
 @pytest.fixture
+def chaos(tmp_path):
+    """A real HTTP server on loopback that takes uploads, and misbehaves on request."""
+    from support.upload_server import start_server, stop_server
+
+    process, server = start_server(tmp_path / "server")
+    yield server
+    stop_server(process)
+
+
+@pytest.fixture
 def genlight_uploads(capsys, monkeypatch):
     """Runs ``genlight uploads``; returns its exit code, its output and its complaints."""
     from genlight.adapter.cli import uploads as command

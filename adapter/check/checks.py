@@ -41,6 +41,8 @@ from .subject import Subject, Trained
 
 __all__ = ["run_checks"]
 
+TRAINED = ("optimizer state", "weight")
+"""Kinds of values that two trainings are compared by."""
 SAME = 1e-5
 """Relative difference of weights that rounding explains."""
 ROUNDINGS = 10
@@ -275,7 +277,7 @@ def _forgotten_values(whole: Trained, again: Trained, resumed: Trained, *, at: i
 
 def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Finding]:
     """Whether two gloo processes end with the weights of one, dropout aside, which draws as each rank is seeded."""
-    expected = _as_on_ranks(subject, whole).reached("weight", "optimizer state")
+    expected = _as_on_ranks(subject, whole).reached(*TRAINED)
     pairs = [halves(batch) for batch in subject.batches]
     jobs = {"same": [list(subject.batches)] * 2}
     if expected["weight"] and all(pair is not None for pair in pairs):
@@ -418,17 +420,16 @@ def _of_rounding(subject: Subject, of_one: Snapshot) -> Mapping[str, float]:
                         signs = torch.randint(-1, 2, weight.shape, generator=random)
                         weight.mul_(1 + torch.finfo(weight.dtype).eps * signs)
 
-    kinds = ("optimizer state", "weight")
-    ended = subject.train(dropout=False, at_step=round_otherwise).reached("weight", "optimizer state")
-    apart = compare_snapshots(0, of_one, ended, kinds=kinds, exact=False, floor=NOTHING).distances
-    return {path: size for kind in kinds for path, size in apart[kind].items()}
+    ended = subject.train(dropout=False, at_step=round_otherwise).reached(*TRAINED)
+    apart = compare_snapshots(0, of_one, ended, kinds=TRAINED, exact=False, floor=NOTHING).distances
+    return {path: size for kind in TRAINED for path, size in apart[kind].items()}
 
 
 def _furthest(
     found: Snapshot | Refused,
     expected: Snapshot | Refused,
     *,
-    kinds: tuple[str, ...] = ("optimizer state", "weight"),
+    kinds: tuple[str, ...] = TRAINED,
     noise: Mapping[str, float] | None = None,
 ) -> tuple[float, str]:
     """The weight or optimizer state that is furthest from what was expected: its relative distance, and its path.

@@ -30,14 +30,7 @@ from genlight.callbacks.upload_artifacts import UploadArtifacts
 from genlight.reporters import EventLogger, read_events
 from genlight.reporters.uploads import UploadConfig, Uploader
 from genlight.reporters.uploads.queue import HELD
-from support.upload_server import TOKEN, start_server, stop_server
-
-
-@pytest.fixture
-def chaos(tmp_path):
-    process, server = start_server(tmp_path / "server")
-    yield server
-    stop_server(process)
+from support.upload_server import TOKEN
 
 
 class Line(pl.LightningModule):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +29,7 @@ from genlight.adapter.training_loop import BatchStream
 from genlight.callbacks import Checkpoint, DurableCheckpointIO, UploadArtifacts
 from genlight.callbacks.checkpoint import read_record, verify
 from genlight.reporters import EventLogger, read_events
-from support.upload_server import TOKEN, start_server, stop_server
+from support.upload_server import TOKEN
 
 # save_checkpoint
 
@@ -283,13 +282,13 @@ def test_an_older_final_record_that_names_what_is_gone_is_uploaded_all_the_same(
     assert [path.name for path in (project.folder / "store").rglob("*.json")] == ["final.json"]
 
 
-def test_an_older_final_record_posts_nothing_again(project: Any, upload_server: Any) -> None:
+def test_an_older_final_record_posts_nothing_again(project: Any, chaos: Any) -> None:
     """The older runtime told its receivers of the end itself."""
     older_run(project.out / "checkpoints", final=True)
-    uploads = {f"{kind}_url": f"{upload_server.url}/{kind}" for kind in ("checkpoint", "terminal")}
+    uploads = {f"{kind}_url": f"{chaos.url}/{kind}" for kind in ("checkpoint", "terminal")}
     assert project.run(max_steps=9, resume_from_latest=True, uploads=uploads) == 0
     assert [event["event"] for event in project.events] == ["started", "completed"]
-    assert upload_server.requests() == []
+    assert chaos.requests() == []
 
 
 def test_the_primary_path_of_an_older_record_moves_with_its_folder(tmp_path: Path) -> None:
@@ -466,16 +465,8 @@ def test_load_checkpoint_gets_the_folder_that_belongs_to_the_path(
     assert trainer.loaded == (str(tmp_path / expected), {})
 
 
-@pytest.fixture
-def upload_server(tmp_path: Path) -> Iterator[Any]:
-    """A server that takes what is sent, and tells it."""
-    process, server = start_server(tmp_path / "server")
-    yield server
-    stop_server(process)
-
-
 def test_a_plain_trainer_reports_the_primary_path_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, upload_server: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chaos: Any
 ) -> None:
     """In the events of an `EventLogger`, in each upload of a checkpoint, and as the final one of the terminal."""
 
@@ -502,7 +493,7 @@ def test_a_plain_trainer_reports_the_primary_path_too(
 
     monkeypatch.setenv("TRAINER_CAPABILITY_TOKEN", TOKEN)
     for kind in ("CHECKPOINT", "TERMINAL"):
-        monkeypatch.setenv(f"TRAINER_UPLOAD_{kind}_URL", f"{upload_server.url}/{kind.lower()}")
+        monkeypatch.setenv(f"TRAINER_UPLOAD_{kind}_URL", f"{chaos.url}/{kind.lower()}")
     logger = EventLogger(tmp_path / "log", run_id="r")
     trainer = pl.Trainer(
         max_steps=4,
@@ -521,5 +512,5 @@ def test_a_plain_trainer_reports_the_primary_path_too(
     log = list(read_events(logger.path))
     assert [event["path"] for event in log if event["event"] == "checkpoint"] == named
     assert log[-1]["final_checkpoint"] == named[-1]
-    assert [message["local_path"] for message in upload_server.messages("/checkpoint")] == named
-    assert [message["final_checkpoint"] for message in upload_server.messages("/terminal")] == named[-1:]
+    assert [message["local_path"] for message in chaos.messages("/checkpoint")] == named
+    assert [message["final_checkpoint"] for message in chaos.messages("/terminal")] == named[-1:]

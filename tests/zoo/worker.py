@@ -58,30 +58,21 @@ class Shares:
 
 
 @functools.cache
-def plain(name: str, precision: str, device: str) -> dict[str, Any]:
-    """The class alone with torch on the same device: what its tensors are after whole batches."""
+def plain(name: str, precision: str, device: str, *, reverses: bool = False) -> dict[str, Any]:
+    """The class alone with torch on the same device: what its tensors are after whole batches.
+
+    With `reverses` the rows of each batch are the other way round, so that sums are rounded otherwise.
+    """
     try:
-        return _plain_loop(name, precision, device)
+        return _plain_loop(name, precision, device, reverses=reverses)
     except Exception:
         if device == "cpu":
             raise
-        return _plain_loop(name, precision, device, moves=True)  # a class that leaves a module on the host
+        # A class that leaves a module on the host.
+        return _plain_loop(name, precision, device, moves=True, reverses=reverses)
 
 
-@functools.cache
-def reordered(name: str, precision: str, device: str) -> dict[str, Any]:
-    """As `plain`, with the rows of each batch the other way round, so that sums are rounded otherwise."""
-    try:
-        return _plain_loop(name, precision, device, reverses=True)
-    except Exception:
-        if device == "cpu":
-            raise
-        return _plain_loop(name, precision, device, moves=True, reverses=True)
-
-
-def _plain_loop(
-    name: str, precision: str, device: str, *, moves: bool = False, reverses: bool = False
-) -> dict[str, Any]:
+def _plain_loop(name: str, precision: str, device: str, *, moves: bool = False, reverses: bool) -> dict[str, Any]:
     """A loop as its author would write it; one that `moves` brings to the device what the class left on the host."""
     import torch
     from torch.utils._pytree import tree_map_only
@@ -220,7 +211,7 @@ def cell(
     """Run one job; what it raises is its result."""
     from genlight.adapter.contract.exceptions import GenlightError
 
-    make = functools.partial(Cell, name, strategy, precision)
+    cls, make = zoo()[name], functools.partial(Cell, name, strategy, precision)
     try:
         expected = plain(name, precision, device)
     except Exception as error:
@@ -235,15 +226,14 @@ def cell(
     except Exception as error:
         text = f"{type(error).__name__}: {_line(error)}"
         return make("hang" if "imed out" in text or "imeout" in text else "error", text)
-    verdict, detail = judge(zoo()[name], ended, expected, precision, size)
-    cls = zoo()[name]
+    verdict, detail = judge(cls, ended, expected, precision, size)
     if verdict == "off" and precision != "fp32" and not cls.differs and ended.keys() == expected.keys():
-        other = reordered(name, precision, device)
+        other = plain(name, precision, device, reverses=True)
         limits = {path: ROUNDINGS * distance(other[path], tensor) for path, tensor in expected.items()}
-        verdict, detail = judge(zoo()[name], ended, expected, precision, size, limits)
+        verdict, detail = judge(cls, ended, expected, precision, size, limits)
     if not resumed:
         return make(verdict, detail, "not tried")
-    left = ended if zoo()[name].resume_compares == "weights" else left | ended
+    left = ended if cls.resume_compares == "weights" else left | ended
     return make(verdict, detail, _resume_verdict(name, strategy, precision, rank, size, folder, device, left))
 
 

@@ -10,24 +10,14 @@ import pytest
 
 from genlight.adapter.cli import main
 from genlight.adapter.run.run import RunOptions, run_job
+from support.saving_trainer import SAVING_TRAINER
 
-TRAINER = """
-class Scores:
-    def setup(self, ctx): ...
-    def configure(self, ctx): return {"steps": 0}
-    def prepare_batch(self, raw, state, ctx): return raw
-    def train_step(self, batch, state, ctx):
-        from genlight.adapter import StepResult
-
-        state["steps"] += 1
-        return StepResult(metrics={"loss": 1.0})
-    def evaluate(self, state, ctx): return {"score": {2: 5.0, 4: 1.0, 6: 3.0}[state["steps"]]}
-    def state_dict(self, state): return dict(state)
-    def load_state_dict(self, state, payload, ctx): state.update(payload)
+TRAINER = f"""{SAVING_TRAINER}
+    def evaluate(self, state, ctx): return {{"score": {{2: 5.0, 4: 1.0, 6: 3.0}}[state["steps"]]}}
 """
 JOB = {
     "run_id": "scored",
-    "trainer": "path_trainer:Scores",
+    "trainer": "path_trainer:Counts",
     "max_steps": 6,
     "mock_batches": [1, 2, 3, 4, 5, 6],
     "validate": {"every_n_steps": 2},

@@ -5,14 +5,7 @@ import json
 import pytest
 
 from genlight.reporters.uploads import TerminalPayload, UploadConfig, Uploader
-from support.upload_server import TOKEN, start_server, stop_server
-
-
-@pytest.fixture
-def chaos(tmp_path):
-    process, server = start_server(tmp_path / "server")
-    yield server
-    stop_server(process)
+from support.upload_server import TOKEN
 
 
 @pytest.fixture

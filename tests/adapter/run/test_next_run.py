@@ -10,34 +10,14 @@ import pytest
 from genlight.adapter.cli import main
 from genlight.adapter.run.run import RunOptions, run_job
 from genlight.callbacks.checkpoint import verify
-from support.upload_server import TOKEN, start_server, stop_server
-
-TRAINER = """
-class Counts:
-    def setup(self, ctx): ...
-    def configure(self, ctx): return {"steps": 0}
-    def prepare_batch(self, raw, state, ctx): return raw
-    def train_step(self, batch, state, ctx):
-        from genlight.adapter import StepResult
-
-        state["steps"] += 1
-        return StepResult(metrics={"loss": 1.0})
-    def state_dict(self, state): return dict(state)
-    def load_state_dict(self, state, payload, ctx): state.update(payload)
-"""
-
-
-@pytest.fixture
-def chaos(tmp_path):
-    process, server = start_server(tmp_path / "server")
-    yield server
-    stop_server(process)
+from support.saving_trainer import SAVING_TRAINER
+from support.upload_server import TOKEN
 
 
 @pytest.fixture
 def start(tmp_path):
     """Starts a run in the one folder that all share, with uploads to `url`; returns its exit code."""
-    (tmp_path / "next_trainer.py").write_text(TRAINER)
+    (tmp_path / "next_trainer.py").write_text(SAVING_TRAINER)
 
     def run(run_id, url, *, fresh=False, **environ):
         job = {"run_id": run_id, "trainer": "next_trainer:Counts", "max_steps": 2, "mock_batches": [1, 2]}

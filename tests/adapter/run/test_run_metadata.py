@@ -17,20 +17,8 @@ from genlight.callbacks import Checkpoint
 from genlight.callbacks.checkpoint import read_record
 from genlight.reporters import EventLogger, read_events
 from genlight.reporters.events.validation import validate_events
+from support.saving_trainer import SAVING_TRAINER
 
-TRAINER = """
-class Counts:
-    def setup(self, ctx): ...
-    def configure(self, ctx): return {"steps": 0}
-    def prepare_batch(self, raw, state, ctx): return raw
-    def train_step(self, batch, state, ctx):
-        from genlight.adapter import StepResult
-
-        state["steps"] += 1
-        return StepResult(metrics={"loss": 1.0})
-    def state_dict(self, state): return dict(state)
-    def load_state_dict(self, state, payload, ctx): state.update(payload)
-"""
 JOB = {
     "run_id": "told",
     "trainer": "metadata_trainer:Counts",
@@ -47,7 +35,7 @@ TOKEN = "token-canary-31"
 @pytest.fixture
 def project(tmp_path):
     """A committed project with a job; gives its folder."""
-    (tmp_path / "metadata_trainer.py").write_text(TRAINER)
+    (tmp_path / "metadata_trainer.py").write_text(SAVING_TRAINER)
     (tmp_path / "job.json").write_text(json.dumps(JOB))
     (tmp_path / ".gitignore").write_text("runs/\n__pycache__/\n")
     git = ("git", "-c", "user.name=a", "-c", "user.email=a@example.com", "-c", "commit.gpgsign=false")
