@@ -59,12 +59,6 @@ class VelocityWithEma(Ddpm):
         return StepResult({"loss": loss.detach()})
 
 
-class FlowMatching(Diffusion):
-    def loss(self, batch, state):
-        x = (1 - batch["t"]) * batch["noise"] + batch["t"] * batch["x"]
-        return mse_loss(state["model"](x, batch["t"]), batch["x"] - batch["noise"])
-
-
 class NoiseDrawnInTheStep(Ddpm):
     """Noise from the global generator, for the rows of a rank."""
 

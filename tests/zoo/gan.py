@@ -51,14 +51,6 @@ class Gan(Base):
         pass
 
 
-class LeastSquaresGan(Gan):
-    def critic_loss(self, d, real, fake):
-        return (d(real) - 1).square().mean() + d(fake).square().mean()
-
-    def generator_loss(self, d, fake):
-        return (d(fake) - 1).square().mean()
-
-
 class HingeGan(Gan):
     def critic_loss(self, d, real, fake):
         return relu(1 - d(real)).mean() + relu(1 + d(fake)).mean()

@@ -84,18 +84,6 @@ class LmWithDropout(CausalLm):
         return nn.Sequential(nn.Embedding(11, 8), nn.Dropout(0.2), nn.Linear(8, 11))
 
 
-class MaskedLm(Language):
-    """Tokens are masked by their position, the mean goes over the masked ones."""
-
-    def model(self):
-        return nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 11))
-
-    def loss(self, batch, state):
-        hidden = torch.tensor([False, True, False, False, True, False], device=batch["x"].device)
-        out = state["model"](torch.where(hidden, 11, batch["x"]))
-        return cross_entropy(out[:, hidden].flatten(0, 1), batch["x"][:, hidden].flatten())
-
-
 class SumOverTokens(CausalLm):
     """Normalised by the tokens of this rank that count, whose number differs."""
 
@@ -178,14 +166,6 @@ class PreferenceOptimization(Language):
             base = self.likelihood(state["reference"], chosen) - self.likelihood(state["reference"], rejected)
         margin = self.likelihood(state["model"], chosen) - self.likelihood(state["model"], rejected)
         return -logsigmoid(0.1 * (margin - base)).mean()
-
-
-class RewardModel(Language):
-    def model(self):
-        return nn.Sequential(nn.Embedding(11, 8), nn.Flatten(), nn.Linear(48, 1))
-
-    def loss(self, batch, state):
-        return -logsigmoid(state["model"](batch["x"]) - state["model"](batch["x"].flip(1))).mean()
 
 
 class SparseEmbeddings(Language):

@@ -13,42 +13,30 @@ from genlight.adapter.contract.types import StepResult
 from .base import Base, mlp
 
 
-class SgdMomentum(Base):
-    def optimizer(self, parameters):
-        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True)
-
-
 class Adagrad(Base):
+    """Its state is there before the first step."""
+
     def optimizer(self, parameters):
         return torch.optim.Adagrad(parameters, lr=0.05)
 
 
-class Adadelta(Base):
-    def optimizer(self, parameters):
-        return torch.optim.Adadelta(parameters)
-
-
-class NAdamAmsgrad(Base):
-    def optimizer(self, parameters):
-        return torch.optim.NAdam(parameters, lr=0.01)
-
-
-class RAdamDecoupled(Base):
-    def optimizer(self, parameters):
-        return torch.optim.RAdam(parameters, lr=0.01, decoupled_weight_decay=True, weight_decay=0.1)
-
-
 class Rprop(Base):
+    """Its state is chosen by the signs of gradients."""
+
     def optimizer(self, parameters):
         return torch.optim.Rprop(parameters, lr=0.01)
 
 
 class Asgd(Base):
+    """Numbers of its own for each parameter, as tensors of no dimension that steps replace."""
+
     def optimizer(self, parameters):
         return torch.optim.ASGD(parameters, lr=0.05)
 
 
 class FactoredAdafactor(Base):
+    """Moments of rows and columns, which have other shapes than their parameter."""
+
     def optimizer(self, parameters):
         return torch.optim.Adafactor(parameters, lr=0.01)
 
@@ -84,6 +72,8 @@ class HessianDiagonal(Base):
 
 
 class ForeachFused(Base):
+    """All parameters updated by one call."""
+
     def optimizer(self, parameters):
         return torch.optim.AdamW(parameters, lr=0.01, foreach=True)
 

@@ -124,31 +124,6 @@ class SoftActorCritic(Base):
         return StepResult({"loss": loss.detach()})
 
 
-class DeterministicPolicy(Base):
-    """DDPG: the critic's weights get gradients from the actor's loss, which nobody uses."""
-
-    def configure(self, ctx):
-        actor, critic = mlp(6, 1), mlp(7, 1)
-        targets = [copy.deepcopy(m).requires_grad_(False) for m in (actor, critic)]
-        opts = [torch.optim.Adam(m.parameters(), 0.01) for m in (actor, critic)]
-        return {"actor": actor, "critic": critic, "targets": targets, "opts": opts}
-
-    def train_step(self, batch, state, ctx):
-        x, (actor_t, critic_t) = batch["x"], state["targets"]
-        with torch.no_grad():
-            goal = batch["y"] + 0.9 * critic_t(torch.cat([x, actor_t(x)], 1))
-        loss = mse_loss(state["critic"](torch.cat([x, x[:, :1]], 1)), goal)
-        state["opts"][1].zero_grad()
-        loss.backward()
-        state["opts"][1].step()
-        state["opts"][0].zero_grad()
-        (-state["critic"](torch.cat([x, state["actor"](x)], 1)).mean()).backward()
-        state["opts"][0].step()
-        soft_update(actor_t, state["actor"])
-        soft_update(critic_t, state["critic"])
-        return StepResult({"loss": loss.detach()})
-
-
 class ClippedPolicy(Base):
     """PPO's surrogate over two epochs of the batch, with entropy and value losses."""
 
@@ -257,16 +232,6 @@ class EvolutionStrategy(Base):
 
     def load_state_dict(self, state, payload, ctx):
         self.noise.set_state(payload["noise"])
-
-
-class BehaviorCloning(Base):
-    rows = staticmethod(labelled)
-
-    def model(self):
-        return mlp(6, 3)
-
-    def loss(self, batch, state):
-        return nn.functional.cross_entropy(state["model"](batch["x"]), batch["y"], label_smoothing=0.1)
 
 
 class RecurrentPolicy(Base):

@@ -19,17 +19,6 @@ def two_views(x):
     return x + 0.1 * x.flip(1), x - 0.1 * x.roll(1, 1)
 
 
-class SimClr(Base):
-    differs = NEGATIVES
-
-    def model(self):
-        return mlp(6, 4)
-
-    def loss(self, batch, state):
-        a, b = (normalize(state["model"](v), dim=1) for v in two_views(batch["x"]))
-        return cross_entropy(a @ b.t() / 0.2, torch.arange(len(a), device=a.device))
-
-
 class Clip(Base):
     """Two towers and a learned temperature, a parameter of no dimension."""
 
@@ -74,17 +63,6 @@ class Byol(Base):
             for t, p in zip(state["target"].parameters(), state["online"]["encoder"].parameters(), strict=True):
                 t.lerp_(p, 0.1)
         return result
-
-
-class SimSiam(Base):
-    def configure(self, ctx):
-        encoder, predictor = mlp(6, 4), mlp(4, 4)
-        optimizer = torch.optim.SGD([*encoder.parameters(), *predictor.parameters()], lr=0.05)
-        return {"encoder": encoder, "predictor": predictor, "optimizer": optimizer}
-
-    def loss(self, batch, state):
-        a, b = (state["encoder"](v) for v in two_views(batch["x"]))
-        return -(normalize(state["predictor"](a), dim=1) * normalize(b.detach(), dim=1)).sum(1).mean()
 
 
 class Dino(Byol):

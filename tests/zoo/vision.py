@@ -57,11 +57,6 @@ class ResNetGroupNorm(ResNet):
         return resnet(lambda width: nn.GroupNorm(2, width))
 
 
-class ResNetInstanceNorm(ResNet):
-    def model(self):
-        return resnet(nn.InstanceNorm2d)
-
-
 class FrozenBatchNorm(ResNet):
     """Fine-tuning with the statistics of the pretrained network."""
 
