@@ -17,7 +17,7 @@ from ..adapter.plumbing.text import nearest
 from .checkpoint.format.record import read_record
 from .checkpoint.policy import Checkpoint
 from .hook.cadence import NEVER
-from .hook.events import callbacks_of, is_own_loop, run_state_of, step_metrics
+from .hook.events import callbacks_of, entry_of, is_own_loop, model_of, run_state_of, step_metrics
 from .hook.listeners import skippable
 from .hook.stand_in import StandIn
 from .log_metrics import rollout_means
@@ -313,21 +313,10 @@ def _fields_of(hook: Any, name: str) -> tuple[str, ...]:
 def _live(name: str, trainer: pl.Trainer | None, pl_module: pl.LightningModule | None) -> Any:
     if trainer is None:
         return None
-    state = getattr(pl_module, "contract_state", None)
     if name == "optimizer":
         return next(iter(trainer.optimizers), None)
-    found = _entry(state, name)
-    if name != "policy" or found is not None:
-        return found
-    model = _entry(state, "model")
-    if model is not None:
-        return model
-    modules = list(getattr(getattr(pl_module, "discovered", None), "modules", ()))
-    return modules[0].value if len(modules) == 1 else pl_module
-
-
-def _entry(state: Any, name: str) -> Any:
-    return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
+    found = entry_of(getattr(pl_module, "contract_state", None), name)
+    return model_of(pl_module) if name == "policy" and found is None else found
 
 
 def _unknown(name: str) -> AttributeError:

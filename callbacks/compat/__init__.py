@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ...adapter.plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from .callback_list import CallbackList as CallbackList
     from .named import (
         CheckpointCallback as CheckpointCallback,
         DiagnosisCallback as DiagnosisCallback,
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
         ProgressCallback as ProgressCallback,
         TrainingReportCallback as TrainingReportCallback,
     )
-    from .six_hooks import Callback as Callback, CallbackList as CallbackList
+    from .six_hooks import Callback as Callback
     from .torch_checkpoint import load_checkpoint as load_checkpoint, save_checkpoint as save_checkpoint
     from .trainer_view import TrainerView as TrainerView
 else:

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -23,9 +22,9 @@ from ..early_stopping import EarlyStopping
 from ..health.diagnosis import Diagnosis
 from ..hook.cadence import crossed
 from ..hook.events import callbacks_of, run_state_of
+from ..hook.figures import log_to_loggers
 from ..job_progress import JobProgress
 from ..telemetry.heartbeat import Heartbeat
-from .own_loop import OwnLoop
 from .six_hooks import Callback
 from .trainer_view import TrainerView
 
@@ -41,7 +40,31 @@ __all__ = [
 ]
 
 
-class LoggingCallback(Callback):
+class _Periodic(Callback):
+    """Acts at the end of every so many steps; 0 turns it off."""
+
+    def __init__(self, name: str, every: int) -> None:
+        if every < 0:
+            raise ValueError(f"Invalid `{name}`. Expected a number >= 0, but received {every}.")
+        self._every = every
+        self._step = 0
+
+    @override
+    def on_train_begin(self, trainer: TrainerView) -> None:
+        self._step = trainer.global_step
+
+    @override
+    def on_step_end(self, trainer: TrainerView) -> None:
+        before, self._step = self._step, trainer.global_step
+        if crossed(before, self._step, self._every):
+            self.act(trainer)
+
+    def act(self, trainer: TrainerView) -> None:
+        """A step has ended at which this is due."""
+        raise NotImplementedError
+
+
+class LoggingCallback(_Periodic):
     """Writes the metrics of a step to standard error at a cadence, and has them sent to Weights & Biases.
 
     Args:
@@ -63,17 +86,16 @@ class LoggingCallback(Callback):
         wandb_project: str | None = None,
         wandb_run_name: str | None = None,
     ) -> None:
-        self.log_interval = _cadence("log_interval", log_interval)
-        self.use_wandb = use_wandb
+        super().__init__("log_interval", log_interval)
+        self.use_wandb = self.needs_lightning = use_wandb
         self.wandb_project = wandb_project
         self.wandb_run_name = wandb_run_name
-        self._step = 0
         if use_wandb and importlib.util.find_spec("wandb") is None:
             raise ModuleNotFoundError("use_wandb needs wandb: pip install genlight[wandb]")
 
     @override
     def on_train_begin(self, trainer: TrainerView) -> None:
-        self._step = trainer.global_step
+        super().on_train_begin(trainer)
         if self.use_wandb:
             from lightning.pytorch.loggers import WandbLogger
 
@@ -83,28 +105,15 @@ class LoggingCallback(Callback):
                 trainer.lightning.loggers = [*loggers, named]
 
     @override
-    def on_step_end(self, trainer: TrainerView) -> None:
-        before, self._step = self._step, trainer.global_step
-        if not crossed(before, self._step, self.log_interval):
-            return
-        shown = "  ".join(f"{name} {value:.4g}" for name, value in sorted(trainer.metrics.items()))
+    def act(self, trainer: TrainerView) -> None:
+        metrics = trainer.metrics
+        shown = "  ".join(f"{name} {float(value):.4g}" for name, value in sorted(metrics.items()))
         sys.stderr.write(f"step {self._step}  {shown}\n")
-        if not hasattr(trainer.module, "step_result"):  # a hosted trainer's metrics are sent by `LogMetrics`
-            for logger in trainer.lightning.loggers:
-                logger.log_metrics(metrics=trainer.metrics, step=self._step)
-
-    def act_in_own_loop(self, loop: OwnLoop, hook: str) -> None:
-        """Write the metrics of a step, where it is due."""
-        if hook == "on_step_end" and loop.is_due(self, self.log_interval):
-            metrics = getattr(loop.trainer, "metrics", None)
-            named = metrics if isinstance(metrics, Mapping) else {"loss": loop.metric("loss")}
-            shown = "  ".join(
-                f"{name} {float(value):.4g}" for name, value in sorted(named.items()) if value is not None
-            )
-            sys.stderr.write(f"step {loop.global_step}  {shown}\n")
+        if not hasattr(getattr(trainer, "module", None), "step_result"):  # whose metrics are sent by `LogMetrics`
+            _send(trainer, metrics, self._step)
 
 
-class CheckpointCallback(Callback):
+class CheckpointCallback(_Periodic):
     """Saves checkpoints at a cadence, and keeps the newest and the best.
 
     Args:
@@ -134,12 +143,12 @@ class CheckpointCallback(Callback):
             raise ValueError(f"Invalid `max_checkpoints`. Expected a number >= 1, but received {max_checkpoints}.")
         if format not in ("genlight", "pt"):
             raise ValueError(f"Invalid `format`. Expected 'genlight' or 'pt', but received {format!r}.")
-        self.save_interval = _cadence("save_interval", save_interval)
+        super().__init__("save_interval", save_interval)
         self.save_best = save_best
         self.max_checkpoints = max_checkpoints
         self.output_dir = None if output_dir is None else Path(output_dir)
         self.format = format
-        self._step = 0
+        self.needs_lightning = format == "genlight"
         self._best = math.inf
         self._written: list[Path] = []
 
@@ -151,7 +160,7 @@ class CheckpointCallback(Callback):
         return [
             Checkpoint(
                 self.output_dir,
-                every_n_steps=self.save_interval,
+                every_n_steps=self._every,
                 keep_last=self.max_checkpoints,
                 # Another module logs its loss under a name of its own, or not at all.
                 monitor="train/loss" if self.save_best and is_hosted else None,
@@ -159,43 +168,20 @@ class CheckpointCallback(Callback):
         ]
 
     @override
-    def on_train_begin(self, trainer: TrainerView) -> None:
-        self._step = trainer.global_step
-
-    @override
-    def on_step_end(self, trainer: TrainerView) -> None:
-        before, self._step = self._step, trainer.global_step
-        if self.format != "pt" or not crossed(before, self._step, self.save_interval):
+    def act(self, trainer: TrainerView) -> None:
+        if self.format != "pt":
             return
-        folder = self.output_dir or trainer.output_dir / "checkpoints"
-        self._keep(folder, self._step, trainer.metrics.get("loss", math.inf), trainer.save_checkpoint)
-
-    def _keep(self, folder: Path, step: int, loss: float, save: Callable[[Path], object]) -> None:
-        """Have `save` write the checkpoint of a step; remove the oldest beyond `max_checkpoints`."""
-        path = folder / f"checkpoint_{step}.pt"
-        save(path)
+        folder = self.output_dir or Path(trainer.output_dir) / "checkpoints"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"checkpoint_{self._step}.pt"
+        loss = float(trainer.metrics.get("loss", math.inf))  # first: reading it updates the best loss, which is saved
+        trainer.save_checkpoint(path)
         self._written.append(path)
         while self.max_checkpoints is not None and len(self._written) > self.max_checkpoints:
             self._written.pop(0).unlink(missing_ok=True)
         if self.save_best and loss < self._best:
             self._best = loss
-            save(folder / "checkpoint_best.pt")
-
-    def act_in_own_loop(self, loop: OwnLoop, hook: str) -> None:
-        """Have the trainer's own ``save_checkpoint(path)`` write the files of this style, where it is due.
-
-        Raises:
-            TypeError: It has no such method.
-        """
-        if hook != "on_step_end" or not loop.is_due(self, self.save_interval):
-            return
-        save = getattr(loop.trainer, "save_checkpoint", None)
-        if save is None:
-            raise TypeError(f"CheckpointCallback needs `save_checkpoint(path)` of {type(loop.trainer).__name__}.")
-        loss = loop.metric("loss")
-        folder = self.output_dir or Path(getattr(loop.trainer, "output_dir", ".")) / "checkpoints"
-        folder.mkdir(parents=True, exist_ok=True)
-        self._keep(folder, loop.global_step, math.inf if loss is None else loss, save)
+            trainer.save_checkpoint(folder / "checkpoint_best.pt")
 
     def state_dict(self) -> dict[str, Any]:
         """What was written and what was best, for a resume."""
@@ -206,7 +192,52 @@ class CheckpointCallback(Callback):
         self._best, self._written = state_dict["best"], [Path(path) for path in state_dict["written"]]
 
 
-class EarlyStoppingCallback(Callback):
+class EvalCallback(_Periodic):
+    """Calls a function of yours at a cadence and logs the scores that it returns.
+
+    Args:
+        evaluate: Takes the trainer, a `TrainerView`; its result is a mapping of names to numbers, or None.
+        eval_interval: Cadence in steps; 0 turns it off.
+
+    Raises:
+        ValueError: `eval_interval` is negative.
+    """
+
+    def __init__(
+        self, evaluate: Callable[[TrainerView], Mapping[str, float] | None], eval_interval: int = 1000
+    ) -> None:
+        super().__init__("eval_interval", eval_interval)
+        self.evaluate = evaluate
+
+    @override
+    def act(self, trainer: TrainerView) -> None:
+        was_training = trainer.model.training
+        trainer.model.eval()
+        try:
+            with torch.no_grad():
+                scores = self.evaluate(trainer) or {}
+        finally:
+            trainer.model.train(was_training)
+        _send(trainer, {f"eval/{name}": float(value) for name, value in scores.items()}, self._step)
+
+
+class _StandsFor(Callback):
+    """Stands for one of genlight's own callbacks."""
+
+    needs_lightning = True
+
+    def __init__(self, callback: pl.Callback, run_id: str | None = None) -> None:
+        self.callback = callback
+        self.run_id = run_id
+
+    @override
+    def lightning_callbacks(self, trainer: TrainerView) -> list[pl.Callback]:
+        state = run_state_of(trainer.lightning)
+        state.run_id = state.run_id or self.run_id or ""
+        return [self.callback]
+
+
+class EarlyStoppingCallback(_StandsFor):
     """Ends training once the monitored metric no longer improves; see `EarlyStopping`.
 
     Args:
@@ -219,19 +250,10 @@ class EarlyStoppingCallback(Callback):
     """
 
     def __init__(self, patience: int = 5000, *, min_delta: float = 1e-4, monitor: str = "loss") -> None:
-        self.early_stopping = EarlyStopping(monitor, patience, min_delta=min_delta)
-
-    @override
-    def lightning_callbacks(self, trainer: TrainerView) -> list[pl.Callback]:
-        return [self.early_stopping]
-
-    def act_in_own_loop(self, loop: OwnLoop, hook: str) -> None:
-        """Set the trainer's ``should_stop`` once the metric no longer improves."""
-        if hook == "on_step_end":
-            loop.stop_early(self.early_stopping)
+        super().__init__(EarlyStopping(monitor, patience, min_delta=min_delta))
 
 
-class ProgressCallback(Callback):
+class ProgressCallback(_StandsFor):
     """Shows step, loss, speed and remaining time; see `JobProgress`.
 
     Args:
@@ -239,22 +261,15 @@ class ProgressCallback(Callback):
     """
 
     def __init__(self, desc: str = "Training") -> None:
-        self.desc = desc
-        self._shown_at = time.monotonic()
+        super().__init__(JobProgress(description=desc))
 
     @override
     def lightning_callbacks(self, trainer: TrainerView) -> list[pl.Callback]:
-        shown = any(isinstance(callback, JobProgress) for callback in callbacks_of(trainer.lightning))
-        return [] if shown else [JobProgress(description=self.desc)]
-
-    def act_in_own_loop(self, loop: OwnLoop, hook: str) -> None:
-        """Write the step about once a second."""
-        if hook == "on_step_end" and time.monotonic() - self._shown_at >= 1:
-            self._shown_at = time.monotonic()
-            sys.stderr.write(f"{self.desc}: step {loop.global_step}\n")
+        is_shown = any(isinstance(callback, JobProgress) for callback in callbacks_of(trainer.lightning))
+        return [] if is_shown else [self.callback]
 
 
-class HeartbeatCallback(Callback):
+class HeartbeatCallback(_StandsFor):
     """Writes heartbeats of WASR telemetry; see `Heartbeat`.
 
     Args:
@@ -275,22 +290,11 @@ class HeartbeatCallback(Callback):
         run_id: str | None = None,
         metrics_path: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.run_id = run_id
-        self.heartbeat = Heartbeat(interval_steps, scenario, path=metrics_path)
-
-    @override
-    def lightning_callbacks(self, trainer: TrainerView) -> list[pl.Callback]:
-        _name_run(trainer, self.run_id)
-        return [self.heartbeat]
-
-    def act_in_own_loop(self, loop: OwnLoop, hook: str) -> None:
-        """Write a heartbeat, where it is due."""
-        if hook == "on_step_end":
-            loop.beat(self.heartbeat, self.run_id)
+        super().__init__(Heartbeat(interval_steps, scenario, path=metrics_path), run_id)
 
 
-class DiagnosisCallback(Callback):
-    """Tells when training goes wrong; see `Diagnosis`.
+class DiagnosisCallback(_StandsFor):
+    """Reports when training goes wrong; see `Diagnosis`.
 
     Args:
         check_interval: Cadence in steps; 0 turns it off.
@@ -314,60 +318,8 @@ class DiagnosisCallback(Callback):
         run_id: str | None = None,
         metrics_path: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.run_id = run_id
-        self.diagnosis = Diagnosis(
-            check_interval, gradient_min_norm, latent_std_min, scenario=scenario, path=metrics_path
-        )
-
-    @override
-    def lightning_callbacks(self, trainer: TrainerView) -> list[pl.Callback]:
-        _name_run(trainer, self.run_id)
-        return [self.diagnosis]
-
-    def act_in_own_loop(self, loop: OwnLoop, hook: str) -> None:
-        """Look at the losses and the gradients of the trainer's ``model``, where it is due."""
-        if hook == "on_step_end":
-            loop.diagnose(self.diagnosis, self.run_id)
-
-
-class EvalCallback(Callback):
-    """Calls a function of yours at a cadence and logs the scores that it returns.
-
-    Args:
-        evaluate: Takes the trainer, a `TrainerView`; its result is a mapping of names to numbers, or None.
-        eval_interval: Cadence in steps; 0 turns it off.
-
-    Raises:
-        ValueError: `eval_interval` is negative.
-    """
-
-    def __init__(
-        self, evaluate: Callable[[TrainerView], Mapping[str, float] | None], eval_interval: int = 1000
-    ) -> None:
-        self.evaluate = evaluate
-        self.eval_interval = _cadence("eval_interval", eval_interval)
-        self._step = 0
-
-    @override
-    def on_train_begin(self, trainer: TrainerView) -> None:
-        self._step = trainer.global_step
-
-    @override
-    def on_step_end(self, trainer: TrainerView) -> None:
-        before, self._step = self._step, trainer.global_step
-        if not crossed(before, self._step, self.eval_interval):
-            return
-        was_training = trainer.model.training
-        trainer.model.eval()
-        try:
-            with torch.no_grad():
-                scores = self.evaluate(trainer) or {}
-        finally:
-            trainer.model.train(was_training)
-        for logger in trainer.lightning.loggers:
-            logger.log_metrics(
-                metrics={f"eval/{name}": float(value) for name, value in scores.items()}, step=self._step
-            )
+        limits = (gradient_min_norm, latent_std_min)
+        super().__init__(Diagnosis(check_interval, *limits, scenario=scenario, path=metrics_path), run_id)
 
 
 class TrainingReportCallback(Callback):
@@ -376,6 +328,8 @@ class TrainingReportCallback(Callback):
     Args:
         path: The file; None is ``training_report.json`` where the run puts its files.
     """
+
+    needs_lightning = True
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self.path = None if path is None else Path(path)
@@ -392,21 +346,21 @@ class TrainingReportCallback(Callback):
             "global_step": trainer.global_step,
             "epoch": trainer.epoch,
             "train_start_time": trainer.train_start_time,
-            # JSON has no nan and no infinity.
-            **{name: value if value is None or math.isfinite(value) else None for name, value in numbers.items()},
-            "metrics": {name: value if math.isfinite(value) else None for name, value in trainer.metrics.items()},
+            **_finite(numbers),
+            "metrics": _finite(trainer.metrics),
             "config": without_secrets(vars(trainer.config)),
         }
         text = json.dumps(report, indent=2, sort_keys=True, default=str)
         write_bytes_durably(self.path or trainer.output_dir / "training_report.json", f"{text}\n".encode())
 
 
-def _name_run(trainer: TrainerView, run_id: str | None) -> None:
-    state = run_state_of(trainer.lightning)
-    state.run_id = state.run_id or run_id or ""
+def _finite(numbers: Mapping[str, float | None]) -> dict[str, float | None]:
+    """`numbers`, of which those that are nan or infinite, which JSON does not have, become null."""
+    return {name: value if value is None or math.isfinite(value) else None for name, value in numbers.items()}
 
 
-def _cadence(name: str, value: int) -> int:
-    if value < 0:
-        raise ValueError(f"Invalid `{name}`. Expected a number >= 0, but received {value}.")
-    return value
+def _send(trainer: Any, metrics: Mapping[str, float], step: int) -> None:
+    """Send metrics to the loggers of the Lightning trainer; a loop of one's own has none."""
+    lightning = getattr(trainer, "lightning", None)
+    if lightning is not None:
+        log_to_loggers(lightning, metrics, step)

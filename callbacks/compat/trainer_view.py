@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from ...adapter.contract.exceptions import CheckpointError
 from ...adapter.plumbing.text import nearest
-from ..hook.events import run_state_of, step_metrics
+from ..hook.events import model_of, run_state_of, step_metrics
 from .torch_checkpoint import load_checkpoint, save_checkpoint
 
 __all__ = ["TrainerView", "view_of"]
@@ -103,13 +103,8 @@ class TrainerView:
     @property
     def model(self) -> torch.nn.Module:
         """The trainer's ``model``, else its only module, else the LightningModule."""
-        state = getattr(self.module, "contract_state", None)
-        model = state.get("model") if isinstance(state, Mapping) else getattr(state, "model", None)
-        if isinstance(model, torch.nn.Module):
-            return model
-        modules = list(getattr(getattr(self.module, "discovered", None), "modules", ()))
-        only: torch.nn.Module = modules[0].value if len(modules) == 1 else self.module
-        return only
+        model: torch.nn.Module = model_of(self.module)
+        return model
 
     @property
     def optimizer(self) -> Any:

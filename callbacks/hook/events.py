@@ -14,8 +14,10 @@ from ...adapter.contract.run_state import RunState
 __all__ = [
     "Figures",
     "callbacks_of",
+    "entry_of",
     "fire",
     "is_own_loop",
+    "model_of",
     "publish_metrics",
     "publish_scores",
     "run_state_of",
@@ -60,6 +62,20 @@ def fire(trainer: pl.Trainer, event: str, *args: Any) -> None:
 def is_own_loop(trainer: pl.Trainer) -> bool:
     """Whether the loop of `trainer` is genlight's, which fires events of its own; only once a fit has begun."""
     return bool(getattr(trainer.fit_loop, "raises_stops", False))
+
+
+def model_of(pl_module: Any) -> Any:
+    """The ``model`` of a hosted trainer, else its only module, else `pl_module`."""
+    model = entry_of(getattr(pl_module, "contract_state", None), "model")
+    if model is not None:
+        return model
+    modules = list(getattr(getattr(pl_module, "discovered", None), "modules", ()))
+    return modules[0].value if len(modules) == 1 else pl_module
+
+
+def entry_of(state: Any, name: str) -> Any:
+    """An entry of a trainer's state, which may be a mapping or any object; None where it has none."""
+    return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
 
 
 def step_metrics(trainer: pl.Trainer, pl_module: Any) -> dict[str, float]:

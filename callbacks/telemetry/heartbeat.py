@@ -97,7 +97,7 @@ class Heartbeat(Hook):
             raise ValueError("Invalid `scenario`. Expected a non-empty string, but received ''.")
         self.interval_steps = interval_steps
         self.count_flops = count_flops
-        self.events = RunEvents(scenario, path)
+        self._events = RunEvents(scenario, path)
         self._set_up_at = time.monotonic()
         self._first_step_s: float | None = None
         self._window = self._attempt = _Counts(self._set_up_at, 0)
@@ -181,7 +181,7 @@ class Heartbeat(Hook):
             "watts": watts,
             **_memory(trainer.strategy.root_device),
         }
-        self.events.write(
+        self._events.write(
             trainer,
             event="heartbeat",
             success=True,
