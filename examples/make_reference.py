@@ -23,8 +23,8 @@ import msgspec
 import genlight.callbacks
 import genlight.callbacks.compat
 import genlight.reporters
-from genlight.adapter.job.environment import VARIABLES
-from genlight.adapter.job.keys import Key, job_keys, keys_of
+from genlight.adapter.job.keys import Key, job_keys, key_at, keys_of
+from genlight.adapter.job.sources import VARIABLES
 from genlight.adapter.job.spec import JobSpec, SampleRequest
 from genlight.adapter.job.standard_callbacks import STANDARD_CALLBACKS
 
@@ -132,9 +132,11 @@ def _default_of(key: Key) -> str:
 def variables_reference() -> str:
     """Every environment variable as Markdown, with the setting that it gives."""
     lines = ["| variable | setting | meaning |", "|---|---|---|"]
-    for variable in VARIABLES:
-        in_file = "" if variable.setting.partition(".")[0] in job_keys() else ", not in a job file"
-        lines.append(f"| `{variable.name}` | `{variable.setting}`{in_file} | {variable.key.description} |")
+    for variable, setting in VARIABLES.items():
+        in_file = "" if setting.partition(".")[0] in job_keys() else ", not in a job file"
+        key = key_at(tuple(setting.split(".")))
+        assert key is not None
+        lines.append(f"| `{variable}` | `{setting}`{in_file} | {key.description} |")
     return "\n".join([*lines, ""])
 
 

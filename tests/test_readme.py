@@ -53,12 +53,12 @@ def section(readme: str, title: str) -> str:
 
 def test_every_documented_variable_is_read_and_every_read_variable_documented() -> None:
     """The table of variables is the list that the code has."""
-    from genlight.adapter.job.environment import JOB_VARIABLE, VARIABLES
+    from genlight.adapter.job.sources import JOB_VARIABLE, VARIABLES
 
     text = section("adapter/jobs.md", "Variables")
     documented = set(re.findall(r"`((?:TRAINER|TENSORHUB)_\w+)`", text))
     documented |= {f"TRAINER_UPLOAD{suffix}" for suffix in re.findall(r"`(_\w+_URL)`", text)}
-    assert documented == {JOB_VARIABLE, *(variable.name for variable in VARIABLES)}
+    assert documented == {JOB_VARIABLE, *VARIABLES}
 
 
 def test_every_command_is_documented() -> None:

@@ -18,7 +18,7 @@ from importlib import import_module, metadata
 from typing import Any
 
 from ...callbacks.stop.signals import StopSignals
-from ..job.environment import rank_errors
+from ..job.sources import rank_errors
 from ..plumbing.operating_system import unsupported_system
 from ..plumbing.reference_page import reference
 from ..run.ranks.this_rank import is_rank_zero

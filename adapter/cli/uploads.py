@@ -18,7 +18,7 @@ from ...reporters.uploads.queue import ABOUT, Description, Entry, read_descripti
 from ...reporters.uploads.targets import open_target
 from ..contract.exceptions import StartupContractError, UploadError
 from ..job.config import RunConfig, read_run_config
-from ..job.environment import JOB_VARIABLE
+from ..job.sources import JOB_VARIABLE
 from ..plumbing.redaction import redact
 from ..plumbing.urls import safe_url
 from ..run.uploads import upload_config

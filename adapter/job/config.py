@@ -6,7 +6,10 @@ asked here.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
+import importlib.util
 import json
 import os
 import re
@@ -28,15 +31,28 @@ from .parsing import Parser
 from .sources import DEFAULT, Sources, read_sources
 from .spec import UPLOAD_URLS, DatasetSpec, Settings
 from .standard_callbacks import fault_of_callbacks
-from .trainer_arguments import ENDS_WITH_ITS_PROCESSES, launches_by_copy, trainer_arguments
 
-__all__ = ["ARTIFACT_FOLDERS", "UNKNOWN_RUN_ID", "RunConfig", "read_run_config", "resolve_run_config"]
+__all__ = [
+    "ARTIFACT_FOLDERS",
+    "ENDS_WITH_ITS_PROCESSES",
+    "UNKNOWN_RUN_ID",
+    "RunConfig",
+    "read_run_config",
+    "resolve_run_config",
+    "trainer_arguments",
+]
 
-ENVIRONMENT_ARTIFACTS_DIR = "/tmp/training"  # noqa: S108 -- the contract's own default for containers
-FILE_ARTIFACTS_DIR = "runs/{run_id}"
+ENVIRONMENT_ARTIFACTS_DIR = Path("/tmp/training")  # noqa: S108 -- the contract's own default for containers
 UNKNOWN_RUN_ID = "unknown"
 """Stands for the run's id in a report about a job that names none."""
 
+
+ENDS_WITH_ITS_PROCESSES = (
+    "the trainer class would be set up in processes that end with training, and what it has learned would be lost to "
+    "the one that started them. Use ddp, which starts the script once for each device"
+)
+"""Why a strategy that spawns or forks the processes that train cannot host a trainer class."""
+_STARTS_BY_COPY = re.compile(r"ddp_(spawn|fork|notebook)(_.*)?")
 
 ARTIFACT_FOLDERS = ("artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir")
 """Settings that are folders of a run."""
@@ -81,7 +97,6 @@ def resolve_run_config(
     spec_path: str | os.PathLike[str] | None = None,
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
-    default_artifacts_dir: str | os.PathLike[str] | None = None,
 ) -> RunConfig:
     """Resolve every setting of a run.
 
@@ -89,15 +104,11 @@ def resolve_run_config(
         spec_path: The job file; None takes ``TRAINER_JOB_SPEC_PATH``.
         overrides: ``key.sub=value`` each, as ``--set`` gives them. Their paths are relative to the working directory.
         environ: The environment; None takes the process's own.
-        default_artifacts_dir: Where artifacts go if nothing else says so; ``{run_id}`` stands for the run's folder
-            name. None means ``runs/{run_id}`` in the folder of a job file that was named, ``/tmp/training`` otherwise.
 
     Raises:
         StartupContractError: With every error, under the code of the first documented one.
     """
-    config, errors = read_run_config(
-        spec_path=spec_path, overrides=overrides, environ=environ, default_artifacts_dir=default_artifacts_dir
-    )
+    config, errors = read_run_config(spec_path=spec_path, overrides=overrides, environ=environ)
     error = errors.exception(secrets=config.secrets)
     if error is not None:
         raise error
@@ -109,7 +120,6 @@ def read_run_config(
     spec_path: str | os.PathLike[str] | None = None,
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
-    default_artifacts_dir: str | os.PathLike[str] | None = None,
     complete: bool = True,
 ) -> tuple[RunConfig, ConfigErrors]:
     """The settings of a run, and all their errors.
@@ -123,17 +133,14 @@ def read_run_config(
     values = Parser(errors, sources).block(Settings, sources.merged, complete=complete and sources.readable)
     given = Settings(**values)
     settings = _completed(given, sources)
-    template = FILE_ARTIFACTS_DIR if spec_path is not None else ENVIRONMENT_ARTIFACTS_DIR
-    if default_artifacts_dir is not None:
-        template = os.fspath(default_artifacts_dir)
     _contradictions(settings, errors)
     _lightning_arguments(settings.lightning, errors)
     _without_effect(given, errors)
     fields = spec_fields(settings, sources.folder)
     config = RunConfig(
         **{
-            **{name: getattr(settings, name) for name in Settings.__struct_fields__},
-            **_artifact_paths(settings, sources, template),
+            **msgspec.structs.asdict(settings),
+            **_artifact_paths(settings, sources, is_from_file=spec_path is not None),
         },
         spec_path=sources.path or Path(),
         spec_dir=sources.folder,
@@ -176,22 +183,22 @@ def _completed(settings: Settings, sources: Sources) -> Settings:
     )
 
 
-def _artifact_paths(settings: Settings, sources: Sources, template: str) -> dict[str, Path]:
-    """Where artifacts go, absolute."""
+def _artifact_paths(settings: Settings, sources: Sources, *, is_from_file: bool) -> dict[str, Path]:
+    """Where artifacts go, absolute: of a job file that was named beside it, otherwise the containers' own folder."""
     # As every relative path of a job: else the same job, started from another folder, would begin anew there.
-    base = sources.folder if template == FILE_ARTIFACTS_DIR else Path.cwd()
-    unset = Path()
+    own = sources.folder / "runs" / folder_name(settings.run_id or UNKNOWN_RUN_ID)
 
     def chosen(name: str, default: Path) -> Path:
         given: Path = getattr(settings, name)
-        return default if given == unset else given
+        return default if given == Path() else given
 
-    folder = folder_name(settings.run_id or UNKNOWN_RUN_ID)
-    root = chosen("artifacts_dir", Path(os.path.abspath(base / template.replace("{run_id}", folder))))
-    paths = {"artifacts_dir": root}
-    for name in ("checkpoints", "samples", "metrics"):
-        paths[f"{name}_dir"] = chosen(f"{name}_dir", root / name)
-    return {**paths, "events_path": chosen("events_path", paths["metrics_dir"] / "events.jsonl")}
+    root = chosen("artifacts_dir", own if is_from_file else ENVIRONMENT_ARTIFACTS_DIR)
+    paths = {f"{name}_dir": chosen(f"{name}_dir", root / name) for name in ("checkpoints", "samples", "metrics")}
+    return {
+        "artifacts_dir": root,
+        **paths,
+        "events_path": chosen("events_path", paths["metrics_dir"] / "events.jsonl"),
+    }
 
 
 def _contradictions(settings: Settings, errors: ConfigErrors) -> None:
@@ -248,7 +255,7 @@ def _lightning_arguments(arguments: Mapping[str, Any], errors: ConfigErrors) -> 
         example = json.dumps({"class_path": f"lightning.pytorch.loggers.{meant}", "init_args": {"save_dir": "x"}})
         given = "With `true` a job has its event log alone" if logger is True else f'"{logger}" is no class'
         errors.add(f"Invalid `lightning.logger`. {given}. Name one, such as {example}{install}, or leave it out.")
-    if launches_by_copy(arguments.get("strategy")):
+    if _launches_by_copy(arguments.get("strategy")):
         errors.add(f"Invalid `lightning.strategy`. With {arguments['strategy']!r} {ENDS_WITH_ITS_PROCESSES}.")
     known = trainer_arguments() if arguments else ()
     for name in arguments if known else ():
@@ -256,6 +263,30 @@ def _lightning_arguments(arguments: Mapping[str, Any], errors: ConfigErrors) -> 
             errors.add(
                 f"Invalid `lightning.{name}`. `lightning.pytorch.Trainer` has no such argument.{nearest(name, known)}"
             )
+
+
+def _launches_by_copy(strategy: Any) -> bool:
+    """Whether a job's ``strategy`` starts processes by pickling or forking this one: ``ddp_spawn`` and its kin."""
+    if isinstance(strategy, Mapping):
+        arguments = strategy.get("init_args", strategy.get("dict_kwargs"))
+        return isinstance(arguments, Mapping) and arguments.get("start_method") in ("spawn", "fork", "forkserver")
+    return isinstance(strategy, str) and _STARTS_BY_COPY.fullmatch(strategy) is not None
+
+
+@functools.cache
+def trainer_arguments() -> tuple[str, ...]:
+    """The arguments of ``lightning.pytorch.Trainer``, read from its source: importing Lightning takes seconds.
+
+    A misspelled one is reported with the other errors of a job so.
+    """
+    package = importlib.util.find_spec("lightning")
+    assert package is not None
+    assert package.origin is not None
+    source = Path(package.origin).parent / "pytorch" / "trainer" / "trainer.py"
+    classes = (node for node in ast.parse(source.read_bytes()).body if isinstance(node, ast.ClassDef))
+    methods = next(node.body for node in classes if node.name == "Trainer")
+    made = next(node.args for node in methods if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    return tuple(argument.arg for argument in (*made.args, *made.kwonlyargs) if argument.arg != "self")
 
 
 _LOGGERS = {

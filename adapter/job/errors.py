@@ -11,6 +11,7 @@ from typing import Any
 from ..contract.exceptions import StartupContractError
 from ..plumbing.redaction import HIDDEN, redact
 from ..plumbing.urls import hide_urls
+from .spec import Rule
 
 __all__ = ["ConfigError", "ConfigErrors", "render_text", "render_value"]
 
@@ -78,21 +79,19 @@ class ConfigErrors:
         """Whether an error of the setting `name`, or of an element or key of it, was noted."""
         return any(error.name == name or error.name.startswith((f"{name}[", f"{name}.")) for error in self.found)
 
-    def invalid(
-        self,
-        name: str,
-        expected: str,
-        value: Any,
-        *,
-        way_out: str = "",
-        code: str = "startup.invalid_job_spec",
-        secret: bool = False,
-        variable: str = "",
-    ) -> None:
-        """Note that the setting `name`, which the environment `variable` gives if any, has an unusable value."""
-        received = render_text(value) if variable else render_value(value, secret=secret)
-        text = f"Invalid `{variable or name}`. Expected {expected}, but received {received}."
-        self.add(f"{text} {way_out}".rstrip(), name=name, code=code)
+    def invalid(self, name: str, rule: Rule, value: Any, *, expected: str = "", variable: str = "") -> None:
+        """Note that a setting has a value that does not keep to its rule.
+
+        Args:
+            name: The setting.
+            rule: Its rule.
+            value: The value.
+            expected: What was expected, where that is more than the rule says.
+            variable: The environment variable that gives it, if any.
+        """
+        received = render_text(value) if variable else render_value(value, secret=rule.secret)
+        text = f"Invalid `{variable or name}`. Expected {expected or rule.expected}, but received {received}."
+        self.add(f"{text} {rule.way_out}".rstrip(), name=name, code=rule.code)
 
     def warn(self, text: str) -> None:
         """Note something that has no effect or looks like a mistake."""

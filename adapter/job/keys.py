@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from .spec import LARGEST, JobSpec, Rule, Settings
 
-__all__ = ["Key", "all_keys", "job_keys", "key_at", "keys_of", "settings_keys"]
+__all__ = ["Key", "all_keys", "job_keys", "key_at", "keys_at", "keys_of", "settings_keys"]
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,15 @@ def keys_of(struct: type[msgspec.Struct]) -> Mapping[str, Key]:
 
 def key_at(path: tuple[str, ...]) -> Key | None:
     """The key at `path`, whose first part is a setting; None where there is none."""
-    known, key = settings_keys(), None
-    for name in path:
-        key = known.get(name)
-        known = keys_of(key.block) if key is not None and key.block is not None else {}
-    return key
+    return keys_at(path[:-1]).get(path[-1]) if path else None
+
+
+def keys_at(path: tuple[str, ...]) -> Mapping[str, Key]:
+    """The keys of the block at `path`, of all settings at its root; none where it is not a block."""
+    if not path:
+        return settings_keys()
+    key = key_at(path)
+    return keys_of(key.block) if key is not None and key.block is not None else {}
 
 
 def all_keys() -> Iterator[tuple[str, Key]]:

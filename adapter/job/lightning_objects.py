@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,6 @@ from .config import RunConfig
 from .parser_errors import root_cause, shortened
 from .spec import DatasetSpec
 from .standard_callbacks import callbacks_of_job, plain
-from .trainer_arguments import trainer_arguments
 
 __all__ = ["epochs_of", "instantiate", "instantiate_alone", "make_data"]
 
@@ -168,7 +168,7 @@ def _instantiated(given: Mapping[str, Any]) -> dict[str, Any]:
     arguments = copy.deepcopy(dict(given))  # jsonargparse puts objects of its own into what it parses
     parser = ArgumentParser(exit_on_error=False)
     # Reading the types of the other forty takes longer than making the trainer.
-    others = set(trainer_arguments()).difference(arguments)
+    others = inspect.signature(pl.Trainer).parameters.keys() - arguments.keys()
     parser.add_class_arguments(pl.Trainer, "lightning", instantiate=False, skip=others)
     errors = [error for name, value in arguments.items() if (error := _argument_error(parser, name, value))]
     if errors:

@@ -90,7 +90,7 @@ class Parser:
         rule = key.rule
         if key.block is not None:
             if not isinstance(value, dict):
-                self.errors.invalid(name, rule.expected, value)
+                self.errors.invalid(name, rule, value)
                 return None
             return key.block(**self.block(key.block, value, f"{name}."))
         if key.item is not None:
@@ -98,25 +98,19 @@ class Parser:
         value = value.strip() if isinstance(value, str) and rule.expected.endswith(" URL") else value
         expected = key.fault(value)
         if expected:
-            self._invalid(name, expected, value, rule)
+            self.errors.invalid(name, rule, value, expected=expected, variable=self.sources.variable_of(name))
             return None
         if rule.relative:
             text = self._absolute(name, value, is_reference=rule.relative == "reference")
             return Path(text) if key.is_path else text
         return msgspec.convert(value, key.type)
 
-    def _invalid(self, name: str, expected: str, value: Any, rule: Rule) -> None:
-        variable = self.sources.variable_of(name)
-        self.errors.invalid(
-            name, expected, value, way_out=rule.way_out, code=rule.code, secret=rule.secret, variable=variable
-        )
-
     def _convert_list(self, name: str, value: Any, key: Key, item: Key) -> Any:
         if not isinstance(value, list):
-            self.errors.invalid(name, key.rule.expected, value)
+            self.errors.invalid(name, key.rule, value)
             return None
         if len(value) < key.least_entries:
-            self.errors.invalid(name, "at least one entry", value, way_out="Leave it out for the default.")
+            self.errors.invalid(name, Rule("at least one entry", way_out="Leave it out for the default."), value)
             return None
         convert = self._sample if item.block is SampleRequest else self._convert
         entries = [convert(f"{name}[{index}]", entry, item) for index, entry in enumerate(value)]
@@ -126,7 +120,7 @@ class Parser:
         """A sample request; a string is its prompt, and its place in the list the name of one that has none."""
         given = {"prompt": value} if isinstance(value, str) else value
         if not isinstance(given, dict):
-            self.errors.invalid(name, "a string or an object", value)
+            self.errors.invalid(name, Rule("a string or an object"), value)
             return None
         index = int(name.rpartition("[")[2].rstrip("]"))
         return SampleRequest(**{"name": f"sample-{index:02d}", **self.block(SampleRequest, given, f"{name}.")})

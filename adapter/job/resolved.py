@@ -39,11 +39,11 @@ def job_file(config: RunConfig, environ: Mapping[str, str] | None = None) -> dic
 
     Args:
         config: The run.
-        environ: The environment, of which no secret is told; None takes the process's own.
+        environ: The environment, none of whose secrets is written; None takes the process's own.
     """
     # Parsed anew, since what one setting says for others, such as a seed, would keep them from following it later.
     given = Settings(**Parser(ConfigErrors(), config.given).block(Settings, config.given.merged, complete=False))
-    job = _told({name: getattr(given, name) for name in JobSpec.__struct_fields__})
+    job = _given({name: getattr(given, name) for name in JobSpec.__struct_fields__})
     if config.source_of("checkpoint_every") == DEFAULT:  # which means the same as this
         del job["checkpoint_every"]
     elif "every_n_steps" in job["checkpoints"]:
@@ -78,10 +78,11 @@ def read_job(folder: Path) -> dict[str, Any] | None:
     return {name: value for name, value in job.items() if name != COMMENT} if is_ours else None
 
 
-def _told(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given of `values`, as JSON; what a class or a library gets is told as it is."""
-    told = {name: _told(_values_of(value)) if isinstance(value, Block) else value for name, value in values.items()}
-    plain: dict[str, Any] = msgspec.to_builtins(told, enc_hook=os.fspath)
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `values` that are given, as JSON; an empty entry of what a class or a library gets stays."""
+    asdict = msgspec.structs.asdict
+    given = {name: _given(asdict(value)) if isinstance(value, Block) else value for name, value in values.items()}
+    plain: dict[str, Any] = msgspec.to_builtins(given, enc_hook=os.fspath)
     return {name: value for name, value in plain.items() if value is not None and value not in ("", [], ())}
 
 
@@ -95,7 +96,3 @@ def _with_marks(value: Any, shown: Any) -> Any:
         return shown
     plain, _, fragment = value.partition("#")
     return value if plain == shown and _DIGEST.fullmatch(fragment) else f"{shown}{HIDDEN}"
-
-
-def _values_of(block: Block) -> dict[str, Any]:
-    return {name: getattr(block, name) for name in block.__struct_fields__}

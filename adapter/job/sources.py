@@ -6,23 +6,44 @@ job file spells a key, and how a text becomes a value, is known here; whether a 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..cluster.job_context import build_job_context
 from ..plumbing.redaction import HIDDEN, secrets_in
 from ..plumbing.text import nearest
-from .environment import JOB_VARIABLE, VARIABLES, check_environment, is_true, value_of
-from .errors import ConfigErrors
-from .keys import Key, job_keys, key_at, keys_of, settings_keys
+from .errors import ConfigErrors, render_text
+from .keys import Key, all_keys, job_keys, key_at, keys_at, keys_of, settings_keys
 
-__all__ = ["COMMENT", "DEFAULT", "JOB_FILE", "Sources", "read_job_file", "read_sources"]
+__all__ = [
+    "COMMENT",
+    "DEFAULT",
+    "JOB_FILE",
+    "JOB_VARIABLE",
+    "VARIABLES",
+    "Sources",
+    "is_true",
+    "rank_errors",
+    "read_job_file",
+    "read_sources",
+]
 
 JOB_FILE, COMMAND_LINE, DEFAULT = "job spec", "--set", "default"
 """Words for where a setting comes from; of the environment it is the variable's name."""
+
+JOB_VARIABLE = "TRAINER_JOB_SPEC_PATH"
+"""Names the job file; no setting of a job itself."""
+VARIABLES = {key.variable: name for name, key in all_keys() if key.variable}
+"""The setting of each variable that a run reads besides. ``HF_TOKEN`` and ``HF_HOME`` are huggingface_hub's."""
+TRUE_WORDS = frozenset({"1", "true", "t", "yes", "y"})
+FALSE_WORDS = frozenset({"0", "false", "f", "no", "n", "off", "none"})
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
 WHOLE_JOB = "job spec"
 """Name of errors that leave no key of the job to speak of."""
@@ -104,12 +125,6 @@ class Sources:
         return True
 
 
-def keys_at(path: tuple[str, ...]) -> Mapping[str, Key]:
-    """The keys of the block at `path`; none where it is not a block."""
-    key = key_at(path)
-    return keys_of(key.block) if key is not None and key.block is not None else {}
-
-
 def read_sources(
     job_file: str | os.PathLike[str] | None, overrides: Sequence[str], environ: Mapping[str, str], errors: ConfigErrors
 ) -> Sources:
@@ -186,16 +201,66 @@ def _under_one_name(
 
 def _read_environment(sources: Sources, environ: Mapping[str, str], errors: ConfigErrors) -> None:
     """Put what the environment gives in place; a blank variable gives nothing."""
-    for variable in VARIABLES:
-        text = environ.get(variable.name, "").strip()
+    for name, key in all_keys():
+        text = environ.get(key.variable, "").strip()
         if not text:
             continue
-        value = text if variable.key.is_text else value_of(variable.key, text)
-        if variable.key.type_is(bool) and not isinstance(value, bool):
-            errors.warn(f"`{variable.name}` is none of the true words 1 true t yes y, so it counts as false.")
-            value = is_true(text)
-        sources.put(tuple(variable.setting.split(".")), value, variable.name)  # a block of another type is a fault
-    check_environment(environ, errors)
+        value = text if key.is_text else value_of(key, text)
+        if key.type_is(bool) and not isinstance(value, bool):
+            errors.warn(f"`{key.variable}` is none of the true words 1 true t yes y, so it counts as false.")
+            value = False
+        sources.put(tuple(name.split(".")), value, key.variable)  # a block of another type is a fault
+    for error in rank_errors(environ):
+        errors.add(error)
+    known = [JOB_VARIABLE, *VARIABLES]
+    for name in environ:
+        if name.startswith("TRAINER_") and name not in known and nearest(name, known):
+            errors.warn(f"Unknown environment variable `{name}` is ignored.{nearest(name, known)}")
+
+
+def is_true(text: str) -> bool:
+    """Whether `text` is one of the true words, in any case; every other text is false."""
+    return text.strip().lower() in TRUE_WORDS
+
+
+def value_of(key: Key | None, text: str) -> Any:
+    """The value that a text means for `key`: JSON, a number, a true or false word, entries between commas, or itself.
+
+    A key that is a text keeps what was typed, so that ``run_id=17`` needs no quotes.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    if key is None:
+        return value
+    if key.is_text:
+        return value if isinstance(value, str | None) else text
+    if key.type_is(bool) and text.strip().lower() in TRUE_WORDS | FALSE_WORDS:
+        return is_true(text)
+    if key.item is not None and key.variable and not isinstance(value, list | None):
+        return [entry for entry in re.split(r"[\s,]+", text) if entry]
+    if key.type_is(float) and isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)
+    return value
+
+
+def rank_errors(environ: Mapping[str, str]) -> list[str]:
+    """Errors in the variables that give the number of a process and its job."""
+    wrong = [
+        f"Invalid `{name}`. Expected the number of a process, as launchers set it, but received "
+        f"{render_text(environ[name].strip())}. Unset it."
+        for name in _RANKS
+        if name in environ and not environ[name].strip().isdecimal()
+    ]
+    if wrong or "SLURM_JOB_ID" not in environ:
+        return wrong
+    try:
+        build_job_context(environ)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _override(text: str, sources: Sources, errors: ConfigErrors) -> None:
@@ -207,18 +272,16 @@ def _override(text: str, sources: Sources, errors: ConfigErrors) -> None:
         shown = f" {name.strip()[:LONGEST_NAME]}{separator}…" if separator else f" {text[:LONGEST_NAME]}"
         errors.add(f"Invalid `--set{shown}`. Expected key=value or key.sub=value.")
         return
-    known: Mapping[str, Key] = settings_keys()
     for depth, part in enumerate(path):
+        known = keys_at(path[:depth])
         part = _canonical(part, known)
         path = (*path[:depth], part, *path[depth + 1 :])
         if known and part not in known:
             errors.add(f"Unknown key `{'.'.join(path[: depth + 1])}` in `--set`.{nearest(part, known)}")
             return
-        known = keys_at(path[: depth + 1])
-    key = key_at(path)
-    decoded = value_of(key, value)
-    if known and isinstance(decoded, dict):
-        decoded = _under_one_name(decoded, known, errors, f"{'.'.join(path)}.")
+    decoded = value_of(key_at(path), value)
+    if isinstance(decoded, dict):
+        decoded = _under_one_name(decoded, keys_at(path), errors, f"{'.'.join(path)}.")
     if not sources.put(path, decoded, COMMAND_LINE):
         errors.add(f"`--set {'.'.join(path)}` cannot be applied: `{path[0]}` is not an object.")
 
@@ -269,55 +332,51 @@ def _without_half_characters(name: str, value: Any, errors: ConfigErrors) -> dic
 
 def read_job_file(path: Path, errors: ConfigErrors) -> dict[str, Any] | None:
     """The JSON object in the file at `path`; None when that is not possible, which is then an error."""
+    job = f"The job spec {str(path)!r}"
     try:
-        content = _content(path)
+        with path.open("rb") as file:
+            return _object_in(file.read(LARGEST_FILE_BYTES + 1), path)
     except FileNotFoundError:
         errors.add(
             f"There is no job spec at {str(path)!r}. Name an existing JSON file.", code="startup.missing_job_spec_path"
         )
-        return None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        errors.add(f"The job spec {str(path)!r} cannot be read: {reason}. Name a readable JSON file.")
-        return None
+    except (OSError, UnicodeEncodeError) as error:  # the latter of the path
+        errors.add(f"{job} cannot be read: {getattr(error, 'strerror', error)}. Name a readable JSON file.")
+    except RecursionError:
+        errors.add(f"{job} is nested too deeply.")
+    except ValueError as error:
+        errors.add(f"{job} {error}")
+    return None
+
+
+def _object_in(content: bytes, path: Path) -> dict[str, Any]:
+    """The JSON object that a job file holds.
+
+    Raises:
+        ValueError: It holds none; in words that go on after the name of the file.
+    """
     if len(content) > LARGEST_FILE_BYTES:
-        errors.add(f"The job spec {str(path)!r} has more than {LARGEST_FILE_BYTES >> 20} MiB. Name a JSON file.")
-        return None
+        raise ValueError(f"has more than {LARGEST_FILE_BYTES >> 20} MiB. Name a JSON file.")
     if not content.strip():
         pipe = "" if path.is_file() else "; a pipe can be read once, and each process of a run reads its job spec"
-        errors.add(f"The job spec {str(path)!r} is empty{pipe}. Expected a JSON object, {{...}}.")
-        return None
+        raise ValueError(f"is empty{pipe}. Expected a JSON object, {{...}}.")
     try:
         decoded = json.loads(
             content, parse_int=_integer, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates
         )
-    except RecursionError:
-        errors.add(f"The job spec {str(path)!r} is nested too deeply.")
-        return None
+    except UnicodeDecodeError as error:  # whose own message would quote the bytes
+        raise ValueError(f"is not JSON: byte {error.start} is not {error.encoding}.") from None
     except ValueError as error:
         way_out = " A LightningCLI configuration is for `genlight fit --config`." if path.suffix in _YAML else ""
-        why = _habit(error)
-        errors.add(f"The job spec {str(path)!r} is not JSON: {_decode_reason(error)}.{why}{way_out}")
-        return None
-    if not isinstance(decoded, dict):
-        errors.add(f"The job spec {str(path)!r} holds {_kind(decoded)}. Expected a JSON object, {{...}}.")
-        return None
-    return decoded
+        raise ValueError(f"is not JSON: {str(error).rstrip('.')}.{_not_in_json(error)}{way_out}") from None
+    kinds = {list: "a list", str: "a string", bool: "a boolean", type(None): "null", dict: ""}
+    kind = kinds.get(type(decoded), "a number")
+    if kind:
+        raise ValueError(f"holds {kind}. Expected a JSON object, {{...}}.")
+    return dict(decoded)
 
 
-def _content(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(LARGEST_FILE_BYTES + 1)
-
-
-def _decode_reason(error: ValueError) -> str:
-    """Why decoding failed; the messages of a UnicodeDecodeError would quote the file's bytes."""
-    if isinstance(error, UnicodeDecodeError):
-        return f"byte {error.start} is not {error.encoding}"
-    return str(error).rstrip(".")
-
-
-def _habit(error: ValueError) -> str:
+def _not_in_json(error: ValueError) -> str:
     """A sentence about what other formats allow at this place, after a space; empty where it is none of that."""
     if not isinstance(error, json.JSONDecodeError):
         return ""
@@ -326,11 +385,9 @@ def _habit(error: ValueError) -> str:
         return " JSON has no comments; remove it."
     if rest.startswith("'"):
         return " JSON has double quotes alone."
-    if (before.endswith(",") and rest[:1] in ("}", "]", "")) or (
-        rest.startswith(",") and rest[1:].lstrip()[:1] in "}]"
-    ):
-        return " Remove the comma after the last entry."
-    return ""
+    is_after_comma = before.endswith(",") and rest[:1] in ("}", "]", "")
+    is_comma = rest.startswith(",") and rest[1:].lstrip()[:1] in "}]"
+    return " Remove the comma after the last entry." if is_after_comma or is_comma else ""
 
 
 def _integer(digits: str) -> int:
@@ -344,14 +401,9 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"the key {name!r} appears twice in one object")
-        found[name] = value
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} appears twice in one object")
     return found
-
-
-def _kind(value: Any) -> str:
-    names = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")

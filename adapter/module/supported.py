@@ -37,7 +37,7 @@ from ..contract.exceptions import StartupContractError
 from ..gradients.ddp.buckets import wire_type
 from ..gradients.fsdp.strategy import FSDP2Strategy
 from ..gradients.torch_internals import require_fsdp
-from ..job.trainer_arguments import ENDS_WITH_ITS_PROCESSES
+from ..job.config import ENDS_WITH_ITS_PROCESSES
 
 __all__ = [
     "check_strategy",

@@ -23,7 +23,7 @@ from ...reporters.uploads import Uploader
 from ..contract.exceptions import EventLogError, GenlightError, StartupContractError
 from ..contract.types import JobLifecycleClient
 from ..job.config import ARTIFACT_FOLDERS, UNKNOWN_RUN_ID, RunConfig, read_run_config
-from ..job.environment import is_true
+from ..job.sources import JOB_VARIABLE, is_true
 from ..plumbing.failures import EXIT_FAILED, EXIT_STARTUP
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.operating_system import require_linux
@@ -44,7 +44,6 @@ require_linux(__name__)
 
 log = logging.getLogger(__name__)
 
-SPEC_VARIABLE = "TRAINER_JOB_SPEC_PATH"
 CANCEL_VARIABLE = "TRAINER_CANCELLED"
 STARTUP_DEADLINE_S = 10.0
 """How long a run that cannot start tries to say so."""
@@ -260,7 +259,7 @@ def _way_on(config: RunConfig) -> str:
 
 def _next_command(config: RunConfig, options: RunOptions) -> str:
     """The command that goes on with a run; empty where no file names it."""
-    spec = options.spec_path or (os.environ if options.environ is None else options.environ).get(SPEC_VARIABLE)
+    spec = options.spec_path or (os.environ if options.environ is None else options.environ).get(JOB_VARIABLE)
     if spec is None or os.fspath(spec) == "-":
         return ""
     overrides = [*options.overrides, *([] if config.resume_from_latest else ["resume_from_latest=true"])]

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import pytest
 from hypothesis import given, strategies as st
 
-from genlight.adapter.job.environment import JOB_VARIABLE, VARIABLES
+from genlight.adapter.job.sources import JOB_VARIABLE, VARIABLES
 from genlight.adapter.plumbing.failures import describe_failure, safe_text
 from genlight.adapter.plumbing.redaction import (
     HIDDEN,
@@ -141,7 +141,7 @@ def test_settings_of_a_run_are_no_secrets_but_the_credentials_in_their_urls_are(
 
 
 def test_the_settings_that_may_be_shown_are_those_of_a_run_without_its_token():
-    assert {JOB_VARIABLE, *(each.name for each in VARIABLES)} - {"TRAINER_CAPABILITY_TOKEN"} == PLAIN_VARIABLES
+    assert {JOB_VARIABLE, *VARIABLES} - {"TRAINER_CAPABILITY_TOKEN"} == PLAIN_VARIABLES
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -11,11 +12,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.contract.exceptions import StartupContractError
-from genlight.adapter.job.config import RunConfig, resolve_run_config
-from genlight.adapter.job.environment import VARIABLES
+from genlight.adapter.job.config import RunConfig, resolve_run_config, trainer_arguments
 from genlight.adapter.job.errors import ConfigErrors
 from genlight.adapter.job.keys import job_keys
-from genlight.adapter.job.sources import read_sources
+from genlight.adapter.job.sources import VARIABLES, read_sources
 from genlight.adapter.job.spec import DatasetSpec, InputsSpec, SampleRequest, UploadUrls
 from genlight.adapter.plumbing.text import folder_name
 
@@ -357,7 +357,7 @@ BYTES_ARE_FINE = {
 }
 
 
-@pytest.mark.parametrize("variable", [variable.name for variable in VARIABLES])
+@pytest.mark.parametrize("variable", list(VARIABLES))
 def test_bytes_in_the_environment_that_are_no_text_never_crash_the_start(job, variable):
     try:
         outcome = resolve(job(), **{variable: "http://h/\udcff"})
@@ -395,6 +395,18 @@ def test_a_run_id_never_leaves_the_runs_folder(run_id, name):
     assert folder_name(run_id) == name
 
 
+def test_a_misspelled_argument_of_lightnings_trainer_is_named_with_the_nearest(job):
+    text = str(refused(job(lightning={"acelerator": "cpu", "devices": 1})))
+    assert "Invalid `lightning.acelerator`" in text
+    assert "Did you mean `accelerator`?" in text
+
+
+def test_the_names_of_its_arguments_are_those_of_the_real_constructor():
+    from lightning.pytorch import Trainer
+
+    assert set(trainer_arguments()) == set(inspect.signature(Trainer.__init__).parameters) - {"self"}
+
+
 def test_long_run_ids_that_begin_alike_get_folders_of_their_own():
     names = {folder_name("x" * 300 + end) for end in "ab"}
     assert len(names) == 2
@@ -423,8 +435,9 @@ def test_other_strategies_pass(job, strategy):
 
 def test_resolving_imports_neither_torch_nor_lightning():
     code = (
-        "import sys; import genlight.adapter.job.config,"
+        "import sys; import genlight.adapter.job.config as config,"
         "genlight.adapter.inputs.materialize, genlight.adapter.run.artifacts_lock, genlight.adapter.run.artifact_dirs;"
+        "config.trainer_arguments();"
         "print([m for m in ('torch', 'lightning', 'httpx2', 'huggingface_hub') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -453,7 +466,7 @@ overrides_strategy = st.lists(
     max_size=3,
 )
 environments = st.dictionaries(
-    st.sampled_from([v.name for v in VARIABLES if v.name != "TRAINER_JOB_SPEC_PATH"]),
+    st.sampled_from(list(VARIABLES)),
     st.text(st.characters(exclude_categories=()), max_size=8) | st.just("~\ud800"),
     max_size=4,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from genlight.adapter.job.config import read_run_config
-from genlight.adapter.job.environment import JOB_VARIABLE, VARIABLES, is_true
+from genlight.adapter.job.sources import JOB_VARIABLE, VARIABLES, is_true
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_word_that_is_neither_true_nor_false_is_a_warning(read):
 
 
 def test_the_documented_variables_are_read():
-    assert {variable.name for variable in VARIABLES} == {
+    assert set(VARIABLES) == {
         "TRAINER_PLUGIN",
         *(f"TRAINER_{name}_DIR" for name in ("ARTIFACTS", "CHECKPOINTS", "SAMPLES", "METRICS")),
         "TRAINER_EVENTS_PATH",

@@ -12,11 +12,11 @@ import pytest
 from genlight.adapter.cli import main
 from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.job.config import resolve_run_config
-from genlight.adapter.job.environment import VARIABLES
 from genlight.adapter.job.errors import ConfigErrors
 from genlight.adapter.job.keys import job_keys, keys_of
 from genlight.adapter.job.lightning_objects import instantiate
 from genlight.adapter.job.parsing import Parser
+from genlight.adapter.job.sources import VARIABLES
 from genlight.adapter.job.spec import Settings
 from genlight.adapter.job.standard_callbacks import STANDARD_CALLBACKS
 
@@ -68,7 +68,7 @@ def test_the_outline_and_the_tables_have_every_key(capsys):
     assert [name for name in names if name not in outline] == []
     assert [name for name in names if f"| `{name}` |" not in job_reference()] == []
     assert [name for name in STANDARD_CALLBACKS if f"| `{name}` |" not in reference["callbacks_reference"]()] == []
-    assert [each.name for each in VARIABLES if f"| `{each.name}` |" not in reference["variables_reference"]()] == []
+    assert [name for name in VARIABLES if f"| `{name}` |" not in reference["variables_reference"]()] == []
 
 
 def test_the_defaults_of_the_table_are_those_that_a_run_has(tmp_path):

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from genlight.adapter.cli import doctor
-from genlight.adapter.job.environment import VARIABLES
+from genlight.adapter.job.sources import VARIABLES
 from genlight.adapter.run.run import RunOptions, run_job
 
 TRAINERS = """
@@ -179,7 +179,7 @@ BROKEN = {
 def folder(tmp_path, monkeypatch):
     """The working directory, with trainers and data."""
     monkeypatch.chdir(tmp_path)
-    for name in [*(variable.name for variable in VARIABLES), "HF_ENDPOINT"]:
+    for name in [*VARIABLES, "HF_ENDPOINT"]:
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "broken_jobs_trainer.py").write_text(TRAINERS)
     (tmp_path / "raises_at_import.py").write_text("raise OSError('no weights')")

@@ -16,7 +16,7 @@ import pytest
 
 from genlight.adapter.cli import doctor, network_checks as doctor_network
 from genlight.adapter.cli.doctor import check_devices
-from genlight.adapter.job.environment import VARIABLES
+from genlight.adapter.job.sources import VARIABLES
 
 TRAINER = """
 class Good:
@@ -40,7 +40,7 @@ class Misspells(Good):
 def job(tmp_path, monkeypatch):
     """A sound job in a folder of its own, which is the working directory; returns a writer of job specs."""
     monkeypatch.chdir(tmp_path)
-    for name in [*(variable.name for variable in VARIABLES), "HF_ENDPOINT"]:
+    for name in [*VARIABLES, "HF_ENDPOINT"]:
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "doctors_trainer.py").write_text(TRAINER)
     (tmp_path / "broken_trainer.py").write_text("raise OSError('canary-token is not for you')")
