@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..discovery.children import below
 from ..discovery.discover import walk
-from ..discovery.parameter_aliases import places
 from ..module.module import ContractModule
 from ..module.plugin_loading import optional_hook
 from ..plumbing.counted_dict import CountedDict
@@ -208,6 +208,6 @@ def _change(state: Any, trainer: object, paths: Collection[str]) -> None:
             if path in paths and node.is_floating_point():
                 node.mul_(1.5)
             continue
-        for where, value, put in list(places(path, node)):
+        for where, value, put, _ in list(below(path, node)):
             if isinstance(value, float) and where in paths and put is not None:
                 put(1.5 * value)

@@ -29,10 +29,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...callbacks.checkpoint.codec.named_types import is_wrapper, wrapped_tensors
 from ...callbacks.checkpoint.codec.tensor_bytes import as_uint8
 from ...callbacks.optimizer_state import named_values
-from ..discovery.children import uncompiled
-from ..discovery.current_tensors import currently_trained
+from ..discovery.children import key_text, uncompiled
 from ..discovery.discover import Discovered, Found, discover, walk
-from ..discovery.parameter_aliases import key_text
 
 __all__ = [
     "EVERYTHING",
@@ -147,7 +145,7 @@ def live_weights(discovered: Discovered) -> dict[str, Tensor]:
     }
     bare = list(discovered.parameters)
     if not discovered.optimizers:
-        bare += currently_trained(discovered)
+        bare += discovered.currently_trained()
     return tensors | {found.path: found.value for found in bare}
 
 

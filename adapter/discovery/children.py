@@ -10,8 +10,8 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,9 +23,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..contract.exceptions import ContractError
 from ..contract.types import StepContext
 from ..plumbing.counted_dict import CountedDict
-from .parameter_aliases import key_text
 
-__all__ = ["ATOMS", "GENERATORS", "SEARCHED_ITEMS", "below", "uncompiled"]
+__all__ = ["ATOMS", "GENERATORS", "SEARCHED_ITEMS", "Reference", "below", "key_text", "uncompiled"]
 
 SEARCHED_ITEMS = 10_000
 """A container with more items than this is data, such as a replay buffer, and is not searched."""
@@ -44,14 +43,26 @@ _KEPT_ON_CLASSES = (nn.Module, Optimizer, LRScheduler, GradScaler, *GENERATORS, 
 _CONTAINERS = (list, tuple, deque, set, frozenset)
 
 
-def below(path: str, value: Any) -> Iterable[tuple[str, Any]]:
+class Reference(NamedTuple):
+    """How one object leads to another."""
+
+    path: str
+    """As the trainer's author would write it."""
+    value: Any
+    put: Callable[[Any], None] | None = None
+    """Puts something else in its place; None where that cannot be done, as in a tuple."""
+    is_key: bool = False
+    """Whether `value` is a key of a mapping: a tensor for which something is kept."""
+
+
+def below(path: str, value: Any) -> Iterable[Reference]:
     """What `value` leads to by one step, with paths that begin with its own."""
     if isinstance(value, Tensor | Optimizer | GradScaler):
         return ()
     if isinstance(value, nn.Module):
         return _attributes_of_module(path, uncompiled(value))
     if isinstance(value, LRScheduler):
-        return ((f"{path}.optimizer", value.optimizer),)
+        return (Reference(f"{path}.optimizer", value.optimizer),)
     return _children(path, value)
 
 
@@ -61,31 +72,58 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return original if isinstance(original, nn.Module) else module
 
 
-def _children(path: str, value: Any) -> Iterable[tuple[str, Any]]:
+def key_text(key: Any) -> str:
+    """A key of a mapping as it is written in a path; the values of a tensor are not read."""
+    if isinstance(key, str):
+        return f'"{key}"'
+    return f"{type(key).__name__}{tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
+
+
+def _children(path: str, value: Any) -> Iterable[Reference]:
     if isinstance(value, CountedDict):  # a job's hyperparameters, which would count as read
         return ()
     if isinstance(value, Mapping):
-        return ((f"{path}[{key_text(k)}]", v) for k, v in value.items()) if len(value) <= SEARCHED_ITEMS else ()
+        return _items(path, value) if len(value) <= SEARCHED_ITEMS else ()
     if isinstance(value, _CONTAINERS):
         kind: Any = next(kind for kind in _CONTAINERS if isinstance(value, kind))
         if kind.__len__(value) > SEARCHED_ITEMS:  # a subclass may count otherwise, or refuse to
             return ()
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return ((f"{path}.{name}", getattr(value, name)) for name in value._fields)
+            return (Reference(f"{path}.{name}", getattr(value, name)) for name in value._fields)
+        if isinstance(value, list | deque):
+            put = functools.partial(functools.partial, value.__setitem__)
+            return (Reference(f"{path}[{i}]", item, put(i)) for i, item in enumerate(value))
         items = _in_fixed_order(path, value) if isinstance(value, set | frozenset) else value
-        return ((f"{path}[{i}]", item) for i, item in enumerate(items))
+        return (Reference(f"{path}[{i}]", item) for i, item in enumerate(items))
     if isinstance(value, functools.partial):
-        return ((f"{path}.func", value.func), (f"{path}.args", value.args), (f"{path}.keywords", value.keywords))
+        return [Reference(f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords")]
     if isinstance(value, types.FunctionType):
         return _closed_over(path, value)
     if isinstance(value, types.MethodType):
-        return ((f"{path}.__self__", value.__self__),)
+        return (Reference(f"{path}.__self__", value.__self__),)
     if _is_opaque(type(value)):
         return ()
-    attributes = ((f"{path}.{name}", child) for name, child in _attributes(value))
+    attributes = _attributes(path, value)
     if isinstance(value, StepContext):  # which a trainer may keep: what feeds it is not part of what it built
-        return ((name, child) for name, child in attributes if child is not value.dataset)
+        return (reference for reference in attributes if reference.value is not value.dataset)
     return attributes
+
+
+def _items(path: str, mapping: Mapping[Any, Any]) -> Iterator[Reference]:
+    can_change = isinstance(mapping, MutableMapping)
+    for key, value in mapping.items():
+        put = functools.partial(mapping.__setitem__, key) if can_change else None
+        yield Reference(f"{path}[{key_text(key)}]", value, put)
+        if isinstance(key, Tensor):
+            rekey = functools.partial(_rekey, mapping, key) if can_change else None
+            yield Reference(f"{path}, which has a key that", key, rekey, is_key=True)
+
+
+def _rekey(mapping: MutableMapping[Any, Any], old: Any, new: Any) -> None:
+    """Another key in place of `old`, which keeps its place in the order."""
+    items = [(new if key is old else key, value) for key, value in mapping.items()]
+    mapping.clear()
+    mapping.update(items)
 
 
 def _is_opaque(cls: type) -> bool:
@@ -101,26 +139,32 @@ def _is_opaque(cls: type) -> bool:
     return top in sys.stdlib_module_names | _DATA_LIBRARIES or module.startswith(_TORCH_WITHOUT_USERS_OBJECTS)
 
 
-def _closed_over(path: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _closed_over(path: str, function: types.FunctionType) -> Iterator[Reference]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # a variable that has no value yet
-            yield f"{path}.<closure>.{name}", cell.cell_contents
+            put = functools.partial(setattr, cell, "cell_contents")
+            yield Reference(f"{path}.<closure>.{name}", cell.cell_contents, put)
 
 
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+def _attributes(path: str, value: Any) -> Iterator[Reference]:
+    def reference(name: str, attribute: Any) -> Reference:
+        # Past a `__setattr__` of a frozen dataclass.
+        return Reference(f"{path}.{name}", attribute, functools.partial(object.__setattr__, value, name))
+
     # No property is called: it may compute, print or fail.
     own = dict(getattr(value, "__dict__", {}))
-    yield from own.items()
+    yield from itertools.starmap(reference, own.items())
     for cls in type(value).__mro__:
-        yield from ((n, v) for n, v in vars(cls).items() if isinstance(v, _KEPT_ON_CLASSES) and n not in own)
+        kept = ((n, v) for n, v in vars(cls).items() if isinstance(v, _KEPT_ON_CLASSES) and n not in own)
+        yield from itertools.starmap(reference, kept)
         slots = cls.__dict__.get("__slots__", ())
         for slot in (slots,) if isinstance(slots, str) else slots:
             name = f"_{cls.__name__.lstrip('_')}{slot}" if slot.startswith("__") and not slot.endswith("__") else slot
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield name, getattr(value, name)
+                yield reference(name, getattr(value, name))
 
 
-def _attributes_of_module(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _attributes_of_module(path: str, module: nn.Module) -> Iterator[Reference]:
     """What the module and its submodules keep beside parameters, buffers and submodules, such as an optimizer."""
     for name, submodule in module.named_modules():
         where = f"{path}.{name}" if name else path
@@ -128,7 +172,7 @@ def _attributes_of_module(path: str, module: nn.Module) -> Iterator[tuple[str, A
         for attribute, value in vars(submodule).items():
             private = is_torchs and attribute.startswith("_")
             if not private and attribute not in _TORCH_INTERNALS and not isinstance(value, Tensor):
-                yield f"{where}.{attribute}", value
+                yield Reference(f"{where}.{attribute}", value, functools.partial(setattr, submodule, attribute))
 
 
 def _in_fixed_order(path: str, items: set[Any] | frozenset[Any]) -> list[Any]:

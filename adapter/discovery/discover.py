@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..contract.exceptions import ContractError
-from .children import ATOMS, GENERATORS, below, uncompiled
-from .parameter_aliases import Alias, aliases
+from .children import ATOMS, GENERATORS, Reference, below, uncompiled
 
 __all__ = ["Discovered", "Found", "check_devices", "check_unchanged", "discover", "walk"]
 
@@ -57,8 +56,8 @@ class Discovered:
     """Tensors that an optimizer holds and no found module does."""
     tensors: tuple[Found[Tensor], ...] = ()
     """Other tensors, in `state` or on the trainer, outside of modules."""
-    aliases: tuple[Alias, ...] = ()
-    """Places where the trainer keeps tensors by themselves, in a list say, parameters of found modules included."""
+    aliases: tuple[Reference, ...] = ()
+    """Where the trainer keeps tensors by themselves, in a list say, parameters of found modules included."""
     generators: tuple[Found[Any], ...] = ()
     """Generators of random numbers, of torch, NumPy and Python."""
     roots: tuple[tuple[str, Any], ...] = ()
@@ -105,6 +104,35 @@ class Discovered:
         tensors = (found.value for found in (*self.parameters, *self.tensors) if found.value.is_leaf)
         return list({id(t): t for t in (*parameters, *tensors) if id(t) not in optimized}.values())
 
+    def current(self, found: Iterable[Found[Tensor]]) -> list[Found[Tensor]]:
+        """Each of `found` with the tensor that is kept in its place now; where there is none, as it was found.
+
+        A trainer may put another one there: by an update by hand, ``state["w"] = (state["w"] - rate *
+        gradient).detach().requires_grad_()``, or in a ``load_state_dict`` that takes the tensors of its payload.
+        """
+        children: dict[str, dict[str, Any]] = {}
+        now = []
+        for each in found:
+            value = _look_up(each.path, dict(self.roots), children)
+            now.append(Found(each.path, each.name, value) if isinstance(value, Tensor) else each)
+        return now
+
+    def currently_trained(self) -> list[Found[Tensor]]:
+        """The bare tensors of no optimizer that want a gradient, as they are now."""
+        return [f for f in self.current(self.tensors) if f.value.requires_grad and f.value.is_leaf]
+
+
+def _look_up(path: str, named: dict[str, Any], children: dict[str, dict[str, Any]]) -> Any:
+    """What is at `path`, below one of the objects that are `named` by the beginning of it; None where nothing is."""
+    while path not in named:
+        where = next((start for start in named if path.startswith((f"{start}.", f"{start}["))), None)
+        if where is None:
+            return None
+        if where not in children:
+            children[where] = {below_it.path: below_it.value for below_it in below(where, named[where])}
+        named = children[where]
+    return named[path]
+
 
 def discover(
     state: Any, trainer: object = None, *, reserved: Iterable[str] = (), host: nn.Module | None = None
@@ -126,8 +154,12 @@ def discover(
         ContractError: A set holds modules or optimizers that nothing tells apart, so ranks could not agree on them.
     """
     seen: dict[int, Any] = {id(host): host}
+    aliases: list[Reference] = []
     # A bound method or a back reference in the state leads to the trainer; what is there is named after the trainer.
-    found = [*walk(state, "state", seen=seen, without=trainer), *walk(trainer, "trainer", seen=seen)]
+    found = [
+        *walk(state, "state", seen=seen, without=trainer, tensors=aliases),
+        *walk(trainer, "trainer", seen=seen, tensors=aliases),
+    ]
     modules = _outermost([(path, uncompiled(value)) for path, value in found if isinstance(value, nn.Module)])
     optimizers = _of(found, Optimizer)
     optimized = {id(p) for _, optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -151,7 +183,7 @@ def discover(
         scalers=_named(_of(found, GradScaler), reserved),
         parameters=_named(list({id(p): (path, p) for path, p in bare}.values()), reserved),
         tensors=_named([(path, t) for path, t in tensors if id(t) not in bare_ids | known], reserved),
-        aliases=tuple(aliases(found, known | paths.keys())),
+        aliases=tuple(aliases),
         generators=tuple(
             Found(path, path, value)
             for path, value in found
@@ -249,7 +281,12 @@ def _changed_groups(before: Discovered) -> Iterator[str]:
 
 
 def walk(
-    root: Any, path: str, *, seen: dict[int, Any] | None = None, without: object = None
+    root: Any,
+    path: str,
+    *,
+    seen: dict[int, Any] | None = None,
+    without: object = None,
+    tensors: list[Reference] | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """Everything that can be reached from `root`, with its path, in the order in which it was built; plain values too.
 
@@ -258,6 +295,7 @@ def walk(
         path: Its name.
         seen: Objects that are not visited again; pass one dict to several walks.
         without: An object that is not entered.
+        tensors: Gets every reference to a tensor, also where it was visited before.
     """
     seen = {} if seen is None else seen  # keeps what it names alive, or an id could come back for another object
     # An explicit stack: a linked list of a thousand nodes must not end in a RecursionError.
@@ -271,7 +309,10 @@ def walk(
             yield path, value
             if isinstance(value, nn.Module):
                 seen.setdefault(id(uncompiled(value)), uncompiled(value))
-            stack.extend(reversed(list(below(path, value))))
+            references = list(below(path, value))
+            if tensors is not None:
+                tensors += [reference for reference in references if isinstance(reference.value, Tensor)]
+            stack.extend((each.path, each.value) for each in reversed(references) if not each.is_key)
 
 
 def _of(found: list[tuple[str, Any]], kind: type[T]) -> list[tuple[str, T]]:

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from ...callbacks.optimizer_state import named_values, settings_and_counters
 from ..contract.exceptions import ContractError
-from .current_tensors import currently_trained
 from .discover import Discovered, Found
 
 __all__ = ["EVERYTHING_SHARED", "RankLocal", "rank_local_of"]
@@ -57,7 +56,7 @@ class RankLocal:
 
     def bare(self, discovered: Discovered) -> Iterator[tuple[str, Tensor]]:
         """The tensors of no module that are trained and equal on all ranks; those of no optimizer as they are now."""
-        found = (*discovered.parameters, *currently_trained(discovered))
+        found = (*discovered.parameters, *discovered.currently_trained())
         yield from ((f.path, f.value) for f in found if f.path not in self)
 
     def tensors(self, discovered: Discovered) -> Iterator[tuple[str, Tensor]]:

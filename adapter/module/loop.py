@@ -77,8 +77,6 @@ __all__ = ["ContractEpochLoop", "ContractFitLoop", "install_loop", "own_epoch_lo
 
 STOP_POLL_S = 0.05
 """How often a pause looks for a stop request."""
-UPDATES_WITHIN_STEPS = 50
-"""After how many steps a class that has changed no weight is warned of."""
 CHECK_EVERY_N_STEPS = 1000
 """How often, at most, the first step of an epoch is followed by a search for modules that steps have built.
 
@@ -216,8 +214,6 @@ class ContractFitLoop(FitLoop):
         if self.max_batches == 0 and self.epoch_loop.completed_steps == 0:
             raise _empty_source()
         self.module.restore_trainer()
-        self.module.watch_updates()
-        self.epoch_loop.updates_due = self.epoch_loop.completed_steps + UPDATES_WITHIN_STEPS
         super().on_run_start()
         fire(self.trainer, "on_new_training_run")
         self.epoch_loop.raise_if_stopped()
@@ -302,8 +298,6 @@ class ContractEpochLoop(TrainingEpochLoop):
         """Whether ``on_module_batch_end`` is fired in this epoch: the module has an ``on_train_batch_end``."""
         self.loader_ended = False
         """Whether the loader was asked for a batch in this epoch that it did not have."""
-        self.updates_due = -1
-        """Completed steps after which a weight must have changed; a class of which none has is warned of."""
         self._next_check = 0
         """Completed steps from which on an epoch's first step is followed by `check_unchanged`."""
 
@@ -391,8 +385,6 @@ class ContractEpochLoop(TrainingEpochLoop):
                 if self.global_step >= self._next_check:
                     self._next_check = self.global_step + CHECK_EVERY_N_STEPS
                     module.check_unchanged()
-            if self.global_step == self.updates_due:
-                module.warn_if_not_updated(UPDATES_WITHIN_STEPS)
             if (
                 self.validates_within
                 or (self.validates and progress.is_last_batch)

@@ -473,16 +473,6 @@ class ContractModule(pl.LightningModule):
             if self._rollouts is not None:
                 self._rollouts.restore(waiting.phase)
 
-    def watch_updates(self) -> None:
-        """Remember the weights with which this training begins."""
-        assert self._state is not None
-        self._state.watch_updates()
-
-    def warn_if_not_updated(self, steps: int) -> None:
-        """Say once that the first `steps` steps of this training changed no weight, where that is so."""
-        assert self._state is not None
-        self._state.warn_if_not_updated(steps)
-
     def restore_rng(self) -> None:
         """Continue the random numbers of the checkpoint: before the first batch is fetched, which may draw some."""
         for callback in callbacks_of(self.trainer):

@@ -20,8 +20,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedBuffer, is_lazy
+from torch.nn.parameter import UninitializedBuffer
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
@@ -66,8 +65,6 @@ _OF_RANKS = "of_ranks"
 _OF_THE_DUMP = ("state_dict", "optimizer_states", "lr_schedulers")
 _OF_THE_CONTRACT = ("state", _ON_DEVICE, "unmanaged", _GENERATORS, PHASE)
 _NAMED_AT_MOST = 8
-_ELEMENTS_SAMPLED = 1024
-"""Of each tensor, to see whether it changed through ``.data``, which torch does not count."""
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 
@@ -128,7 +125,6 @@ class TrainerState:
         self._kept_by_wrappers = kept_by_wrappers(discovered.optimizers)
         self._built_buffers = _buffer_shapes(module)
         self._built_settings = BuiltSettings(discovered, keep)
-        self._samples: list[_Sample] = []
         self._warned_of_ranks = False
 
     def check_unchanged(self) -> Discovered:
@@ -138,26 +134,6 @@ class TrainerState:
             ContractError: There are some; names the path of each.
         """
         return check_unchanged(self.discovered, self.value, self.plugin, host=self.module)
-
-    def watch_updates(self) -> None:
-        """Remember what steps are to change, for `warn_if_not_updated`."""
-        self._samples = [_Sample.of(tensor) for tensor in self.discovered.updated() if not is_lazy(tensor)]
-
-    def warn_if_not_updated(self, steps: int) -> None:
-        """Say once, on rank zero, that no weight has changed in `steps` steps; not of a class without weights."""
-        before, self._samples = self._samples, []
-        now = list(self.discovered.updated())
-        if not before or len(now) != len(before) or self.module.global_rank != 0:
-            return
-        if all(sample.is_still(tensor) for sample, tensor in zip(before, now, strict=True)):
-            optimizers = ", ".join(found.path for found in self.discovered.optimizers) or "there is no optimizer"
-            log.warning(
-                "%s has changed no weight in %d steps (%s). Look for a missing `optimizer.step()`, a learning rate of "
-                "0, an optimizer that holds a copy of the weights, or a loss that does not depend on them.",
-                type(self.plugin).__name__,
-                steps,
-                optimizers,
-            )
 
     def optimizer_configs(self) -> list[dict[str, Any]]:
         """What Lightning is told of the optimizers, each with the first scheduler that drives it."""
@@ -343,33 +319,6 @@ def _bring_back(payload: Mapping[str, Any], on_device: Sequence[bool], device: s
     for tensor, was_there in zip(tensors, on_device, strict=False):
         if was_there:
             tensor.data = tensor.data.to(device)
-
-
-@dataclass(frozen=True)
-class _Sample:
-    """A tensor as it was."""
-
-    tensor: Tensor
-    version: int
-    values: Tensor
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Sample:
-        return cls(tensor, tensor._version, cls._values_of(tensor).clone())
-
-    @staticmethod
-    def _values_of(tensor: Tensor) -> Tensor:
-        own = tensor.detach()
-        own = own.to_local() if isinstance(own, DTensor) else own
-        return own.flatten()[:_ELEMENTS_SAMPLED]
-
-    def is_still(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is that one, with the values that it had."""
-        return (
-            tensor is self.tensor
-            and tensor._version == self.version
-            and bool(torch.equal(self._values_of(tensor), self.values))
-        )
 
 
 def _random_state(generator: Any) -> Any:

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ...discovery.current_tensors import current
 from ...discovery.discover import Discovered, Found
 from ...discovery.rank_local import RankLocal
 
@@ -81,7 +80,7 @@ class AveragedParameters:
             for name, p in m._parameters.items()
             if p is not None and id(p) in self.by_hand
         ]
-        bare = current(self._discovered, self._discovered.tensors)
+        bare = self._discovered.current(self._discovered.tensors)
         self._bare = [each for each in bare if id(each.value) in self.by_hand]
         return True
 
@@ -91,7 +90,7 @@ class AveragedParameters:
         self._taken_on.add(key)
 
     def _bare_now(self) -> list[Found[Tensor]]:
-        return current(self._discovered, self._bare) if self._bare else []
+        return self._discovered.current(self._bare) if self._bare else []
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters of modules and bare tensors, with their paths; not those that an optimizer alone knows."""

@@ -35,8 +35,8 @@ from torch.optim import LBFGS, Optimizer
 
 from ....callbacks.optimizer_state import map_values
 from ...contract.exceptions import ContractError
+from ...discovery.children import Reference
 from ...discovery.discover import Discovered, Found, walk
-from ...discovery.parameter_aliases import Alias, aliases
 from ...discovery.wrapped_optimizers import known_parts, with_inner_optimizers
 from ..ddp.buffers import broadcast_from_zero
 from ..refused import REFUSED, WITH_DDP
@@ -240,16 +240,15 @@ def _by_place(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
     return {(m, name): p for m in module.modules() for name, p in m._parameters.items() if p is not None}
 
 
-def _kept_by_themselves(discovered: Discovered, optimizers: Sequence[Found[Optimizer]]) -> list[Alias]:
+def _kept_by_themselves(discovered: Discovered, optimizers: Sequence[Found[Optimizer]]) -> list[Reference]:
     """Where trainer and optimizers keep tensors by themselves."""
     found = [*discovered.aliases]
     for each in optimizers:
-        nodes = [*walk(vars(each.value), f"{each.path}.__dict__", seen=known_parts(each.value))]
-        found += aliases(nodes, {id(value) for _, value in nodes if isinstance(value, Tensor)})
+        list(walk(vars(each.value), f"{each.path}.__dict__", seen=known_parts(each.value), tensors=found))
     return found
 
 
-def _faults(discovered: Discovered, modules: Sequence[Found[nn.Module]], kept: Sequence[Alias]) -> Iterator[str]:
+def _faults(discovered: Discovered, modules: Sequence[Found[nn.Module]], kept: Sequence[Reference]) -> Iterator[str]:
     """What sharding would break, by its path."""
     for optimizer in discovered.optimizers:
         if isinstance(optimizer.value, LBFGS):

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import torch
 
-from genlight.adapter.discovery.current_tensors import current
 from genlight.adapter.discovery.discover import discover
 
 
@@ -18,7 +17,7 @@ def test_a_tensor_in_the_place_of_another_is_found_wherever_it_is():
     state["list"][0] = torch.ones(6)
     trainer.scale = trainer.scale * 2
     state["gone"] = None
-    now = current(discovered, discovered.tensors)
+    now = discovered.current(discovered.tensors)
 
     assert [(each.path, each.value.sum().item()) for each in now] == [
         ('state["params"]["w.a"]', 2),
