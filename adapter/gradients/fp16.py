@@ -92,7 +92,6 @@ class Fp16(StepPart):
         inverse, self._inverse = self._inverse, None
         if inverse is not None:
             _add_unscaled(had, inverse)
-        self._scaler.adapt()
 
     @override
     def after_backward(self) -> None:
@@ -113,10 +112,6 @@ class Fp16(StepPart):
     @override
     def before_update(self, optimizer: Optimizer) -> bool:
         return self._scaler.may_update(optimizer)
-
-    @override
-    def after_update(self, optimizer: Optimizer) -> None:
-        self._scaler.adapt()
 
     @override
     def before_foreign_update(self, optimizer: Optimizer) -> None:
@@ -143,16 +138,14 @@ class Fp16(StepPart):
 class TrueUnitScaler(GradScaler):
     """A gradient scaler for gradients that are unscaled before they are accumulated.
 
-    Its own unscale step changes nothing: it only reports the infinities that `check` saw after the backward, before
-    anybody clipped them away.
+    It is not asked to unscale: `may_update` reports the infinities that `check` saw after the backward, before anybody
+    clipped them away.
     """
 
     def __init__(self, device: str = "cuda", **kwargs: Any) -> None:
         super().__init__(device, **kwargs)
         self._found: dict[int, Tensor] = {}
         """By the id of an optimizer, since its last update."""
-        self._asked: set[int] = set()
-        """Optimizers that updated, or were left out, since the scale was adapted."""
         self._overflows = 0
         self._found_by_hand: Tensor | None = None
         """What `check_by_hand` found since the scale was adapted."""
@@ -209,37 +202,18 @@ class TrueUnitScaler(GradScaler):
             values.masked_fill_(found.to(values.device, torch.bool), 0.0)
 
     def may_update(self, optimizer: Optimizer) -> bool:
-        """Whether the gradients of `optimizer` are finite; waits for the device, as any scaler does.
-
-        To be followed by `adapt`.
-        """
-        found = self._found.get(id(optimizer))
+        """Whether the gradients of `optimizer` are finite; waits for the device, and adapts the scale."""
+        found = self._found.pop(id(optimizer), None)
         if found is None:  # no backward since the last update: nothing was scaled
             return True
-        if id(optimizer) in self._asked:
-            self.adapt()
         if self._scale is None:  # all gradients so far were written by the trainer
             self._lazy_init_scale_growth_tracker(found.device)
-        self.unscale_(optimizer)
-        self._asked.add(id(optimizer))
-        del self._found[id(optimizer)]
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found.device: found}
+        self.update()
+        self._found_by_hand = None
         has_overflowed = bool(found)
         self._overflows += has_overflowed
         return not has_overflowed
-
-    def adapt(self) -> None:
-        """Adapt the scale, if there were updates since that was last done."""
-        if self._asked:
-            self._asked.clear()
-            self._found_by_hand = None
-            self.update()
-
-    @override
-    def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        found = self._found[id(optimizer)]
-        return {found.device: found}
 
     @override
     def state_dict(self) -> dict[str, Any]:

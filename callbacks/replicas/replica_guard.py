@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,9 +31,6 @@ STEPS_UNTIL_SENT = 1
 STEPS_UNTIL_READ = 4
 """How many steps later a digest has left its device, and all ranks have sent theirs: no step waits for either."""
 
-TURNS = 4
-"""How many comparisons it takes to have seen all optimizer states."""
-
 _LARGEST = 2**62 - 1
 
 
@@ -48,11 +45,10 @@ class ReplicaGuard(Hook):
 
     By default the replicas are compared after steps 1, 2, 4, 8, … of a run, with each checkpoint, and at the end of
     training. A comparison reads each tensor once, on its device, and exchanges 32 bytes over its own process group. The
-    result is read four steps later, so that a comparison costs about one pass over the weights. Optimizer states make
-    up most of the bytes, so only a quarter of them is compared at each of these steps: a state that differs makes its
-    parameter differ at the next update anyway. If there is a difference, the first tensor that differs is found and
-    reported with its values. Not compared: what the trainer class lists in ``rank_local``, optimizer states that are
-    sharded, and sharded tensors. With one rank the callback does nothing.
+    result is read four steps later, so that a comparison costs about one pass over weights and optimizer states. If
+    there is a difference, the first tensor that differs is found and reported with its values. Not compared: what the
+    trainer class lists in ``rank_local``, optimizer states that are sharded, and sharded tensors. With one rank the
+    callback does nothing.
 
     Args:
         every_n_steps: Compare when the step crosses a multiple of this, and at the end of training; 0 is off. None is
@@ -102,7 +98,7 @@ class ReplicaGuard(Hook):
             if step >= self._pending.step + STEPS_UNTIL_READ:
                 self._read(pl_module)
         if is_due or (self.doubles and step >= self._next_double):
-            self._begin(trainer, pl_module, turn=(step - self._first_step).bit_length() if self.doubles else None)
+            self._begin(trainer, pl_module)
         if self.doubles:
             self._next_double = _next_double(step, self._first_step)
             self.next_due_step = min(self.next_due_step, self._next_double)
@@ -137,12 +133,11 @@ class ReplicaGuard(Hook):
     def _is_to_compare(self, trainer: pl.Trainer) -> bool:
         return (self.doubles or self.every_n_steps > 0) and _has_process_group(trainer)
 
-    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, turn: int | None = None) -> None:
-        """Begin to compare what there is now; with a `turn`, only those optimizer states whose turn it is."""
+    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to compare what there is now."""
         self._read(pl_module)
-        if turn is None:
-            self._compared_step = trainer.global_step
-        tensors = [*taking_turns(_replicated(pl_module, trainer), turn)]
+        self._compared_step = trainer.global_step
+        tensors = [tensor for _, tensor in _replicated(pl_module, trainer)]
         number = digest_of_all(tensors, trainer.strategy.root_device) & _LARGEST if tensors else torch.tensor(0)
         settings = dict(_settings(pl_module, trainer))
         self._pending = _Comparison(trainer, self._group, torch.stack([number, -number]), settings)
@@ -162,17 +157,6 @@ class ReplicaGuard(Hook):
         if tensors_differ:
             named = list(_replicated(pl_module, comparison.trainer))
             raise ReplicaDriftError(_explained(named, comparison.step, comparison.group))
-
-
-def taking_turns(named: Iterable[tuple[str, Tensor]], turn: int | None) -> Iterator[Tensor]:
-    """What is compared at a `turn` of what is replicated: optimizer states each fourth time, the rest each time."""
-    states = 0
-    for name, tensor in named:
-        if turn is not None and _is_state(name):
-            states += 1
-            if (states - turn) % TURNS:
-                continue
-        yield tensor
 
 
 def _is_state(name: str) -> bool:

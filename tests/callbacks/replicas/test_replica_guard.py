@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from genlight.callbacks.replicas.digest import digest, digest_of_all
-from genlight.callbacks.replicas.replica_guard import TURNS, ReplicaGuard, _next_double, taking_turns
+from genlight.callbacks.replicas.replica_guard import ReplicaGuard, _next_double
 from support.rank_processes import run_ranks
 
 
@@ -105,17 +105,6 @@ def test_the_digest_of_all_changes_with_any_tensor_its_shape_and_its_place():
     assert digest_of_all([tensors[0].view(3, 2), *tensors[1:]], device) != same
     for i, tensor in enumerate(tensors):
         assert digest_of_all([*tensors[:i], tensor + 1, *tensors[i + 1 :]], device) != same
-
-
-def test_optimizer_states_take_turns_and_all_else_is_compared_each_time():
-    names = ["net.weight", "net.bias", *(f"{key} of net.{i} in adam" for i in range(5) for key in ("exp_avg", "step"))]
-    named = [(name, torch.tensor(i)) for i, name in enumerate(names)]
-    turns = [{int(tensor) for tensor in taking_turns(named, turn)} for turn in range(TURNS)]
-
-    assert {int(tensor) for tensor in taking_turns(named, None)} == set(range(12))
-    assert set.intersection(*turns) == {0, 1}
-    assert set.union(*turns) == set(range(12))
-    assert max(map(len, turns)) <= 2 + 3
 
 
 @pytest.mark.parametrize("count", [1, 3, 8191, 2 * 8192, 2 * 8192 + 1, 50_001])
