@@ -1,4 +1,4 @@
-"""The raw batches of all ranks of a job, step by step, as one process would have them."""
+"""The raw batches of a job: as one process would have those of all ranks, and cut in two for as many ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,11 +15,14 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ..contract.exceptions import ContractError
+from ..contract.exceptions import ContractError, InputError
 from ..contract.types import StepContext
+from ..job.config import RunConfig
+from ..job.lightning_objects import epochs_of, make_data
+from ..module.plugin_loading import loader_of_class, optional_hook
 from ..plumbing.devices import isolated_random_numbers
 
-__all__ = ["joined", "joined_batches", "rank_feed", "rank_feeds"]
+__all__ = ["halves", "job_batches", "joined", "rank_feed"]
 
 
 @dataclass(frozen=True)
@@ -29,27 +33,49 @@ class _Rank:
     world_size: int
 
 
-def joined_batches(make_feeds: Callable[[], Sequence[Any]], *, epochs: int) -> Iterator[Any]:
-    """The rows of a step of all ranks together, in the order of ranks.
+def job_batches(
+    config: RunConfig,
+    plugin: Any,
+    ctx: StepContext,
+    stack: ExitStack,
+    *,
+    world_size: int = 1,
+    parquet_paths: Sequence[str] = (),
+) -> tuple[StepContext, Iterator[Any] | None]:
+    """The raw batches of a job as one process would have them, step by step; None where the class collects its own.
 
     Args:
-        make_feeds: Gives what feeds each rank, when the first batch is asked for.
-        epochs: Passes over the data; -1 means no limit.
+        config: The job.
+        plugin: The trainer, whose ``train_loader`` is asked once the first batch is; None where there is only the job.
+        ctx: Of a training that the data is not attached to.
+        stack: Closes what is opened.
+        world_size: Ranks of the job, whose rows of a step are put together.
+        parquet_paths: Data files that the job's inputs brought here; otherwise those that it names.
+
+    Returns:
+        The context with its ``dataset``, and the batches.
 
     Raises:
-        ContractError: Batches of this type cannot be put together, on several ranks.
-        InputError: The data cannot be read.
+        ContractError: The class collects its own batches, on several ranks; or, with the first batch, those of several
+            ranks cannot be put together.
+        InputError: The job names no data, or it cannot be read.
     """
-    feeds, done = make_feeds(), 0
-    while done != epochs:
-        is_empty = True
-        for batches in zip(*feeds, strict=False):
-            is_empty = False
-            # A class may change the raw batch that it is given; the run gets it as it was.
-            yield joined(copy.deepcopy(list(batches)) if _is_mutable(batches[0]) else batches)
-        if is_empty:
-            return
-        done += 1
+    make = partial(make_data, config, parquet_paths)
+    if make() is not None:
+        feeds = _rank_feeds(make, ctx, world_size, stack)
+        return replace(ctx, dataset=feeds[0]), _joined_batches(lambda: feeds, epochs=epochs_of(config))
+    if optional_hook(plugin, "rollout") is not None:
+        if world_size > 1:
+            raise ContractError(
+                "A class with `rollout` collects other batches on each rank, and one plain loop cannot have them. "
+                "Compare on one device: --set lightning.devices=1"
+            )
+        return ctx, None
+    if optional_hook(plugin, "train_loader") is None:
+        raise InputError("The job names no data: add `dataset.parquet_paths`, `data` or `mock_batches`.")
+    ranks = [replace(ctx, rank=rank, world_size=world_size) for rank in range(world_size)]
+    loaders = partial(map, partial(loader_of_class, plugin), ranks)
+    return ctx, _joined_batches(lambda: list(loaders()), epochs=epochs_of(config))
 
 
 def rank_feed(data: pl.LightningDataModule, ctx: StepContext, stack: ExitStack) -> Any:
@@ -62,10 +88,10 @@ def rank_feed(data: pl.LightningDataModule, ctx: StepContext, stack: ExitStack) 
     return data.train_dataloader()
 
 
-def rank_feeds(
+def _rank_feeds(
     make: Callable[[], pl.LightningDataModule | None], ctx: StepContext, world_size: int, stack: ExitStack
 ) -> list[Any]:
-    """What feeds each rank of a training, each of a data module of its own; closed with `stack`.
+    """What feeds each rank, each of a data module of its own.
 
     Random numbers are afterwards as if only rank zero had made its own.
     """
@@ -76,6 +102,19 @@ def rank_feeds(
         with isolated_random_numbers() if rank else nullcontext():
             feeds.insert(0, rank_feed(data, replace(ctx, rank=rank, world_size=world_size), stack))
     return feeds
+
+
+def _joined_batches(make_feeds: Callable[[], Sequence[Any]], *, epochs: int) -> Iterator[Any]:
+    """The rows of a step of all ranks together, in the order of ranks; -1 epochs are without end."""
+    feeds, done, is_empty = make_feeds(), 0, False
+    while done != epochs and not is_empty:
+        is_empty = True
+        for batches in zip(*feeds, strict=False):
+            is_empty = False
+            # A class may change the raw batch that it is given; the run gets it as it was.
+            is_mutable = not isinstance(batches[0], pa.RecordBatch | pa.Table)
+            yield joined(copy.deepcopy(list(batches)) if is_mutable else batches)
+        done += 1
 
 
 def joined(batches: Sequence[Any]) -> Any:
@@ -106,5 +145,28 @@ def joined(batches: Sequence[Any]) -> Any:
     )
 
 
-def _is_mutable(batch: Any) -> bool:
-    return not isinstance(batch, pa.RecordBatch | pa.Table)
+def halves(batch: Any) -> tuple[Any, Any] | None:
+    """The first and the second half of the rows of a raw batch, or None where it has no rows that can be told apart.
+
+    Arrow tables and batches, tensors, arrays, lists of rows, and mappings of columns are cut; an odd row is left out.
+    """
+    middle = _rows(batch) // 2
+    return (_cut(batch, 0, middle), _cut(batch, middle, middle)) if middle else None
+
+
+def _rows(batch: Any) -> int:
+    """How many rows a raw batch has; 0 where they cannot be told apart."""
+    if isinstance(batch, Mapping):
+        counts = {_rows(column) for column in batch.values()}
+        return counts.pop() if len(counts) == 1 else 0
+    if hasattr(batch, "num_rows"):
+        return int(batch.num_rows)
+    if getattr(batch, "shape", None):
+        return int(batch.shape[0])
+    return len(batch) if isinstance(batch, Sequence) and not isinstance(batch, str | bytes) else 0
+
+
+def _cut(batch: Any, start: int, length: int) -> Any:
+    if isinstance(batch, Mapping):
+        return {name: _cut(column, start, length) for name, column in batch.items()}
+    return batch.slice(start, length) if hasattr(batch, "num_rows") else batch[start : start + length]

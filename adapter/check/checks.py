@@ -21,11 +21,12 @@ from ...callbacks.checkpoint import list_checkpoints, load, save
 from ...callbacks.checkpoint.capture import CONTRACT_KEY
 from ..contract.exceptions import ContractError, UnstorableStateError
 from ..contract.types import REQUIRED_HOOKS
-from ..discovery.discover import check_unchanged
+from ..discovery.discover import Found, check_unchanged
 from ..discovery.rank_local import rank_local_of
 from ..module.module import ContractModule
 from ..module.plugin_loading import HOOK_ARGUMENTS, misspelled_hooks, optional_hook, signature_faults
 from ..plumbing.finding import Finding
+from .batches import halves
 from .isolation import drops, where_raised
 from .mistakes import (
     check_evaluate,
@@ -35,7 +36,7 @@ from .mistakes import (
     check_rank_state,
     check_updates,
 )
-from .ranks import SHARDED, RanksError, Refused, halves, train_on_ranks
+from .ranks import REFUSED, SHARDED, RanksError, train_on_ranks
 from .snapshot import Snapshot, compare_snapshots, flatten
 from .subject import Subject, Trained
 
@@ -72,8 +73,6 @@ def run_checks(subject: Subject) -> Iterator[Finding]:
         )
         return
     with tempfile.TemporaryDirectory(prefix="genlight-check-") as folder:
-        for name in ("state", "resume", "ranks"):
-            (Path(folder) / name).mkdir()
         yield from _dynamic(subject, Path(folder))
 
 
@@ -87,33 +86,37 @@ def _dynamic(subject: Subject, folder: Path) -> Iterator[Finding]:
     try:
         whole = subject.train(keep=True, at_update=at_update)
     except Exception as error:  # noqa: BLE001  # as above
-        detail = f"{type(error).__name__}: {error}{where_raised(error)}"
         about_cuda = 'Use ctx.device in place of a literal such as "cuda:0".' if _ABOUT_CUDA.search(str(error)) else ""
-        yield Finding("devices" if about_cuda else "steps", "fail", detail, about_cuda)
+        yield Finding("devices" if about_cuda else "steps", "fail", _raised(error), about_cuda)
         return
     yield check_discovered(whole)
     yield Finding("devices", "pass", "a run without any CUDA device works")
     yield from check_metrics(whole)
     yield from check_updates(whole, found_gradients)
     yield from check_hyperparams(whole)
-    yield from _guarded("gradients", lambda: check_gradients(subject))
-    yield from _guarded("evaluate", lambda: check_evaluate(subject))
-    yield from _guarded("state", lambda: check_state(subject, whole, folder / "state"))
-    yield from _guarded("resume", lambda: check_resume(subject, whole, folder / "resume"))
+    checks: dict[str, Callable[[], Iterator[Finding]]] = {
+        "gradients": lambda: check_gradients(subject),
+        "evaluate": lambda: check_evaluate(subject),
+        "state": lambda: check_state(subject, whole, folder),
+        "resume": lambda: check_resume(subject, whole, folder),
+    }
+    if subject.batches:
+        checks |= {
+            "ranks": lambda: check_ranks(subject, whole, folder),
+            "bf16-mixed": lambda: check_bf16(subject, whole),
+        }
+    for name, check in checks.items():
+        try:
+            yield from check()
+        except Exception as error:  # noqa: BLE001  # as above
+            yield Finding(name, "fail", _raised(error))
     if not subject.batches:
         reason = "the class collects its own batches, of which each rank and each precision has others"
         yield Finding("ranks", "skip", f"not compared, nor bf16-mixed: {reason}")
-        return
-    yield from _guarded("ranks", lambda: check_ranks(subject, whole, folder / "ranks"))
-    yield from _guarded("bf16-mixed", lambda: check_bf16(subject, whole))
 
 
-def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """The findings of `check`; an exception inside it is one more."""
-    try:
-        yield from check()
-    except Exception as error:  # noqa: BLE001  # as above
-        yield Finding(name, "fail", f"{type(error).__name__}: {error}{where_raised(error)}")
+def _raised(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}{where_raised(error)}"
 
 
 def check_hooks(trainer: object) -> Finding:
@@ -130,30 +133,30 @@ def check_discovered(trained: Trained) -> Finding:
     discovered = trained.discovered
     if not discovered.modules and not discovered.optimizers:
         return Finding("discovered", "pass", "neither modules nor optimizers; nothing is synchronised between ranks")
-    parts = [f"{found.path} ({_size(found.value)}, trained)" for found in discovered.trained]
-    parts += [f"{found.path} ({_size(found.value)}, not trained)" for found in discovered.untrained]
-    parts += [f"{found.path} ({type(found.value).__name__})" for found in discovered.optimizers]
-    parts += [f"{found.path} ({type(found.value).__name__})" for found in discovered.schedulers]
+    trains = {found.path: found in discovered.trained for found in discovered.modules}
+    parts = [
+        f"{found.path} ({_size(found.value)}, {'trained' if trains[found.path] else 'not trained'})"
+        for found in sorted(discovered.modules, key=lambda found: not trains[found.path])
+    ]
+    others: list[Found[Any]] = [*discovered.optimizers, *discovered.schedulers]
+    parts += [f"{found.path} ({type(found.value).__name__})" for found in others]
     parts += [f"{found.path} (tensor)" for found in discovered.parameters]
-    held = {id(p) for p in discovered.optimized()}
+    text = "; ".join(parts)
+    optimized = {id(p) for p in discovered.optimized()}
     forgotten = [
         f"{found.path}.{name}"
         for found in discovered.trained
         for name, p in found.value.named_parameters()
-        if p.requires_grad and p.grad is not None and id(p) not in held
+        if p.requires_grad and p.grad is not None and id(p) not in optimized
     ]
     if forgotten:
-        return Finding(
-            "discovered",
-            "warn",
-            f"{'; '.join(parts)}. {', '.join(forgotten)} collect gradients that no optimizer uses",
-            "Give them to an optimizer, or set requires_grad to False.",
-        )
+        text += f". {', '.join(forgotten)} collect gradients that no optimizer uses"
+        return Finding("discovered", "warn", text, "Give them to an optimizer, or set requires_grad to False.")
     try:
         check_unchanged(discovered, trained.module.contract_state, trained.module.plugin)
     except ContractError as error:
         return Finding("discovered", "fail", str(error))
-    return Finding("discovered", "pass", "; ".join(parts))
+    return Finding("discovered", "pass", text)
 
 
 def check_state(subject: Subject, trained: Trained, folder: Path) -> Iterator[Finding]:
@@ -173,15 +176,12 @@ def check_state(subject: Subject, trained: Trained, folder: Path) -> Iterator[Fi
     state = trainer.configure(module.ctx)
     trainer.load_state_dict(state, load(folder / "state")[CONTRACT_KEY]["state"], module.ctx)
     lost = stored.differences(flatten(trainer.state_dict(state), "payload"))
-    if not lost:
+    if lost:
+        text = f"{lost[0]} differs after load_state_dict ({len(lost)} of {count} values)"
+        remedy = "Restore everything that state_dict returns in load_state_dict."
+        yield Finding("state round trip", "fail", text, remedy)
+    else:
         yield Finding("state round trip", "pass", f"{count} values come back bit-equal")
-        return
-    yield Finding(
-        "state round trip",
-        "fail",
-        f"{lost[0]} differs after load_state_dict ({len(lost)} of {count} values)",
-        "Restore everything that state_dict returns in load_state_dict.",
-    )
 
 
 def check_resume(subject: Subject, whole: Trained, folder: Path) -> Iterator[Finding]:
@@ -189,15 +189,13 @@ def check_resume(subject: Subject, whole: Trained, folder: Path) -> Iterator[Fin
     again = subject.train(keep=True)
     unequal = whole.reached("weight").differences(again.reached("weight"))
     if unequal:
-        yield Finding(
-            "reproducible",
-            "warn",
-            f"two runs from the same seed end with a different {unequal[0]}",
-            "Seed what draws random numbers in `setup` or `configure`; a resume cannot be judged before.",
-        )
+        text = f"two runs from the same seed end with a different {unequal[0]}"
+        remedy = "Seed what draws random numbers in `setup` or `configure`; a resume cannot be judged before."
+        yield Finding("reproducible", "warn", text, remedy)
         yield Finding("resume", "skip", "two uninterrupted runs differ already")
         return
     yield Finding("reproducible", "pass", "two runs from the same seed are bit-equal")
+    folder /= "checkpoints"
     subject.train(stop_after=subject.steps, save_to=folder)
     (saved,) = (entry.path for entry in list_checkpoints(folder))
     resumed = subject.train(resume_from=saved, save_to=folder, keep=True)
@@ -205,34 +203,29 @@ def check_resume(subject: Subject, whole: Trained, folder: Path) -> Iterator[Fin
     unequal = whole.reached("weight").differences(resumed.reached("weight"))
     lost = whole.snapshots[subject.steps].differences(resumed.snapshots[subject.steps])
     if unequal and lost:
+        text = f"the first difference is {unequal[0]}; {lost[0]} was not restored ({len(lost)} values)"
+        kept = ("state_dict", "load_state_dict")
+        if not subject.batches:
+            kept = (
+                "state_dict, or from rollout_state if that is an environment's,",
+                f"{kept[1]} or load_rollout_state",
+            )
         yield Finding(
-            "resume",
-            "fail",
-            f"{steps}: the first difference is {unequal[0]}; {lost[0]} was not restored ({len(lost)} values)",
-            f"Return {lost[0]} from state_dict and restore it in load_state_dict."
-            if subject.batches
-            else f"Return {lost[0]} from state_dict, or from rollout_state if that is an environment's, and restore it "
-            "in load_state_dict or load_rollout_state.",
+            "resume", "fail", f"{steps}: {text}", f"Return {lost[0]} from {kept[0]} and restore it in {kept[1]}."
         )
     elif unequal:
-        yield Finding(
-            "resume",
-            "fail",
-            f"{steps}: the first difference is {unequal[0]}, though everything in state and trainer was restored",
-            "Look for state elsewhere: a random generator, an iterator, a closure or a variable of the module.",
-        )
+        text = f"the first difference is {unequal[0]}, though everything in state and trainer was restored"
+        remedy = "Look for state elsewhere: a random generator, an iterator, a closure or a variable of the module."
+        yield Finding("resume", "fail", f"{steps}: {text}", remedy)
     elif subject.batches:
         yield _forgotten_values(whole, again, resumed, at=subject.steps, said=steps)
     # Environments have values of their own, such as whether a wrapper has warned, that no later rollout depends on.
     elif resumed.rollouts:
         yield Finding("resume", "pass", f"{steps}: bit-equal, with {resumed.rollouts} rollouts after the resume")
     else:
-        yield Finding(
-            "resume",
-            "warn",
-            f"{steps}: bit-equal, but all of them train one rollout: nothing shows whether the next is the same",
-            "Give --steps a number above that of the minibatches of a phase.",
-        )
+        text = "bit-equal, but all of them train one rollout: nothing shows whether the next is the same"
+        remedy = "Give --steps a number above that of the minibatches of a phase."
+        yield Finding("resume", "warn", f"{steps}: {text}", remedy)
 
 
 def _forgotten_values(whole: Trained, again: Trained, resumed: Trained, *, at: int, said: str) -> Finding:
@@ -249,39 +242,30 @@ def _forgotten_values(whole: Trained, again: Trained, resumed: Trained, *, at: i
     unstable = {path for step in (at, end) for path in whole.snapshots[step].differences(again.snapshots[step])}
     lost = [path for path in whole.snapshots[end].differences(resumed.snapshots[end]) if path not in unstable]
     if lost:
-        return Finding(
-            "resume",
-            "fail",
-            f"{said}: the weights are bit-equal, but {lost[0]} differs at the end ({len(lost)} values): it matters "
-            "to later steps, or to what uses it",
-            f"Return {lost[0]} from state_dict and restore it in load_state_dict.",
-        )
+        text = f"the weights are bit-equal, but {lost[0]} differs at the end ({len(lost)} values)"
+        why = "it matters to later steps, or to what uses it"
+        remedy = f"Return {lost[0]} from state_dict and restore it in load_state_dict."
+        return Finding("resume", "fail", f"{said}: {text}: {why}", remedy)
     before, after = whole.snapshots[at], resumed.snapshots[at]
-    in_both = before.digests.keys() & after.digests.keys()
+    in_both = (before.digests.keys() & after.digests.keys()) - unstable
     modules = tuple(f"{found.path}." for found in whole.discovered.modules)  # a first call may set a lazy layer's sizes
-    written_anew = [
-        path
-        for path in before.differences(after)
-        if path in in_both and path not in unstable and not path.startswith(modules)
-    ]
-    if written_anew:
-        return Finding(
-            "resume",
-            "warn",
-            f"{said}: bit-equal, but {written_anew[0]} was not restored ({len(written_anew)} values) and came out the "
-            "same because a later step wrote it",
-            "Save it if it is more than the last step's value, such as the best loss so far.",
+    anew = [path for path in before.differences(after) if path in in_both and not path.startswith(modules)]
+    if anew:
+        text = (
+            f"bit-equal, but {anew[0]} was not restored ({len(anew)} values) and came out the same because a later step"
         )
+        remedy = "Save it if it is more than the last step's value, such as the best loss so far."
+        return Finding("resume", "warn", f"{said}: {text} step wrote it", remedy)
     return Finding("resume", "pass", f"{said}: bit-equal")
 
 
 def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Finding]:
     """Whether two gloo processes end with the weights of one, dropout aside, which draws as each rank is seeded."""
     expected = _as_on_ranks(subject, whole).reached(*TRAINED)
-    pairs = [halves(batch) for batch in subject.batches]
+    pairs = [pair for batch in subject.batches if (pair := halves(batch)) is not None]
     jobs = {"same": [list(subject.batches)] * 2}
-    if expected["weight"] and all(pair is not None for pair in pairs):
-        jobs["halves"] = [[pair[i] for pair in pairs if pair is not None] for i in range(2)]
+    if expected["weight"] and len(pairs) == len(subject.batches):
+        jobs["halves"] = [[pair[i] for pair in pairs] for i in range(2)]
     if expected["weight"]:
         jobs[SHARDED] = jobs.get("halves", jobs["same"])  # last, because an error there leaves the ranks out of step
     try:
@@ -295,68 +279,49 @@ def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Find
     if not expected["weight"]:
         yield Finding("ranks", "pass", "two processes come to an end; no weights were found that have to be kept equal")
         return
-    sharded = results.pop(SHARDED, None)
-    for name, (first, second) in results.items():
-        assert isinstance(first, Snapshot)
-        assert isinstance(second, Snapshot)
-        local = rank_local_of(whole.module.plugin)
-        weights, others = (Snapshot({"weight": of_rank["weight"]}) for of_rank in (first, second))
-        apart = [path for path in weights.differences(others) if path not in local]
-        if apart:
-            yield Finding(
-                "ranks",
-                "fail",
-                f"replicas drift apart ({name} rows): {apart[0]}",
-                "Look for random numbers or rank-dependent code that changes weights outside of an optimizer.",
-            )
+    sharded, local = results.pop(SHARDED), rank_local_of(whole.module.plugin)
+
+    def apart(kind: str, of_ranks: list[Snapshot]) -> list[str]:
+        first, second = (Snapshot({kind: reached[kind]}) for reached in of_ranks)
+        return [path for path in first.differences(second) if path not in local]
+
+    for name, of_ranks in results.items():
+        if drifted := apart("weight", of_ranks):
+            remedy = "Look for random numbers or rank-dependent code that changes weights outside of an optimizer."
+            yield Finding("ranks", "fail", f"replicas drift apart ({name} rows): {drifted[0]}", remedy)
             return
     distance, path = _furthest(results["same"][0], expected)
     halved = _furthest(results["halves"][0], expected) if "halves" in results else None
     # A sum over ranks counts the same rows twice, and is right where each rank has rows of its own.
     if distance > SAME and (halved is None or halved[0] > SAME):
-        yield Finding(
-            "ranks",
-            "fail",
-            f"two processes with the same rows end {distance:.1e} away from one, at {path}",
-            "Look for code that depends on ctx.rank or ctx.world_size.",
-        )
+        text = f"two processes with the same rows end {distance:.1e} away from one, at {path}"
+        yield Finding("ranks", "fail", text, "Look for code that depends on ctx.rank or ctx.world_size.")
         return
     distance = min(distance, distance if halved is None else halved[0])
     yield Finding("ranks", "pass", f"two processes agree with one to {distance:.1e}, and with each other bit for bit")
-    yield from check_rank_state(subject, whole, _of_own_rows(whole, results.get("halves")))
-    if sharded is not None:
-        yield _sharded_finding(subject, sharded, results["same" if halved is None else "halves"][0], expected)
+    yield from check_rank_state(subject, whole, apart("value", results["halves"]) if halved is not None else [])
+    yield _sharded_finding(subject, sharded[0], results["same" if halved is None else "halves"][0], expected)
     if halved is None:
         yield Finding("batch size", "skip", "the raw batches cannot be cut in half")
+    elif halved[0] <= SAME:
+        yield Finding("batch size", "pass", f"two halves of a batch train like the whole, to {halved[0]:.1e}")
     else:
-        yield _batch_size_finding(*halved)
+        text = f"two halves of a batch end {halved[0]:.1e} away from the whole, at {halved[1]}"
+        remedy = "Expected with batch statistics, or random numbers per row; else take the mean over rows, not the sum."
+        yield Finding("batch size", "warn", text, remedy)
 
 
-def _of_own_rows(whole: Trained, results: list[Snapshot | Refused] | None) -> list[str]:
-    """Paths of numbers that two ranks with other rows have otherwise, and are not said to."""
-    values = [Snapshot({"value": of_rank["value"]}) for of_rank in results or () if isinstance(of_rank, Snapshot)]
-    local = rank_local_of(whole.module.plugin)
-    return [path for path in values[0].differences(values[1]) if path not in local] if values else []
-
-
-def _sharded_finding(
-    subject: Subject, results: list[Snapshot | Refused], expected: Snapshot | Refused, of_one: Snapshot
-) -> Finding:
-    refused = next((result.refusal for result in results if isinstance(result, Refused)), None)
-    if refused is not None:
-        return Finding(
-            "sharded", "warn", f"FSDP 2 over two processes: {refused}", "Use ddp, or do what the message says."
-        )
-    distance, path = _furthest(results[0], expected)
+def _sharded_finding(subject: Subject, sharded: Snapshot, of_ddp: Snapshot, expected: Snapshot) -> Finding:
+    if refusal := sharded[REFUSED]:
+        text = f"FSDP 2 over two processes: {refusal[REFUSED]}"
+        return Finding("sharded", "warn", text, "Use ddp, or do what the message says.")
+    distance, path = _furthest(sharded, expected)
     if distance > SAME:
-        distance, path = _furthest(results[0], expected, noise=_of_rounding(subject, of_one))
+        distance, path = _furthest(sharded, expected, noise=_of_rounding(subject, of_ddp))
     if distance > SAME:
-        return Finding(
-            "sharded",
-            "fail",
-            f"sharded over two processes it ends {distance:.1e} away from DDP on the same rows, at {path}",
-            "Use ddp; look for code that reads or changes weights outside of forward, backward and optimizer steps.",
-        )
+        text = f"sharded over two processes it ends {distance:.1e} away from DDP on the same rows, at {path}"
+        remedy = "Use ddp; look for code that reads or changes weights outside of forward, backward and updates."
+        return Finding("sharded", "fail", text, remedy)
     return Finding("sharded", "pass", f"FSDP 2 over two processes agrees with DDP to {distance:.1e}")
 
 
@@ -372,34 +337,18 @@ def _as_on_ranks(subject: Subject, whole: Trained) -> Trained:
         torch.set_num_threads(threads)
 
 
-def _batch_size_finding(distance: float, path: str) -> Finding:
-    if distance <= SAME:
-        return Finding("batch size", "pass", f"two halves of a batch train like the whole, to {distance:.1e}")
-    return Finding(
-        "batch size",
-        "warn",
-        f"two halves of a batch end {distance:.1e} away from the whole, at {path}",
-        "Expected with batch statistics, or random numbers per row; else take the mean over rows, not the sum.",
-    )
-
-
 def check_bf16(subject: Subject, whole: Trained) -> Iterator[Finding]:
     """Whether bf16-mixed stays finite and near fp32."""
     half = subject.train(bf16=True).reached("weight")
+    distance, path = _furthest(half, whole.reached("weight"), kinds=("weight",))
     broken = [path for path, tensor in half["weight"].items() if not torch.isfinite(tensor).all()]
     if broken:
-        yield Finding(
-            "bf16-mixed", "fail", f"{broken[0]} is not finite", "Compute losses, norms and logarithms in fp32."
-        )
-        return
-    distance, path = _furthest(half, whole.reached("weight"), kinds=("weight",))
-    if distance > CLOSE:
-        yield Finding(
-            "bf16-mixed",
-            "warn",
-            f"{distance:.1e} away from fp32 after {2 * subject.steps} steps, at {path}",
-            "Compute sensitive parts in fp32: `with torch.autocast(device, enabled=False)`.",
-        )
+        remedy = "Compute losses, norms and logarithms in fp32."
+        yield Finding("bf16-mixed", "fail", f"{broken[0]} is not finite", remedy)
+    elif distance > CLOSE:
+        text = f"{distance:.1e} away from fp32 after {2 * subject.steps} steps, at {path}"
+        remedy = "Compute sensitive parts in fp32: `with torch.autocast(device, enabled=False)`."
+        yield Finding("bf16-mixed", "warn", text, remedy)
     else:
         yield Finding("bf16-mixed", "pass", f"finite, and {distance:.1e} away from fp32")
 
@@ -421,13 +370,12 @@ def _of_rounding(subject: Subject, of_one: Snapshot) -> Mapping[str, float]:
                         weight.mul_(1 + torch.finfo(weight.dtype).eps * signs)
 
     ended = subject.train(dropout=False, at_step=round_otherwise).reached(*TRAINED)
-    apart = compare_snapshots(0, of_one, ended, kinds=TRAINED, exact=False, floor=NOTHING).distances
-    return {path: size for kind in TRAINED for path, size in apart[kind].items()}
+    return dict(_distances(ended, of_one, TRAINED))
 
 
 def _furthest(
-    found: Snapshot | Refused,
-    expected: Snapshot | Refused,
+    found: Snapshot,
+    expected: Snapshot,
     *,
     kinds: tuple[str, ...] = TRAINED,
     noise: Mapping[str, float] | None = None,
@@ -437,21 +385,25 @@ def _furthest(
     States show what Adam hides, whose steps are the same for any multiple of a gradient. What is no further than some
     times its `noise` is left out.
     """
-    assert isinstance(found, Snapshot)
-    assert isinstance(expected, Snapshot)
-    apart = compare_snapshots(0, expected, found, kinds=kinds, exact=False, floor=NOTHING).distances
     sizes = [
         (size, path)
-        for kind in kinds
-        for path, size in apart[kind].items()
+        for path, size in _distances(found, expected, kinds)
         if noise is None or size > ROUNDINGS * noise.get(path, 0.0)
-        if _is_measure(expected[kind].get(path), found[kind].get(path))
     ]
     return max(sizes, default=(0.0, ""))
 
 
+def _distances(found: Snapshot, expected: Snapshot, kinds: tuple[str, ...]) -> Iterator[tuple[str, float]]:
+    """How far what can be measured is from what was expected, by path; not counts, such as of rows."""
+    apart = compare_snapshots(0, expected, found, kinds=kinds, exact=False, floor=NOTHING).distances
+    for kind in kinds:
+        for path, size in apart[kind].items():
+            if _is_measure(expected[kind].get(path), found[kind].get(path)):
+                yield path, size
+
+
 def _is_measure(*values: Any) -> bool:
-    """Whether values are no counts, such as of rows, of which half a batch has other ones."""
+    """Whether values are no counts, of which half a batch has other ones."""
     return all(v is None or (isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex())) for v in values)
 
 

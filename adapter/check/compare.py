@@ -7,32 +7,30 @@ by step or update by update. ``run --shadow`` does the same with the first steps
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import ModelParallelStrategy
-from typing_extensions import override
 
-from ...callbacks.hook.hook import Hook
-from ...callbacks.hook.listeners import skippable
+from ...callbacks.hook.events import callbacks_of
+from ..contract.exceptions import ContractError
 from ..inputs import materialize_inputs
 from ..job.config import RunConfig
 from ..job.lightning_objects import instantiate_alone, make_data
 from ..module.module import ContractModule
 from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path
-from .against import KINDS_OF_UPDATES, UpdateComparison, named_function, record_function
+from .against import KINDS_OF_UPDATES, Updates, named_function, record_function
 from .causes import Circumstances, likely_cause
-from .isolation import WithoutDropout, quiet, seeded
+from .isolation import quiet, seeded
 from .plain_loop import recorded_plain_loop
 from .snapshot import KINDS, Difference, Recording, Snapshot, StepDistances, compare_snapshots, described, snapshot
+from .subject import AfterSteps
 
-__all__ = ["Comparison", "StepComparison", "compare_job"]
-
-NEVER = 1 << 62
+__all__ = ["Comparison", "compare_job", "step_comparison"]
 
 _OF_THE_RUN = "trainer/"
 """Metrics that genlight adds to those of the class begin so."""
@@ -82,10 +80,31 @@ class Comparison:
             cause = likely_cause(kind, name, step, plain, hosted, before, self.how)
             self.first = Difference(step, kind, name, size, there, here, cause)
 
-    def finish(self, recorded: int, what: str) -> Comparison:
-        """Training is over; a loop that made fewer steps than the `recorded` ones of the other is a difference."""
+    def finish(self, steps: int, against: str | None) -> Comparison:
+        """Training is over: say how the two ran; a loop that made fewer steps than the other is a difference.
+
+        Args:
+            steps: How many were asked for.
+            against: The old function that ran instead of the class in a plain loop.
+        """
+        assert self.recording is not None
+        recorded = len(self.recording) - (against is None)  # of a class that before the first step, too
+        if against is None:
+            self.notes.append(f"plain: fp32, one process; genlight: {self.how.described}")
+            if self.how.world_size > 1:
+                self.notes.append(
+                    "dropout layers are off in both, and metrics are not compared: each rank has those of its own rows"
+                )
+            short = f"the job has {recorded} steps, of {steps} that were asked for"
+        else:
+            self.notes.append(
+                f"{against}: one process; genlight: {self.how.described}; a step is a call of optimizer.step"
+            )
+            short = f"{against} ended after {recorded} of {steps} updates"
+        self.notes += [short] if recorded < steps else []
         made = self.steps[-1].step if self.steps else 0
         if self.first is None and made < recorded:
+            what = "steps" if against is None else "updates"
             cause = "A loop met the end of its data before the other, or makes fewer updates of as many batches."
             self.first = Difference(made, "steps", what, math.inf, str(recorded), str(made), cause)
         return self
@@ -111,60 +130,38 @@ class Comparison:
         }
 
 
-class StepComparison(Hook):
-    """Compares each of the first steps of a hosted training with those of a plain loop.
+def step_comparison(
+    steps: int,
+    comparison: Comparison,
+    compared: Callable[[], None] = lambda: None,
+    *,
+    stops: bool = False,
+    dropout: bool = True,
+) -> AfterSteps:
+    """A callback that compares each of the first steps of a hosted training with those of a plain loop.
 
     Args:
         steps: How many.
         comparison: Gets them. Ranks without a recording take part in what is collective.
         compared: Called after each step that was compared.
-        stops: Whether the training ends after them, though the job asks for more: schedules go by its step limit.
+        stops: Whether the training ends after them.
+        dropout: Whether dropout layers drop anything.
     """
+    recording, how = comparison.recording, comparison.how
 
-    critical = True
-    ranks: Literal["zero", "all"] = "all"
-
-    def __init__(
-        self, steps: int, comparison: Comparison, compared: Callable[[], None] = lambda: None, *, stops: bool = False
-    ) -> None:
-        self.steps = steps
-        self.comparison = comparison
-        self.compared = compared
-        self.stops = stops
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.global_step == 0:
-            self._compare(trainer, pl_module, 0)
-        else:
-            self.next_due_step = NEVER
-
-    @override
-    @skippable
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        step = trainer.global_step
-        if step <= self.steps:
-            self._compare(trainer, pl_module, step)
-        if self.stops and step >= self.steps:
-            trainer.should_stop = True
-        self.next_due_step = step + 1 if step < self.steps else NEVER
-
-    def _compare(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> None:
-        assert isinstance(pl_module, ContractModule)
-        recording, how = self.comparison.recording, self.comparison.how
-        sharded = isinstance(trainer.strategy, ModelParallelStrategy)
-        if recording is None and not sharded:
+    def at_step(step: int, module: ContractModule) -> None:
+        sharded = isinstance(module.trainer.strategy, ModelParallelStrategy)
+        if step > steps or (recording is None and not sharded):
             return
-        metrics = {} if step == 0 else pl_module.metrics()
+        metrics = {} if step == 0 else module.metrics()
         how.overflow_steps = int(metrics.get("trainer/overflow_steps", 0))
         metrics = {name: value for name, value in metrics.items() if not name.startswith(_OF_THE_RUN)}
-        state, plugin = pl_module.contract_state, pl_module.plugin
-        hosted = snapshot(state, plugin, metrics, kinds=KINDS, whole=sharded, host=pl_module)
+        hosted = snapshot(module.contract_state, module.plugin, metrics, kinds=KINDS, whole=sharded, host=module)
         if recording is not None and step < len(recording):
-            self.comparison.take(step, recording[step], hosted, recording[step - 1] if step else None)
-            self.compared()
+            comparison.take(step, recording[step], hosted, recording[step - 1] if step else None)
+            compared()
+
+    return AfterSteps(at_step, stop_after=steps if stops else None, dropout=dropout)
 
 
 def compare_job(
@@ -200,42 +197,46 @@ def compare_job(
         comparison = Comparison.of(trainer, rtol)
         how = comparison.how
         if trainer.is_global_zero:
+            brought: dict[str, Any] = {"parquet_paths": paths, "model_handles": handles}
             with seeded(seed):
-                if function is None:
-                    comparison.recording = recorded_plain_loop(
-                        config, target, trainer, how, steps=steps, parquet_paths=paths, model_handles=handles,
-                        dropout=how.world_size == 1,
-                    )  # fmt: skip
-                else:
-                    comparison.recording = record_function(
-                        function, config, trainer, how, updates=steps, parquet_paths=paths, model_handles=handles
+                comparison.recording = (
+                    recorded_plain_loop(
+                        config, target, trainer, how, steps=steps, dropout=how.world_size == 1, **brought
                     )
+                    if function is None
+                    else record_function(function, config, trainer, how, updates=steps, **brought)
+                )
             stack.callback(comparison.recording.close)
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if function is None:
-            callbacks.append(StepComparison(steps, comparison, stops=True))
-        else:
-            comparison.kinds = KINDS_OF_UPDATES
-            callbacks.append(UpdateComparison(steps, comparison))
-        if how.world_size > 1:
-            callbacks.append(WithoutDropout())
         module = ContractModule(make_trainer(target), config.job, model_handles=handles)
+        if function is None:
+            watch = step_comparison(steps, comparison, stops=True, dropout=how.world_size == 1)
+        else:
+            watch = AfterSteps(lambda *_: None, dropout=how.world_size == 1)
+            stack.enter_context(_comparing_updates(steps, comparison, trainer, module))
+        callbacks_of(trainer).append(watch)
         with seeded(seed):
             trainer.fit(module, datamodule=make_data(config, paths))
-        if comparison.recording is None:
-            return None
-        recorded = len(comparison.recording) - (function is None)  # of a class that before the first step, too
-        if function is None:
-            comparison.notes.append(f"plain: fp32, one process; genlight: {how.described}")
-            if how.world_size > 1:
-                comparison.notes.append(
-                    "dropout layers are off in both, and metrics are not compared: each rank has those of its own rows"
-                )
-            short = f"the job has {recorded} steps, of {steps} that were asked for"
-        else:
-            comparison.notes.append(
-                f"{against}: one process; genlight: {how.described}; a step is a call of optimizer.step"
-            )
-            short = f"{against} ended after {recorded} of {steps} updates"
-        comparison.notes += [short] if recorded < steps else []
-        return comparison.finish(recorded, "steps" if function is None else "updates")
+        return None if comparison.recording is None else comparison.finish(steps, against)
+
+
+@contextmanager
+def _comparing_updates(
+    updates: int, comparison: Comparison, trainer: pl.Trainer, module: ContractModule
+) -> Iterator[None]:
+    """Compare the updates of a training with those of a function, and end it after the last one."""
+    comparison.kinds, recording, count = KINDS_OF_UPDATES, comparison.recording, 0
+
+    def at_update(hosted: Snapshot) -> None:
+        nonlocal count
+        count += 1
+        trainer.should_stop = trainer.should_stop or count >= updates
+        if recording is not None and count <= len(recording):
+            comparison.take(count, recording[count - 1], hosted)
+
+    seen = Updates(at_update)
+    with seen.listening():
+        yield
+    if not count:
+        raise ContractError("The class calls no optimizer.step: there is nothing to compare with the function")
+    if comparison.first is not None and module.discovered is not None:
+        comparison.first = replace(comparison.first, name=seen.named(comparison.first.name, module.discovered))

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import nn
@@ -19,15 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..plumbing.devices import isolated_random_numbers
 
-__all__ = ["WithoutDropout", "drops", "quiet", "seeded", "turn_off_dropout", "where_raised"]
-
-
-class WithoutDropout(pl.Callback):
-    """Which numbers a rank draws is its own affair, and hides whether all else agrees."""
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Have the layers of the hosted class drop nothing."""
-        turn_off_dropout(pl_module.modules())
+__all__ = ["drops", "quiet", "seeded", "turn_off_dropout", "where_raised"]
 
 
 def turn_off_dropout(modules: Iterable[nn.Module]) -> None:

@@ -36,12 +36,9 @@ def check_metrics(whole: Trained) -> Iterator[Finding]:
     names = dict.fromkeys(name for metrics in whole.metrics for name in metrics)
     nan = [name for name in names if all(math.isnan(metrics.get(name, math.nan)) for metrics in whole.metrics)]
     if nan:
-        yield Finding(
-            "metrics",
-            "fail" if "train/loss" in nan else "warn",
-            f"{', '.join(nan)} is nan after each of {len(whole.metrics)} steps",
-            "Look for a division by a count of 0, a logarithm of 0, or a mean of nothing.",
-        )
+        text = f"{', '.join(nan)} is nan after each of {len(whole.metrics)} steps"
+        remedy = "Look for a division by a count of 0, a logarithm of 0, or a mean of nothing."
+        yield Finding("metrics", "fail" if "train/loss" in nan else "warn", text, remedy)
     elif names:
         yield Finding("metrics", "pass", ", ".join(names))
 
@@ -61,19 +58,16 @@ def check_updates(whole: Trained, found_gradients: Mapping[int, bool]) -> Iterat
     changed = parameters & set(whole.snapshots[0].differences(whole.snapshots[steps]))
     blind = [found.path for found in discovered.optimizers if found_gradients.get(id(found.value)) is False]
     copies = f"{', '.join(blind)} never found a gradient at what it holds, which may be a copy of the weights"
-    of_the_model = "Give the optimizer the parameters of the model itself."
+    remedy = "Give the optimizer the parameters of the model itself."
     if parameters and not changed:
-        yield Finding(
-            "updates",
-            "fail" if found_gradients else "warn",
-            f"no weight changed in {steps} steps" + (f": {copies}" if blind else ""),
-            of_the_model
-            if blind
-            else "Look for a missing step of the optimizer, a learning rate of 0, or a loss without "
-            "the weights in it; if gradients are accumulated for longer, give --steps.",
+        text = f"no weight changed in {steps} steps" + (f": {copies}" if blind else "")
+        of_a_step = (
+            "Look for a missing step of the optimizer, a learning rate of 0, or a loss without the weights in it; if "
+            "gradients are accumulated for longer, give --steps."
         )
+        yield Finding("updates", "fail" if found_gradients else "warn", text, remedy if blind else of_a_step)
     elif blind:
-        yield Finding("updates", "warn", f"weights change, but {copies}", of_the_model)
+        yield Finding("updates", "warn", f"weights change, but {copies}", remedy)
     elif parameters:
         yield Finding("updates", "pass", f"{len(changed)} of {len(parameters)} parameters changed in {steps} steps")
 
@@ -82,13 +76,11 @@ def check_hyperparams(whole: Trained) -> Iterator[Finding]:
     """Whether somebody read each hyperparameter of the job."""
     hyperparams = whole.module.ctx.job.hyperparams
     if isinstance(hyperparams, CountedDict) and hyperparams:
-        unread = hyperparams.unread
-        yield Finding(
-            "hyperparams",
-            "warn" if unread else "pass",
-            f"nobody read {', '.join(unread)}" if unread else "all were read",
-            "Read it from ctx.job.hyperparams, mend its name, or leave it out of the job." if unread else "",
-        )
+        if unread := hyperparams.unread:
+            remedy = "Read it from ctx.job.hyperparams, mend its name, or leave it out of the job."
+            yield Finding("hyperparams", "warn", f"nobody read {', '.join(unread)}", remedy)
+        else:
+            yield Finding("hyperparams", "pass", "all were read")
 
 
 class _FoundError(Exception):
@@ -131,13 +123,12 @@ def check_gradients(subject: Subject) -> Iterator[Finding]:
         subject.train(at_step=at_step, at_update=after)
     if stale:
         named = [name for key, name in names.items() if key in stale]
-        yield Finding(
-            "gradients",
-            "warn",
+        text = (
             f"gradients of the update before are still in the next one, of {', '.join(named[:3]) or 'its parameters'}"
-            + (f" and {len(named) - 3} more" if len(named) > 3 else ""),
-            "Call zero_grad between an update and the next backward.",
         )
+        more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+        remedy = "Call zero_grad between an update and the next backward."
+        yield Finding("gradients", "warn", text + more, remedy)
 
 
 def check_evaluate(subject: Subject) -> Iterator[Finding]:
@@ -189,14 +180,11 @@ def check_rank_state(subject: Subject, whole: Trained, differing: Collection[str
     if not differing or reached.differences(subject.train().reached("weight")):
         return
     if reached.differences(subject.train(at_step=at_step).reached("weight")):
-        named = sorted(differing)
-        yield Finding(
-            "rank state",
-            "warn",
-            f"{', '.join(named[:3])} differs between ranks ({len(named)} values), and training depends on it: each "
-            "rank trains by its own rows there",
-            "Average it over all ranks, broadcast that of rank 0, or name it in `rank_local` if it is meant so.",
+        text = (
+            f"{', '.join(sorted(differing)[:3])} differs between ranks ({len(differing)} values), and training depends"
         )
+        remedy = "Average it over all ranks, broadcast that of rank 0, or name it in `rank_local` if it is meant so."
+        yield Finding("rank state", "warn", f"{text}: each rank trains by its own rows there", remedy)
 
 
 @torch.no_grad()

@@ -12,19 +12,14 @@ import pyarrow as pa
 import torch
 
 from ..contract.exceptions import InputError
-from ..contract.run_state import RunState
-from ..contract.types import StepContext
-from ..discovery.discover import Discovered, discover
 from ..job.config import RunConfig
-from ..job.lightning_objects import make_data
-from ..module.plugin_loading import find_trainer, loader_of_class, make_trainer, on_sys_path, optional_hook
-from ..module.step_metrics import named_scalars, validated_result
-from ..plumbing.counted_dict import CountedDict
-from ..plumbing.devices import accelerator, isolated_random_numbers
+from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path
+from ..plumbing.devices import isolated_random_numbers
 from ..plumbing.finding import Finding, Level
 from ..plumbing.redaction import text_of
-from .batches import rank_feed
+from .batches import job_batches
 from .isolation import quiet, where_raised
+from .plain_loop import PlainLoop, plain_context
 from .snapshot import live_weights
 
 __all__ = ["one_step"]
@@ -49,35 +44,28 @@ def one_step(config: RunConfig) -> Iterator[Finding]:
 
 
 def _findings(config: RunConfig, stack: contextlib.ExitStack) -> Iterator[Finding]:
-    device = None if config.lightning.get("accelerator") == "cpu" else accelerator()
-    job = config.job
-    ctx = StepContext(
-        job=type(job)(**{**vars(job), "hyperparams": CountedDict(job.hyperparams)}),
-        device="cpu" if device is None else f"{device.type}:0",
-        dtype="fp32",
-        is_canceled=lambda: False,
-        run_state=RunState(run_id=config.run_id),
-    )
-    data = make_data(config)
-    feed = None if data is None else rank_feed(data, ctx, stack)
     plugin = make_trainer(find_trainer(config.trainer))
-    plugin.setup(ctx)
-    state = plugin.configure(ctx)
-    if feed is None:
-        if optional_hook(plugin, "train_loader") is None:
-            yield Finding("step", "warn", "not taken: the class collects its own batches by `rollout`")
-            return
-        feed = loader_of_class(plugin, ctx)
-    raw = next(iter(feed), None)
+    ctx, batches = job_batches(config, plugin, plain_context(config), stack)
+    loop = PlainLoop(plugin, ctx)
+    raw = next(loop.begin(batches), None)
     if raw is None:
         raise InputError("the source of batches is empty; check `dataset`")
     yield Finding("batch", "pass", described(raw))
     yield from _of_columns(raw)
-    discovered = discover(state, plugin)
-    before = {name: value.detach().clone() for name, value in _trained(discovered)}
-    result = validated_result(plugin.train_step(plugin.prepare_batch(raw, state, ctx), state, ctx))
-    yield from _of_gradients(discovered, before)
-    metrics = named_scalars(result, state, ctx, [found.value for found in discovered.optimizers])
+    optimized = {id(tensor) for tensor in loop.discovered.optimized() if tensor.requires_grad}
+    trained = {name: value for name, value in live_weights(loop.discovered).items() if id(value) in optimized}
+    before = {name: value.detach().clone() for name, value in trained.items()}
+    metrics = loop.step(raw)
+    without = [name for name, value in trained.items() if value.grad is None and torch.equal(value, before[name])]
+    if not trained:
+        yield Finding("gradients", "warn", "no optimizer was found in what `configure` returned, or on the trainer")
+    elif len(without) == len(trained):
+        text = "no weight of an optimizer has a gradient, and none has changed: is `backward()` called on the loss?"
+        yield Finding("gradients", "warn", text)
+    elif without:
+        yield Finding("gradients", "warn", f"no gradient and no change in this step: {_listed(without)}")
+    else:
+        yield Finding("gradients", "pass", f"{len(trained)} weights have gradients, or have changed")
     shown = ", ".join(f"{name} {value:.4g}" for name, value in list(metrics.items())[:MOST_SHOWN])
     level: Level = "pass" if all(map(math.isfinite, metrics.values())) else "warn"
     yield Finding("step", level, f"one step was taken on {ctx.device}: {shown or 'it returns no metrics'}")
@@ -85,16 +73,17 @@ def _findings(config: RunConfig, stack: contextlib.ExitStack) -> Iterator[Findin
 
 def described(batch: Any) -> str:
     """The type and the shape of a raw batch, by column where it has some."""
+    name = type(batch).__name__
     if isinstance(batch, pa.RecordBatch | pa.Table):
         columns = [f"{field.name} {field.type}" for field in batch.schema]
-        return f"{type(batch).__name__} of {batch.num_rows} rows: {_listed(columns)}"
-    if isinstance(batch, torch.Tensor) or (hasattr(batch, "dtype") and hasattr(batch, "shape")):
-        return f"{type(batch).__name__} {tuple(batch.shape)} {batch.dtype}"
+        return f"{name} of {batch.num_rows} rows: {_listed(columns)}"
+    if hasattr(batch, "dtype") and hasattr(batch, "shape"):
+        return f"{name} {tuple(batch.shape)} {batch.dtype}"
     if isinstance(batch, Mapping):
-        return f"{type(batch).__name__}: {_listed([f'{name} {described(value)}' for name, value in batch.items()])}"
+        return f"{name}: {_listed([f'{key} {described(value)}' for key, value in batch.items()])}"
     if isinstance(batch, list | tuple) and batch and not isinstance(batch[0], int | float | str):
-        return f"{type(batch).__name__} of {len(batch)}: {_listed([described(value) for value in batch[:3]])}"
-    return f"{type(batch).__name__}{f' of {len(batch)}' if isinstance(batch, list | tuple) else ''}"
+        return f"{name} of {len(batch)}: {_listed([described(value) for value in batch[:3]])}"
+    return f"{name}{f' of {len(batch)}' if isinstance(batch, list | tuple) else ''}"
 
 
 def _of_columns(batch: Any) -> Iterator[Finding]:
@@ -109,29 +98,6 @@ def _of_columns(batch: Any) -> Iterator[Finding]:
         yield Finding("batch", "warn", f"nulls in column {_listed(nulls)}: fill them, or leave them out by `filters`")
     if texts:
         yield Finding("batch", "pass", f"text in column {_listed(texts)}: `prepare_batch` must make numbers of it")
-
-
-def _of_gradients(discovered: Discovered, before: Mapping[str, torch.Tensor]) -> Iterator[Finding]:
-    after = dict(_trained(discovered))
-    without = [name for name, value in after.items() if value.grad is None and torch.equal(value, before[name])]
-    if not after:
-        yield Finding("gradients", "warn", "no optimizer was found in what `configure` returned, or on the trainer")
-    elif len(without) == len(after):
-        text = "no weight of an optimizer has a gradient, and none has changed: is `backward()` called on the loss?"
-        yield Finding("gradients", "warn", text)
-    elif without:
-        yield Finding("gradients", "warn", f"no gradient and no change in this step: {_listed(without)}")
-    else:
-        yield Finding("gradients", "pass", f"{len(after)} weights have gradients, or have changed")
-
-
-def _trained(discovered: Discovered) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of all optimizers, by path where a module has them."""
-    names = {id(value): name for name, value in live_weights(discovered).items()}
-    for found in discovered.optimizers:
-        for place, value in enumerate(p for group in found.value.param_groups for p in group["params"]):
-            if value.requires_grad:
-                yield names.get(id(value), f"{found.path}[{place}]"), value
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -9,8 +9,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,13 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from .snapshot import Snapshot
 from .subject import Subject
 
-__all__ = ["SHARDED", "RanksError", "Refused", "halves", "start_rank", "train_on_ranks"]
+__all__ = ["REFUSED", "SHARDED", "RanksError", "start_rank", "train_on_ranks"]
 
 WORLD_SIZE = 2
 SHARDED = "sharded"
 """The job that is done by FSDP 2 instead of DDP."""
+REFUSED = "refused"
+"""What a snapshot has where there is none."""
 
 
 class RanksError(RuntimeError):
@@ -35,7 +36,7 @@ class RanksError(RuntimeError):
 
 def train_on_ranks(
     subject: Subject, jobs: dict[str, list[list[Any]]], folder: Path, *, timeout_s: float = 120.0
-) -> dict[str, list[Snapshot | Refused]]:
+) -> dict[str, list[Snapshot]]:
     """Train on two processes with gloo, under DDP or, for the job called `SHARDED`, which comes last, FSDP 2.
 
     Dropout layers drop nothing.
@@ -47,7 +48,8 @@ def train_on_ranks(
         timeout_s: How long all of it may take.
 
     Returns:
-        By the job's name, the weights and optimizer states of each rank; `Refused` where FSDP 2 cannot train the class.
+        By the job's name, the weights and optimizer states of each rank; where FSDP 2 cannot train the class, the
+        reason alone, under `REFUSED`.
 
     Raises:
         RanksError: With the trainer's own error where there is one.
@@ -69,10 +71,7 @@ def train_on_ranks(
             said = _log(folder, rank).read_text(errors="replace")
             raise RanksError(f"rank {rank} ended with code {process.returncode}: {said[-500:]}")
     results = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(WORLD_SIZE)]
-    return {
-        name: [Refused(result[name]) if isinstance(result[name], str) else Snapshot(result[name]) for result in results]
-        for name in jobs
-    }
+    return {name: [Snapshot(result[name]) for result in results] for name in jobs}
 
 
 def start_rank(folder: Path, rank: int) -> subprocess.Popen[bytes]:
@@ -91,40 +90,6 @@ def _log(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.log"
 
 
-def halves(batch: Any) -> tuple[Any, Any] | None:
-    """The first and the second half of the rows of a raw batch, or None where it has no rows that can be told apart.
-
-    Arrow tables and batches, tensors, arrays, lists of rows, and mappings of columns are cut; an odd row is left out.
-    """
-    rows = _rows(batch)
-    if rows is None or rows < 2:
-        return None
-    middle = rows // 2
-    return _cut(batch, 0, middle), _cut(batch, middle, middle)
-
-
-def _rows(batch: Any) -> int | None:
-    if hasattr(batch, "num_rows"):
-        return int(batch.num_rows)
-    if isinstance(batch, Mapping):
-        counts = {_rows(column) for column in batch.values()}
-        return counts.pop() if len(counts) == 1 else None
-    if isinstance(batch, str | bytes):
-        return None
-    if isinstance(batch, Sequence):
-        return len(batch)
-    shape = getattr(batch, "shape", None)
-    return int(shape[0]) if shape else None
-
-
-def _cut(batch: Any, start: int, length: int) -> Any:
-    if hasattr(batch, "num_rows"):
-        return batch.slice(start, length)
-    if isinstance(batch, Mapping):
-        return {name: _cut(column, start, length) for name, column in batch.items()}
-    return batch[start : start + length]
-
-
 def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> None:
     """Until all ranks have ended, or one of them badly: the others would wait for it for ever."""
     while any(process.poll() is None for process in ranks):
@@ -138,13 +103,6 @@ def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> None:
         time.sleep(0.05)
 
 
-@dataclass(frozen=True)
-class Refused:
-    """In place of weights, why there are none."""
-
-    refusal: str
-
-
 def main(folder: Path, rank: int) -> int:
     """Do what one rank does; the exit code."""
     torch.set_num_threads(1)
@@ -156,7 +114,7 @@ def main(folder: Path, rank: int) -> int:
         for name, batches in jobs.items():
             # A mock feed deals its batches out in turn; each rank's own come back to it this way.
             dealt = [batch for pair in zip(*batches, strict=True) for batch in pair]
-            results[name] = (_sharded if name == SHARDED else _replicated)(subject, dealt)
+            results[name] = _trained(name, subject, dealt)
     except Exception as error:  # noqa: BLE001  # whatever the trainer class raises is reported by the parent
         traceback.print_exc()
         (folder / f"rank{rank}.error").write_text(f"{type(error).__name__}: {error}")
@@ -167,27 +125,24 @@ def main(folder: Path, rank: int) -> int:
     return 0
 
 
-def _replicated(subject: Subject, batches: list[Any]) -> Any:
-    strategy = DDPStrategy(cluster_environment=LightningEnvironment(), process_group_backend="gloo")
-    trained = subject.train(batches=batches, dropout=False, strategy=strategy, devices=WORLD_SIZE)
-    reached = trained.reached("weight", "optimizer state", "value")
-    values = {
-        path: value
-        for path, value in reached["value"].items()
-        if isinstance(value, float) or (isinstance(value, torch.Tensor) and value.is_floating_point())
-    }
-    return {**reached.values, "value": values}
-
-
-def _sharded(subject: Subject, batches: list[Any]) -> Any:
-    """The whole weights after training by FSDP 2, or the error that says why it cannot be."""
-    strategy = ModelParallelStrategy(WORLD_SIZE, 1, process_group_backend="gloo")
-    strategy.cluster_environment = LightningEnvironment()
+def _trained(name: str, subject: Subject, batches: list[Any]) -> Mapping[str, Any]:
+    """What a rank has after training; the whole weights under FSDP 2, or the error that says why that cannot be."""
+    ours: dict[str, Any] = {"batches": batches, "dropout": False, "devices": WORLD_SIZE}
+    if name != SHARDED:
+        strategy = DDPStrategy(cluster_environment=LightningEnvironment(), process_group_backend="gloo")
+        reached = subject.train(strategy=strategy, **ours).reached("weight", "optimizer state", "value")
+        numbers = {path: value for path, value in reached["value"].items() if _is_number(value)}
+        return {**reached.values, "value": numbers}
+    sharding = ModelParallelStrategy(WORLD_SIZE, 1, process_group_backend="gloo")
+    sharding.cluster_environment = LightningEnvironment()
     try:
-        trained = subject.train(batches=batches, dropout=False, strategy=strategy, devices=WORLD_SIZE)
-        return dict(trained.reached("weight", "optimizer state").values)
+        return dict(subject.train(strategy=sharding, **ours).reached("weight", "optimizer state").values)
     except Exception as error:  # noqa: BLE001  # as above
-        return f"{type(error).__name__}: {error}"
+        return {REFUSED: {REFUSED: f"{type(error).__name__}: {error}"}}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, torch.Tensor) and value.is_floating_point())
 
 
 if __name__ == "__main__":

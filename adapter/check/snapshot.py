@@ -47,6 +47,7 @@ __all__ = [
     "leaves",
     "live_weights",
     "snapshot",
+    "values_of_optimizer",
     "whole_copy",
 ]
 
@@ -116,7 +117,7 @@ def snapshot(
     for name, tensor in weights.items():
         add("weight", name, tensor)
     for found in discovered.optimizers:
-        for kind, path, value in _of_optimizer(found, names):
+        for kind, path, value in values_of_optimizer(found, names):
             # What a wrapper calls its state may be that of the optimizer which it wrapped before a resume.
             if not (kind == "optimizer state" and "value" in values and _has_own_state_dict(found.value)):
                 add(kind, path, value)
@@ -154,7 +155,8 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     return uncompiled(module.module if isinstance(module, DistributedDataParallel) else module)
 
 
-def _of_optimizer(found: Found[Optimizer], names: Mapping[int, str]) -> Iterator[tuple[str, str, Any]]:
+def values_of_optimizer(found: Found[Optimizer], names: Mapping[int, str]) -> Iterator[tuple[str, str, Any]]:
+    """Kind, path and value of settings and states; tensors are named by place where `names` has no name of their id."""
     places: dict[int, str] = {}
     for g, group in enumerate(found.value.param_groups):
         for i, parameter in enumerate(group["params"]):

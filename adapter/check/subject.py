@@ -6,23 +6,65 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from typing_extensions import override
 
 from ...callbacks.checkpoint import Checkpoint
+from ...callbacks.hook.hook import Hook
 from ..contract.types import TrainerPlugin, TrainingJobSpec
 from ..discovery.discover import Discovered
 from ..feed.mock import MockDataModule
 from ..module.module import ContractModule
 from ..module.plugin_loading import load_trainer_plugin
-from .isolation import WithoutDropout, quiet, seeded
+from .isolation import quiet, seeded, turn_off_dropout
 from .snapshot import Snapshot, snapshot
 
-__all__ = ["Subject", "Trained"]
+__all__ = ["AfterSteps", "Subject", "Trained"]
+
+
+class AfterSteps(Hook):
+    """Looks at a hosted training before its first step and after each, before a callback reports or saves that step.
+
+    Args:
+        at_step: Called with the completed steps and the module.
+        stop_after: Ends the training after so many steps, though the job asks for more: schedules go by its step limit.
+        dropout: Whether dropout layers drop anything: which numbers a rank draws is its own affair, and hides whether
+            all else agrees.
+    """
+
+    critical = True
+    ranks: Literal["zero", "all"] = "all"
+
+    def __init__(
+        self, at_step: Callable[[int, ContractModule], None], *, stop_after: int | None = None, dropout: bool = True
+    ) -> None:
+        self.at_step, self.stop_after, self.dropout = at_step, stop_after, dropout
+        self.rollouts = 0
+        """How many were begun."""
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self.dropout:
+            turn_off_dropout(pl_module.modules())
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.at_step(trainer.global_step, pl_module)
+
+    def on_rollout_start(self, *_: Any) -> None:
+        """Count."""
+        self.rollouts += 1
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        self.at_step(trainer.global_step, pl_module)
+        if self.stop_after is not None and trainer.global_step >= self.stop_after:
+            trainer.should_stop = True
 
 
 @dataclass(frozen=True)
@@ -41,11 +83,6 @@ class Subject:
     def make(self) -> TrainerPlugin:
         """A new trainer."""
         return load_trainer_plugin(self.import_path, search_path=self.search_path)
-
-    def job(self) -> TrainingJobSpec:
-        """The job of a whole run; its checkpoints are made by the checks."""
-        hyperparams = dict(self.hyperparams)
-        return TrainingJobSpec(run_id="check", max_steps=2 * self.steps, metric_every=0, hyperparams=hyperparams)
 
     def train(
         self,
@@ -76,12 +113,17 @@ class Subject:
             trainer_arguments: For Lightning's trainer.
         """
         batches = self.batches if batches is None else batches
-        module = ContractModule(self.make(), self.job())
-        trained = Trained(module)
-        watch = _Watch(trained, keep, at_step, stop_after)
+        max_steps = 2 * self.steps
+        job = TrainingJobSpec(run_id="check", max_steps=max_steps, metric_every=0, hyperparams=dict(self.hyperparams))
+        trained = Trained(ContractModule(self.make(), job))
+
+        def look(step: int, module: ContractModule) -> None:
+            if keep:
+                trained.keep(step)
+            at_step(step, module)
+
+        watch = AfterSteps(look, stop_after=stop_after, dropout=dropout)
         callbacks: list[pl.Callback] = [watch]
-        if not dropout:
-            callbacks.append(WithoutDropout())
         if save_to is not None:
             callbacks.append(Checkpoint(save_to, every_n_steps=self.steps, save_final=False, keep_last=None))
         handle = register_optimizer_step_post_hook(lambda optimizer, *_: at_update(optimizer))
@@ -92,7 +134,7 @@ class Subject:
             trainer = pl.Trainer(
                 **{"accelerator": "cpu", "devices": 1, **trainer_arguments},
                 plugins=[MixedPrecision("bf16-mixed", "cpu") if bf16 else Precision()],
-                max_steps=2 * self.steps,
+                max_steps=max_steps,
                 max_epochs=1 if batches else -1,
                 callbacks=callbacks,
                 logger=False,
@@ -103,7 +145,8 @@ class Subject:
                 limit_val_batches=0,
             )
             data = MockDataModule(list(batches)) if batches else None
-            trainer.fit(module, datamodule=data, ckpt_path=None if resume_from is None else str(resume_from))
+            trainer.fit(trained.module, datamodule=data, ckpt_path=None if resume_from is None else str(resume_from))
+        trained.rollouts = watch.rollouts
         return trained
 
 
@@ -125,41 +168,14 @@ class Trained:
         assert self.module.discovered is not None
         return self.module.discovered
 
+    def keep(self, step: int) -> None:
+        """Take a snapshot after a step, with its metrics where this run has trained it."""
+        module = self.module
+        if self.snapshots:
+            self.metrics.append(module.metrics())
+        self.snapshots[step] = snapshot(module.contract_state, module.plugin, host=module)
+
     def reached(self, *kinds: str) -> Snapshot:
         """What the class has now, of these kinds alone; a collective where it is sharded."""
         module = self.module
         return snapshot(module.contract_state, module.plugin, kinds=kinds, whole=True, host=module)
-
-
-class _Watch(pl.Callback):
-    """Notes what a training shows in `trained`."""
-
-    def __init__(
-        self, trained: Trained, keep: bool, at_step: Callable[[int, ContractModule], None], stop_after: int | None
-    ) -> None:
-        self._trained = trained
-        self._keep = keep
-        self._at_step = at_step
-        self._stop_after = stop_after
-        self._begun = False
-
-    def on_rollout_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self._trained.rollouts += 1
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        if not self._begun:
-            self._look(trainer.global_step)
-        self._begun = True
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        self._look(trainer.global_step)
-        if self._keep:
-            self._trained.metrics.append(self._trained.module.metrics())
-        if self._stop_after is not None and trainer.global_step >= self._stop_after:
-            trainer.should_stop = True
-
-    def _look(self, step: int) -> None:
-        module = self._trained.module
-        if self._keep:
-            self._trained.snapshots[step] = snapshot(module.contract_state, module.plugin, host=module)
-        self._at_step(step, module)

@@ -81,7 +81,7 @@ def shadowed(
         StartupContractError: ``startup.invalid_trainer``: the class cannot be copied, or cannot be compared.
     """
     from ...callbacks.hook.events import callbacks_of
-    from ..check.compare import Comparison, StepComparison
+    from ..check.compare import Comparison, step_comparison
     from ..check.plain_loop import recorded_plain_loop
 
     comparison = Comparison.of(trainer)
@@ -107,7 +107,7 @@ def shadowed(
         if event_log is not None:
             event_log.metric(name=SHADOW_METRIC, value=largest, step=step)
 
-    callbacks_of(trainer).insert(0, StepComparison(steps, comparison, compared))
+    callbacks_of(trainer).insert(0, step_comparison(steps, comparison, compared))
     try:
         yield
     finally:

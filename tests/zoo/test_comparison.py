@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 
 from genlight.adapter import ContractModule, TrainingJobSpec
-from genlight.adapter.check.compare import Comparison, StepComparison
+from genlight.adapter.check.compare import Comparison, step_comparison
 from genlight.adapter.check.isolation import quiet, seeded
 from genlight.adapter.check.plain_loop import plain_steps
 from genlight.adapter.check.snapshot import Recording
@@ -38,7 +38,7 @@ def compared(cls: Any) -> Comparison:
                 enable_checkpointing=False,
                 enable_progress_bar=False,
                 enable_model_summary=False,
-                callbacks=[StepComparison(STEPS, comparison)],
+                callbacks=[step_comparison(STEPS, comparison)],
             )
             module = ContractModule(cls(), TrainingJobSpec(run_id="plain", max_steps=STEPS))
             trainer.fit(module, Shares(cls.rows, 0, 1, STEPS))

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from genlight.adapter.check.batches import halves
 from genlight.adapter.check.checks import run_checks
-from genlight.adapter.check.ranks import halves
 from genlight.adapter.check.snapshot import snapshot
 from genlight.adapter.check.subject import Subject
 from genlight.adapter.cli import main

@@ -120,7 +120,7 @@ def test_a_job_that_is_shorter_says_so(compare):
     [
         ("Nowhere", [], "has no 'Nowhere'"),
         ("Collects", [*ROLLOUTS, *TWO_RANKS], "collects other batches on each rank"),
-        ("CollectsNothing", ROLLOUTS, "the rollout gave no batches"),
+        ("CollectsNothing", ROLLOUTS, "the rollout after step 0 gave no batches"),
         ("WrongSignature", [], "load_state_dict(self, state, payload) cannot be called as"),
         ("LOCKED", [], "is one instance of HasALock and cannot be copied"),
         ("Plain", ["--set", "mock_batches=[]"], "0 mock batches"),
@@ -169,7 +169,7 @@ def test_an_old_function_is_compared_at_each_update(function, compare):
 @pytest.mark.parametrize(
     ("function", "kind", "value", "cause"),
     [
-        ("another_rate", "setting", "optimizer 0 group 0.lr", "another setting"),
+        ("another_rate", "setting", "optimizer 0.param_groups[0].lr", "another setting"),
         ("four_times", "gradient", 'state["model"].', "It is 0.25 times that of the function"),
         ("another_start", "weight before", 'state["model"].', "seed both the same way"),
         (
