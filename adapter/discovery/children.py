@@ -110,12 +110,12 @@ def _children(path: str, value: Any) -> Iterable[Reference]:
 
 
 def _items(path: str, mapping: Mapping[Any, Any]) -> Iterator[Reference]:
-    can_change = isinstance(mapping, MutableMapping)
+    changeable = mapping if isinstance(mapping, MutableMapping) else None
     for key, value in mapping.items():
-        put = functools.partial(mapping.__setitem__, key) if can_change else None
+        put = None if changeable is None else functools.partial(changeable.__setitem__, key)
         yield Reference(f"{path}[{key_text(key)}]", value, put)
         if isinstance(key, Tensor):
-            rekey = functools.partial(_rekey, mapping, key) if can_change else None
+            rekey = None if changeable is None else functools.partial(_rekey, changeable, key)
             yield Reference(f"{path}, which has a key that", key, rekey, is_key=True)
 
 
