@@ -110,7 +110,7 @@ def _of_job(args: argparse.Namespace) -> _Source:
     if args.job is None:
         if args.trainer is None:
             raise ValueError("name a trainer, as MODULE:CLASS or by --job JOB.json")
-        return args.trainer, {}, [Path.cwd()], lambda: _arrow_data({}, args)
+        return args.trainer, {}, [Path.cwd()], lambda: _data(args, "", {})
     overrides = [] if args.trainer is None else [f"trainer={args.trainer}"]
     job = resolve_run_config(spec_path=args.job, overrides=overrides)
     size = {} if args.batch_size is None else {"batch_size": args.batch_size}
@@ -124,37 +124,33 @@ def _of_job(args: argparse.Namespace) -> _Source:
 
 
 def _of_configuration(args: argparse.Namespace) -> _Source:
-    from ..feed.mock import MockDataModule
     from .lightning_cli import UnusableConfigurationError, parse_configuration
 
     try:
         fit = parse_configuration(args.job)
     except UnusableConfigurationError as error:
         raise ValueError(str(error)) from error
-    trainer, mock = args.trainer or fit.plugin, fit.mock_batches
-    if trainer is None:
+    model, given = fit.arguments_of("model")
+    if model != "ContractModule" and args.trainer is None:
         raise ValueError(f"{args.job} has no genlight.adapter.ContractModule; name a trainer, as MODULE:CLASS")
-    if mock is not None and not args.data:
-        return trainer, fit.hyperparams, [Path.cwd()], lambda: MockDataModule(mock)
-    if fit.data_function and not args.data:
-        return trainer, fit.hyperparams, [Path.cwd()], lambda: _function_data(fit.data_function, args)
-    return trainer, fit.hyperparams, [Path.cwd()], lambda: _arrow_data(fit.dataset, args)
+    job = given.get("job") if model == "ContractModule" else None
+    hyperparams = dict(job.get("hyperparams") or {}) if isinstance(job, Mapping) else {}
+    return args.trainer or given["plugin"], hyperparams, [Path.cwd()], lambda: _data(args, *fit.arguments_of("data"))
 
 
-def _arrow_data(given: Mapping[str, Any], args: argparse.Namespace) -> pl.LightningDataModule | None:
-    """The data module of these arguments and those of the command line; None where neither names files."""
-    from ..feed import ArrowDataModule
+def _data(args: argparse.Namespace, name: str, given: Mapping[str, Any]) -> pl.LightningDataModule | None:
+    """A data module of genlight's with these arguments and those of the command line; None where nothing names data."""
+    from ..feed import ArrowDataModule, FunctionDataModule
+    from ..feed.mock import MockDataModule
 
+    if name == "MockDataModule" and not args.data:
+        return MockDataModule(**given)
     size = {} if args.batch_size is None else {"batch_size": args.batch_size}
-    arguments = {**given, **size, **({"parquet_paths": args.data} if args.data else {})}
+    if name == "FunctionDataModule" and not args.data:
+        return FunctionDataModule(**{**given, **size})
+    paths = {"parquet_paths": args.data} if args.data else {}
+    arguments = {**(given if name == "ArrowDataModule" else {}), **size, **paths}
     return ArrowDataModule(**arguments) if arguments.get("parquet_paths") else None
-
-
-def _function_data(given: Mapping[str, Any], args: argparse.Namespace) -> pl.LightningDataModule:
-    from ..feed import FunctionDataModule
-
-    size = {} if args.batch_size is None else {"batch_size": args.batch_size}
-    return FunctionDataModule(**{**given, **size})
 
 
 def _loader_of_class(import_path: str, ctx: StepContext) -> Iterable[Any]:

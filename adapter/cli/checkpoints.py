@@ -32,7 +32,7 @@ from .terminal import complain, say
 
 __all__ = ["add_arguments", "run"]
 
-_SOUND, _BROKEN, _USAGE = 0, 1, 2
+_SOUND, _BROKEN = 0, 1
 _SHOWN_TENSORS = 40
 _NOTHING = "no checkpoint in {}; name a run's directory, its checkpoints, or one of them"
 
@@ -76,13 +76,13 @@ def run(args: argparse.Namespace) -> int:
         return complain("checkpoints", str(error), _BROKEN)
     except (FileNotFoundError, NotADirectoryError) as error:
         if error.filename is None:
-            return complain("checkpoints", str(error), _USAGE)
+            return complain("checkpoints", str(error))
         if not str(error.filename).startswith(os.path.abspath(args.path)):  # It is about where to export to.
             raise
         problem = f"{args.path} is not a checkpoint" if Path(args.path).exists() else f"there is nothing at {args.path}"
-        return complain("checkpoints", f"{problem}; name a run's directory or a checkpoint", _USAGE)
+        return complain("checkpoints", f"{problem}; name a run's directory or a checkpoint")
     except CheckpointError as error:
-        return complain("checkpoints", str(error), _USAGE)
+        return complain("checkpoints", str(error))
 
 
 def _listed(path: Path) -> list[Listed]:
@@ -150,7 +150,7 @@ def _verify(path: Path, *, as_json: bool) -> int:
     found = _listed(path)
     outcomes = [_verdict(listed) for listed in found]
     if not outcomes:
-        return complain("checkpoints", _NOTHING.format(path), _USAGE)
+        return complain("checkpoints", _NOTHING.format(path))
     if as_json:
         finite = [None if listed.record is None else listed.record.finite_weights for listed in found]
         for (name, problem, _), known in zip(outcomes, finite, strict=True):
@@ -265,9 +265,9 @@ def _export(args: argparse.Namespace) -> int:
     is_other_file = target.suffix[1:].isalpha() or target.is_file()  # a folder may be llama-3.1
     if not args.to or (is_other_file and not is_file):
         text = "export needs --to FILE.safetensors or --to FILE.ckpt, or --to FOLDER for a Hugging Face model"
-        return complain("checkpoints", text, _USAGE)
+        return complain("checkpoints", text)
     if target.suffix == ".ckpt" and args.strip_prefix:
-        return complain("checkpoints", "--strip-prefix is for FILE.safetensors or FOLDER; leave it out", _USAGE)
+        return complain("checkpoints", "--strip-prefix is for FILE.safetensors or FOLDER; leave it out")
     if is_file and os.path.lexists(target) and not args.force:
         return _is_there(target)
     # Only an export needs torch, whose import takes longer than any other action.
@@ -288,7 +288,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _is_there(path: str | Path) -> int:
-    return complain("checkpoints", f"{path} is there; name another place, or replace it by --force", _USAGE)
+    return complain("checkpoints", f"{path} is there; name another place, or replace it by --force")
 
 
 def _time(record: CheckpointRecord) -> str:

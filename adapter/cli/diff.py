@@ -7,34 +7,29 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from ..plumbing.text import printable
 from ..view.differences import Difference, differences, facts_of_run
-from ..view.summary import is_run, summary_of
+from ..view.summary import summary_of
+from .parser import run_folder
 from .terminal import complain, say
 
 __all__ = ["add_arguments", "run"]
 
-_USAGE = 2
 _WIDEST = 60
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("run_a", metavar="RUN_A", help="folder of a run")
-    parser.add_argument("run_b", metavar="RUN_B", help="folder of another one")
+    parser.add_argument("run_a", metavar="RUN_A", type=run_folder, help="folder of a run")
+    parser.add_argument("run_b", metavar="RUN_B", type=run_folder, help="folder of another one")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, for other programs")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code: 0, or 2 for what is no run."""
-    folders = [Path(args.run_a), Path(args.run_b)]
-    for folder in folders:
-        if not folder.is_dir() or not is_run(folder):
-            text = f"{folder} is no run's folder; `genlight ls` lists the runs below a folder"
-            return complain("diff", text, _USAGE)
+    """Carry the command out and return its exit code: 0."""
+    folders = [args.run_a, args.run_b]
     runs = [facts_of_run(summary_of(folder)) for folder in folders]
     found = differences(runs)
     if args.json:

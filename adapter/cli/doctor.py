@@ -23,18 +23,18 @@ from ...callbacks.stop.sources import SAVE_MARGIN, cancel_file_is_set
 from ...reporters.uploads.targets import target_fault
 from ..contract.exceptions import ContractError, GenlightError, InputError, StartupContractError
 from ..inputs.local import parquet_files
-from ..job.config import ARTIFACT_FOLDERS, RunConfig, read_run_config
+from ..job.config import RunConfig, read_run_config
 from ..job.errors import ConfigErrors
 from ..job.keys import all_keys
 from ..job.spec import DatasetSpec
 from ..module.plugin_loading import find_trainer, misspelled_hooks, on_sys_path, signature_faults
-from ..plumbing.durable import temporary_name, write_all
+from ..plumbing.durable import temporary_name, write_bytes_durably
 from ..plumbing.finding import Finding, Level
 from ..plumbing.redaction import redact, without_secrets
 from ..plumbing.safe_open import PRIVATE_FILE
-from ..plumbing.text import size_text
+from ..plumbing.text import as_list, size_text
 from ..plumbing.urls import has_scheme, safe_url
-from ..run.artifact_dirs import artifact_dir_faults, directory_fault, untrusted_dirs
+from ..run.artifact_dirs import artifact_dir_faults, directory_fault
 from ..run.artifacts_lock import lock_holder
 from ..run.resume import decide_start
 from ..run.training import prepare_training
@@ -48,7 +48,6 @@ SOUND, FAULTY = 0, 2
 NETWORK_PATIENCE_S = 4.0
 LITTLE_SPACE_BYTES = 1 << 30
 MOST_WRITTEN_BYTES = 256 << 20
-CHUNK_BYTES = 1 << 20
 LONGEST_VALUE = 100
 LOOPBACK = ("http://127.", "http://localhost:", "http://[::1]:")
 MARKS: dict[Level, str] = {"pass": "ok", "warn": "warning", "fail": "fault"}
@@ -140,8 +139,7 @@ def check_token(config: RunConfig) -> Iterator[Finding]:
 
 def check_artifacts(config: RunConfig) -> Iterator[Finding]:
     """Directories, space and other runs."""
-    paths = {name: getattr(config, name) for name in (*ARTIFACT_FOLDERS, "events_path")}
-    faults = ([] if config.shared_artifacts else untrusted_dirs(paths)) or artifact_dir_faults(paths, create=False)
+    faults = artifact_dir_faults(config, create=False)
     yield from (Finding("artifacts", "fail", f"startup.invalid_artifact_paths: {fault}") for fault in faults)
     if faults:
         return
@@ -205,17 +203,13 @@ def _save_seconds(directory: Path, size_bytes: int) -> float:
         OSError: Nothing can be written there.
     """
     part = min(size_bytes, MOST_WRITTEN_BYTES)
-    chunk = os.urandom(CHUNK_BYTES)  # which no file system makes smaller
+    content = os.urandom(part)  # which no file system makes smaller
     path = directory / temporary_name("probe")
     began = time.monotonic()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE)
     try:
-        for start in range(0, part, CHUNK_BYTES):
-            write_all(descriptor, chunk[: part - start])
-        os.fsync(descriptor)
+        write_bytes_durably(path, content, mode=PRIVATE_FILE)
     finally:
-        os.close(descriptor)
-        path.unlink()
+        path.unlink(missing_ok=True)
     return (time.monotonic() - began) * max(size_bytes / max(part, 1), 1.0)
 
 
@@ -373,9 +367,10 @@ def diagnose_fit(path: str) -> Iterator[Finding]:
         yield Finding("configuration", "fail", str(error))
         return
     yield Finding("configuration", "pass", f"`genlight fit` can read {path}")
-    if fit.dataset:
-        known = {name: fit.dataset[name] for name in ("batch_size", "columns", "drop_last") if name in fit.dataset}
-        yield from check_dataset(DatasetSpec(parquet_paths=tuple(fit.dataset["parquet_paths"]), **known))
+    data, given = fit.arguments_of("data")
+    if data == "ArrowDataModule":
+        known = {name: given[name] for name in ("batch_size", "columns", "drop_last") if name in given}
+        yield from check_dataset(DatasetSpec(parquet_paths=tuple(as_list(given["parquet_paths"])), **known))
     try:
         fit.build()
     except Exception as error:  # noqa: BLE001 -- a class of the user's may raise anything

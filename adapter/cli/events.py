@@ -28,7 +28,7 @@ from .terminal import complain, say
 
 __all__ = ["add_arguments", "run"]
 
-_SOUND, _BROKEN, _USAGE = 0, 1, 2
+_SOUND, _BROKEN = 0, 1
 _PIECE_BYTES = 1 << 20
 _STYLES = {
     "started": "bold cyan",
@@ -60,11 +60,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         option = next((name for name in ("check", "goodput", "metrics") if getattr(args, name)), None)
         if option is not None and args.follow:
-            return complain("events", f"--{option} reads a log to its end: leave out --follow", _USAGE)
+            return complain("events", f"--{option} reads a log to its end: leave out --follow")
         if not args.follow and not path.is_file():
-            return complain(
-                "events", f"no event log at {path}; name the file, or the artifacts directory of a run", _USAGE
-            )
+            return complain("events", f"no event log at {path}; name the file, or the artifacts directory of a run")
         if args.goodput:
             return _goodput(path, as_json=args.json)
         if args.metrics:
@@ -88,7 +86,7 @@ def _check(path: Path, *, as_json: bool) -> int:
 def _goodput(path: Path, *, as_json: bool) -> int:
     account = account_of(path)
     if account is None:
-        return complain("events", f"{path} has no attempt that started, so no time to account for", _USAGE)
+        return complain("events", f"{path} has no attempt that started, so no time to account for")
     if as_json:
         say(json.dumps({**asdict(account), "goodput": account.goodput}))
         return _SOUND
@@ -108,7 +106,7 @@ def _metrics(path: Path, form: str) -> int:
     from pyarrow import csv, parquet
 
     if form == "parquet" and sys.stdout.isatty():
-        return complain("events", "Parquet is not for a terminal: send it to a file, as in `> metrics.parquet`", _USAGE)
+        return complain("events", "Parquet is not for a terminal: send it to a file, as in `> metrics.parquet`")
     table = read_metrics(path)
     sys.stdout.flush()
     if form == "parquet":

@@ -68,10 +68,6 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_MODEL = "genlight.adapter.ContractModule"
-_ARROW_DATA = "genlight.adapter.ArrowDataModule"
-_MOCK_DATA = "genlight.adapter.MockDataModule"
-_FUNCTION_DATA = "genlight.adapter.FunctionDataModule"
 _WORDS_OF_LIGHTNING = ("best", "hpc", "last")
 """What ``--ckpt_path`` takes besides a path."""
 _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
@@ -439,39 +435,12 @@ class ConfiguredFit(GenlightCLI):
         """
         super().instantiate_classes()
 
-    @property
-    def plugin(self) -> str | None:
-        """The trainer class that is named; None for a model of another kind."""
-        return str(self._init_args("model", _MODEL)["plugin"]) if self._init_args("model", _MODEL) else None
-
-    @property
-    def hyperparams(self) -> dict[str, Any]:
-        """What the trainer class gets of the job."""
-        job = self._init_args("model", _MODEL).get("job")
-        return dict(job.get("hyperparams") or {}) if isinstance(job, Mapping) else {}
-
-    @property
-    def dataset(self) -> dict[str, Any]:
-        """Arguments of the data module that reads files; empty for data of another kind."""
-        arguments = self._init_args("data", _ARROW_DATA)
-        paths = arguments.get("parquet_paths")
-        return arguments | {"parquet_paths": [paths] if isinstance(paths, str) else paths} if arguments else {}
-
-    @property
-    def mock_batches(self) -> list[Any] | None:
-        """Batches that stand in the configuration itself."""
-        return self._init_args("data", _MOCK_DATA).get("batches")
-
-    @property
-    def data_function(self) -> dict[str, Any]:
-        """Arguments of the data module that asks a function; empty for data of another kind."""
-        return self._init_args("data", _FUNCTION_DATA)
-
-    def _init_args(self, name: str, class_path: str) -> dict[str, Any]:
-        described = self.config[str(self.subcommand)].get(name)
+    def arguments_of(self, block: str) -> tuple[str, dict[str, Any]]:
+        """The name of the class of ``model`` or ``data``, and its arguments; empty where there is none."""
+        described = self.config[str(self.subcommand)].get(block)
         described = {} if described is None else described.as_dict()
-        is_meant = described.get("class_path", "").rpartition(".")[2] == class_path.rpartition(".")[2]
-        return {**described.get("init_args", {}), **described.get("dict_kwargs", {})} if is_meant else {}
+        name = described.get("class_path", "").rpartition(".")[2]
+        return name, {**described.get("init_args", {}), **described.get("dict_kwargs", {})}
 
 
 def run_lightning_cli(arguments: Sequence[str], signals: StopSignals) -> int:

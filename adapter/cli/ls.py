@@ -20,32 +20,33 @@ from rich.text import Text
 
 from ..plumbing.text import printable, size_text
 from ..view.summary import RunSummary, find_runs, summary_of
+from .parser import folder_of_runs
 from .terminal import complain, say
 
 __all__ = ["add_arguments", "run"]
 
-_USAGE = 2
 _STYLES = {"running": "cyan", "completed": "green", "stopped": "yellow", "failed": "red", "lost": "bold red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument(
-        "dir", metavar="DIR", nargs="?", default=".", help="folder with runs below it, or that of one run"
+        "dir",
+        metavar="DIR",
+        nargs="?",
+        default=".",
+        type=folder_of_runs,
+        help="folder with runs below it, or that of one run",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a line, for other programs")
     parser.add_argument("--watch", action="store_true", help="show the list anew every two seconds, until Ctrl-C")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code: 0, or 2 where there is no such folder."""
-    folder = Path(args.dir)
-    if not folder.is_dir():
-        problem = "is not a folder" if folder.exists() else "does not exist"
-        return complain("ls", f"{folder} {problem}; name a folder with runs below it", _USAGE)
+    """Carry the command out and return its exit code: 0."""
     if args.watch:
-        return _watch(folder, as_json=args.json)
-    return _show(folder, as_json=args.json)
+        return _watch(args.dir, as_json=args.json)
+    return _show(args.dir, as_json=args.json)
 
 
 def _show(folder: Path, *, as_json: bool) -> int:

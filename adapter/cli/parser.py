@@ -6,13 +6,15 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from typing_extensions import override
 
 from ..plumbing.text import nearest
+from .terminal import visible
 
-__all__ = ["CommandParser", "add_overrides", "at_least", "offered_name", "refuse"]
+__all__ = ["CommandParser", "add_overrides", "at_least", "folder_of_runs", "offered_name", "refuse", "run_folder"]
 
 LONGEST_USAGE = 10
 """Lines; Lightning's usage has forty, and would scroll the error's own beginning away."""
@@ -72,7 +74,7 @@ def refuse(parser: argparse.ArgumentParser, message: str, offer: str) -> NoRetur
     program = parser.prog.replace(" [options]", "")
     sys.stderr.write(usage if usage.count("\n") <= LONGEST_USAGE else "")
     sys.stderr.write(f"tip: For details of accepted options run: {program} --help\n")
-    sys.stderr.write(f"error: {message}{offer}\n")
+    sys.stderr.write(f"error: {visible(message)}{offer}\n")
     sys.exit(2)
 
 
@@ -103,3 +105,22 @@ def at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return convert
+
+
+def run_folder(text: str) -> Path:
+    """The type of an argument that is the folder of a run."""
+    from ..view.summary import is_run
+
+    folder = Path(text)
+    if not folder.is_dir() or not is_run(folder):
+        raise argparse.ArgumentTypeError(f"{text} is no run's folder; `genlight ls` lists the runs below a folder")
+    return folder
+
+
+def folder_of_runs(text: str) -> Path:
+    """The type of an argument that is a folder with runs below it."""
+    folder = Path(text)
+    if not folder.is_dir():
+        problem = "is not a folder" if folder.exists() else "does not exist"
+        raise argparse.ArgumentTypeError(f"{text} {problem}; name a folder with runs below it")
+    return folder

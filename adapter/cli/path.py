@@ -22,7 +22,7 @@ from .terminal import complain, say
 
 __all__ = ["add_arguments", "run"]
 
-_NONE, _USAGE = 1, 2
+_NONE = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,9 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """Carry the command out and return its exit code: 0, 1 where no checkpoint is whole, or 2 for what is no run."""
     folder = folder_of_checkpoints(args.run)
     if folder is None:
-        return complain(
-            "path", f"{args.run} is no folder of a run; `genlight ls` lists the runs below a folder", _USAGE
-        )
+        return complain("path", f"{args.run} is no folder of a run; `genlight ls` lists the runs below a folder")
     listed = list_checkpoints(folder)
     records = [each.record for each in listed if each.record is not None]
     if args.best:
@@ -59,7 +57,7 @@ def _best(folder: Path, records: Sequence[CheckpointRecord], mode: str | None) -
         return complain("path", text, _NONE)
     if mode is None and known is None:
         text = f"the records do not say whether a low or a high {monitor} is better; add `--mode min` or `--mode max`"
-        return complain("path", text, _USAGE)
+        return complain("path", text)
     best = best_first(records, monitor, "max" if (mode or known) == "max" else "min")
     return _first_whole(best, f"no whole checkpoint in {folder} has the score {monitor}")
 

@@ -13,34 +13,27 @@ from pathlib import Path
 
 from ..plumbing.durable import write_bytes_durably
 from ..plumbing.text import size_text
-from ..view.summary import is_run
+from .parser import run_folder
 from .terminal import complain, say
 
 __all__ = ["add_arguments", "run"]
 
-_USAGE = 2
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("run", metavar="RUN", nargs="+", help="folder of a run")
+    parser.add_argument("run", metavar="RUN", nargs="+", type=run_folder, help="folder of a run")
     parser.add_argument("--to", metavar="FILE", default="report.html", help="the file to write")
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry the command out and return its exit code: 0, or 2 for what is no run."""
-    folders, target = [Path(each) for each in args.run], Path(args.to)
-    for folder in folders:
-        if not folder.is_dir() or not is_run(folder):
-            text = f"{folder} is no run's folder; `genlight ls` lists the runs below a folder"
-            return complain("report", text, _USAGE)
     from ..view.history import history_of  # numpy
     from ..view.page import report
 
     try:
-        page = report([history_of(folder) for folder in folders]).encode()
+        page = report([history_of(folder) for folder in args.run]).encode()
     except ValueError as error:
-        return complain("report", str(error), _USAGE)
-    write_bytes_durably(target, page)
-    say(f"{target} ({size_text(len(page))})")
+        return complain("report", str(error))
+    write_bytes_durably(Path(args.to), page)
+    say(f"{args.to} ({size_text(len(page))})")
     return 0

@@ -13,18 +13,18 @@ import contextlib
 import ipaddress
 import secrets
 import socket
-from pathlib import Path
 
+from .parser import folder_of_runs
 from .terminal import complain, say
 
 __all__ = ["add_arguments", "run"]
 
-_ENDED, _USAGE = 0, 2
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("dir", metavar="DIR", nargs="?", default=".", help="folder with runs below it")
+    parser.add_argument(
+        "dir", metavar="DIR", nargs="?", default=".", type=folder_of_runs, help="folder with runs below it"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; this machine alone without it")
     parser.add_argument("--port", type=int, default=8765, help="port to listen at; 0: any that is free")
     parser.add_argument("--token", action="store_true", help="ask for a token also at an address of this machine alone")
@@ -35,10 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry the command out and return its exit code: 0 after Ctrl-C, or 2 for what cannot be used."""
-    folder = Path(args.dir)
-    if not folder.is_dir():
-        problem = "is not a folder" if folder.exists() else "does not exist"
-        return complain("serve", f"{folder} {problem}; name a folder with runs below it", _USAGE)
     try:
         import uvicorn
 
@@ -46,24 +42,24 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name not in ("uvicorn", "starlette"):
             raise
-        return complain("serve", f"{error.name} is not installed: pip install 'genlight[serve]'", _USAGE)
+        return complain("serve", f"{error.name} is not installed: pip install 'genlight[serve]'")
     try:
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         listening = socket.create_server((args.host, args.port), family=family)
     except (OSError, OverflowError) as error:
         text = f"cannot listen at {args.host} port {args.port}: {error}; choose another with --host or --port"
-        return complain("serve", text, _USAGE)
+        return complain("serve", text)
     token = secrets.token_urlsafe(24) if args.token or not _is_of_this_machine(args.host) else None
     names = {socket.gethostname(), socket.getfqdn(), args.host, *args.allow_host}
-    app = application(folder, token=token, hosts=names if token else args.allow_host)
+    app = application(args.dir, token=token, hosts=names if token else args.allow_host)
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
     shown = socket.gethostname() if args.host in ("0.0.0.0", "::") else args.host  # noqa: S104 - what the user chose
     address = f"[{shown}]" if ":" in shown else shown
     say(f"http://{address}:{listening.getsockname()[1]}/{f'?token={token}' if token else ''}")
-    say(f"shows the runs below {folder} until Ctrl-C", style="dim")
+    say(f"shows the runs below {args.dir} until Ctrl-C", style="dim")
     with listening, contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listening])
-    return _ENDED
+    return 0
 
 
 def _is_of_this_machine(host: str) -> bool:

@@ -9,30 +9,28 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 
 from ..run.artifacts_lock import lock_holder
 from ..view.stopping import request_stop, withdraw_stop
-from ..view.summary import RunSummary, is_run, summary_of
+from ..view.summary import RunSummary, summary_of
+from .parser import run_folder
 from .terminal import complain, say
 
 __all__ = ["add_arguments", "run"]
 
-_ENDED, _RUNS, _USAGE = 0, 1, 2
+_ENDED, _RUNS = 0, 1
 _LOOK_EVERY_S = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("run", metavar="RUN", help="folder of the run")
+    parser.add_argument("run", metavar="RUN", type=run_folder, help="folder of the run")
     parser.add_argument("--wait", type=float, default=600.0, metavar="SECONDS", help="how long to wait")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code: 0 ended, 1 still running, 2 for what is no run."""
-    folder = Path(args.run)
-    if not folder.is_dir() or not is_run(folder):
-        return complain("stop", f"{folder} is no run's folder; `genlight ls` lists the runs below a folder", _USAGE)
+    """Carry the command out and return its exit code: 0 ended, 1 still running."""
+    folder = args.run
     summary = summary_of(folder, sizes=False)
     if summary.state != "running":
         say(f"{folder} does not run: {_how(summary)}")

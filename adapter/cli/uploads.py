@@ -26,7 +26,7 @@ from .terminal import complain, say
 
 __all__ = ["add_arguments", "run"]
 
-_DELIVERED, _LEFT, _USAGE = 0, 1, 2
+_DELIVERED, _LEFT = 0, 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,13 +53,13 @@ def run(args: argparse.Namespace) -> int:
     queue = _queue_of(Path(args.run_dir))
     if not queue.is_dir():
         problem = f"{queue} is not a directory" if queue.exists() else f"there is no directory {queue}"
-        return complain("uploads", f"{problem}; name the artifacts directory of a run", _USAGE)
+        return complain("uploads", f"{problem}; name the artifacts directory of a run")
     if not (queue / ABOUT).exists():
         return complain("uploads", f"nothing is waiting: {queue} has no upload queue", _DELIVERED)
     try:
         about, entries = read_description(queue), read_entries(queue)
     except UploadError as error:
-        return complain("uploads", str(error), _USAGE)
+        return complain("uploads", str(error))
     if args.action == "retry":
         return _retry(args, queue, about, entries)
     _list(entries, queue.parent, as_json=args.json)
@@ -109,7 +109,7 @@ def _retry(args: argparse.Namespace, queue: Path, about: Description, entries: S
         _require_destinations(config, about, entries)
         uploader = Uploader(config, keep_terminal=True)
     except (UploadError, StartupContractError, ValueError) as error:
-        return complain("uploads", str(error), _USAGE)
+        return complain("uploads", str(error))
     with uploader:
         result = uploader.settle(progress=_show_progress)
         if result.ok:

@@ -20,8 +20,6 @@ from .terminal import complain
 
 __all__ = ["add_arguments", "run"]
 
-_ENDED, _USAGE = 0, 2
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
@@ -33,20 +31,20 @@ def run(args: argparse.Namespace) -> int:
     folders = list(dict.fromkeys(Path(each) for each in args.run))
     files = [folder for folder in folders if folder.exists() and not folder.is_dir()]
     if files:
-        return complain("watch", f"{files[0]} is not a folder; name that of a run", _USAGE)
+        return complain("watch", f"{files[0]} is not a folder; name that of a run")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         text = "it needs a terminal; `genlight ls --json` and `genlight events RUN --follow` need none"
-        return complain("watch", text, _USAGE)
+        return complain("watch", text)
     try:
         from ..view.watching import WatchRuns
     except ModuleNotFoundError as error:
         if error.name not in ("textual", "plotext"):
             raise
-        return complain("watch", f"{error.name} is not installed: pip install 'genlight[watch]'", _USAGE)
+        return complain("watch", f"{error.name} is not installed: pip install 'genlight[watch]'")
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, but nobody sees a view without a terminal
     Thread(target=_end_with_terminal, name="genlight-terminal", daemon=True).start()
     WatchRuns(folders).run()
-    return _ENDED
+    return 0
 
 
 def _end_with_terminal() -> None:

@@ -33,7 +33,6 @@ from .spec import UPLOAD_URLS, DatasetSpec, Settings
 from .standard_callbacks import fault_of_callbacks
 
 __all__ = [
-    "ARTIFACT_FOLDERS",
     "ENDS_WITH_ITS_PROCESSES",
     "UNKNOWN_RUN_ID",
     "RunConfig",
@@ -53,9 +52,6 @@ ENDS_WITH_ITS_PROCESSES = (
 )
 """Why a strategy that spawns or forks the processes that train cannot host a trainer class."""
 _STARTS_BY_COPY = re.compile(r"ddp_(spawn|fork|notebook)(_.*)?")
-
-ARTIFACT_FOLDERS = ("artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir")
-"""Settings that are folders of a run."""
 
 
 class RunConfig(Settings, frozen=True, kw_only=True):

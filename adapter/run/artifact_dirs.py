@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from ..contract.exceptions import StartupContractError
@@ -27,55 +26,53 @@ def prepare_artifact_dirs(config: RunConfig) -> None:
         StartupContractError: ``startup.invalid_artifact_paths`` with every directory that cannot be used, or that
             others may write.
     """
-    names = ("artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir", "events_path")
-    paths = {name: getattr(config, name) for name in names}
-    shared = config.shared_artifacts
-    faults = [] if shared else untrusted_dirs(paths)  # before anything is made in them
-    faults = faults or artifact_dir_faults(paths, create=True, shared=shared)
-    # And again with what was made: a neighbour may have been quicker.
-    faults = faults or ([] if shared else untrusted_dirs(paths))
+    faults = artifact_dir_faults(config, create=True)
     if faults:
         raise StartupContractError(CODE, "\n  ".join(faults))
 
 
-def untrusted_dirs(paths: Mapping[str, Path]) -> list[str]:
+def artifact_dir_faults(config: RunConfig, *, create: bool) -> list[str]:
+    """The reasons why the artifact directories cannot be used, a sentence each.
+
+    Args:
+        config: The run.
+        create: Make those that are missing; otherwise the nearest existing folder above them is probed.
+    """
+    # Who may change them is asked before anything is made in them, and again: a neighbour may have been quicker.
+    return untrusted_dirs(config) or _unwritable_dirs(config, create=create) or untrusted_dirs(config)
+
+
+def untrusted_dirs(config: RunConfig) -> list[str]:
     """Which of the artifact directories that exist another user could change, a sentence each."""
     found: dict[Path, str] = {}
-    for name, path in _directories(paths).items():
-        if any(path.is_relative_to(faulty) for faulty in found):
+    for name, path in _directories(config).items():
+        if config.shared_artifacts or any(path.is_relative_to(faulty) for faulty in found):
             continue
         try:
             reason = distrust(path, may_be_sticky=name not in HOLD_OUR_FILES_ALONE) if path.is_dir() else None
-        except OSError:  # which `artifact_dir_faults` names
+        except OSError:  # which `directory_fault` names
             continue
         if reason is not None:
             found[path] = f"`{name}` {str(path)!r} is not safe to use: {reason}. {WAY_OUT} {SHARING}"
     return list(found.values())
 
 
-def _directories(paths: Mapping[str, Path]) -> dict[str, Path]:
-    return {**paths, "events_path": paths["events_path"].parent}
+def _directories(config: RunConfig) -> dict[str, Path]:
+    names = ("artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir")
+    return {**{name: getattr(config, name) for name in names}, "events_path": config.events_path.parent}
 
 
-def artifact_dir_faults(paths: Mapping[str, Path], *, create: bool, shared: bool = False) -> list[str]:
-    """The reasons why the artifact directories cannot be written, a sentence each.
-
-    Args:
-        paths: The directories by name, and ``events_path``, a file.
-        create: Make those that are missing; otherwise the nearest existing folder above them is probed.
-        shared: Leave it to the umask who else may enter those that are made.
-    """
-    directories = _directories(paths)
+def _unwritable_dirs(config: RunConfig, *, create: bool) -> list[str]:
     found: dict[Path, str] = {}
-    for name, path in directories.items():
+    for name, path in _directories(config).items():
         # What lies below a directory that cannot be written cannot be written either, and needs no line of its own.
         if not any(path.is_relative_to(faulty) for faulty in found) and (
-            fault := directory_fault(name, path, WAY_OUT, create=create, shared=shared)
+            fault := directory_fault(name, path, WAY_OUT, create=create, shared=config.shared_artifacts)
         ):
             found[path] = fault
     faults = list(found.values())
-    if os.path.isdir(paths["events_path"]):
-        faults.append(f"`events_path` is {str(paths['events_path'])!r}, which is a directory. Name a file.")
+    if os.path.isdir(config.events_path):
+        faults.append(f"`events_path` is {str(config.events_path)!r}, which is a directory. Name a file.")
     return faults
 
 

@@ -22,7 +22,7 @@ from ...reporters.events.goodput import account_of
 from ...reporters.uploads import Uploader
 from ..contract.exceptions import EventLogError, GenlightError, StartupContractError
 from ..contract.types import JobLifecycleClient
-from ..job.config import ARTIFACT_FOLDERS, UNKNOWN_RUN_ID, RunConfig, read_run_config
+from ..job.config import UNKNOWN_RUN_ID, RunConfig, read_run_config
 from ..job.sources import JOB_VARIABLE, is_true
 from ..plumbing.failures import EXIT_FAILED, EXIT_STARTUP
 from ..plumbing.log_redaction import redacted_logs
@@ -217,11 +217,9 @@ def log_of_failed_start(config: RunConfig, is_from_file: bool) -> Path | None:
         config: What can be told of the run.
         is_from_file: Whether the caller named a job file, beside which artifacts go by default.
     """
-    paths = {name: getattr(config, name) for name in (*ARTIFACT_FOLDERS, "events_path")}
     is_given = any(config.source_of(name) != "default" for name in ("artifacts_dir", "metrics_dir", "events_path"))
     is_known = is_given or bool(config.run_id) or not is_from_file  # beside a file the folder has the run's name
-    is_safe = config.shared_artifacts or not untrusted_dirs(paths)
-    return config.events_path if is_known and is_safe else None
+    return config.events_path if is_known and not untrusted_dirs(config) else None
 
 
 def _open_connections(config: RunConfig, options: RunOptions, session: Session) -> None:

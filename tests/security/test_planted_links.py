@@ -434,7 +434,7 @@ def test_a_cancel_file_that_is_a_pipe_or_a_device_counts_as_set_at_once(irregula
     assert cancel_file_is_set(irregular)
 
 
-def test_folders_that_cannot_be_looked_at_are_left_to_whoever_uses_them(tmp_path):
+def test_folders_that_cannot_be_looked_at_are_left_to_whoever_uses_them(config_of, tmp_path):
     (tmp_path / "file").write_text("")
-    paths = {"artifacts_dir": tmp_path / "file" / "a", "events_path": tmp_path / "b" / "e"}
-    assert untrusted_dirs(paths) == []
+    environ = {"TRAINER_ARTIFACTS_DIR": str(tmp_path / "file" / "a"), "TRAINER_EVENTS_PATH": str(tmp_path / "b" / "e")}
+    assert untrusted_dirs(config_of(environ=environ)) == []

@@ -68,8 +68,7 @@ def test_a_name_that_no_file_system_takes_is_refused(config_of, tmp_path):
     config = config_of(f"artifacts_dir={tmp_path / ('x' * 300)}")
     with pytest.raises(StartupContractError, match="File name too long"):
         prepare_artifact_dirs(config)
-    paths = {name: getattr(config, name) for name in ("artifacts_dir", "checkpoints_dir", "events_path")}
-    assert len(artifact_dir_faults(paths, create=False)) == 1
+    assert len(artifact_dir_faults(config, create=False)) == 1
 
 
 def test_an_events_path_that_is_a_directory_is_refused(config_of, tmp_path):
@@ -86,8 +85,7 @@ def test_a_file_system_that_cannot_be_written_is_refused_also_for_root(config_of
 
 
 def test_a_look_without_making_anything_probes_the_nearest_folder(config_of, tmp_path):
-    paths = {name: getattr(config_of(), name) for name in ("artifacts_dir", "checkpoints_dir", "events_path")}
-    assert artifact_dir_faults(paths, create=False) == []
+    assert artifact_dir_faults(config_of(), create=False) == []
     assert not (tmp_path / "out").exists()
     (tmp_path / "out").write_text("")
-    assert len(artifact_dir_faults(paths, create=False)) == 1
+    assert len(artifact_dir_faults(config_of(), create=False)) == 1

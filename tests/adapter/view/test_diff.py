@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 
+import pytest
+
 from genlight.adapter.cli import main
 from genlight.adapter.view.differences import differences, facts_of_run
 from genlight.adapter.view.history import Budget, history_of
@@ -83,5 +85,6 @@ def test_a_page_has_the_same_differences(runs):
 
 
 def test_what_is_no_run_is_named(tmp_path, capsys):
-    assert main(["diff", str(tmp_path), str(tmp_path / "absent")]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["diff", str(tmp_path), str(tmp_path / "absent")])
     assert f"{tmp_path} is no run's folder; `genlight ls` lists" in capsys.readouterr().err

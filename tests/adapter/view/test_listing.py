@@ -147,8 +147,9 @@ def test_links_and_deep_folders_are_left_out(runs, tmp_path):
 
 
 def test_what_is_no_run_is_refused_by_name(tmp_path, capsys):
-    assert main(["ls", str(tmp_path / "absent")]) == 2
-    assert main(["stop", str(tmp_path)]) == 2
+    for words in (["ls", str(tmp_path / "absent")], ["stop", str(tmp_path)]):
+        with pytest.raises(SystemExit, match="2"):
+            main(words)
     said = capsys.readouterr().err
     assert "does not exist" in said
     assert "is no run's folder" in said
