@@ -15,8 +15,7 @@ from ..adapter.plumbing.text import nearest
 from .health.recover import Recover
 from .hook.cadence import NEVER, crossed, next_multiple
 from .hook.events import callbacks_of
-from .hook.hook import Hook
-from .hook.listeners import skippable
+from .hook.hook import Hook, skippable
 
 __all__ = ["EarlyStopping"]
 

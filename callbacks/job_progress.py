@@ -19,8 +19,7 @@ from ..reporters.events.event_logger import last_step
 from .checkpoint.format.record import CheckpointRecord
 from .hook.cadence import Pace
 from .hook.events import callbacks_of
-from .hook.hook import Hook
-from .hook.listeners import skippable
+from .hook.hook import Hook, skippable
 from .upload_artifacts import UploadArtifacts
 
 __all__ = ["JobProgress"]

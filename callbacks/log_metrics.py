@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,10 +14,8 @@ from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
 from .hook.cadence import StepCadence, suppressed, wait_for_multiple
-from .hook.events import Figures, publish_metrics, run_state_of
-from .hook.figures import FIGURES_FIELD, log_to_loggers
-from .hook.hook import Hook
-from .hook.listeners import skippable
+from .hook.events import FIGURES_FIELD, publish_metrics, run_state_of
+from .hook.hook import Hook, skippable
 from .telemetry.goodput import data_wait_s
 
 __all__ = ["LogMetrics", "rollout_means"]
@@ -34,16 +31,6 @@ EVALUATED_STEP = "trainer/evaluated_step"
 """Metric: which step scores belong to that come later."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Unsent:
-    """Figures on their way into a record."""
-
-    figures: Figures
-    step: int
-    is_due: bool
-    """Whether they do not wait for the cadence."""
-
-
 class LogMetrics(Hook):
     """Sends one record of metrics to every logger of the trainer at a cadence of steps.
 
@@ -51,8 +38,7 @@ class LogMetrics(Hook):
     those that are several numbers), the share of time spent waiting for data, the scores of an evaluation, and the
     figures of other hooks: ``time/…`` of `Goodput`, ``system/…`` of `SystemMonitor`, ``perf/…`` of `Heartbeat`,
     ``diagnosis/…`` of `Diagnosis`. Scores and figures that come at another step are sent at
-    that step, except those of `Goodput` and `SystemMonitor`, which wait for the next record. When a score belongs to an
-    earlier step, ``trainer/evaluated_step`` is that step.
+    that step. When a score belongs to an earlier step, ``trainer/evaluated_step`` is that step.
 
     Metrics and scores, but not figures, also go to ``callback_metrics`` and the progress bar. Fires ``on_metrics``.
 
@@ -74,7 +60,7 @@ class LogMetrics(Hook):
     def __init__(self, every_n_steps: int = 10) -> None:
         self.every_n_steps = every_n_steps
         self._unsent_scores: Mapping[str, float] | None = None
-        self._unsent_figures: list[_Unsent] = []
+        self._unsent_figures: Mapping[str, float] = {}
         self._waited: tuple[float, float] | None = None
         self._sent_rollout: Mapping[str, Any] | None = None
 
@@ -87,7 +73,7 @@ class LogMetrics(Hook):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._unsent_scores, self._unsent_figures = None, []
+        self._unsent_scores, self._unsent_figures = None, {}
         self._sent_rollout = run_state_of(trainer).rollout_stats
         waited_s = data_wait_s(trainer)
         self._waited = None if waited_s is None else (waited_s, time.monotonic())
@@ -101,8 +87,8 @@ class LogMetrics(Hook):
         every = wait_for_multiple(self, step)
         metrics: dict[str, float] = {}
         # A step is one; so its boundary is crossed where it is a multiple.
-        is_cadence = every > 0 and step % every == 0 and not suppressed(pl_module)
-        if is_cadence and getattr(pl_module, "step_result", None) is not None:
+        is_due = every > 0 and step % every == 0 and not suppressed(pl_module)
+        if is_due and getattr(pl_module, "step_result", None) is not None:
             metrics = pl_module.metrics()  # type: ignore[operator]
             publish_metrics(trainer, metrics, step)
             rollout = run_state_of(trainer).rollout_stats
@@ -114,7 +100,7 @@ class LogMetrics(Hook):
         if self._unsent_scores is not None:
             metrics = {**metrics, **self._unsent_scores}
             self._unsent_scores = None
-        figures = self._take_figures(trainer, step, is_cadence=is_cadence) if self._unsent_figures else {}
+        figures, self._unsent_figures = self._unsent_figures, {}
         if metrics or figures:
             _send(trainer, pl_module, metrics, figures, step)
 
@@ -136,28 +122,10 @@ class LogMetrics(Hook):
             self._unsent_scores = {**(self._unsent_scores or {}), **scores, **about}
             self.next_due_step = 0
 
-    @override
-    def on_figures(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, figures: Figures, step: int, waits: bool
-    ) -> None:
-        others = [unsent for unsent in self._unsent_figures if unsent.figures != figures]
-        has_waited = len(others) < len(self._unsent_figures)
-        is_due = not waits or has_waited or not self.every_n_steps
-        self._unsent_figures = [*others, _Unsent(figures, step, is_due)]
-        if is_due:
-            self.next_due_step = 0
-
-    def _take_figures(self, trainer: pl.Trainer, step: int, *, is_cadence: bool) -> dict[str, float]:
-        """The figures for the record of `step`; those of an earlier one are sent by themselves."""
-        taken = [unsent for unsent in self._unsent_figures if unsent.is_due or is_cadence]
-        self._unsent_figures = [unsent for unsent in self._unsent_figures if unsent not in taken]
-        record: dict[str, float] = {}
-        for unsent in taken:
-            if unsent.is_due and unsent.step < step:  # of a hook that runs after this one
-                log_to_loggers(trainer, unsent.figures(), unsent.step)
-            else:
-                record.update(unsent.figures())
-        return record
+    def on_figures(self, trainer: pl.Trainer, pl_module: pl.LightningModule, figures: Mapping[str, float]) -> None:
+        """Take `figures` of another hook into the record of this step."""
+        self._unsent_figures = {**self._unsent_figures, **figures}
+        self.next_due_step = 0
 
     def _wait_fraction(self, trainer: pl.Trainer) -> float:
         """The share of the time since the last cadence in which the step waited for data."""

@@ -18,7 +18,7 @@ from .checkpoint.format.record import read_record
 from .checkpoint.policy import Checkpoint
 from .hook.cadence import NEVER
 from .hook.events import callbacks_of, entry_of, is_own_loop, model_of, run_state_of, step_metrics
-from .hook.listeners import skippable
+from .hook.hook import skippable
 from .hook.stand_in import StandIn
 from .log_metrics import rollout_means
 

@@ -26,8 +26,7 @@ from ..adapter.plumbing.durable import (
 from ..adapter.plumbing.text import is_utf8
 from .hook.cadence import Boundaries, StepCadence, suppressed
 from .hook.events import fire, run_state_of, timed
-from .hook.hook import Hook
-from .hook.listeners import skippable
+from .hook.hook import Hook, skippable
 
 __all__ = ["WriteSamples"]
 

@@ -19,7 +19,7 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from ...callbacks.finite import are_finite
-from ...callbacks.health.faults import UpdateFigures, as_maxima, from_maxima
+from ...callbacks.health.faults import UpdateFigures, as_maximum, from_maximum
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 from .step_part import BackwardCall, StepPart
@@ -140,11 +140,11 @@ class UpdateGuard(StepPart):
         is_finite = are_finite(gradients)
         norm = _norm(gradients) if is_finite and self._judge.judges_norms else None
         loss = self._loss() if self._judge.judges_losses else None
-        figures = as_maxima(norm if is_finite else math.nan) + as_maxima(loss)
+        figures = [as_maximum(norm if is_finite else math.nan), as_maximum(loss)]
         is_shared = id(optimizer) in self._shared
         if is_shared and (self._judge.judges_losses or any(map(self._is_of_this_rank, parameters))):
             figures = self._largest(figures, parameters[0])
-        may_update = self._judge.may_update(UpdateFigures(from_maxima(figures[2:]), from_maxima(figures[:2])))
+        may_update = self._judge.may_update(UpdateFigures(from_maximum(figures[1]), from_maximum(figures[0])))
         self._has_left_out = self._has_left_out or not may_update
         return may_update
 

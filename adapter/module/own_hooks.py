@@ -10,8 +10,7 @@ from typing_extensions import override
 
 from ...callbacks.hook.cadence import NEVER
 from ...callbacks.hook.events import callbacks_of
-from ...callbacks.hook.hook import order_callbacks
-from ...callbacks.hook.listeners import skippable
+from ...callbacks.hook.hook import order_callbacks, skippable
 from ...callbacks.trainer_hooks import TrainerHookAdapter, trainer_state_of
 from ..contract.exceptions import ContractError
 from ..contract.types import StepContext

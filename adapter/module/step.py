@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from ...callbacks.hook.events import fire, run_state_of
-from ...callbacks.hook.listeners import listeners, skipping_hook
+from ...callbacks.hook.hook import listeners, skipping_hook
 from ...callbacks.lightning_internals import (
     DataFetcher,
     ProcessedTracker,

@@ -26,8 +26,7 @@ from ...adapter.contract.run_state import RunState
 from ...adapter.plumbing.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, StepCadence, crossed, steps_within, suppressed
 from ..hook.events import fire, run_state_of
-from ..hook.hook import Hook, ending_the_run
-from ..hook.listeners import skippable
+from ..hook.hook import Hook, ending_the_run, skippable
 from ..hook.module_hook import awaits_module_hook
 from ..hook.run_context import RunContext
 from ..lightning_internals import checkpoint_connector

@@ -11,8 +11,7 @@ from typing_extensions import override
 
 from ..hook.cadence import NEVER, crossed, next_multiple
 from ..hook.events import callbacks_of
-from ..hook.hook import Hook, order_callbacks
-from ..hook.listeners import skippable
+from ..hook.hook import Hook, order_callbacks, skippable
 from ..hook.stand_in import StandIn
 from .named import CheckpointCallback, LoggingCallback
 from .six_hooks import HOOKS, Callback

@@ -21,8 +21,7 @@ from ..checkpoint.policy import Checkpoint
 from ..early_stopping import EarlyStopping
 from ..health.diagnosis import Diagnosis
 from ..hook.cadence import crossed
-from ..hook.events import callbacks_of, run_state_of
-from ..hook.figures import log_to_loggers
+from ..hook.events import callbacks_of, log_to_loggers, run_state_of
 from ..job_progress import JobProgress
 from ..telemetry.heartbeat import Heartbeat
 from .six_hooks import Callback

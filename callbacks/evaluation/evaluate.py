@@ -17,8 +17,7 @@ from ...adapter.plumbing.devices import isolated_random_numbers
 from ...adapter.plumbing.redaction import text_of
 from ..hook.cadence import Boundaries, StepCadence
 from ..hook.events import publish_scores, timed
-from ..hook.hook import Hook
-from ..hook.listeners import skippable
+from ..hook.hook import Hook, skippable
 
 __all__ = ["Evaluate", "as_scores", "modes_after_failure", "scores_of"]
 

@@ -28,8 +28,7 @@ from ..checkpoint.format.record import CheckpointRecord
 from ..checkpoint.policy import Checkpoint
 from ..hook.cadence import NEVER, StepCadence, crossed
 from ..hook.events import callbacks_of, publish_scores
-from ..hook.hook import Hook
-from ..hook.listeners import skippable
+from ..hook.hook import Hook, skippable
 from ..stop.stop_requests import StopRequests
 
 __all__ = ["EvaluateCommand"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import fields
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -15,8 +16,7 @@ from ...adapter.contract.exceptions import ReplicaDriftError
 from ...adapter.plumbing.devices import host_group
 from ...adapter.plumbing.redaction import text_of
 from ..hook.cadence import StepCadence, crossed, next_multiple
-from ..hook.events import fire
-from ..hook.figures import FIGURES_FIELD, publish_figures
+from ..hook.events import FIGURES_FIELD, fire, publish_figures
 from ..hook.hook import Hook
 from ..telemetry.run_events import RunEvents
 from .faults import LOSSES_KEPT, Fault, FaultLog, History, Limits, Reading
@@ -96,16 +96,8 @@ class Diagnosis(Hook):
         scenario: str = "trainer",
         path: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.limits = Limits(
-            gradient_min_norm=gradient_min_norm,
-            gradient_max_norm=gradient_max_norm,
-            latent_std_min=latent_std_min,
-            update_ratio_min=update_ratio_min,
-            update_ratio_max=update_ratio_max,
-            spike_deviations=spike_deviations,
-            dead_checks=dead_checks,
-            straggler_factor=straggler_factor,
-        )
+        given = locals()
+        self.limits = Limits(**{limit.name: given[limit.name] for limit in fields(Limits)})
         wrong = self.limits.faults()
         wrong += [] if cool_down_checks >= 1 else [f"`cool_down_checks` {cool_down_checks} (expected at least 1)"]
         wrong += [] if check_interval >= 0 else [f"`check_interval` {check_interval} (expected a number >= 0)"]
@@ -225,7 +217,7 @@ class Diagnosis(Hook):
         began_at = self._began_at.pop(fault.kind, self._train_began_at)
         if not fault.is_over:
             self._began_at[fault.kind] = now
-        publish_figures(trainer, lambda: {f"diagnosis/{fault.kind}": 0.0 if fault.is_over else 1.0})
+        publish_figures(trainer, {f"diagnosis/{fault.kind}": 0.0 if fault.is_over else 1.0})
         if fault.is_over:
             log.info("%s is over at step %d; it began at step %d", fault.kind, trainer.global_step, fault.step)
         else:

@@ -20,8 +20,8 @@ __all__ = [
     "Reading",
     "Rung",
     "UpdateFigures",
-    "as_maxima",
-    "from_maxima",
+    "as_maximum",
+    "from_maximum",
 ]
 
 FaultKind = Literal["nonfinite", "loss_spike", "exploding_gradients"]
@@ -174,16 +174,14 @@ class UpdateFigures:
     """L2 norm of all gradients, ``nan`` where one is not finite; None where nobody asks."""
 
 
-def as_maxima(value: float | None) -> list[float]:
-    """A number as two of which the largest of all ranks can be taken: the number, and whether it is not finite."""
-    is_bad = value is not None and not math.isfinite(value)
-    return [-math.inf if value is None or is_bad else value, float(is_bad)]
+def as_maximum(value: float | None) -> float:
+    """A number of which the largest of all ranks can be taken: infinite where `value` is not finite, or is None."""
+    return -math.inf if value is None else value if math.isfinite(value) else math.inf
 
 
-def from_maxima(largest: Sequence[float]) -> float | None:
+def from_maximum(largest: float) -> float | None:
     """The largest number of all ranks; ``nan`` where one is not finite, None where there is none."""
-    number, is_bad = largest
-    return math.nan if is_bad else None if number == -math.inf else number
+    return None if largest == -math.inf else math.nan if largest == math.inf else largest
 
 
 class FaultLog:

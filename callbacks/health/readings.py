@@ -102,9 +102,7 @@ class Probe:
         """Fingerprints of the last two."""
         self._began: _Moment | None = None
         self._spans: list[tuple[_Moment, _Moment]] = []
-        self._forward: list[tuple[str, torch.Tensor]] = []
-        self._backward: list[tuple[str, torch.Tensor]] = []
-        self._steps: list[_TracedStep] = []
+        self._seen: list[_Seen] = []
         self._forget_update(reads_next=False)
         if traces:
             self._trace_modules()
@@ -152,12 +150,6 @@ class Probe:
             self._losses.append((step, float(loss)))
         if self._is_attached:
             self._batches = [*self._batches[-1:], fingerprint(batch)]
-        if self._forward:
-            self._steps.append(_TracedStep(step, self._on_device(self._forward), self._on_device(self._backward)))
-        self._forward, self._backward = [], []
-
-    def _on_device(self, seen: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        return [(name, value.to(self._device, non_blocking=True)) for name, value in seen]
 
     def read(self, step: int, outputs: Any) -> Reading:
         """What this rank has seen since the last call, the step with these `outputs` the last; waits for the device.
@@ -172,7 +164,7 @@ class Probe:
         finally:
             self._losses.clear()
             self._failures.clear()
-            self._steps.clear()
+            self._seen.clear()
             self.detach()
             if self._traces:
                 self._trace_modules()
@@ -190,14 +182,13 @@ class Probe:
             weights=self._weights,
             losses=_stacked([loss for _, loss in self._losses if isinstance(loss, torch.Tensor)]),
             latent=[] if latent is None else [torch.as_tensor(latent[1]).reshape(-1)[:1]],
-            forward=[values for seen in self._steps for values in _stacked([value for _, value in seen.forward])],
-            backward=[values for seen in self._steps for values in _stacked([value for _, value in seen.backward])],
+            seen=_stacked([each.largest.to(self._device, non_blocking=True) for each in self._seen]),
             prints=[each for each in prints if each is not None],
         )
         weights, updated = math.hypot(*read["weights"]), math.hypot(*read["updated"])
         measured = iter(read["losses"])
         losses = [(at, next(measured) if isinstance(loss, torch.Tensor) else loss) for at, loss in self._losses]
-        forward, backward, origin_step = _origin(self._steps, iter(read["forward"]), iter(read["backward"]))
+        forward, backward, origin_step = _origin(self._seen, read["seen"])
         is_known = len(prints) == 2 and None not in prints
         spans = [_between(*span) for span in self._spans]
         return Reading(
@@ -286,43 +277,38 @@ class Probe:
         if not torch.is_grad_enabled():  # an evaluation, or the first pass of a checkpointed one
             return
         for tensor in _floating(output):
-            self._forward.append((name, _largest(tensor)))
+            self._see(name, tensor, is_gradient=False)
             if tensor.requires_grad:
                 tensor.register_hook(functools.partial(self._note_gradient, name))  # type: ignore[no-untyped-call]
 
     @_within_step
     def _note_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        self._backward.append((name, _largest(gradient)))
+        self._see(name, gradient, is_gradient=True)
+
+    def _see(self, name: str, tensor: torch.Tensor, *, is_gradient: bool) -> None:
+        self._seen.append(_Seen(self._trainer.global_step + 1, name, is_gradient, _largest(tensor)))
 
 
 @dataclass(frozen=True)
-class _TracedStep:
-    """The largest magnitudes of outputs and of gradients of a step, each with its module, in their order."""
+class _Seen:
+    """The largest magnitude of an output of a module, or of the gradient that came back to it."""
 
     step: int
-    forward: list[tuple[str, torch.Tensor]]
-    backward: list[tuple[str, torch.Tensor]]
+    name: str
+    is_gradient: bool
+    largest: torch.Tensor
 
 
-def _origin(
-    steps: Sequence[_TracedStep], forward: Iterator[float], backward: Iterator[float]
-) -> tuple[str | None, str | None, int | None]:
-    """The first module whose output, or else whose backward, was not finite, and its step.
-
-    Args:
-        steps: What was traced.
-        forward: The values of its outputs, one step after the other.
-        backward: Those of its gradients.
-    """
-    for traced in steps:
-        bad_outputs = [not math.isfinite(next(forward)) for _ in traced.forward]
-        bad_gradients = [not math.isfinite(next(backward)) for _ in traced.backward]
-        if True in bad_outputs:
-            return traced.forward[bad_outputs.index(True)][0], None, traced.step
-        if True in bad_gradients:
-            names = ["the loss", *(name for name, _ in traced.backward)]
-            return None, names[bad_gradients.index(True)], traced.step
-    return None, None, None
+def _origin(seen: Sequence[_Seen], values: Sequence[float]) -> tuple[str | None, str | None, int | None]:
+    """The first module whose output was not finite, or whose backward was the first to be so, and its step."""
+    index = next((index for index, value in enumerate(values) if not math.isfinite(value)), None)
+    if index is None:
+        return None, None, None
+    found = seen[index]
+    if not found.is_gradient:
+        return found.name, None, found.step
+    before = seen[index - 1]  # there is one: a gradient comes back to an output
+    return None, before.name if before.is_gradient else "the loss", found.step
 
 
 def scaled_by(trainer: pl.Trainer, module: Any) -> str:

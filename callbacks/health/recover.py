@@ -21,8 +21,7 @@ from ...reporters.events.event import ROLLED_BACK_METRIC
 from ..checkpoint.policy import Checkpoint
 from ..checkpoint.writing import require_shared_directory
 from ..hook.cadence import rewind
-from ..hook.events import callbacks_of, fire, run_state_of
-from ..hook.figures import FIGURES_FIELD, log_to_loggers, publish_figures
+from ..hook.events import FIGURES_FIELD, callbacks_of, fire, log_to_loggers, publish_figures, run_state_of
 from ..hook.hook import Hook, ending_the_run
 from ..telemetry.run_events import RunEvents, run_id_of
 from .faults import (
@@ -33,8 +32,8 @@ from .faults import (
     Limits,
     Rung,
     UpdateFigures,
-    as_maxima,
-    from_maxima,
+    as_maximum,
+    from_maximum,
 )
 from .readings import scaled_by
 from .roll_back import Target, abandon_later, last_good_checkpoint, position_of_data, restore
@@ -151,7 +150,7 @@ class Recover(Hook):
     checkpoint: a resumed run continues on the same rung and gives the same weights as an uninterrupted one.
 
     It works with a trainer class in a `ContractModule`. Costs: the device is synchronized at each update, buffers are
-    copied in each step, and several ranks reduce two numbers in each step. With 16-mixed, an overflow handled by the
+    copied in each step, and several ranks reduce a number in each step. With 16-mixed, an overflow handled by the
     scaler is not a fault; a loss that is not finite is.
 
     Args:
@@ -359,21 +358,21 @@ class Recover(Hook):
 
     def _raise_rate(self, trainer: pl.Trainer) -> None:
         self.rate_factor, self._lowered_until = 1.0, 0
-        publish_figures(trainer, lambda: {"recover/lr_factor": 1.0})
+        publish_figures(trainer, {"recover/lr_factor": 1.0})
         self._write(trainer, success=True, error="", figures={"state": "rate_restored", "lr_factor": 1.0})
 
     def _report(self, trainer: pl.Trainer, attempt: Attempt, figures: Mapping[str, Any]) -> None:
         metrics = {"recover/attempt": float(attempt.number), f"recover/{attempt.rung}": self.ladder.taken[attempt.rung]}
         if attempt.rung == "lower_lr":
             metrics["recover/lr_factor"] = self.rate_factor
-        publish_figures(trainer, lambda: metrics)
+        publish_figures(trainer, metrics)
         if trainer.is_global_zero:
             log.warning("step %d: %s. %s", attempt.step, attempt.fault, _what_is_done(attempt, figures))
         facts = {"state": "rung", "rung": attempt.rung, "attempt": attempt.number, **figures}
         self._write(trainer, success=False, error=attempt.fault, figures=facts)
 
     def _report_recovered(self, trainer: pl.Trainer, over: Sequence[Attempt]) -> None:
-        publish_figures(trainer, lambda: {"recover/attempt": 0.0})
+        publish_figures(trainer, {"recover/attempt": 0.0})
         if trainer.is_global_zero:
             log.info("recovered at step %d, after: %s", trainer.global_step, _tried(over))
         figures = {"state": "recovered", "attempts": len(over), "began_at_step": over[0].step}
@@ -393,8 +392,8 @@ class Recover(Hook):
 
 def _of_all_ranks(trainer: pl.Trainer, loss: float | None) -> float | None:
     """The largest loss of all ranks, ``nan`` where one is not finite; the same on all."""
-    figures = torch.tensor(as_maxima(loss), dtype=torch.float64, device=trainer.strategy.root_device)
-    return from_maxima(trainer.strategy.reduce(figures, reduce_op="max").tolist())
+    largest = torch.tensor(as_maximum(loss), dtype=torch.float64, device=trainer.strategy.root_device)
+    return from_maximum(trainer.strategy.reduce(largest, reduce_op="max").item())
 
 
 def _what_is_done(attempt: Attempt, figures: Mapping[str, Any]) -> str:

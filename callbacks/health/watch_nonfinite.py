@@ -14,9 +14,8 @@ from typing_extensions import override
 from ...adapter.contract.exceptions import ContractError, NonfiniteError
 from ..finite import are_finite
 from ..hook.cadence import Boundaries, StepCadence
-from ..hook.figures import log_to_loggers
-from ..hook.hook import Hook, ending_the_run
-from ..hook.listeners import skippable
+from ..hook.events import log_to_loggers
+from ..hook.hook import Hook, ending_the_run, skippable
 from .faults import UpdateFigures
 from .readings import scaled_by
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,12 +12,14 @@ import lightning.pytorch as pl
 from ...adapter.contract.run_state import RunState
 
 __all__ = [
-    "Figures",
+    "FIGURES_FIELD",
     "callbacks_of",
     "entry_of",
     "fire",
     "is_own_loop",
+    "log_to_loggers",
     "model_of",
+    "publish_figures",
     "publish_metrics",
     "publish_scores",
     "run_state_of",
@@ -25,8 +27,8 @@ __all__ = [
     "timed",
 ]
 
-Figures = Callable[[], Mapping[str, float]]
-"""Gives figures by the names of their metrics; called when they are sent."""
+FIGURES_FIELD = "figures"
+"""For the ``writes`` of a hook that publishes figures, so that `LogMetrics` runs after it in the same step."""
 
 _RUN_STATE_ATTRIBUTE = "_genlight_run_state"
 
@@ -99,6 +101,20 @@ def publish_scores(trainer: pl.Trainer, scores: dict[str, float], step: int) -> 
     """
     run_state_of(trainer).eval_scores = scores
     fire(trainer, "on_scores", scores, step)
+
+
+def publish_figures(trainer: pl.Trainer, figures: Mapping[str, float]) -> None:
+    """Have `figures` sent to every logger of the trainer, in one record with the other metrics of the step."""
+    if any(hasattr(callback, "on_figures") for callback in callbacks_of(trainer)):
+        fire(trainer, "on_figures", figures)
+    elif trainer.is_global_zero:
+        log_to_loggers(trainer, figures, trainer.global_step)
+
+
+def log_to_loggers(trainer: pl.Trainer, metrics: Mapping[str, float], step: int) -> None:
+    """Send metrics of `step` to every logger of the trainer, in a record of their own."""
+    for logger in trainer.loggers if metrics else ():
+        logger.log_metrics(metrics=dict(metrics), step=step)
 
 
 @contextlib.contextmanager

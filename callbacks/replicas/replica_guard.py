@@ -17,8 +17,7 @@ from ...adapter.contract.exceptions import ReplicaDriftError
 from ...adapter.plumbing.devices import LateCopy, host_group
 from ..checkpoint.codec.named_types import wrapped_tensors
 from ..hook.cadence import Boundaries, StepCadence
-from ..hook.hook import Hook
-from ..hook.listeners import skippable
+from ..hook.hook import Hook, skippable
 from ..optimizer_state import named_values, settings_and_counters
 from .digest import digest, digest_of_all
 

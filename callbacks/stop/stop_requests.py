@@ -20,8 +20,7 @@ from ...adapter.plumbing.devices import host_group
 from ..checkpoint.policy import Checkpoint
 from ..hook.cadence import Pace, steps_within
 from ..hook.events import callbacks_of, run_state_of
-from ..hook.hook import Hook
-from ..hook.listeners import skippable
+from ..hook.hook import Hook, skippable
 from ..hook.run_context import RunContext
 from ..lightning_internals import attached_trainer, signal_connector
 from .data_workers import protect_workers, release_workers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from typing import Any
 
@@ -10,10 +9,8 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from ...reporters.events.goodput import METRIC_PREFIX
-from ..hook.events import Figures
-from ..hook.figures import FIGURES_FIELD, publish_figures
-from ..hook.hook import Hook
-from ..hook.listeners import skippable
+from ..hook.events import FIGURES_FIELD, publish_figures
+from ..hook.hook import Hook, skippable
 from ..stop.sources import process_age_s
 
 __all__ = ["Goodput", "data_wait_s"]
@@ -30,8 +27,7 @@ class Goodput(Hook):
     up, ``time/lost`` what a roll-back has undone, and ``time/steps`` the rest. What a run of several attempts has lost
     to kills and waits shows in its event log: ``genlight events RUN --goodput`` adds it up.
 
-    They come in the record of the next metrics that `LogMetrics` sends. Time is taken where something happens and not
-    in each step, so that a step costs nothing.
+    Time is taken where something happens and not in each step, so that a step costs nothing.
 
     Args:
         every_s: Seconds until the first report and between two; with the first step that ends later. After one, the
@@ -44,9 +40,8 @@ class Goodput(Hook):
     optional_reads = ("eval_scores",)  # reported after what evaluation holds training up by
     writes = (FIGURES_FIELD,)
     _of_this_process = frozenset(
-        {"_began_at", "_start_up_s", "_spent", "_waited_s", "_next_at", "_held_since", "_has_reported", "_figures"}
+        {"_began_at", "_start_up_s", "_spent", "_waited_s", "_next_at", "_held_since", "_has_reported"}
     )
-    _figures: Figures
 
     def __init__(self, every_s: float = 10.0) -> None:
         if not every_s > 0:  # nan is not
@@ -63,7 +58,6 @@ class Goodput(Hook):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._began_at = time.monotonic()
         self._next_at = self._began_at + self.every_s
-        self._figures = functools.partial(self.seconds, trainer)
         self._has_reported = False
         self._start_up_s = process_age_s()
         self._waited_s = data_wait_s(trainer)
@@ -80,7 +74,7 @@ class Goodput(Hook):
         if now >= self._next_at or (is_last and self._has_reported):
             self._has_reported = True
             self._next_at = now + self.every_s
-            publish_figures(trainer, self._figures, waits=not is_last)
+            publish_figures(trainer, self.seconds(trainer))
         self.next_due_step = step + LOOK_EVERY_STEPS
         if trainer.max_steps > step:
             self.next_due_step = min(self.next_due_step, trainer.max_steps)

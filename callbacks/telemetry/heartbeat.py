@@ -17,9 +17,8 @@ from typing_extensions import override
 
 from ...adapter.plumbing.devices import memory_of
 from ..hook.cadence import NEVER, StepCadence, crossed
-from ..hook.figures import FIGURES_FIELD, publish_figures
-from ..hook.hook import Hook
-from ..hook.listeners import skippable
+from ..hook.events import FIGURES_FIELD, publish_figures
+from ..hook.hook import Hook, skippable
 from .flops import StepFlops, number_type, peak_flops
 from .run_events import RunEvents
 
@@ -194,7 +193,7 @@ class Heartbeat(Hook):
             artifacts=figures,
         )
         sent = {f"perf/{name}": value for name, value in figures.items() if value is not None}
-        publish_figures(trainer, lambda: sent)
+        publish_figures(trainer, sent)
 
     def _watts(self, device: torch.device) -> float | None:
         """The mean over NVML's last second at most; None where nothing says it, which is not asked again."""

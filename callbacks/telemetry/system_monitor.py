@@ -16,9 +16,8 @@ from typing_extensions import override
 
 from ...adapter.plumbing.threads import started
 from ..hook.cadence import NEVER
-from ..hook.figures import FIGURES_FIELD, publish_figures
-from ..hook.hook import Hook
-from ..hook.listeners import skippable
+from ..hook.events import FIGURES_FIELD, publish_figures
+from ..hook.hook import Hook, skippable
 
 __all__ = ["SystemMonitor"]
 
@@ -26,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class SystemMonitor(Hook):
-    """Sends the load of rank zero's machine to every logger as ``system/…``, in the record of the next metrics.
+    """Sends the load of rank zero's machine to every logger as ``system/…``.
 
     A background thread samples; steps only publish its last reading.
 
@@ -79,11 +78,7 @@ class SystemMonitor(Hook):
             raise failure
         has_news, self._has_news = self._has_news, False
         if has_news:
-            publish_figures(trainer, self.newest, waits=True)
-
-    def newest(self) -> Mapping[str, float]:
-        """The last reading."""
-        return self._newest
+            publish_figures(trainer, self._newest)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

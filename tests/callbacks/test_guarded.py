@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
 from genlight.callbacks import Guarded, Hook, LogMetrics
-from genlight.callbacks.hook.listeners import listeners
+from genlight.callbacks.hook.hook import listeners
 
 
 class Fails(pl.Callback):

@@ -14,8 +14,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from genlight.adapter import ContractModule
 from genlight.adapter.contract.types import StepControlHints, StepResult, TrainingJobSpec
 from genlight.callbacks import Hook, LogMetrics
-from genlight.callbacks.hook.events import callbacks_of, publish_scores, run_state_of
-from genlight.callbacks.hook.figures import publish_figures
+from genlight.callbacks.hook.events import callbacks_of, publish_figures, publish_scores, run_state_of
 
 
 class Recorder(DummyLogger):
@@ -165,21 +164,17 @@ def test_a_number_that_torch_has_no_type_for_is_seen_by_monitors_all_the_same(fi
 
 
 class Measures(Hook):
-    """Publishes how often it was asked, after the given steps."""
+    """Publishes a figure after the given steps."""
 
     critical = True
+    writes = ("figures",)
 
-    def __init__(self, steps, *, waits, writes=("figures",)):
-        self.steps, self.waits, self.writes = steps, waits, writes
-        self.asked = 0
+    def __init__(self, steps):
+        self.steps = steps
 
     def on_train_batch_end(self, trainer, *_):
         if trainer.global_step in self.steps:
-            publish_figures(trainer, self.figures, waits=self.waits)
-
-    def figures(self):
-        self.asked += 1
-        return {"asked": float(self.asked)}
+            publish_figures(trainer, {"measured": float(trainer.global_step)})
 
 
 def rows(fit, plugin, callbacks, **settings):
@@ -202,52 +197,23 @@ def test_loss_rollout_scores_and_figures_of_a_step_are_one_record(quiet, countin
             if trainer.global_step == 4:
                 publish_scores(trainer, {"val": 0.25}, 4)
 
-    hooks = [LogMetrics(2), Measures({4}, waits=False), Scores()]  # in an order that would be wrong
+    hooks = [LogMetrics(2), Measures({4}), Scores()]  # in an order that would be wrong
     logger = Recorder()
     trainer = pl.Trainer(**{**quiet, "logger": logger}, callbacks=hooks, max_steps=4)
     trainer.fit(ContractModule(Acts(), TrainingJobSpec("r", 4)))
 
     assert [step for step, _ in logger.told] == [2, 4]
     record = logger.told[1][1]
-    assert {"train/loss": 0.25, "val": 0.25, "asked": 1.0}.items() <= record.items()
+    assert {"train/loss": 0.25, "val": 0.25, "measured": 4.0}.items() <= record.items()
     rollout = {"rollout/reward": 1.0, "rollout/length": 3.0}
     assert {name: value for name, value in record.items() if name.startswith("rollout/")} == rollout
-    assert "asked" not in trainer.callback_metrics
+    assert "measured" not in trainer.callback_metrics
 
 
-def test_figures_that_wait_come_with_the_next_metrics_and_are_measured_then(fit, counting_trainer):
-    measures = Measures({3}, waits=True)
-    _, told = rows(fit, counting_trainer(), [LogMetrics(5), measures], steps=10)
-    assert told == [(5, {"asked": 1.0}), (10, {})]
-
-
-def test_figures_that_are_published_again_wait_no_longer(fit, counting_trainer):
-    """So a cadence that is far away delays them by an interval at most."""
-    _, told = rows(fit, counting_trainer(), [LogMetrics(1000), Measures({3, 6, 9}, waits=True)], steps=10)
-    assert told == [(6, {"asked": 1.0})]
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_without_a_cadence_figures_come_at_their_step(fit, counting_trainer, waits):
-    _, told = rows(fit, counting_trainer(), [LogMetrics(0), Measures({3}, waits=waits)], steps=5)
-    assert told == [(3, {"asked": 1.0})]
-
-
-def test_figures_of_a_hook_that_runs_later_keep_their_step(fit, counting_trainer):
-    late = Measures({3}, waits=False, writes=())
-    late.reads = ("loss_stats",)
-    _, told = rows(fit, counting_trainer(), [LogMetrics(2), late], steps=5)
-    assert told == [(2, {}), (3, {"asked": 1.0}), (4, {})]
-
-
-def test_a_step_that_asked_to_be_skipped_sends_no_figures_either(fit, counting_trainer):
-    class Mine(counting_trainer):
-        def train_step(self, batch, state, ctx):
-            result = super().train_step(batch, state, ctx)
-            return SimpleNamespace(metrics=result.metrics, control=StepControlHints(skip_cadence_emit=batch == 1))
-
-    _, told = rows(fit, Mine(), [LogMetrics(2), Measures({2}, waits=True)], steps=4)
-    assert told == [(4, {"asked": 1.0})]
+@pytest.mark.parametrize("every", [0, 1000])
+def test_figures_come_at_their_step_also_between_two_cadences(fit, counting_trainer, every):
+    _, told = rows(fit, counting_trainer(), [LogMetrics(every), Measures({3})], steps=5)
+    assert told == [(3, {"measured": 3.0})]
 
 
 def test_a_score_that_comes_later_says_which_step_it_is_about(fit, counting_trainer):

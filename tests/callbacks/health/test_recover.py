@@ -288,7 +288,7 @@ def test_the_time_of_undone_steps_is_told_as_lost(recover, tmp_path):
     slow = Fragile(lambda calls: time.sleep(0.05 if 11 <= calls <= 13 else 0))
     fit_fragile(tmp_path, recover(["roll_back"]), Batches({12}), trainer=slow, steps=14, every=10, callbacks=[Look()])
     assert len(lost) == 1
-    assert lost[0] >= 0.15
+    assert lost[0] >= 0.1  # three such steps, of which the first may end before the checkpoint is durable
 
 
 def test_another_fit_of_the_same_callback_begins_at_the_bottom(recover, tmp_path):

@@ -13,8 +13,7 @@ from hypothesis import given, settings, strategies as st
 from genlight.adapter.contract.exceptions import HookOrderError, TrainingCanceled
 from genlight.callbacks import Evaluate, LogMetrics
 from genlight.callbacks.hook.events import callbacks_of, fire, run_state_of
-from genlight.callbacks.hook.hook import HOOK_EVENTS, RUN_STATE_KEY, Hook, order_callbacks
-from genlight.callbacks.hook.listeners import listeners, skippable
+from genlight.callbacks.hook.hook import HOOK_EVENTS, RUN_STATE_KEY, Hook, listeners, order_callbacks, skippable
 
 LOG = "genlight.callbacks.hook.hook"
 

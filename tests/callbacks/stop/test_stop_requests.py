@@ -18,7 +18,7 @@ from genlight.adapter import ContractModule
 from genlight.adapter.contract.exceptions import TrainingCanceled
 from genlight.callbacks import Hook, StopRequests
 from genlight.callbacks.hook.events import run_state_of
-from genlight.callbacks.hook.listeners import skippable
+from genlight.callbacks.hook.hook import skippable
 from genlight.callbacks.stop.signals import REASON_OF_SIGNAL, StopSignals
 from genlight.callbacks.stop.sources import cancel_file_is_set, process_age_s
 from support.rank_processes import run_ranks
