@@ -146,7 +146,8 @@ class TrueUnitScaler(GradScaler):
         super().__init__(device, **kwargs)
         self._found: dict[int, Tensor] = {}
         """By the id of an optimizer, since its last update."""
-        self._overflows = 0
+        self.overflow_steps = 0
+        """Updates that were skipped because a gradient was not finite."""
         self._found_by_hand: Tensor | None = None
         """What `check_by_hand` found since the scale was adapted."""
 
@@ -164,11 +165,6 @@ class TrueUnitScaler(GradScaler):
         if scaler.is_enabled():
             mine.load_state_dict(scaler.state_dict())
         return mine
-
-    @property
-    def overflow_steps(self) -> int:
-        """Updates that were skipped because a gradient was not finite."""
-        return self._overflows
 
     def inverse_scale(self) -> Tensor:
         """What a scaled gradient is multiplied by; exact, because scales are powers of two."""
@@ -212,7 +208,7 @@ class TrueUnitScaler(GradScaler):
         self.update()
         self._found_by_hand = None
         has_overflowed = bool(found)
-        self._overflows += has_overflowed
+        self.overflow_steps += has_overflowed
         return not has_overflowed
 
     @override
@@ -222,7 +218,7 @@ class TrueUnitScaler(GradScaler):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._overflows = int(state_dict.get("overflow_steps", 0))
+        self.overflow_steps = int(state_dict.get("overflow_steps", 0))
 
 
 def _overflowed(grads: Sequence[Tensor]) -> Tensor | None:

@@ -21,9 +21,9 @@ from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
 from .ddp.averaging import Averaging
 from .ddp.buckets import wire_type
 from .ddp.buffers import BufferSync, broadcast_from_zero
-from .ddp.rank_check import check_same_on_all_ranks
 from .fsdp.step import fsdp_modules
 from .precision import cast_inputs, step_precision
+from .rank_check import check_same_on_all_ranks
 from .step import StepRouter, step_hooks
 from .update_guard import UpdateGuard
 

@@ -130,14 +130,9 @@ class StepRouter:
                 torch_hooks.wrap(optimizer, "zero_grad", functools.partial(self._zero_grad, hooks))
 
     @property
-    def scales(self) -> bool:
-        """Whether the loss is scaled, as in fp16."""
-        return self._precision.scaler is not None
-
-    @property
-    def overflow_steps(self) -> int:
-        """Updates skipped because gradients overflowed in fp16; reads from the device."""
-        return 0 if self._precision.scaler is None else self._precision.scaler.overflow_steps
+    def overflow_steps(self) -> int | None:
+        """Updates skipped because gradients overflowed in fp16; None where the loss is not scaled."""
+        return None if self._precision.scaler is None else self._precision.scaler.overflow_steps
 
     def open(self) -> None:
         """Have torch's entries replaced until `close`, rather than in each step."""
@@ -315,7 +310,7 @@ class StepRouter:
     def _loss_before_update(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         """Evaluate a closure before an update that may be left out; what it returned."""
         if not type(optimizer).__module__.startswith("torch.optim"):
-            instead = "use bf16-mixed or 32-true" if self.scales else "use on_nonfinite: stop"
+            instead = "use bf16-mixed or 32-true" if self._precision.scaler is not None else "use on_nonfinite: stop"
             raise ContractError(
                 f"{self._skipper} cannot host {type(optimizer).__name__}.step(closure): an optimizer of your own may "
                 "evaluate the closure at other weights, where an overflow could not be skipped. Call backward and its "

@@ -62,8 +62,8 @@ __all__ = [
 _WITHOUT_GRAPHS = tuple(
     f"{__package__}.{name}"
     for name in (
-        *("torch_hooks", "step", "step_part", "changed_gradients", "fp16", "update_guard"),
-        *(f"ddp.{name}" for name in ("averaging", "buckets", "buffers", "parameters", "rank_check")),
+        *("torch_hooks", "step", "step_part", "changed_gradients", "fp16", "rank_check", "update_guard"),
+        *(f"ddp.{name}" for name in ("averaging", "buckets", "buffers", "parameters")),
     )
 )
 """What runs in a trainer's backward calls and updates; not what is called in its forward, which has to be traced."""

@@ -284,8 +284,9 @@ class ContractModule(pl.LightningModule):
         """Metrics of the last step under their reported names, the learning rate included; waits for the device."""
         assert self._state is not None
         metrics = named_scalars(self.step_result, self._state.value, self.ctx, self._state.optimizers)
-        if self._router is not None and self._router.scales:
-            metrics["trainer/overflow_steps"] = float(self._router.overflow_steps)
+        overflow_steps = None if self._router is None else self._router.overflow_steps
+        if overflow_steps is not None:
+            metrics["trainer/overflow_steps"] = float(overflow_steps)
         return metrics if self._rollouts is None else metrics | self._rollouts.metrics
 
     @override

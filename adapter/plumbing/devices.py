@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 __all__ = [
     "LateCopy",
     "accelerator",
+    "gather_objects",
     "host_group",
     "isolated_random_numbers",
     "memory_of",
@@ -114,6 +115,13 @@ def host_group(timeout: dt.timedelta | None = None) -> dist.ProcessGroup:
     backend = "gloo" if bound is None else f"cpu:gloo,{bound.type}:gloo"
     made: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
     return made
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """`value` of every rank of `group`, in order; to be called by all of them. None means all ranks."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def release_memory() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import ContractError, EvaluationError
-from ...adapter.plumbing.devices import isolated_random_numbers
+from ...adapter.plumbing.devices import gather_objects, isolated_random_numbers
 from ...adapter.plumbing.redaction import text_of
 from ..hook.cadence import Boundaries, StepCadence
 from ..hook.events import publish_scores, timed
@@ -153,9 +153,8 @@ def _scores_of_all_ranks(
         scores = evaluate()
     except Exception as error:  # noqa: BLE001 - raised below, once the other ranks do not wait for this one
         failure = error
-    everyone: list[tuple[dict[str, float], str | None]] = [({}, None)] * trainer.world_size
     said = None if failure is None else f"{type(failure).__qualname__}: {text_of(failure)}"
-    dist.all_gather_object(everyone, (scores, said))
+    everyone: list[tuple[dict[str, float], str | None]] = gather_objects((scores, said))
     if failure is not None:
         raise failure
     for rank, (_, problem) in enumerate(everyone):

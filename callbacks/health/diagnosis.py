@@ -13,7 +13,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import ReplicaDriftError
-from ...adapter.plumbing.devices import host_group
+from ...adapter.plumbing.devices import gather_objects, host_group
 from ...adapter.plumbing.redaction import text_of
 from ..hook.cadence import StepCadence, crossed, next_multiple
 from ..hook.events import FIGURES_FIELD, fire, publish_figures
@@ -193,10 +193,7 @@ class Diagnosis(Hook):
             own = self._probe.read(self._step, outputs)
         except Exception as error:  # noqa: BLE001  # raised below: the other ranks wait for this one's reading
             failure = error
-        readings: list[Reading | None] = [own]
-        if trainer.world_size > 1:
-            readings = [None] * trainer.world_size
-            dist.all_gather_object(readings, own, group=self._group)
+        readings = [own] if trainer.world_size == 1 else gather_objects(own, self._group)
         if failure is not None:
             raise failure
         shares_data = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1) < trainer.world_size

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import ReplicaDriftError
-from ...adapter.plumbing.devices import LateCopy, host_group
+from ...adapter.plumbing.devices import LateCopy, gather_objects, host_group
 from ..checkpoint.codec.named_types import wrapped_tensors
 from ..hook.cadence import Boundaries, StepCadence
 from ..hook.hook import Hook, skippable
@@ -260,10 +260,7 @@ def _of_module(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tupl
 def _explained(named: Sequence[tuple[str, Tensor]], step: int, group: dist.ProcessGroup | None) -> str:
     """What differs between the ranks, to be called by all of them."""
     names = [name for name, _ in named]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        everyone, [(name, tuple(tensor.shape), int(digest(tensor))) for name, tensor in named], group=group
-    )
+    everyone = gather_objects([(name, tuple(tensor.shape), int(digest(tensor))) for name, tensor in named], group)
     for rank, theirs in enumerate(everyone):
         if [entry[:2] for entry in theirs] != [entry[:2] for entry in everyone[0]]:
             return _different_tensors(step, rank, everyone[0], theirs)
@@ -287,8 +284,7 @@ def _explained(named: Sequence[tuple[str, Tensor]], step: int, group: dist.Proce
 
 def _explained_settings(settings: dict[str, str], step: int, group: dist.ProcessGroup | None) -> str:
     """Which settings differ between the ranks, to be called by all of them."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, settings, group=group)
+    everyone = gather_objects(settings, group)
     paths = dict.fromkeys(path for theirs in everyone for path in theirs)
     differing = [path for path in paths if len({theirs.get(path) for theirs in everyone}) > 1]
     texts = []
@@ -327,12 +323,9 @@ def _values(tensor: Tensor, group: dist.ProcessGroup | None) -> list[str]:
     dist.broadcast(reference, src=0, group=group)
     unequal = (mine != reference) & ~(mine.isnan() & reference.isnan())
     place = int(unequal.nonzero()[0]) if unequal.any() else len(mine)
-    places: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(places, place, group=group)
-    index = min(places) if min(places) < len(mine) else 0
-    values: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(values, f"{mine[index].item()!r} at {index}", group=group)
-    return values
+    first = min(gather_objects(place, group))
+    index = first if first < len(mine) else 0
+    return gather_objects(f"{mine[index].item()!r} at {index}", group)
 
 
 def _cause(drifted: Sequence[str], count: int) -> str:

@@ -38,7 +38,7 @@ def test_half_precision_is_near_to_fp32_or_refused_with_the_way_out(name, precis
 
     module, actual = hosted(name, precision)
 
-    assert module._router.overflow_steps == 0
+    assert not module._router.overflow_steps
     runs.assert_close(actual, runs.plain_run(f"{MODULE}:{name}"), 0.02)
 
 

@@ -52,13 +52,13 @@ from typing_extensions import override
 from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered
 from ...discovery.rank_local import EVERYTHING_SHARED, RankLocal
+from ..rank_check import MARKS, Point, RankCheck, Why, users_line
 from ..refused import refused_on_ranks
 from ..step_part import BackwardCall, StepPart
 from ..torch_hooks import GradientGuard, read_gradient, write_gradient
 from ..torch_internals import group_timeout, post_accumulate_hooks
 from .buckets import BUCKET_BYTES, Bucket, grouped
 from .parameters import AveragedParameters
-from .rank_check import MARKS, Point, RankCheck, Why, users_line
 
 __all__ = ["Averaging"]
 

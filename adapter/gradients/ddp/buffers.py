@@ -23,10 +23,10 @@ from typing_extensions import override
 
 from ...discovery.discover import Discovered
 from ...discovery.rank_local import EVERYTHING_SHARED, RankLocal
+from ..rank_check import lost_in_buffers
 from ..step_part import StepPart
 from ..torch_internals import NormBase
 from .buckets import BUCKET_BYTES
-from .rank_check import lost_in_buffers
 
 __all__ = ["BufferSync", "broadcast_from_zero"]
 

@@ -29,6 +29,7 @@ from typing_extensions import override
 from ....callbacks.checkpoint.sharded.slices import Box, slice_of
 from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered
+from ..rank_check import BACKWARD, END_OF_STEP, UPDATE, USED, RankAgreement
 from ..refused import explained, refusal
 from ..step_part import BackwardCall, StepPart
 from ..torch_internals import (
@@ -39,7 +40,6 @@ from ..torch_internals import (
     without_torch_function_of_subclasses,
 )
 from . import tensors
-from .ranks import BACKWARD, END_OF_STEP, UPDATE, USED, RankAgreement
 from .shard import sharding_of
 
 __all__ = ["ShardedStep", "fsdp_modules"]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ....adapter.contract.exceptions import CheckpointError
-from ....adapter.plumbing.devices import host_group
+from ....adapter.plumbing.devices import gather_objects, host_group
 
 __all__ = ["ALONE", "Channel", "EndOfSave", "RankGroups", "first_problem", "text_of"]
 
@@ -46,11 +46,7 @@ class Channel:
 
     def gather_everywhere(self, value: Any) -> list[Any]:
         """`value` of every rank, in order, on all of them."""
-        if self._group is None:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return [value] if self._group is None else gather_objects(value, self._group)
 
     def share(self, value: Any) -> Any:
         """What rank zero calls `value`."""

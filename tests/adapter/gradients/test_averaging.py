@@ -13,7 +13,7 @@ from torch import nn
 
 from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.discovery.discover import Discovered, discover
-from genlight.adapter.gradients.ddp import rank_check
+from genlight.adapter.gradients import rank_check
 from genlight.adapter.gradients.ddp.averaging import Averaging
 from genlight.adapter.gradients.ddp.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, grouped
 from genlight.adapter.gradients.ddp.parameters import AveragedParameters

@@ -1,11 +1,13 @@
-"""Who is where, who is lost and who has other parameters, among ranks that average gradients.
+"""Who is where, who is lost and who has other parameters, among ranks that train together.
 
-The first bucket of each exchange has a header: a row of numbers for each rank, that say why it averages, in which step,
-how often since its last update, how many updates it has made and which parameters it trains. Summed over the ranks with
-the gradients, they show whether the ranks belong together. On a device they are read some exchanges later, so that no
-host waits for it; all ranks read the same header at the same exchange. What a message needs beside the numbers (a
-parameter's path, a line of code), and who is lost, ranks tell each other through the store where they met: that works
-also where a rank is gone, and where another one has not noticed anything yet.
+`RankCheck` is for ranks that average gradients, `RankAgreement` for those whose modules FSDP 2 shards.
+
+The first bucket of each exchange of gradients has a header: a row of numbers for each rank, that say why it averages,
+in which step, how often since its last update, how many updates it has made and which parameters it trains. Summed over
+the ranks with the gradients, they show whether the ranks belong together. On a device they are read some exchanges
+later, so that no host waits for it; all ranks read the same header at the same exchange. What a message needs beside
+the numbers (a parameter's path, a line of code), and who is lost, ranks tell each other through the store where they
+met: that works also where a rank is gone, and where another one has not noticed anything yet.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import itertools
 import sys
 import time
 import types
+import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,18 +28,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...contract.exceptions import ContractError, RankFailedError
-from ...discovery.discover import Discovered
-from ...discovery.rank_local import EVERYTHING_SHARED, RankLocal
-from ...plumbing.devices import LateCopy
-from ..torch_internals import default_store, group_timeout
+from ..contract.exceptions import ContractError, RankFailedError
+from ..discovery.discover import Discovered
+from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
+from ..plumbing.devices import LateCopy, gather_objects
+from .refused import refusal
+from .torch_internals import default_store, group_timeout
 
 __all__ = [
+    "BACKWARD",
+    "END_OF_STEP",
     "LATE_EXCHANGES",
     "MARKS",
     "NUMBERS",
-    "SKIPPED_ALONE",
+    "UPDATE",
+    "USED",
     "Point",
+    "RankAgreement",
     "RankCheck",
     "Why",
     "check_same_on_all_ranks",
@@ -51,13 +59,21 @@ LATE_EXCHANGES = 8
 ANSWERED_WITHIN_S = 2.0
 """How long a rank that still runs may take to notice that something is wrong and say so."""
 
-SKIPPED_ALONE = (
+_SKIPPED_ALONE = (
     "`train_step` must update on all ranks or on none. Where it skips a step for a reason that only one rank has (its "
     "own loss is nan, say), decide by something that all ranks see alike: the norm of the gradients after backward, "
     "which are those of all ranks, or a flag that goes through torch.distributed.all_reduce; or leave the test out and "
     "set on_nonfinite to skip, which leaves out such an update on all ranks."
 )
 """What to do about a rank that ends its step without the update that others make."""
+
+END_OF_STEP, BACKWARD, UPDATE, USED = "end the step", "call backward", "update by", "leave gradients of"
+"""How the messages begin that are about a whole step."""
+
+FIRST_STEPS = 3
+"""Steps in which ranks on a device tell each other all that they are about to do."""
+PENDING_DIGESTS = 8
+"""Digests that may be on their way; a step waits for the oldest of more, which is there by then."""
 
 _NAMED_AT_MOST = 4
 _MODULUS = 128
@@ -249,9 +265,8 @@ class RankCheck:
     def _apart(self, header: _Header) -> ContractError:
         """The error of ranks that are not together, each of which comes here by itself."""
         before = "" if header.before is None else str(self._named(header.before))
-        points: list[Any] = [None] * self._world_size
-        dist.all_gather_object(points, tuple(self._named(header.point)._replace(before=before)), group=self._group)
-        points = [Point(*point) for point in points]
+        own = tuple(self._named(header.point)._replace(before=before))
+        points = [Point(*point) for point in gather_objects(own, self._group)]
         first = points[0]
         other = next((r for r, each in enumerate(points) if not _are_together([first.numbers(), each.numbers()])), 1)
         theirs = points[other]
@@ -304,11 +319,124 @@ def _cure(one: Point, other: Point) -> str:
             "or on none. A rank that has nothing to add may call it with a loss of zero: `(0 * loss).backward()`."
         )
     if Why.NOTHING in (one.why, other.why) or one.updates != other.updates or Why.END_OF_STEP in (one.why, other.why):
-        return SKIPPED_ALONE
+        return _SKIPPED_ALONE
     return (
         "All ranks must go through `train_step` alike: as many backward calls and updates, and gradients that are read "
         "in the same places."
     )
+
+
+class RankAgreement:
+    """Called by every rank with what takes all of them, where modules are sharded.
+
+    A call of a unit, a backward, an update and a look at a norm each talk to the other ranks. A rank that comes with
+    another one would wait for ever, or mix up two tensors of one shape. So ranks compare what they are about to do::
+
+        on the CPU, and on a device in the first steps    before it, by a message: the error names who does what
+        on a device, after that                           a digest of the whole step, sent without waiting for the
+                                                          device, and looked at in a later step
+
+    A message before each would wait for the device each time; a branch that differs by rank is mostly taken at once.
+
+    Args:
+        group: The ranks.
+        device: Where messages between them are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._ranks = dist.get_world_size(group)
+        self._tells_all = self._is_on = False
+        self._steps = 0
+        self._digest = 0
+        self._on_their_way: deque[tuple[int, LateCopy]] = deque()
+
+    def begin_step(self, step: int) -> None:
+        """A step begins, its number is equal on all ranks.
+
+        Raises:
+            ContractError: In an earlier step, ranks did different things.
+        """
+        self._steps += 1
+        self._is_on = self._ranks > 1
+        self._tells_all = self._device.type == "cpu" or self._steps <= FIRST_STEPS
+        self._digest = step
+        self._look(PENDING_DIGESTS)
+
+    def end_step(self, *, failed: bool) -> None:
+        """What follows is not part of a step. After a failure the other ranks may not come this far."""
+        if self._is_on and not failed and not self._tells_all:
+            self._send()
+        self._is_on = False
+
+    def close(self, *, failed: bool) -> None:
+        """Training is over.
+
+        Raises:
+            ContractError: In one of the last steps, ranks did different things.
+        """
+        if not failed:
+            self._look(0)
+        self._on_their_way.clear()
+
+    def __call__(self, what: str) -> None:
+        """Go on together with the other ranks, which are about to do `what` too.
+
+        Raises:
+            ContractError: They are not; says which rank does what.
+        """
+        if not self._is_on:
+            return
+        code = zlib.crc32(what.encode(), self._digest)
+        if not self._tells_all:
+            self._digest = code
+            return
+        codes = self._of_all(code).tolist()
+        if any(other != code for other in codes):
+            self._is_on = False
+            raise self._parted(what)
+
+    def note(self, what: str) -> None:
+        """Compare `what`, which talks to no other rank but changes a shard, with the next that does."""
+        if self._is_on:
+            self._digest = zlib.crc32(what.encode(), self._digest)
+
+    def _of_all(self, code: int, *, wait: bool = True) -> Any:
+        """The codes of all ranks by rank, on the device; with the work that brings them, unless it is waited for."""
+        codes = torch.zeros(self._ranks, dtype=torch.int64, device=self._device)
+        codes[dist.get_rank(self._group)].fill_(code)  # by a kernel: a copy from the host would wait
+        work = dist.all_reduce(codes, group=self._group, async_op=not wait)
+        return codes if wait else (codes, work)
+
+    def _send(self) -> None:
+        codes, work = self._of_all(self._digest, wait=False)
+        work.wait()  # the stream, not the host
+        self._on_their_way.append((self._steps, LateCopy(codes)))
+
+    def _look(self, pending: int) -> None:
+        """Compare the digests that have arrived; wait for those beyond `pending`."""
+        while self._on_their_way and (len(self._on_their_way) > pending or self._on_their_way[0][1].is_there()):
+            step, copy = self._on_their_way.popleft()
+            codes = copy.read().tolist()
+            if any(code != codes[0] for code in codes):
+                others = [rank for rank, code in enumerate(codes) if code != codes[0]]
+                raise refusal("collective", f"in step {step} of this run, ranks {others} and rank 0")
+
+    def _parted(self, what: str) -> ContractError:
+        everyone = gather_objects((what, "" if what == END_OF_STEP else users_line()), self._group)
+        first = everyone[0]
+        others = ((rank, other) for rank, other in enumerate(everyone) if other[0] != first[0])
+        rank, other = next(others, (1, everyone[1]))
+        lines = "".join(f". Rank {r} is at {line}" for r, (_, line) in ((0, first), (rank, other)) if line)
+        if first[0] == other[0]:
+            return refusal("collective", f"one of ranks 0 and {rank} wrote to shards before they {first[0]}")
+        text = f"rank 0 is about to {first[0]}, rank {rank} to {other[0]}{lines}"
+        doing = first[0] if other[0] == END_OF_STEP else other[0]
+        if END_OF_STEP in (first[0], other[0]) and doing.startswith((BACKWARD, UPDATE)):
+            return ContractError(f"Ranks part ways in `train_step`: {text}. {_SKIPPED_ALONE}")
+        entry = "unused parameters" if first[0].startswith(USED) and other[0].startswith(USED) else "collective"
+        return refusal(entry, text)
 
 
 def users_line() -> str:
@@ -387,9 +515,7 @@ def check_same_on_all_ranks(
     Raises:
         ContractError: Names the first entry that differs and the two ranks.
     """
-    mine = _inventory(discovered, rank_local)
-    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyone, mine, group=group)
+    everyone: list[list[str]] = gather_objects(_inventory(discovered, rank_local), group)
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
             here, there = next(
