@@ -261,7 +261,11 @@ def run_score_command(
     Raises:
         EvaluationError: It could not be started, failed, took too long, printed too much, or printed no scores.
     """
-    environment = {name: value for name, value in os.environ.items() if not _is_of_a_rank(name)}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OF_A_RANK and not name.startswith(_PREFIXES_OF_A_RANK)
+    }
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
             process = subprocess.Popen(
@@ -275,13 +279,15 @@ def run_score_command(
         except (OSError, ValueError) as error:
             raise EvaluationError(f"the evaluation command {arguments[0]!r} cannot be started: {error}") from error
         try:
-            problem = _wait(process, time_limit_s, canceled, output, errors)
+            problem = _wait(process, time_limit_s, canceled, (output, errors))
         finally:
-            _kill_group(process)
+            os.killpg(process.pid, signal.SIGKILL)  # also what the command left behind
+            process.wait()
         if problem is None and process.returncode:
             problem = _ending(process.returncode)
         if problem is not None:
-            raise EvaluationError(f"the evaluation command {problem}{_quoted(errors)}")
+            said = hide_secrets(_end_of(errors, 16 * QUOTED)).strip()[-QUOTED:]
+            raise EvaluationError(f"the evaluation command {problem}{f': {said}' if said else ''}")
         return parse_scores(_end_of(output, LONGEST_OUTPUT))
 
 
@@ -304,51 +310,36 @@ def parse_scores(text: str) -> dict[str, float]:
     )
 
 
-def _is_of_a_rank(variable: str) -> bool:
-    return variable in _OF_A_RANK or variable.startswith(_PREFIXES_OF_A_RANK)
-
-
 def _wait(
-    process: subprocess.Popen[bytes],
-    time_limit_s: float,
-    canceled: threading.Event | None,
-    output: IO[bytes],
-    errors: IO[bytes],
+    process: subprocess.Popen[bytes], time_limit_s: float, canceled: threading.Event | None, files: Sequence[IO[bytes]]
 ) -> str | None:
-    """Return when `process` has ended, or has to be killed: why, or None where it ended by itself."""
+    """Return when `process` has ended, or was told to: why, or None where it ended by itself."""
     deadline = time.monotonic() + time_limit_s
-    while not _has_ended(process):
-        if time.monotonic() >= deadline:
+    while True:
+        has_ended = _has_ended(process)  # first: what it prints until then counts
+        if max(os.fstat(file.fileno()).st_size for file in files) > LONGEST_OUTPUT:
+            problem = f"printed more than {LONGEST_OUTPUT:,} bytes"
+        elif has_ended:
+            return None
+        elif time.monotonic() >= deadline:
             problem = f"did not end within {time_limit_s:g} s and was killed"
         elif canceled is not None and canceled.is_set():
             problem = "was ended with the run"
-        elif max(os.fstat(file.fileno()).st_size for file in (output, errors)) > LONGEST_OUTPUT:
-            problem = f"printed more than {LONGEST_OUTPUT:,} bytes and was killed"
         else:
             time.sleep(POLL_S)
             continue
-        _terminate(process)
-        return problem
-    if os.fstat(output.fileno()).st_size > LONGEST_OUTPUT:
-        return f"printed more than {LONGEST_OUTPUT:,} bytes"
-    return None
+        break
+    if not has_ended:
+        os.killpg(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_S
+        while not _has_ended(process) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+    return problem
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
     """Whether it has, without reaping it: as long as it is not, no other process group can get its number."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def _terminate(process: subprocess.Popen[bytes]) -> None:
-    os.killpg(process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_S
-    while not _has_ended(process) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    os.killpg(process.pid, signal.SIGKILL)  # also what the command left behind
-    process.wait()
 
 
 def _ending(code: int) -> str:
@@ -358,11 +349,6 @@ def _ending(code: int) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
-
-
-def _quoted(errors: IO[bytes]) -> str:
-    said = hide_secrets(_end_of(errors, 16 * QUOTED)).strip()[-QUOTED:]
-    return f": {said}" if said else ""
 
 
 def _end_of(file: IO[bytes], most: int) -> str:

@@ -423,7 +423,7 @@ def _given_up(ladder: Ladder, step: int, text: str) -> str:
 
 def _argument_faults(
     ladder: Sequence[str],
-    faults: Collection[str],
+    faults: Sequence[str],
     *,
     counts: dict[str, int],
     lr_factor: float,
@@ -431,17 +431,7 @@ def _argument_faults(
     scenario: str,
 ) -> list[str]:
     """The faults in the arguments of `Recover`, each with what was expected."""
-    wrong = []
-    if isinstance(ladder, str) or not ladder:
-        wrong.append(f"`ladder` {ladder!r} (expected a list of at least one of {', '.join(RUNGS)})")
-    else:
-        wrong += [f"`ladder` with {rung!r} (expected {', '.join(RUNGS)})" for rung in ladder if rung not in RUNGS]
-    if isinstance(faults, str) or not faults:
-        wrong.append(f"`faults` {faults!r} (expected a list of at least one of {', '.join(FAULT_KINDS)})")
-    else:
-        wrong += [
-            f"`faults` with {kind!r} (expected {', '.join(FAULT_KINDS)})" for kind in faults if kind not in FAULT_KINDS
-        ]
+    wrong = [*_unknown("ladder", ladder, RUNGS), *_unknown("faults", faults, FAULT_KINDS)]
     wrong += [f"`{name}` {value} (expected a number >= 1)" for name, value in counts.items() if value < 1]
     if not isinstance(ladder, str) and 1 <= counts["max_attempts"] < len(ladder):
         wrong.append(f"`max_attempts` {counts['max_attempts']} (expected at least the {len(ladder)} rungs of `ladder`)")
@@ -451,6 +441,14 @@ def _argument_faults(
     if not scenario:
         wrong.append("`scenario` '' (expected a text that is not empty)")
     return wrong
+
+
+def _unknown(name: str, given: Sequence[str], known: Sequence[str]) -> Iterator[str]:
+    expected = ", ".join(known)
+    if isinstance(given, str) or not given:
+        yield f"`{name}` {given!r} (expected a list of at least one of {expected})"
+    else:
+        yield from (f"`{name}` with {each!r} (expected {expected})" for each in given if each not in known)
 
 
 def _saver_of(trainer: pl.Trainer) -> Checkpoint | None:

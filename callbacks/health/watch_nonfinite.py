@@ -81,7 +81,7 @@ class WatchNonfinite(Hook):
         self._boundaries = Boundaries(self)
         self._seen_finite_at = 0
         self._has_spoken = False
-        self._uses_gradients = True
+        self._is_scaled = False
         self._left_out = self._left_out_in_a_row = self._first_left_out_at = 0
 
     @override
@@ -129,7 +129,7 @@ class WatchNonfinite(Hook):
         self._trainer = trainer
         self._boundaries = Boundaries(self, trainer.global_step)
         self._seen_finite_at = trainer.global_step
-        self._uses_gradients = not scaled_by(trainer, pl_module)
+        self._is_scaled = bool(scaled_by(trainer, pl_module))
 
     @skippable
     @override
@@ -142,28 +142,44 @@ class WatchNonfinite(Hook):
         if self.policy == "skip":
             self._report_left_out(trainer)
             self._refuse_to_train_nothing(step)
-            self._refuse_nonfinite_weights(trainer, pl_module)
+        elif self._has_spoken:
             return
-        if self._has_spoken:
-            return
-        looked_at = dict(_looked_at(pl_module, outputs, with_gradients=self._uses_gradients))
-        if _are_finite_on_all_ranks(trainer, looked_at):
+        examined = dict(_examined(pl_module, outputs, weights_only=self.policy == "skip", scaled=self._is_scaled))
+        if _are_finite_on_all_ranks(trainer, examined):
             self._seen_finite_at = step
-            return
-        self._has_spoken = True
-        self._report(trainer, step, _first_nonfinite(looked_at))
+        else:
+            self._report(trainer, step, _first_nonfinite(examined))
 
     def _report(self, trainer: pl.Trainer, step: int, name: str) -> None:
         before = f"; all was finite at step {self._seen_finite_at}" if self._seen_finite_at else ""
         finding = f"{name} not finite at step {step}{before}"
-        _report(trainer, step)
-        if self.policy == "stop":
+        self._log_step(trainer, step)
+        if self.policy != "warn":
             raise ending_the_run(
-                NonfiniteError(f"{finding}. Resume from an earlier checkpoint after removing the cause")
+                NonfiniteError(
+                    f"{finding}. Resume from an earlier checkpoint after removing the cause, such as a learning rate "
+                    "that is too high"
+                )
             )
         if trainer.is_global_zero:
             log.warning(
                 "%s. Training goes on; `on_nonfinite: stop` in a job, or WatchNonfinite('stop'), would end it", finding
+            )
+
+    def _log_step(self, trainer: pl.Trainer, step: int) -> None:
+        """Send the metric of the first finding, once."""
+        if not self._has_spoken and trainer.is_global_zero:
+            log_to_loggers(trainer, {NONFINITE_STEP: float(step)}, trainer.global_step)
+        self._has_spoken = True
+
+    def _refuse_to_train_nothing(self, step: int) -> None:
+        if self._left_out_in_a_row >= MOST_IN_A_ROW:
+            raise ending_the_run(
+                NonfiniteError(
+                    f"the last {self._left_out_in_a_row} updates before step {step} were left out because a loss or "
+                    "gradient was not finite: nothing is trained any more. Resume from an earlier checkpoint after "
+                    "the cause is mended, such as a learning rate that is too high"
+                )
             )
 
     @override
@@ -177,47 +193,14 @@ class WatchNonfinite(Hook):
             log.warning("updates left out because they were not finite: %d", self._left_out)
 
     def _report_left_out(self, trainer: pl.Trainer) -> None:
-        if not self._left_out or self._has_spoken:
-            return
-        self._has_spoken = True
-        _report(trainer, self._first_left_out_at)
-        if trainer.is_global_zero:
-            log.warning(
-                "a loss or gradient was not finite at step %d, and its update was left out; training goes on without "
-                "such updates, and their number is logged at the end",
-                self._first_left_out_at,
-            )
-
-    def _refuse_to_train_nothing(self, step: int) -> None:
-        if self._left_out_in_a_row >= MOST_IN_A_ROW:
-            raise ending_the_run(
-                NonfiniteError(
-                    f"the last {self._left_out_in_a_row} updates before step {step} were left out because a loss or "
-                    "gradient was not finite: nothing is trained any more. Resume from an earlier checkpoint after "
-                    "the cause is mended, such as a learning rate that is too high"
+        if self._left_out and not self._has_spoken:
+            self._log_step(trainer, self._first_left_out_at)
+            if trainer.is_global_zero:
+                log.warning(
+                    "a loss or gradient was not finite at step %d, and its update was left out; training goes on "
+                    "without such updates, and their number is logged at the end",
+                    self._first_left_out_at,
                 )
-            )
-
-    def _refuse_nonfinite_weights(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        weights = {f"the weights {name!r} are": parameter for name, parameter in pl_module.named_parameters()}
-        if _are_finite_on_all_ranks(trainer, weights):
-            self._seen_finite_at = trainer.global_step
-            return
-        if not self._left_out:
-            _report(trainer, trainer.global_step)
-        before = f"; all were finite at step {self._seen_finite_at}" if self._seen_finite_at else ""
-        raise ending_the_run(
-            NonfiniteError(
-                f"{_first_nonfinite(weights)} not finite at step {trainer.global_step}{before}, and no update with "
-                "finite gradients mends that. Resume from an earlier checkpoint after removing the cause, such as a "
-                "learning rate that is too high"
-            )
-        )
-
-
-def _report(trainer: pl.Trainer, step: int) -> None:
-    if trainer.is_global_zero:
-        log_to_loggers(trainer, {NONFINITE_STEP: float(step)}, trainer.global_step)
 
 
 def _are_finite_on_all_ranks(trainer: pl.Trainer, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -227,19 +210,20 @@ def _are_finite_on_all_ranks(trainer: pl.Trainer, tensors: Mapping[str, torch.Te
     return is_finite
 
 
-def _looked_at(
-    pl_module: pl.LightningModule, outputs: Any, *, with_gradients: bool
+def _examined(
+    pl_module: pl.LightningModule, outputs: Any, *, weights_only: bool, scaled: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in outputs.items() if isinstance(outputs, Mapping) else ():
+    """What must be finite, each with its words: losses, weights, and gradients unless a scaler makes them infinite."""
+    for name, value in outputs.items() if isinstance(outputs, Mapping) and not weights_only else ():
         if isinstance(name, str) and "loss" in name.lower() and isinstance(value, torch.Tensor | float):
             yield f"the metric {name!r} is", torch.as_tensor(value)
     for name, parameter in pl_module.named_parameters():
         yield f"the weights {name!r} are", parameter
-    for name, parameter in pl_module.named_parameters() if with_gradients else ():
+    for name, parameter in pl_module.named_parameters() if not (weights_only or scaled) else ():
         if parameter.grad is not None and parameter.grad.layout == torch.strided:
             yield f"the gradient of {name!r} is", parameter.grad
 
 
-def _first_nonfinite(looked_at: Mapping[str, torch.Tensor]) -> str:
-    found = next((name for name, tensor in looked_at.items() if not are_finite([tensor])), None)
+def _first_nonfinite(examined: Mapping[str, torch.Tensor]) -> str:
+    found = next((name for name, tensor in examined.items() if not are_finite([tensor])), None)
     return found or "a loss, gradient or weight of another rank is"

@@ -257,22 +257,13 @@ def samples_in(batch: Any) -> int | None:
     rows = getattr(batch, "num_rows", None)
     if isinstance(rows, int):
         return rows
-    size = _first_dimension(batch)
-    if size is not None:
-        return size
+    is_sequence = isinstance(batch, list | tuple)
+    values = list(batch.values()) if isinstance(batch, Mapping) else list(batch) if is_sequence else [batch]
+    shapes = (getattr(value, "shape", None) for value in values)
+    sizes = [int(shape[0]) for shape in shapes if isinstance(shape, tuple) and shape]
     if isinstance(batch, Mapping):
-        values = list(batch.values())
-    elif isinstance(batch, list | tuple):
-        values = list(batch)
-    else:
-        return None
-    sizes = (_first_dimension(value) for value in values)
-    first = next((size for size in sizes if size is not None), None)
-    if first is not None:
-        return first
-    if isinstance(batch, Mapping):
-        return next((len(value) for value in values if isinstance(value, list | tuple)), None)
-    return len(batch)
+        sizes += [len(value) for value in values if isinstance(value, list | tuple)]
+    return sizes[0] if sizes else len(batch) if is_sequence else None
 
 
 def tokens_in(batch: Any) -> int | None:
@@ -284,11 +275,6 @@ def tokens_in(batch: Any) -> int | None:
         if name in column_names:
             return _elements(batch.column(name))
     return None
-
-
-def _first_dimension(value: Any) -> int | None:
-    shape = getattr(value, "shape", None)
-    return int(shape[0]) if isinstance(shape, tuple) and len(shape) else None
 
 
 def _elements(value: Any) -> int | None:
