@@ -18,7 +18,7 @@ HANGS_AFTER_S = 6.0
 STRATEGIES = {
     "ddp": {"class_path": "support.device.training.SimDDPStrategy", "init_args": {"bucket_cap_mb": 1e-6}},
     "ddp of one bucket": {"class_path": "support.device.training.SimDDPStrategy", "init_args": {}},
-    "fsdp": {"class_path": "support.device.training.SimFSDP2Strategy", "init_args": {}},
+    "fsdp": {"class_path": "genlight.adapter.FSDP2Strategy", "init_args": {}},
 }
 
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
-from torch import nn
+from torch import distributed as dist, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -104,6 +104,16 @@ class FSDP2Strategy(ModelParallelStrategy):
             self._process_group_backend = f"cpu:gloo,{device}:{backend}"
         self._data_parallel_size = ranks
         super().setup_environment()
+
+    @override
+    def _setup_distributed(self) -> None:
+        super()._setup_distributed()
+        group = dist.group.WORLD
+        assert group is not None
+        # Lightning binds the group to its device, and torch makes the groups of a mesh by splitting such a group,
+        # which hardly any but NCCL can. Of one that is not bound it makes them as it does on a CPU.
+        if group.bound_device_id is not None and not group._get_backend(self.root_device).supports_splitting:
+            group.bound_device_id = None
 
     @override
     def model_to_device(self) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from genlight.adapter import FSDP2Strategy
-from support.device import NAME, PROCESS_GROUP, load
+from support.device import NAME, load
 
-__all__ = ["SimAccelerator", "SimDDPStrategy", "SimFSDP2Strategy", "one_device"]
+__all__ = ["SimAccelerator", "SimDDPStrategy", "one_device"]
 
 
 class SimAccelerator(Accelerator):
@@ -58,17 +56,6 @@ class SimDDPStrategy(DDPStrategy):
 
     def determine_ddp_device_ids(self) -> None:
         return None
-
-
-class SimFSDP2Strategy(FSDP2Strategy):
-    """Lightning's own binds the process group to the device, and torch wants of such a group that it splits as NCCL."""
-
-    def setup_environment(self) -> None:
-        here = self.cluster_environment
-        assert here is not None
-        place = f"tcp://{here.main_address}:{here.main_port}"
-        dist.init_process_group(PROCESS_GROUP, init_method=place, rank=here.global_rank(), world_size=here.world_size())
-        super().setup_environment()
 
 
 AcceleratorRegistry.register(NAME, SimAccelerator, description="an accelerator for tests")
