@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ...callbacks.checkpoint.sharded.rank_channel import ALONE
 from ...callbacks.hook.events import share_run_state
 from ...callbacks.trainer_hooks import TrainerState
 from ..contract.exceptions import ContractError, InputError
@@ -47,7 +48,7 @@ class PlainLoop:
         ctx: What its hooks get.
     """
 
-    rank_channel = None
+    rank_channel = ALONE
     global_step = 0
 
     def __init__(self, plugin: TrainerPlugin, ctx: StepContext) -> None:

@@ -24,30 +24,100 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ...callbacks.lightning_internals import ddp_settings
 from ..contract.exceptions import ContractError
-from ..discovery.discover import Discovered
+from ..discovery.discover import Discovered, check_devices
+from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
 from ..discovery.wrapped_optimizers import with_inner_optimizers
 from . import torch_hooks
 from .changed_gradients import ChangedGradients
 from .ddp.averaging import Averaging
-from .ddp.buffers import BufferSync
+from .ddp.buckets import wire_type
+from .ddp.buffers import BufferSync, broadcast_from_zero
 from .fp16 import Fp16
-from .fsdp.step import ShardedStep
-from .precision import StepPrecision, about_types
+from .fsdp.step import ShardedStep, fsdp_modules
+from .precision import StepPrecision, about_types, cast_inputs, step_precision
+from .rank_check import check_same_on_all_ranks
 from .refused import about_sharded_update, refused_on_ranks
 from .step_part import BackwardCall, StepPart
-from .update_guard import UpdateGuard
+from .torch_internals import warn_of_untested_torch
+from .update_guard import UpdateGuard, update_guard
 
-__all__ = ["StepHooks", "StepRouter", "step_hooks"]
+__all__ = ["StepHooks", "StepRouter", "step_hooks", "step_router"]
+
+
+def step_router(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    discovered: Discovered,
+    rank_local: RankLocal = EVERYTHING_SHARED,
+    before: StepRouter | None = None,
+) -> StepRouter | None:
+    """The router that this run needs, or None where plain torch does the same.
+
+    To be called once, with the modules on their device and before a checkpoint is restored. On several ranks it also
+    gives every rank the weights of rank 0. `before` is the router of a training before this one.
+
+    Raises:
+        ContractError: The ranks built different things, something is on another device than this rank's, or the
+            precision cannot host the trainer.
+    """
+    warn_of_untested_torch()
+    check_devices(discovered, trainer.strategy.root_device, world_size=trainer.world_size)
+    precision = step_precision(trainer.precision_plugin, discovered)
+    hooks = step_hooks(trainer, module)
+    averaging, buffers, group, local = None, None, None, frozenset[int]()
+    if dist.is_available() and dist.is_initialized() and trainer.world_size > 1:
+        if isinstance(trainer.strategy, ModelParallelStrategy):
+            group = trainer.strategy.device_mesh["data_parallel"].get_group()
+        check_same_on_all_ranks(discovered, group, rank_local)
+        broadcast_from_zero([tensor for _, tensor in rank_local.tensors(discovered)], group)
+        ddp = ddp_settings(trainer.strategy).ddp_arguments if isinstance(trainer.strategy, DDPStrategy) else {}
+        megabytes = ddp.get("bucket_cap_mb")
+        averaging = Averaging(
+            discovered,
+            trainer.strategy.root_device,
+            group,
+            rank_local,
+            bucket_bytes=None if megabytes is None else int(megabytes * 2**20),  # DDP's megabytes
+            wire=wire_type(trainer.strategy),
+            is_last_step=lambda: trainer.global_step + 1 == trainer.max_steps,
+        )
+        buffers = BufferSync(discovered, group, rank_local)
+        local = frozenset(rank_local.ids(discovered))
+    if precision.cast_inputs_to is not None:
+        cast_inputs([found.value for found in discovered.modules], precision.cast_inputs_to)
+    shared = () if averaging is None else averaging.shared
+    guard = update_guard(
+        trainer, discovered, group=group, shared=shared, rank_local=local, scales=precision.scaler is not None
+    )
+    needs_router = bool(precision.context or averaging or guard or hooks or fsdp_modules(discovered))
+    if not needs_router:
+        return None
+    router = StepRouter(
+        discovered,
+        trainer.strategy.root_device,
+        precision=precision,
+        hooks=hooks,
+        averaging=averaging,
+        buffers=buffers,
+        guard=guard,
+        completed_steps=lambda: trainer.global_step,
+    )
+    if averaging is not None and before is not None and before.averaging is not None:
+        averaging.load_state_dict(before.averaging.state_dict())
+    return router
 
 
 class StepRouter:
@@ -85,9 +155,10 @@ class StepRouter:
         hooks = hooks or StepHooks()
         optimizers = [found.value for found in with_inner_optimizers(discovered)]
         self._managed = {id(optimizer) for optimizer in optimizers}
-        parameters = {id(p) for m in discovered.modules for p in m.value.parameters()}
-        must_know = averaging is not None or precision.scaler is not None or guard is not None
-        self._unknown = _UnknownOptimizers(parameters, refuse_lasting=must_know)
+        self._parameters = {id(p) for m in discovered.modules for p in m.value.parameters()}
+        self._refuses_lasting = averaging is not None or precision.scaler is not None or guard is not None
+        self._first_used: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """By unknown optimizers, the step that used each first."""
         self._steps = 0
         self._completed_steps = completed_steps or (lambda: self._steps - 1)
         self._refusal: ContractError | None = None
@@ -237,7 +308,7 @@ class StepRouter:
         return run(outputs, grads, *args, **kwargs)
 
     def check_managed(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that was not found after ``configure``, as `_UnknownOptimizers` does.
+        """Refuse an optimizer that was not found after ``configure``, but one that lives for a single step.
 
         A managed one that is stepped by a method that was taken before it was routed (kept in ``configure``, or
         compiled there) gets the gradients of all ranks, but no update of it could be left out.
@@ -248,7 +319,7 @@ class StepRouter:
         if self._in_update:  # a managed one, or one that it wraps
             return
         if id(optimizer) not in self._managed:
-            self._unknown.check(optimizer, self._steps)
+            self._check_unknown(optimizer)
             for part in self.parts:
                 part.before_foreign_update(optimizer)
             return
@@ -260,6 +331,24 @@ class StepRouter:
             )
         for part in self.parts:
             part.before_update(optimizer)
+
+    def _check_unknown(self, optimizer: Optimizer) -> None:
+        """Refuse one that trains a known module or, where gradients are averaged or scaled, lasts for several steps.
+
+        One that lives for a single step, to invert a latent for example, is the trainer's own affair.
+        """
+        if self._refuses_lasting and self._first_used.setdefault(optimizer, self._steps) != self._steps:
+            raise ContractError(
+                f"`train_step` updates by an optimizer ({type(optimizer).__name__}) that is neither in the state "
+                "nor on the trainer, so that ranks would drift apart and overflows of fp16 would not be seen. "
+                "Build every module and optimizer in `configure`, and keep it in the state or on the trainer."
+            )
+        if any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
+            raise ContractError(
+                f"`train_step` updates a module by a {type(optimizer).__name__} that was not there after "
+                "`configure`, so the strategy does not know it. Build every optimizer in `configure`, and keep it "
+                "in the state or on the trainer."
+            )
 
     def _zero_grad(
         self, hooks: StepHooks, optimizer: Optimizer, inner: Callable[..., Any], *args: Any, **kw: Any
@@ -431,38 +520,3 @@ def _hook(trainer: pl.Trainer, module: pl.LightningModule, name: str) -> Callabl
             callback(*args)
 
     return call
-
-
-class _UnknownOptimizers:
-    """Refuses optimizers that were not found, where they train a known module or are used in more than one step.
-
-    One that lives for a single step, to invert a latent for example, is the trainer's own affair.
-
-    Args:
-        parameters: Ids of the parameters of the known modules.
-        refuse_lasting: Whether to refuse one that is used in a second step: where gradients are averaged or scaled.
-    """
-
-    def __init__(self, parameters: Collection[int], *, refuse_lasting: bool) -> None:
-        self._parameters = parameters
-        self._refuse_lasting = refuse_lasting
-        self._first_used: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-
-    def check(self, optimizer: Optimizer, step: int) -> None:
-        """`optimizer` is about to update in `step`.
-
-        Raises:
-            ContractError: It is one to refuse.
-        """
-        if self._refuse_lasting and self._first_used.setdefault(optimizer, step) != step:
-            raise ContractError(
-                f"`train_step` updates by an optimizer ({type(optimizer).__name__}) that is neither in the state "
-                "nor on the trainer, so that ranks would drift apart and overflows of fp16 would not be seen. "
-                "Build every module and optimizer in `configure`, and keep it in the state or on the trainer."
-            )
-        if any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
-            raise ContractError(
-                f"`train_step` updates a module by a {type(optimizer).__name__} that was not there after "
-                "`configure`, so the strategy does not know it. Build every optimizer in `configure`, and keep it "
-                "in the state or on the trainer."
-            )

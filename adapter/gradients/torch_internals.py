@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import operator
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -24,7 +25,7 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ...callbacks.lightning_internals import SUPPORTED, require_names
+from ...callbacks.lightning_internals import NEWEST_TORCH, SUPPORTED, is_untested_torch, require_names
 
 __all__ = [
     "NormBase",
@@ -44,8 +45,12 @@ __all__ = [
     "reduce_sharded_gradients",
     "require_fsdp",
     "set_engine_run_backward",
+    "warn_of_untested_torch",
     "without_torch_function_of_subclasses",
 ]
+
+
+log = logging.getLogger(__name__)
 
 
 def protected(module: str, name: str) -> Any:
@@ -150,6 +155,17 @@ def group_timeout(group: dist.ProcessGroup | None) -> timedelta:
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     timeout: timedelta = dist.default_pg_timeout if options is None else options._timeout
     return timeout
+
+
+@functools.cache
+def warn_of_untested_torch() -> None:
+    """Say once that this torch is later than those that genlight was tested with, where it is."""
+    if is_untested_torch():
+        log.warning(
+            "torch %s is later than %s, the newest release that genlight was tested with",
+            version("torch"),
+            NEWEST_TORCH,
+        )
 
 
 @functools.cache

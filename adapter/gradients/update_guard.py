@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection
 from typing import Any, Protocol
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,11 +21,14 @@ from typing_extensions import override
 
 from ...callbacks.finite import are_finite
 from ...callbacks.health.faults import UpdateFigures, as_maximum, from_maximum
+from ...callbacks.health.recover import Recover
+from ...callbacks.health.watch_nonfinite import WatchNonfinite
+from ...callbacks.hook.events import callbacks_of
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 from .step_part import BackwardCall, StepPart
 
-__all__ = ["UpdateGuard", "UpdateJudge"]
+__all__ = ["UpdateGuard", "UpdateJudge", "update_guard"]
 
 
 class UpdateJudge(Protocol):
@@ -175,6 +179,35 @@ class UpdateGuard(StepPart):
         if self._has_left_out or (loss is not None and math.isnan(loss)):
             for buffer, copy in self._saved:
                 buffer.copy_(copy)
+
+
+def update_guard(
+    trainer: pl.Trainer,
+    discovered: Discovered,
+    *,
+    group: dist.ProcessGroup | None,
+    shared: Collection[int],
+    rank_local: Collection[int],
+    scales: bool,
+) -> UpdateGuard | None:
+    """The guard that `Recover` or `WatchNonfinite` of `trainer` asks for, if any; arguments are those of `UpdateGuard`.
+
+    Raises:
+        ContractError: As `UpdateGuard` does; or ranks would not make all updates alike, as `Recover` needs it.
+    """
+    callbacks = callbacks_of(trainer)
+    judge: Recover | WatchNonfinite | None = next((c for c in callbacks if isinstance(c, Recover)), None)
+    if judge is None:
+        judge = next((c for c in callbacks if isinstance(c, WatchNonfinite) and c.policy == "skip"), None)
+    if judge is None:
+        return None
+    own = [found.path for found in discovered.optimizers if id(found.value) not in shared]
+    if isinstance(judge, Recover) and trainer.world_size > 1 and own:  # whose faults would be told by one rank alone
+        raise ContractError(
+            f"`Recover` needs updates that all ranks make alike, and those of {', '.join(own)} are each rank's own "
+            "(`rank_local`). Use `on_nonfinite: skip`, or one device."
+        )
+    return UpdateGuard(discovered, judge, group=group, shared=shared, rank_local=rank_local, scales=scales)
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -129,7 +129,7 @@ def load_trainable_module_checkpoint(
     import torch
 
     directory = Path(checkpoint_dir)
-    facts = _read_json(directory / META_FILE)
+    facts = _read(directory / META_FILE)
     parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
     old_weights = OLD_WEIGHTS.get(str(facts.get("format")))
     weights_file = directory / (old_weights or WEIGHTS_FILE)
@@ -209,7 +209,7 @@ def _read_states(directory: Path, facts: Mapping[str, Any], names: list[str]) ->
         return directory / OPTIMIZER_FILE, {}
     is_old = PurePath(str(facts.get("optimizer_path"))).name == OLD_OPTIMIZER_FILE
     file = directory / (OLD_OPTIMIZER_FILE if is_old else OPTIMIZER_FILE)
-    tree = {"optimizer": _read_torch(file)} if is_old else _read_json(file)
+    tree = {"optimizer": _read_torch(file)} if is_old else _read(file)
     for name in names:
         if name not in tree:
             raise CheckpointError(f"{file} holds no {name}: it was saved without one")
@@ -249,44 +249,32 @@ def _json_bytes(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, indent=1).encode()
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(_read(file))
-    except ValueError as error:
-        raise BrokenCheckpointError(file.parent.name, f"{file.name} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise BrokenCheckpointError(file.parent.name, f"{file.name} does not hold a JSON object")
-    return value
-
-
 def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError
     from safetensors.torch import load
 
-    try:
-        return load(_read(file))
-    except SafetensorError as error:
-        raise BrokenCheckpointError(file.parent.name, f"{file.name} is not a safetensors file: {error}") from error
+    return _read(file, load)
 
 
 def _read_torch(file: Path) -> dict[str, Any]:
     """What the older runtime wrote by ``torch.save``: tensors and plain values, and no code to run."""
     import torch
 
+    return _read(file, lambda data: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+
+
+def _read(file: Path, parse: Callable[[bytes], Any] = json.loads) -> dict[str, Any]:
+    """The dictionary in `file`."""
+    from safetensors import SafetensorError
+
     try:
-        value = torch.load(io.BytesIO(_read(file)), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        value = parse(file.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{file} is missing; expected the directory that save_trainable_module_checkpoint wrote"
+        ) from None
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise BrokenCheckpointError(file.parent.name, f"{file.name} cannot be read: {reason}") from error
     if not isinstance(value, dict):
         raise BrokenCheckpointError(file.parent.name, f"{file.name} does not hold a dictionary")
     return value
-
-
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{file} is missing; expected the directory that save_trainable_module_checkpoint wrote"
-        ) from None

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from ...callbacks.checkpoint.capture import CONTRACT_KEY, base_of
 from ...callbacks.checkpoint.plugins import DurableCheckpointIO
-from ...callbacks.checkpoint.sharded.rank_channel import Channel
+from ...callbacks.checkpoint.sharded.rank_channel import ALONE
 from ...callbacks.hook.events import callbacks_of, run_state_of
 from ...callbacks.lightning_internals import set_callback_metrics, training_source
 from ..cluster.job_context import JobContext, current_job_context
@@ -32,8 +32,7 @@ from ..discovery.rank_local import rank_local_of
 from ..gradients.fsdp.state import whole_metrics
 from ..gradients.fsdp.strategy import shard_for
 from ..gradients.precision import contract_dtype
-from ..gradients.set_up import step_router
-from ..gradients.step import StepRouter
+from ..gradients.step import StepRouter, step_router
 from ..plumbing.counted_dict import CountedDict, uncounted
 from ..plumbing.redaction import without_secrets
 from .evaluation import host_evaluation
@@ -56,7 +55,7 @@ from .supported import (
     missing_callbacks,
     run_deferred_setups,
 )
-from .trainer_files import save_trainer_files
+from .trainer_files import checked_result
 
 __all__ = ["ContractModule"]
 
@@ -117,8 +116,8 @@ class ContractModule(pl.LightningModule):
         self._start_step = 0
         self._restored_step = 0
         self._to_restore: ToRestore | None = None
-        self.rank_channel: Channel | None = None
-        """How the ranks of this training compare what they save; None on a single one."""
+        self.rank_channel = ALONE
+        """How the ranks of this training compare what they save."""
         # Only where the trainer has them: Lightning and our callbacks go by whether a module has a method.
         self._rollouts = RolloutBatches(self) if optional_hook(self.plugin, "rollout") is not None else None
         if self._rollouts is not None:
@@ -432,9 +431,8 @@ class ContractModule(pl.LightningModule):
         self._state.put_into(checkpoint, self.metrics_on_device(), self._router)
         if self._rollouts is not None:
             self._rollouts.save(checkpoint[CONTRACT_KEY])
-        if self.rank_channel is not None:
-            collect_from_ranks(checkpoint, self.trainer, self.rank_channel)
-            self._state.warn_of_ranks(checkpoint)
+        collect_from_ranks(checkpoint, self.trainer, self.rank_channel)
+        self._state.warn_of_ranks(checkpoint)
 
     def _name_unread_hyperparams(self) -> None:
         given, is_first, self._names_unread = self.ctx.job.hyperparams, self._names_unread, False
@@ -498,7 +496,9 @@ class ContractModule(pl.LightningModule):
         return loader_of_class(self.plugin, self.ctx)
 
     def _save_trainer_files(self, *, output_dir: Path, step: int, final: bool) -> Mapping[str, Any] | None:
-        return save_trainer_files(self.plugin, self.contract_state, self.ctx, output_dir, step=step, final=final)
+        hook: Callable[..., Any] = self.plugin.save_checkpoint  # type: ignore[attr-defined]
+        returned = hook(state=self.contract_state, step=step, output_dir=str(output_dir), final=final, ctx=self.ctx)
+        return checked_result(returned, output_dir)
 
 
 def _job_context() -> JobContext | None:

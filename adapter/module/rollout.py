@@ -94,7 +94,7 @@ class RolloutBatches:
         if self._phase is not None:
             # Which ranks agree on when they ask for the next minibatch.
             saved["stop_update_epoch"] = run_state_of(self._module.trainer).stop_update_epoch
-            saved |= self._phase.state_dict(self._limit())
+            saved |= self._phase.state_dict(self._number("rollout_checkpoint_bytes", ROLLOUT_CHECKPOINT_BYTES, least=0))
         save_state = optional_hook(self._module.plugin, "rollout_state")
         if save_state is not None:
             saved["rollout_state"] = save_state(self._module.contract_state)
@@ -115,8 +115,7 @@ class RolloutBatches:
         lost, is_there = saved.get(LOST), "update_epochs" in saved
         if is_there and saved["world_size"] != module.ctx.world_size:
             lost = f"it was saved by {saved['world_size']} ranks and is resumed by {module.ctx.world_size}"
-        channel = module.rank_channel
-        losses = [lost] if channel is None else channel.gather_everywhere(lost)
+        losses = module.rank_channel.gather_everywhere(lost)
         self._lost = next((loss for loss in losses if loss is not None), None)
         if is_there and self._lost is None:
             self._phase = Phase.from_state_dict(saved, module.ctx.device)
@@ -171,7 +170,7 @@ class RolloutBatches:
 
     def _collect(self) -> Phase:
         module, run_state = self._module, run_state_of(self._module.trainer)
-        update_epochs = self._update_epochs()
+        update_epochs = self._number("update_epochs", default=1)
         run_state.update_epoch = run_state.minibatch_index = 0
         run_state.stop_rollout = run_state.stop_update_epoch = False
         self._counted = run_state.agent_step
@@ -194,26 +193,19 @@ class RolloutBatches:
         steps = (stats or {}).get("agent_steps", run_state.agent_step - self._counted)
         if isinstance(steps, bool) or not hasattr(steps, "__index__") or (stats and steps < 0):
             raise ContractError(f"`agent_steps` in the statistics of a rollout is {steps!r}; it must be a number >= 0")
-        channel = self._module.rank_channel
-        of_ranks = [int(steps)] if channel is None else channel.gather_everywhere(int(steps))
+        of_ranks = self._module.rank_channel.gather_everywhere(int(steps))
         run_state.agent_step = self._counted = self._counted + sum(of_ranks)
         if run_state.agent_step:
             self.metrics["trainer/agent_step"] = float(run_state.agent_step)
 
     def _agreed(self, said: int) -> int:
         """The most of what any rank says."""
-        if self._module.rank_channel is None:
+        channel = self._module.rank_channel
+        if channel.size == 1:
             return said
-        largest, work = self._module.rank_channel.start_largest(said)
-        if work is not None:
-            work.wait()
+        largest, work = channel.start_largest(said)
+        work.wait()
         return int(largest)
-
-    def _update_epochs(self) -> int:
-        return self._number("update_epochs", 1)
-
-    def _limit(self) -> int:
-        return self._number("rollout_checkpoint_bytes", ROLLOUT_CHECKPOINT_BYTES, least=0)
 
     def _number(self, name: str, default: int, least: int = 1) -> int:
         number = getattr(self._module.plugin, name, default)

@@ -433,11 +433,9 @@ def _warn_of_scripted_modules(discovered: Discovered) -> None:
         )
 
 
-def rank_channel_of(trainer: pl.Trainer) -> Channel | None:
-    """How the ranks of a training compare what they save; None on a single one. Collective."""
-    if trainer.world_size == 1:
-        return None
-    groups = rank_groups_of(trainer.strategy)
+def rank_channel_of(trainer: pl.Trainer) -> Channel:
+    """How the ranks of a training compare what they save. Collective."""
+    groups = rank_groups_of(trainer.strategy) if trainer.world_size > 1 else None
     return Channel() if groups is None else groups.training
 
 

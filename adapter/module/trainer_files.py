@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ...callbacks.checkpoint.format.record import CheckpointRecord, read_record
 from ...callbacks.checkpoint.selection import find_checkpoint
 from ..contract.exceptions import CheckpointError, ContractError
-from ..contract.types import StepContext, TrainerPlugin
 from .plugin_loading import optional_hook
 
-__all__ = ["checked_result", "save_trainer_files", "trainer_directory"]
-
-
-def save_trainer_files(
-    plugin: TrainerPlugin, state: Any, ctx: StepContext, output_dir: Path, *, step: int, final: bool
-) -> dict[str, Any] | None:
-    """Let the trainer's ``save_checkpoint`` write its own files into a checkpoint.
-
-    Raises:
-        ContractError: As `checked_result` says.
-    """
-    hook: Callable[..., Any] = plugin.save_checkpoint  # type: ignore[attr-defined]
-    return checked_result(hook(state=state, step=step, output_dir=str(output_dir), final=final, ctx=ctx), output_dir)
+__all__ = ["checked_result", "trainer_directory"]
 
 
 def checked_result(result: Any, output_dir: Path) -> dict[str, Any] | None:

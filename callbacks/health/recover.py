@@ -251,7 +251,7 @@ class Recover(Hook):
         run_state_of(trainer).rolls_back = False
         run_id_of(trainer)  # by which checkpoints are distinguished from those of other runs
         saver, channel = _saver_of(trainer), getattr(pl_module, "rank_channel", None)
-        if "roll_back" in self.ladder.rungs and saver is not None and channel is not None:
+        if "roll_back" in self.ladder.rungs and saver is not None and channel is not None and channel.size > 1:
             require_shared_directory(channel, saver.directory)  # every rank reads what it goes back to
 
     # What the guard of updates asks, within a step.

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from genlight.adapter import StepResult
-from genlight.adapter.gradients import set_up
+from genlight.adapter.gradients import step as router
 from genlight.adapter.gradients.ddp.buffers import BufferSync
 from genlight.callbacks import LogMetrics, ReplicaGuard
 
@@ -103,11 +103,11 @@ def _by_hand(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[Alternation, P
 
 @contextlib.contextmanager
 def _sent_by(sync: type[BufferSync]) -> Iterator[None]:
-    set_up.BufferSync = sync  # type: ignore[misc]
+    router.BufferSync = sync  # type: ignore[misc]
     try:
         yield
     finally:
-        set_up.BufferSync = BufferSync  # type: ignore[misc]
+        router.BufferSync = BufferSync  # type: ignore[misc]
 
 
 def hosts_with_norms(rank: int, ranks: int) -> dict[str, Host]:

@@ -20,8 +20,7 @@ from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.contract.types import StepResult
 from genlight.adapter.discovery.discover import discover
 from genlight.adapter.gradients.precision import step_precision
-from genlight.adapter.gradients.set_up import step_router
-from genlight.adapter.gradients.step import StepHooks, StepRouter, step_hooks
+from genlight.adapter.gradients.step import StepHooks, StepRouter, step_hooks, step_router
 
 PATCHED = (
     (torch.Tensor, "backward"),
