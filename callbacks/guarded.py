@@ -21,14 +21,12 @@ _LAST = frozenset({"teardown", "on_exception"})
 class Guarded(StandIn):
     """Gives any Lightning callback a policy: what becomes of its failures, and on which ranks it runs.
 
-    It has the hooks that `callback` overrides and no others, and its state under the same key, so that a checkpoint
-    with and without the guard are one. A callback that talks to other ranks, or sets ``trainer.should_stop``, needs
-    ``ranks="all"``.
+    Its state has the same key in checkpoints, with and without the guard. A callback that communicates with other
+    ranks, or sets ``trainer.should_stop``, needs ``ranks="all"``.
 
     Args:
         callback: The callback.
-        critical: Whether an exception of it ends the run; else it is logged once for each hook, counted, and summed up
-            at the end.
+        critical: Whether its exceptions end the run; otherwise they are logged once for each hook and counted.
         ranks: ``zero``, or ``all``.
 
     Raises:

@@ -39,14 +39,13 @@ _RETURNS = ("return", "reward")
 class JobProgress(Hook):
     """Shows step, loss, learning rate, scores and returns, speed, remaining time, checkpoints and uploads.
 
-    A line before Lightning's summary of the model says what is trained: class, parameters, device, precision, steps.
-    Speed and remaining time are those of the last half minute, so that neither a resume nor a slow start counts; the
-    end is that of the data where its length tells that it comes sooner. Of a module that is no trainer class what it
-    logs with ``prog_bar=True`` is shown.
+    A first line names class, parameters, device, precision and steps. Speed and remaining time are those of the last
+    half minute; data that ends before `max_steps` is taken into account. For a module that is no trainer class it
+    shows what was logged with ``prog_bar=True``.
 
     Args:
         line_every_s: Seconds between lines where standard error is not a terminal.
-        description: What stands before the step.
+        description: Text in front of the step.
 
     Raises:
         ValueError: `line_every_s` is not positive.

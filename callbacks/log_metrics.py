@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
-from .hook.cadence import StepCadence, suppressed, wait_for_multiple
+from .hook.cadence import StepCadence, next_multiple, suppressed
 from .hook.events import FIGURES_FIELD, publish_metrics, run_state_of
 from .hook.hook import Hook, skippable
 from .telemetry.goodput import data_wait_s
@@ -34,11 +34,10 @@ EVALUATED_STEP = "trainer/evaluated_step"
 class LogMetrics(Hook):
     """Sends one record of metrics to every logger of the trainer at a cadence of steps.
 
-    A record merges the metrics of the trainer's step, the statistics of its newest rollout (``rollout/…``, the mean of
-    those that are several numbers), the share of time spent waiting for data, the scores of an evaluation, and the
-    figures of other hooks: ``time/…`` of `Goodput`, ``system/…`` of `SystemMonitor`, ``perf/…`` of `Heartbeat`,
-    ``diagnosis/…`` of `Diagnosis`. Scores and figures that come at another step are sent at
-    that step. When a score belongs to an earlier step, ``trainer/evaluated_step`` is that step.
+    A record merges the metrics of the step, the means of the newest rollout's statistics (``rollout/…``), the share of
+    time spent waiting for data, the scores of an evaluation, and the figures of other hooks: ``time/…`` of `Goodput`,
+    ``system/…`` of `SystemMonitor`, ``perf/…`` of `Heartbeat`, ``diagnosis/…`` of `Diagnosis`. Scores and figures that
+    come at another step are sent at that step. A score of an earlier step has it as ``trainer/evaluated_step``.
 
     Metrics and scores, but not figures, also go to ``callback_metrics`` and the progress bar. Fires ``on_metrics``.
 
@@ -84,7 +83,8 @@ class LogMetrics(Hook):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        every = wait_for_multiple(self, step)
+        every = self.every_n_steps
+        self.next_due_step = next_multiple(step, every)
         metrics: dict[str, float] = {}
         # A step is one; so its boundary is crossed where it is a multiple.
         is_due = every > 0 and step % every == 0 and not suppressed(pl_module)

@@ -70,10 +70,9 @@ _ALWAYS_THERE = frozenset(_LIVE)
 class TrainerState:
     """The state that trainer hooks share: a view of the run state, and the live objects of the training.
 
-    Facts are those of the `RunState`, read and written there, so that no fact stands twice and all of them are in
-    checkpoints: ``agent_step, epoch, update_epoch, mb_idx`` (its ``minibatch_index``), ``stop_rollout,
-    stop_update_epoch, rollout_stats, loss_stats, eval_scores, latest_checkpoint_uri``; ``latest_wandb_uri`` is in its
-    ``extra``, where a trainer class finds it, too.
+    Facts are read from and written to the `RunState`, which checkpoints hold: ``agent_step, epoch, update_epoch,
+    mb_idx`` (its ``minibatch_index``), ``stop_rollout, stop_update_epoch, rollout_stats, loss_stats, eval_scores,
+    latest_checkpoint_uri``, and ``latest_wandb_uri`` in its ``extra``.
 
     Live objects are ``policy`` (the trainer's ``policy`` or ``model``, else its only module, else the LightningModule),
     ``optimizer`` (the first), and ``experience``, ``timer``, ``stats_tracker`` and ``training_env_id``, as the state of
@@ -82,9 +81,8 @@ class TrainerState:
     ``loss_stats`` are the metrics of the step that has just ended, read from the device by the first hook that asks.
 
     Args:
-        trainer: The Lightning trainer; None for a loop of one's own, which sets the fields itself and has a run state
-            of its own.
-        pl_module: What it trains.
+        trainer: The Lightning trainer; None for a loop of one's own, which sets the fields itself.
+        pl_module: Its module.
         fields: Fields by name, such as ``agent_step=1``.
 
     Raises:
@@ -153,10 +151,10 @@ class TrainerHook:
     """Base of trainer hooks; a subclass overrides the events it wants.
 
     Args:
-        trainer_cfg: The configuration of the hook's own kind, if it has one.
-        device: What trains, if the hook wants to know it.
-        instance_name: How messages name this hook; None is its class.
-        critical: Instead of the attribute of the class.
+        trainer_cfg: The hook's own configuration, if it has one.
+        device: The training device, if the hook needs it.
+        instance_name: Name of this hook in messages; None means its class.
+        critical: Overrides the attribute of the class.
     """
 
     critical: bool = False
@@ -209,9 +207,8 @@ class TrainerHook:
 class TrainerHookAdapter(StandIn):
     """Runs a trainer hook as a callback: ``Trainer(callbacks=[TrainerHookAdapter(hook) for hook in hooks])``.
 
-    The hook's `critical`, `run_on_all_ranks`, `reads` and `writes` become the policy of the callback. An evaluation
-    therefore runs before the hook that reports its scores, whatever the order of registration. Under Lightning's own
-    loop the events map to Lightning's: a minibatch is a batch, a training phase is an epoch, and there are no rollouts.
+    The hook's `critical`, `run_on_all_ranks`, `reads` and `writes` become the policy of the callback. Under Lightning's
+    own loop a minibatch is a batch, a training phase is an epoch, and there are no rollouts.
 
     Args:
         hook: A `TrainerHook`, or any object that has one of its events.
@@ -354,8 +351,8 @@ class CheckpointHook(TrainerHook):
     files also become an artifact of W&B, whose address is ``latest_wandb_uri``.
 
     Args:
-        trainer_cfg: As of `TrainerHook`, and so is `device`.
-        device: What trains.
+        trainer_cfg: See `TrainerHook`.
+        device: See `TrainerHook`.
         interval: Cadence in epochs; 0 turns it off.
         wandb_run: What ``wandb.init`` returned, on rank zero.
         wandb_interval: Cadence of artifacts in epochs, of those that are saved; 0 turns them off.
@@ -420,8 +417,8 @@ class EvaluationHook(TrainerHook):
     Args:
         evaluate: Takes ``latest_wandb_uri``, else ``latest_checkpoint_uri``, and the `TrainerState`; returns scores by
             name.
-        trainer_cfg: As of `TrainerHook`, and so is `device`.
-        device: What trains.
+        trainer_cfg: See `TrainerHook`.
+        device: See `TrainerHook`.
         interval: Cadence in epochs; 0 turns it off. It is skipped while there is no checkpoint.
     """
 
@@ -452,8 +449,8 @@ class MetricsHook(TrainerHook):
     """Sends losses, means of the rollout's statistics and scores to all loggers at the end of epochs, and logs a line.
 
     Args:
-        trainer_cfg: As of `TrainerHook`, and so is `device`.
-        device: What trains.
+        trainer_cfg: See `TrainerHook`.
+        device: See `TrainerHook`.
         interval: Cadence in epochs; 0 turns it off.
         wandb_run: What ``wandb.init`` returned, where no logger of the trainer is W&B's.
     """

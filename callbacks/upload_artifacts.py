@@ -35,22 +35,20 @@ log = logging.getLogger(__name__)
 class UploadArtifacts(Hook):
     """Queues every checkpoint, sample and metric of a run for upload without waiting for the network.
 
-    Works with any LightningModule. Files written by Lightning's ``ModelCheckpoint`` are picked up automatically and
-    kept as hard links until they are delivered, even if ``ModelCheckpoint`` deletes them. Checkpoints in genlight's own
-    format are queued with all their files. Metrics are those that genlight's loop reports at its cadence; for other
-    modules, ``trainer.callback_metrics`` every `metric_every` steps. Once the newest checkpoint is delivered,
-    ``latest_checkpoint_uri`` of the run state is its address in the file store or else in the first of `targets`; until
-    then it is its path.
+    Works with any LightningModule. Files of Lightning's ``ModelCheckpoint`` are kept as hard links until they are
+    delivered, even if ``ModelCheckpoint`` deletes them; checkpoints in genlight's own format are queued with all their
+    files. Metrics are those that genlight's loop reports; for other modules, ``trainer.callback_metrics`` every
+    `metric_every` steps. Once the newest checkpoint is delivered, ``latest_checkpoint_uri`` of the run state is its
+    address in the file store or else in the first of `targets`; until then it is its path.
 
     Args:
-        uploader: An uploader that the caller starts, waits for and closes. None creates one for each fit. At the end of
-            the fit it waits for required uploads, then sends the terminal message. If something cannot be delivered,
-            the fit fails; the files are kept and the next fit delivers them first.
+        uploader: An uploader that the caller starts, waits for and closes. None creates one for each fit, whose end
+            waits for required uploads. If something cannot be delivered, the fit fails, and the next one delivers it.
         run_id: Name of the run at the receiver; required without `uploader`.
         directory: Folder of the run, which holds the queue; None means the trainer's ``default_root_dir``.
         owner: Owner of the files in the file store.
         metrics_url: Endpoint for metrics. This and the URLs below default to the environment
-            (``TRAINER_UPLOAD_METRICS_URL`` and so on, ``TENSORHUB_URL``). The token can only come from the environment
+            (``TRAINER_UPLOAD_METRICS_URL`` and so on, ``TENSORHUB_URL``). The token always comes from there
             (``TRAINER_CAPABILITY_TOKEN``), so that no configuration file holds one.
         checkpoint_url: Endpoint for checkpoints.
         sample_url: Endpoint for samples.

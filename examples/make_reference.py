@@ -42,7 +42,9 @@ def _section(cls: type, brief: bool) -> list[str]:
     lines = [f"### `{cls.__name__}`", "", _markdown(parsed.short_description or ""), ""]
     if parsed.long_description:
         text = parsed.long_description
-        lines += [_markdown(text.partition("\n\n")[0] if brief else text), ""]
+        if brief:  # without a last sentence that announces a list
+            text = re.sub(r"(?<=\.)\s+[^.]*:$", "", text.partition("\n\n")[0])
+        lines += [_markdown(text), ""]
     described = {argument.arg_name: _one_line(argument.description or "") for argument in parsed.params}
     arguments = {name: p for name, p in inspect.signature(cls).parameters.items() if name in described}
     if arguments:
@@ -182,6 +184,12 @@ def classes_of(package: object) -> list[type]:
     return [cls for cls in named if inspect.isclass(cls) and "Args:" in (inspect.getdoc(cls) or "")]
 
 
+def _callbacks(*, trainer_hooks: bool) -> list[type]:
+    """The callbacks of their own page, or all others."""
+    named = classes_of(genlight.callbacks)
+    return [cls for cls in named if cls.__module__.endswith(".trainer_hooks") == trainer_hooks]
+
+
 PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "adapter/jobs.md": [
         ("job keys", job_reference),
@@ -190,7 +198,10 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     ],
     "callbacks/README.md": [
         ("standard callbacks", callbacks_reference),
-        ("callbacks", lambda: classes_reference(classes_of(genlight.callbacks), brief=True)),
+        ("callbacks", lambda: classes_reference(_callbacks(trainer_hooks=False), brief=True)),
+    ],
+    "callbacks/other_styles.md": [
+        ("trainer hooks", lambda: classes_reference(_callbacks(trainer_hooks=True), brief=True)),
         ("six hooks", lambda: classes_reference(classes_of(genlight.callbacks.compat), brief=True)),
     ],
     "reporters/README.md": [

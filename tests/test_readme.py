@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 READMES = sorted(
     str(path.relative_to(ROOT))
     for folder in ("", "adapter", "callbacks", "reporters")
-    for path in (ROOT / folder).glob("*.md" if folder == "adapter" else "README.md")
+    for path in (ROOT / folder).glob("*.md" if folder in ("adapter", "callbacks") else "README.md")
 )
 GUIDES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*.md"))
 RUN_AT_LEAST = {"README.md": 12, "adapter/README.md": 5, "adapter/jobs.md": 8}

@@ -256,7 +256,7 @@ class ProgressCallback(_StandsFor):
     """Shows step, loss, speed and remaining time; see `JobProgress`.
 
     Args:
-        desc: What stands before them.
+        desc: Text in front.
     """
 
     def __init__(self, desc: str = "Training") -> None:
@@ -273,8 +273,8 @@ class HeartbeatCallback(_StandsFor):
 
     Args:
         interval_steps: Cadence in steps; 0 turns it off.
-        scenario: What the run does, as events say it.
-        run_id: The id of the run, where it has none of its own, as one of `genlight run` has.
+        scenario: Name of the scenario in the events.
+        run_id: Id of a run that has none.
         metrics_path: The telemetry file; None is ``WORLDFLUX_METRICS_PATH``, else ``.worldflux/metrics.jsonl``.
 
     Raises:
@@ -299,8 +299,8 @@ class DiagnosisCallback(_StandsFor):
         check_interval: Cadence in steps; 0 turns it off.
         gradient_min_norm: Gradients vanish where the largest norm of a parameter's gradient is below this.
         latent_std_min: Latent values have collapsed where their standard deviation is below this.
-        scenario: As of `HeartbeatCallback`, and so are the next two.
-        run_id: The id of the run, where it has none of its own.
+        scenario: Name of the scenario in the events.
+        run_id: Id of a run that has none.
         metrics_path: The telemetry file.
 
     Raises:

@@ -27,10 +27,9 @@ log = logging.getLogger(__name__)
 class Evaluate(Hook):
     """Calls the trainer's ``evaluate(state, ctx)`` at a cadence and fires ``on_scores`` with the result.
 
-    The latest scores are also available as ``eval_scores`` of the run state, and `LogMetrics` reports them at the same
-    step. Random numbers drawn by the evaluation do not affect training. On several ranks every rank evaluates, and all
-    report the same scores: those of rank 0, or the mean. If the evaluation fails on one rank, it counts as failed on
-    all.
+    The latest scores are also ``eval_scores`` of the run state, and `LogMetrics` reports them at the same step. Random
+    numbers drawn by the evaluation do not affect training. Every rank evaluates, and all report the same scores: those
+    of rank 0, or the mean. If the evaluation fails on one rank, it counts as failed on all.
 
     Args:
         every_n_steps: Cadence in steps; 0 turns it off.

@@ -19,13 +19,12 @@ __all__ = ["EvaluateLoader"]
 class EvaluateLoader(Evaluate):
     """Calls ``function(pl_module, batches)`` at a cadence and fires ``on_scores`` with the scores it returns.
 
-    Works with any LightningModule. `batches` iterates over the loader from its beginning, on the module's device and in
-    its precision. The function runs without gradients and in evaluation mode. Afterwards every submodule is back in its
-    previous mode, and the random state of training is unchanged. On several ranks each rank uses its own loader, which
-    may have a ``DistributedSampler``; see `Evaluate` for how the scores are combined.
+    Works with any LightningModule. `batches` iterates over the whole loader, on the module's device and in its
+    precision, without gradients and in evaluation mode; modes and random state are restored afterwards. On several
+    ranks each uses its own loader, which may have a ``DistributedSampler``; scores are combined as by `Evaluate`.
 
     Args:
-        dataloader: What gives the batches, such as a ``DataLoader``; iterated anew for each evaluation.
+        dataloader: A ``DataLoader`` or another iterable, which is read anew for each evaluation.
         function: Returns a mapping of names to numbers.
         every_n_steps: Cadence in steps; 0 turns it off.
         critical: Whether a failing evaluation ends the run.

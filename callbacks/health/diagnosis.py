@@ -34,9 +34,9 @@ TIMED_STEPS = 4
 class Diagnosis(Hook):
     """Reports when training goes wrong: one ``diagnostic`` event when a fault begins, and one when it ends.
 
-    At its cadence it looks at the gradients right before the update uses them (averaged, unscaled, clipped), at what
-    the update changes, at the losses of all steps since the last check, and at the time and the batches of the last
-    steps. Ranks exchange what they have read, and so all reach the same verdict. Faults:
+    At its cadence it reads the gradients that the update uses (averaged, unscaled, clipped), the size of the update,
+    the losses of all steps since the last check, and times and batches of the last steps. All ranks exchange their
+    readings and reach the same verdict. Faults:
 
     - ``nonfinite_loss``, ``nonfinite_gradients``: with the first module that gave such a value, forward or backward, in
       the step of the check (`trace_modules`: in any step). An update that a gradient scaler leaves out is not a fault.
@@ -62,10 +62,9 @@ class Diagnosis(Hook):
         spike_deviations: How many standard deviations above the median a loss is a spike.
         dead_checks: Checks without a gradient before a parameter counts as dead.
         straggler_factor: A rank this many times slower than the others is reported.
-        cool_down_checks: After how many checks without it a fault has ended.
-        trace_modules: Whether modules are watched in every step and not only in that of a check. It costs a reduction
-            for each module.
-        scenario: What the run does, as events say it.
+        cool_down_checks: Checks without a fault after which it has ended.
+        trace_modules: Watch modules in every step instead of only at checks; costs a reduction for each module.
+        scenario: Name of the scenario in the events.
         path: The telemetry file; None is ``WORLDFLUX_METRICS_PATH``, else ``.worldflux/metrics.jsonl``.
 
     Raises:

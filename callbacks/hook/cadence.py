@@ -18,7 +18,6 @@ __all__ = [
     "rewind",
     "steps_within",
     "suppressed",
-    "wait_for_multiple",
 ]
 
 NEVER = sys.maxsize
@@ -26,9 +25,7 @@ NEVER = sys.maxsize
 
 
 class StepCadence:
-    """An attribute of a hook: after how many steps it acts again; 0 turns that off.
-
-    It may be changed while training: the hook is then called after the next step, whatever it waited for.
+    """An attribute of a hook: after how many steps it acts again; 0 turns that off. It is read when the hook acts.
 
     Raises:
         ValueError: Something else than a whole number from 0 on is assigned.
@@ -47,7 +44,6 @@ class StepCadence:
             expected = "a number" if is_whole else "a whole number"
             raise ValueError(f"Invalid `{self._name}`. Expected {expected} >= 0, but received {every!r}.")
         vars(hook)[self._name] = every
-        hook.next_due_step = 0
 
 
 class Boundaries:
@@ -59,7 +55,7 @@ class Boundaries:
     """
 
     def __init__(self, hook: Any, step: int = 0) -> None:
-        self._hook, self._step, self._every = hook, step, hook.every_n_steps
+        self._hook, self._step = hook, step
 
     def rewind(self, step: int) -> None:
         """Wait for the boundaries after `step` again."""
@@ -67,10 +63,9 @@ class Boundaries:
 
     def crosses(self, step: int) -> bool:
         """Whether a boundary lies behind the last step that was given here and not behind `step`."""
-        every = wait_for_multiple(self._hook, step)
-        # Steps that were skipped before a change had no boundary; those of the new cadence begin with this one.
-        previous = self._step if every == self._every else max(self._step, step - 1)
-        self._step, self._every = step, every
+        every = self._hook.every_n_steps
+        self._hook.next_due_step = next_multiple(step, every)
+        previous, self._step = self._step, step
         return crossed(previous, step, every)
 
 
@@ -116,15 +111,6 @@ def crossed(previous: int, current: int, every: int) -> bool:
 def next_multiple(step: int, every: int) -> int:
     """The first multiple of `every` after `step`; of an `every` of 0 it is a step that never comes."""
     return (step // every + 1) * every if every > 0 else NEVER
-
-
-def wait_for_multiple(hook: Any, step: int) -> int:
-    """Have `hook` called at the next multiple of its ``every_n_steps`` after `step`; returns that cadence."""
-    every: int = hook.every_n_steps
-    hook.next_due_step = next_multiple(step, every)
-    if hook.every_n_steps != every:
-        hook.next_due_step = 0  # another thread has changed it meanwhile
-    return every
 
 
 def rewind(hook: Any, step: int) -> None:

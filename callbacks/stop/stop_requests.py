@@ -131,9 +131,7 @@ class StopRequests(Hook):
 
     A stop can come from a flag, a cancel file, a time limit, a signal (SIGTERM, SIGUSR1, SIGINT), or a callable added
     by other code. All ranks stop after the same step, even if only one received the request: about every 50 ms they
-    exchange what they know in an asynchronous all-reduce that starts in one step and is read in the next. genlight's
-    loop then raises `TrainingCanceled` once all callbacks have seen the step. Under Lightning's own loop this callback
-    raises it before the next step.
+    exchange requests in an asynchronous all-reduce. `TrainingCanceled` is raised once all callbacks have seen the step.
 
     A request stops one fit; the next fit of the same process is not affected, unless a cancel file still exists.
 

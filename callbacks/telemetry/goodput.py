@@ -22,16 +22,14 @@ LOOK_EVERY_STEPS = 10
 class Goodput(Hook):
     """Sends the seconds that an attempt has spent so far to every logger, as ``time/…``, at most every `every_s`.
 
-    ``time/start_up`` is the time from the start of the process to its first step, ``time/data_wait`` what steps waited
-    for data, ``time/checkpoint``, ``time/samples``, ``time/evaluation`` and ``time/rollout`` what these held training
-    up, ``time/lost`` what a roll-back has undone, and ``time/steps`` the rest. What a run of several attempts has lost
-    to kills and waits shows in its event log: ``genlight events RUN --goodput`` adds it up.
+    ``time/start_up`` is the time before the first step, ``time/data_wait`` the wait for data, ``time/checkpoint``,
+    ``time/samples``, ``time/evaluation`` and ``time/rollout`` how long these delayed training, ``time/lost`` what a
+    roll-back has undone, and ``time/steps`` the rest. ``genlight events RUN --goodput`` adds up all attempts of a run.
 
     Time is taken where something happens and not in each step, so that a step costs nothing.
 
     Args:
-        every_s: Seconds until the first report and between two; with the first step that ends later. After one, the
-            last step reports as well. Shorter runs report nothing.
+        every_s: Seconds between two reports; shorter runs report nothing. The last step reports as well.
 
     Raises:
         ValueError: `every_s` is not positive.

@@ -52,8 +52,8 @@ class _Counts:
 class Heartbeat(Hook):
     """Writes a ``heartbeat`` event of WASR telemetry at a cadence, and sends its figures to every logger.
 
-    Throughput is that of the window since the last heartbeat, and of this attempt, never with steps before a resume.
-    Fields without a key of their own go in ``artifacts`` of the event; loggers get the same as ``perf/…``:
+    Throughput is measured since the last heartbeat and over this attempt, without steps before a resume. Fields without
+    a key of their own go in ``artifacts`` of the event, and to loggers as ``perf/…``:
 
     - ``steps_per_sec``, ``samples_per_sec`` and ``tokens_per_sec`` of all ranks, and the same of the attempt
       (``attempt_…``). Samples and tokens are there where batches say: rows, the first dimension of tensors, the
@@ -70,9 +70,9 @@ class Heartbeat(Hook):
 
     Args:
         interval_steps: Cadence in steps; 0 turns it off.
-        scenario: What the run does, as events say it.
+        scenario: Name of the scenario in the events.
         path: The telemetry file; None is ``WORLDFLUX_METRICS_PATH``, else ``.worldflux/metrics.jsonl``.
-        count_flops: Whether operations are counted.
+        count_flops: Whether to count floating point operations.
 
     Raises:
         ValueError: `interval_steps` is negative, or `scenario` is empty.

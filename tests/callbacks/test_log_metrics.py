@@ -139,18 +139,6 @@ def test_a_negative_cadence_is_refused():
         LogMetrics(-1)
 
 
-def test_a_cadence_may_be_changed_while_training(fit, counting_trainer):
-    metrics, logger = LogMetrics(100), Recorder()
-
-    class Changing(Hook):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            metrics.every_n_steps = {4: 3, 7: 0}.get(trainer.global_step, metrics.every_n_steps)
-
-    fit(counting_trainer(), [metrics, Changing()], steps=12, logger=logger)
-
-    assert [step for step, _ in logger.told] == [6]
-
-
 @pytest.mark.parametrize("value", [2**70, Fraction(1, 3), np.uint64(2**64 - 1), np.longdouble(0.25)])
 def test_a_number_that_torch_has_no_type_for_is_seen_by_monitors_all_the_same(fit, counting_trainer, value):
     class Mine(counting_trainer):
