@@ -82,8 +82,8 @@ def _agreed(node_rank: int) -> tuple[int, str]:
     """The number of nodes, and a name for this launch of all ranks. Collective, in the group that Ray has made."""
     import torch.distributed as dist
 
-    told: list[Any] = [(node_rank, secrets.token_hex(8))]
+    placed: list[Any] = [(node_rank, secrets.token_hex(8))]
     if dist.is_available() and dist.is_initialized():
-        told = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (node_rank, secrets.token_hex(8)))
-    return 1 + max(node for node, _ in told), told[0][1]
+        placed = [None] * dist.get_world_size()
+        dist.all_gather_object(placed, (node_rank, secrets.token_hex(8)))
+    return 1 + max(node for node, _ in placed), placed[0][1]

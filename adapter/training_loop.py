@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
@@ -129,48 +129,19 @@ def _arguments_of_device(device: torch.device) -> dict[str, Any]:
     if device.type in ("cuda", "mps"):
         return {"accelerator": device.type, "devices": [index]}
     # Those that Lightning does not know it would leave for the host.
-    return {"strategy": SingleDeviceStrategy(torch.device(device.type, index), accelerator=_AnyAccelerator())}
+    return {"strategy": SingleDeviceStrategy(torch.device(device.type, index), accelerator=_OneDevice())}
 
 
-class _AnyAccelerator(Accelerator):
-    """Whatever torch has as its accelerator."""
+class _OneDevice(CPUAccelerator):
+    """The host's accelerator, which chooses nothing by itself, for whatever device torch has."""
 
     @override
     def setup_device(self, device: torch.device) -> None:
         torch.accelerator.set_device_index(device)
 
     @override
-    def get_device_stats(self, device: Any) -> dict[str, Any]:
-        return {}
-
-    @override
     def teardown(self) -> None:
         release_memory()
-
-    @staticmethod
-    @override
-    def parse_devices(devices: Any) -> Any:
-        return devices
-
-    @staticmethod
-    @override
-    def get_parallel_devices(devices: Any) -> Any:
-        return devices
-
-    @staticmethod
-    @override
-    def auto_device_count() -> int:
-        return torch.accelerator.device_count()
-
-    @staticmethod
-    @override
-    def is_available() -> bool:
-        return accelerator() is not None
-
-    @staticmethod
-    @override
-    def name() -> str:
-        return "accelerator"
 
 
 def _trainer_directory(path: Path) -> Path:

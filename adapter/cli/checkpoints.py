@@ -184,7 +184,7 @@ def _show(record: CheckpointRecord, *, as_json: bool) -> int:
         say(json.dumps(facts))
         return _SOUND
     lines = [f"{record.name}  ({record.path})", ""]
-    facts = {name: getattr(record, name) for name in _FACTS if name != "metadata" and _is_told(record, name)}
+    facts = {name: getattr(record, name) for name in _FACTS if name != "metadata" and _is_known(record, name)}
     facts |= {name: _origin(name, value) for name, value in record.metadata.items() if name not in facts}
     lines += [f"  {printable(name):<20}{_text(value)}" for name, value in facts.items()]
     lines += ["", "  files"]
@@ -219,7 +219,7 @@ def _origin(name: str, value: Any) -> Any:
     return f"{len(value)} (`--json` lists them)" if name == "packages" and isinstance(value, Mapping) else value
 
 
-def _is_told(record: CheckpointRecord, fact: str) -> bool:
+def _is_known(record: CheckpointRecord, fact: str) -> bool:
     value = getattr(record, fact)
     return value is not None if fact == "finite_weights" else bool(value)
 

@@ -147,17 +147,13 @@ def _run_lightning(words: list[str]) -> int:
         return run_lightning_cli(words, signals)
 
 
-def program_parser() -> CommandParser:
-    """The parser of the program, which names all commands and declares the arguments of none."""
-    return _program_parser()
-
-
 def completion_parser() -> CommandParser:
     """The parser of the program with the arguments of all commands of our own, for ``shtab``."""
-    return _program_parser(*(name for name in COMMANDS if name not in LIGHTNING_COMMANDS))
+    return program_parser(*(name for name in COMMANDS if name not in LIGHTNING_COMMANDS))
 
 
-def _program_parser(*declared: str) -> CommandParser:
+def program_parser(*declared: str) -> CommandParser:
+    """The parser of the program, which names all commands; the arguments of those that are `declared` as well."""
     parser = CommandParser("genlight", description="Runs trainer classes on PyTorch Lightning.")
     parser.see_also = f"reference: {reference('all-commands')}"
     parser.add_argument("--version", action="version", version=version_text())

@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
     except (StartupContractError, ContractError, InputError, OSError) as error:
         return _refuse(str(error))
     except Exception as error:  # noqa: BLE001  # whatever the class raises is the outcome
-        told = str(error) if isinstance(error, GenlightError) else f"{type(error).__name__}: {error}"
-        return complain("compare", f"training failed: {told}", DIFFERENT)
+        text = str(error) if isinstance(error, GenlightError) else f"{type(error).__name__}: {error}"
+        return complain("compare", f"training failed: {text}", DIFFERENT)
     if comparison is None:  # another rank, which the first one reports for
         return EQUAL
     if args.json:

@@ -21,13 +21,13 @@ from ...callbacks.checkpoint.selection import list_checkpoints
 from ...callbacks.checkpoint.storage.commit import checkpoint_files
 from ...callbacks.stop.sources import SAVE_MARGIN, cancel_file_is_set
 from ...reporters.uploads.targets import target_fault
-from ..contract.exceptions import ContractError, GenlightError, InputError, StartupContractError
+from ..contract.exceptions import GenlightError, InputError, StartupContractError
 from ..inputs.local import parquet_files
 from ..job.config import RunConfig, read_run_config
 from ..job.errors import ConfigErrors
 from ..job.keys import all_keys
 from ..job.spec import DatasetSpec
-from ..module.plugin_loading import find_trainer, misspelled_hooks, on_sys_path, signature_faults
+from ..module.plugin_loading import misspelled_hooks, on_sys_path, signature_faults
 from ..plumbing.durable import temporary_name, write_bytes_durably
 from ..plumbing.finding import Finding, Level
 from ..plumbing.redaction import redact, without_secrets
@@ -37,7 +37,7 @@ from ..plumbing.urls import has_scheme, safe_url
 from ..run.artifact_dirs import artifact_dir_faults, directory_fault
 from ..run.artifacts_lock import lock_holder
 from ..run.resume import decide_start
-from ..run.training import prepare_training
+from ..run.training import imported_trainer, prepare_training
 from .config_files import configuration_fault, is_configuration_name
 from .parser import add_overrides
 from .terminal import complain, say
@@ -90,7 +90,7 @@ def diagnose(config: RunConfig, errors: ConfigErrors, deadline: float) -> Iterat
     """Every finding about a job, whatever else is wrong with it; nothing is created, trained or sent.
 
     Args:
-        config: What can be told of the run.
+        config: What is known of the run.
         errors: What is known to be wrong with its settings.
         deadline: When to stop waiting for the network, as ``time.monotonic`` counts.
     """
@@ -173,7 +173,7 @@ def check_start(config: RunConfig) -> Iterator[Finding]:
 def check_grace(config: RunConfig) -> Iterator[Finding]:
     """What a save like the run's last one takes on this disk now, against the time that a stop has.
 
-    Says nothing where no scheduler has told its grace period, or the run has saved nothing yet.
+    Says nothing where the grace period is not known, or the run has saved nothing yet.
     """
     if not config.stop_grace_seconds:
         return
@@ -284,12 +284,9 @@ def check_trainer(config: RunConfig) -> Iterator[Finding]:
         return
     try:
         with on_sys_path([config.spec_dir, Path.cwd()]):
-            target = find_trainer(config.trainer)
-    except ContractError as fault:
-        yield Finding("trainer", "fail", f"startup.invalid_trainer: {fault}")
-    except (Exception, SystemExit) as error:  # noqa: BLE001 -- a module may raise anything while it is imported
-        raised = f"importing {config.trainer!r} raised {type(error).__name__}: {error}"
-        yield Finding("trainer", "fail", f"startup.invalid_trainer: {raised}")
+            target = imported_trainer(config)
+    except StartupContractError as error:
+        yield Finding("trainer", "fail", str(error))
     else:
         name = getattr(target, "__qualname__", type(target).__qualname__)
         yield Finding("trainer", "pass", f"{config.trainer} is {name}, with all hooks")
@@ -334,8 +331,9 @@ def check_training(config: RunConfig) -> Iterator[Finding]:
     """What the run would refuse once it has loaded the trainer class, which can be imported; it is not constructed."""
     try:
         with on_sys_path([config.spec_dir, Path.cwd()]):
-            target = find_trainer(config.trainer)
-            trainer, _ = prepare_training(config, target, brings_data=bool(config.inputs.dataset_parquet_refs))
+            trainer, _ = prepare_training(
+                config, imported_trainer(config), brings_data=bool(config.inputs.dataset_parquet_refs)
+            )
     except StartupContractError as error:
         yield Finding("training", "fail", str(error))
     else:
@@ -374,8 +372,8 @@ def diagnose_fit(path: str) -> Iterator[Finding]:
     try:
         fit.build()
     except Exception as error:  # noqa: BLE001 -- a class of the user's may raise anything
-        told = error if isinstance(error, (GenlightError, UnusableConfigurationError)) else None
-        yield Finding("training", "fail", str(told or f"{type(error).__name__}: {error}"))
+        known = error if isinstance(error, (GenlightError, UnusableConfigurationError)) else None
+        yield Finding("training", "fail", str(known or f"{type(error).__name__}: {error}"))
         return
     yield from _check_built(fit)
 

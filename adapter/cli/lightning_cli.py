@@ -50,7 +50,7 @@ from ..run.artifact_dirs import directory_fault
 from ..run.artifacts_lock import lock_directory
 from ..run.fit import fit, join
 from ..run.ranks.this_rank import is_rank_zero
-from ..run.results import newest_picture, show_results
+from ..run.results import show_results
 from ..run.resume import move_checkpoints_aside
 from ..run.session import FollowerSession, Session
 from ..run.tracking import continue_runs
@@ -80,8 +80,10 @@ class UnusableConfigurationError(Exception):
 def checkpoints_of(trainer: pl.Trainer) -> Path | None:
     """Where the `Checkpoint` callback keeps them; None without one, or where this run writes none."""
     callback = next((c for c in callbacks_of(trainer) if isinstance(c, Checkpoint)), None)
-    if callback is None or getattr(trainer, "fast_dev_run", False):
-        return None
+    return None if callback is None or getattr(trainer, "fast_dev_run", False) else _folder_of(callback, trainer)
+
+
+def _folder_of(callback: Checkpoint, trainer: pl.Trainer) -> Path:
     return callback.dirpath or Path(trainer.default_root_dir) / "checkpoints"
 
 
@@ -282,7 +284,7 @@ class GenlightCLI(LightningCLI):
                 if isinstance(callback, Checkpoint):
                     callback.replace_existing = True  # what is not a checkpoint, but has a name that one may get
                     if self.trainer.is_global_zero:  # else a later `--resume auto` would go on from another training
-                        move_checkpoints_aside(callback.dirpath or Path(self.trainer.default_root_dir) / "checkpoints")
+                        move_checkpoints_aside(_folder_of(callback, self.trainer))
         elif directory is not None and checkpoint_files(directory):
             raise UnusableConfigurationError(
                 f"{str(directory)!r} holds checkpoints already. Go on with `--resume auto`, move them aside with "
@@ -346,24 +348,24 @@ class GenlightCLI(LightningCLI):
         trainer, directory = self.trainer, self._session.checkpoints_dir
         if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
             return
-        samples = next((c.directory for c in callbacks_of(trainer) if isinstance(c, WriteSamples)), None)
-        places: dict[str, Path | None] = {
-            "final checkpoint": None if directory is None else directory / f"{FINAL_NAME}.json",
-            "checkpoints": directory,
-            "samples": samples,
-        }
+        logs: dict[str, Path] = {}
         for logger in trainer.loggers:
             if isinstance(logger, EventLogger):
-                places["events"] = logger.path
+                logs["events"] = logger.path
             elif logger.log_dir is not None:
-                places[logger.name or type(logger).__name__] = Path(logger.log_dir)
-        places["a picture to open"] = None if samples is None else newest_picture(samples)
+                logs[logger.name or type(logger).__name__] = Path(logger.log_dir)
         steps = getattr(self.model, "completed_steps", trainer.global_step)
         stopped = getattr(self.model, "stopped", None)
         ended = f"fit completed at step {steps}" + (f" ({stopped})" if stopped else "")
         if steps == self._resumed_step:
             ended = f"the fit had completed at step {steps} before; there was nothing to train"
-        show_results(ended, places)
+        show_results(
+            ended,
+            final=None if directory is None else directory / f"{FINAL_NAME}.json",
+            checkpoints=directory,
+            samples=next((c.directory for c in callbacks_of(trainer) if isinstance(c, WriteSamples)), None),
+            logs=logs,
+        )
 
     def _takes_named(self, doing: str) -> bool:
         """Whether ``--ckpt_path`` names a checkpoint; ``last`` is the newest whole one, a folder the newest in it."""
@@ -457,7 +459,7 @@ def run_lightning_cli(arguments: Sequence[str], signals: StopSignals) -> int:
         except (UnusableConfigurationError, MisconfigurationException) as error:
             log.error("%s", error)  # noqa: TRY400 - its message says all
             return EXIT_STARTUP
-        except Exception as error:  # noqa: BLE001 - whatever ends it is told
+        except Exception as error:  # noqa: BLE001 - whatever ends it is reported
             return session.fail(error)
 
 
@@ -477,8 +479,8 @@ def parse_configuration(path: str) -> ConfiguredFit:
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended to run")
             return ConfiguredFit(words, fit_session(StopSignals()))
     except SystemExit as error:  # argparse's way to refuse
-        told = said.getvalue().rpartition("error: ")[2].strip()
-        raise UnusableConfigurationError(told) from error
+        text = said.getvalue().rpartition("error: ")[2].strip()
+        raise UnusableConfigurationError(text) from error
 
 
 def fit_session(signals: StopSignals) -> Session:

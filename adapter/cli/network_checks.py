@@ -20,6 +20,7 @@ from ..contract.exceptions import InputError, StartupContractError
 from ..inputs.http import probe
 from ..inputs.huggingface import probe_hub
 from ..inputs.local import checked_ref
+from ..inputs.materialize import named_inputs
 from ..inputs.private_addresses import AddressGuard
 from ..inputs.refs import CozyRef, HttpRef, HubRef, Kind, LocalRef, Ref
 from ..inputs.tensorhub import HttpResolveClient
@@ -111,13 +112,7 @@ def _inputs(config: RunConfig, clients: contextlib.ExitStack) -> Iterator[Questi
     client = _client(config.capability_token, config.token_origins, clients)
     if config.private_hosts is not None:
         AddressGuard(config.private_hosts).attach(client)
-    inputs = config.inputs
-    named: list[tuple[Kind, str | None]] = [("model", inputs.base_model_ref)]
-    named += [("dataset", ref) for ref in inputs.dataset_parquet_refs]
-    named += [("checkpoint", inputs.resume_checkpoint_ref)]
-    for kind, text in named:
-        if text is None:
-            continue
+    for kind, text in named_inputs(config):
         try:
             ref = checked_ref(kind, text)
         except InputError as fault:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from ..run.artifacts_lock import lock_holder
-from ..view.stopping import request_stop, withdraw_stop
+from ..run.artifacts_lock import lock_holder, request_stop, withdraw_stop
 from ..view.summary import RunSummary, summary_of
 from .parser import run_folder
 from .terminal import complain, say

@@ -21,7 +21,7 @@ from .refs import Kind, LocalRef, Ref
 if TYPE_CHECKING:
     from ..plumbing.retry import RetryPolicy
 
-__all__ = ["MaterializedInputs", "default_cache_dir", "materialize_inputs"]
+__all__ = ["MaterializedInputs", "default_cache_dir", "materialize_inputs", "named_inputs"]
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,6 @@ def _checked(config: RunConfig) -> tuple[list[Path | str], list[tuple[Kind, Ref]
     Raises:
         InputError: With every reference that is wrong and every file that is missing.
     """
-    inputs = config.inputs
-    named: list[tuple[Kind, str | None]] = [("model", inputs.base_model_ref)]
-    named += [("dataset", ref) for ref in inputs.dataset_parquet_refs]
-    named += [("checkpoint", inputs.resume_checkpoint_ref)]
     files: list[Path | str] = []
     wanted: list[tuple[Kind, Ref]] = []
     faults: list[InputError] = []
@@ -104,13 +100,21 @@ def _checked(config: RunConfig) -> tuple[list[Path | str], list[tuple[Kind, Ref]
             if config.private_hosts is not None and is_http_url(path):
                 AddressGuard(config.private_hosts).check_url(path)
             files += [path] if has_scheme(path) else parquet_files(path)
-    for kind, text in named:
+    for kind, text in named_inputs(config):
         with _noting(faults):
-            if text is not None:
-                wanted.append((kind, checked_ref(kind, text)))
+            wanted.append((kind, checked_ref(kind, text)))
     if faults:
         raise faults[0] if len(faults) == 1 else InputError("\n".join(str(fault) for fault in faults))
     return files, wanted
+
+
+def named_inputs(config: RunConfig) -> list[tuple[Kind, str]]:
+    """The references of a job's ``inputs``, with what each is for."""
+    inputs = config.inputs
+    named: list[tuple[Kind, str | None]] = [("model", inputs.base_model_ref)]
+    named += [("dataset", ref) for ref in inputs.dataset_parquet_refs]
+    named += [("checkpoint", inputs.resume_checkpoint_ref)]
+    return [(kind, text) for kind, text in named if text is not None]
 
 
 @contextmanager

@@ -8,17 +8,29 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ..contract.exceptions import StartupContractError
 from ..job.config import RunConfig
+from ..plumbing.durable import write_bytes_durably
 from ..plumbing.file_lock import FileLock, LockHeldError, NoLocksError, holding_process, is_held
-from ..plumbing.safe_open import read_own
+from ..plumbing.safe_open import PRIVATE_FILE, read_own
 
-__all__ = ["LOCK_NAME", "STOP_NAME", "lock_artifacts", "lock_directory", "lock_holder", "locking_process"]
+__all__ = [
+    "LOCK_NAME",
+    "STOP_NAME",
+    "last_holder",
+    "lock_artifacts",
+    "lock_directory",
+    "lock_holder",
+    "locking_process",
+    "request_stop",
+    "withdraw_stop",
+]
 
 LOCK_NAME = ".lock"
 STOP_NAME = ".stop"
-"""Asks the run that holds the directory to stop, from any host that shares it; `genlight stop` makes it."""
+"""The file that asks the run that holds the directory to stop, from any host that shares it."""
 CODE = "startup.artifacts_in_use"
 TRIES = 5
 LARGEST_NOTE_BYTES = 4096
@@ -40,7 +52,7 @@ def lock_artifacts(config: RunConfig) -> Iterator[None]:
 
 def lock_holder(directory: Path) -> str | None:
     """Who holds an artifacts directory, in words; None when no process does. Neither makes nor keeps a lock."""
-    return _holder(directory / LOCK_NAME) if is_held(directory / LOCK_NAME) else None
+    return _holder(directory) if is_held(directory / LOCK_NAME) else None
 
 
 def locking_process(directory: Path) -> int | None:
@@ -68,7 +80,7 @@ def lock_directory(directory: Path, run_id: str) -> FileLock:
     except LockHeldError:
         raise StartupContractError(
             CODE,
-            f"{str(directory)!r} is in use by a live run ({_holder(path)}). "
+            f"{str(directory)!r} is in use by a live run ({_holder(directory)}). "
             "Wait until it has ended, end it, or choose another artifacts directory.",
         ) from None
     except NoLocksError as error:
@@ -89,9 +101,33 @@ def lock_directory(directory: Path, run_id: str) -> FileLock:
     return lock
 
 
-def _holder(path: Path) -> str:
+def _holder(directory: Path) -> str:
+    holder = last_holder(directory)
     try:
-        holder = json.loads(read_own(path, limit=LARGEST_NOTE_BYTES))
         return f"process {holder['pid']} on {holder['host']}, run {holder['run_id']!r}"
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except KeyError:
         return "which has not yet written its name"
+
+
+def last_holder(directory: Path) -> dict[str, Any]:
+    """Who took the lock of a directory last: ``pid``, ``host``, ``run_id``; empty where that is not known."""
+    try:
+        holder = json.loads(read_own(directory / LOCK_NAME, limit=LARGEST_NOTE_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+def request_stop(directory: Path) -> None:
+    """Ask the run that holds a directory to stop, on whatever host it is.
+
+    Raises:
+        OSError: The directory cannot be written.
+    """
+    write_bytes_durably(directory / STOP_NAME, b"1\n", mode=PRIVATE_FILE)
+
+
+def withdraw_stop(directory: Path) -> None:
+    """Take such a request back, which was meant for an attempt that has ended."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        (directory / STOP_NAME).unlink()

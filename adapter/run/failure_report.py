@@ -74,7 +74,7 @@ def _shown_traceback(error: BaseException, directory: Path, hide: Callable[[str]
     """The log lines of an exception: the frames of the user's code, and where the rest is.
 
     An exception that never was in the user's code and whose way out is not known, and one whose traceback cannot be
-    written to a file, is told whole.
+    written to a file, is logged whole.
 
     Args:
         error: What was raised.

@@ -44,7 +44,7 @@ ENDS_BY_ITSELF_S = 10.0
 def join(session: Session, trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Hand the session to the callbacks and loggers of `trainer`, and have it follow the training of `module`.
 
-    Loggers are told hyperparameters without secrets, whichever class `module` is.
+    Loggers get hyperparameters without secrets, whichever class `module` is.
     """
     for logger in trainer.loggers:
         logger.log_hyperparams = functools.partial(_log_hyperparams, logger)  # type: ignore[method-assign]
@@ -54,8 +54,8 @@ def join(session: Session, trainer: pl.Trainer, module: pl.LightningModule) -> N
 
 
 def _log_hyperparams(logger: Logger, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-    told = without_secrets(vars(params) if isinstance(params, Namespace) else params)
-    type(logger).log_hyperparams(logger, told, *args, **kwargs)
+    public = without_secrets(vars(params) if isinstance(params, Namespace) else params)
+    type(logger).log_hyperparams(logger, public, *args, **kwargs)
 
 
 def fit(session: Session, trainer: pl.Trainer, module: pl.LightningModule, **arguments: Any) -> None:

@@ -7,18 +7,36 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["newest_picture", "show_results", "shown_path", "working_directory"]
+__all__ = ["show_results", "shown_path", "working_directory"]
 
 _PICTURES = frozenset({".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg"})
 
 
-def show_results(ended: str, places: Mapping[str, Path | None]) -> None:
-    """Say on standard error how a run ended, and which of `places` there are.
+def show_results(
+    ended: str,
+    *,
+    final: Path | None = None,
+    checkpoints: Path | None = None,
+    samples: Path | None = None,
+    logs: Mapping[str, Path],
+) -> None:
+    """Say on standard error how a run ended, and where its results are; what does not exist is left out.
 
     Args:
         ended: How it ended, in a line.
-        places: Paths by what they hold; None and what does not exist are left out.
+        final: The final checkpoint.
+        checkpoints: The folder of checkpoints.
+        samples: The folder of samples; left out where it is empty.
+        logs: What logs the run has, by name.
     """
+    has_samples = samples is not None and samples.is_dir() and any(samples.iterdir())
+    places = {
+        "final checkpoint": final,
+        "checkpoints": checkpoints,
+        "samples": samples if has_samples else None,
+        **logs,
+        "a picture to open": None if samples is None else newest_picture(samples),
+    }
     lines = [ended]
     lines += [f"  {name:<17} {shown_path(path)}" for name, path in places.items() if path is not None and path.exists()]
     with contextlib.suppress(OSError):  # it has completed, also where nobody reads that

@@ -32,7 +32,7 @@ from .artifacts_lock import lock_artifacts
 from .control_plane import LifecycleSession
 from .ranks.this_rank import is_rank_zero
 from .ranks.watch import agent_check
-from .results import newest_picture, show_results
+from .results import show_results
 from .resume import move_old_artifacts_aside
 from .session import Completion, FollowerSession, Session
 from .training import train
@@ -214,7 +214,7 @@ def log_of_failed_start(config: RunConfig, is_from_file: bool) -> Path | None:
     """The event log of a run that could not start; None where its folder is not known, or others may write there.
 
     Args:
-        config: What can be told of the run.
+        config: What is known of the run.
         is_from_file: Whether the caller named a job file, beside which artifacts go by default.
     """
     is_given = any(config.source_of(name) != "default" for name in ("artifacts_dir", "metrics_dir", "events_path"))
@@ -266,20 +266,18 @@ def _next_command(config: RunConfig, options: RunOptions) -> str:
 
 
 def _show_results(config: RunConfig, completion: Completion) -> None:
-    """Say where everything is."""
-    has_samples = any(config.samples_dir.iterdir())
-    places: dict[str, Path | None] = {
-        "final checkpoint": completion.final_checkpoint,
-        "checkpoints": config.checkpoints_dir,
-        "samples": config.samples_dir if has_samples else None,
-        "events": config.events_path,
-        "a picture to open": newest_picture(config.samples_dir),
-    }
+    """Say how the run ended, and where everything is."""
     stopped = f" ({completion.stopped})" if completion.stopped else ""
     if not completion.finite:
         stopped += ", but its final weights are not finite (nan or infinite)"
     spent = _time_spent(config.events_path)
-    show_results(f"run {config.run_id} completed at step {completion.step}{stopped}{spent}", places)
+    show_results(
+        f"run {config.run_id} completed at step {completion.step}{stopped}{spent}",
+        final=completion.final_checkpoint,
+        checkpoints=config.checkpoints_dir,
+        samples=config.samples_dir,
+        logs={"events": config.events_path},
+    )
 
 
 def _time_spent(events_path: Path) -> str:

@@ -34,7 +34,7 @@ from ..plumbing.failures import (
     stop_behind_lost_worker,
 )
 from ..plumbing.redaction import traceback_of
-from .artifacts_lock import STOP_NAME
+from .artifacts_lock import STOP_NAME, withdraw_stop
 from .failure_report import FAILURES_DIRECTORY, log_failure
 from .ranks.notes import RankNotes
 from .ranks.this_rank import this_rank
@@ -68,7 +68,7 @@ class Completion:
     stopped: str | None = None
     finite: bool = True
     """Whether no weight of the final checkpoint is known to be nan or infinite."""
-    was_told: bool = False
+    was_reported: bool = False
     """Whether an older runtime ended the run, and sent the terminal message."""
 
 
@@ -170,10 +170,8 @@ class Session:
         self.folder, self.checkpoints_dir = folder, checkpoints_dir
         self.notes = None if folder is None else RankNotes(folder)
         if folder is not None and self.is_rank_zero:
-            request = folder / STOP_NAME
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                request.unlink()  # It was meant for an earlier attempt.
-            self.stop.cancel_files.append(request)
+            withdraw_stop(folder)  # It was meant for an earlier attempt.
+            self.stop.cancel_files.append(folder / STOP_NAME)
 
     def on_exit(self, act: Callable[[], None]) -> None:
         """Call `act` when the session is left."""
@@ -203,7 +201,7 @@ class Session:
         self._settled = True
         if completion is not None:
             self._settle()
-            self._tell_completed(completion)
+            self._send_completed(completion)
             if self.lifecycle is not None:
                 self.lifecycle.completed(completion.step, completion.final_checkpoint, within_s=self._left_s())
             if self.event_log is not None:
@@ -217,7 +215,7 @@ class Session:
                 except EventLogError as error:
                     log.error("the completed run could not be recorded: %s", error)  # noqa: TRY400
                     return EXIT_FAILED
-        self._tell_ranks(EXIT_COMPLETED)
+        self._inform_ranks(EXIT_COMPLETED)
         return EXIT_COMPLETED
 
     def fail(self, error: BaseException) -> int:
@@ -307,16 +305,16 @@ class Session:
 
     def _report(self, error: BaseException, failure: Failure) -> int:
         step = self.step
-        self._say(error, failure)
-        self._tell_failed(failure, step)
+        self._log_end(error, failure)
+        self._send_failed(failure, step)
         if self.lifecycle is not None:
             self.lifecycle.failed(step, failure.text, within_s=self._left_s())
         if self.event_log is not None:
             self.event_log.record_failure(failure, step)
-        self._tell_ranks(failure.exit_code)
+        self._inform_ranks(failure.exit_code)
         return failure.exit_code
 
-    def _say(self, error: BaseException, failure: Failure) -> None:
+    def _log_end(self, error: BaseException, failure: Failure) -> None:
         """Log how the attempt ended, and as the last line what continues it."""
         newest = None if self.checkpoints_dir is None else _newest_record(self.checkpoints_dir)
         going_on = "" if newest is None else f" It goes on from {shown_path(newest)}."
@@ -329,7 +327,7 @@ class Session:
         if self.is_rank_zero and failure.category == "train-step" and self.step:
             log.error("it failed in step %d; to try again, %s.%s%s", self.step, self.way_on(), going_on, command)
 
-    def _tell_ranks(self, exit_code: int) -> None:
+    def _inform_ranks(self, exit_code: int) -> None:
         """Let the other ranks end, with this exit code; also removes what a rank of a killed attempt has left."""
         notes = self.notes
         if notes is not None:
@@ -359,15 +357,15 @@ class Session:
         if error is not None:
             raise error
 
-    def _tell_completed(self, completion: Completion) -> None:
-        if completion.was_told:
+    def _send_completed(self, completion: Completion) -> None:
+        if completion.was_reported:
             return
         final = None if completion.final_checkpoint is None else str(completion.final_checkpoint)
         error = self._deliver(TerminalPayload("completed", completion.step, final))
         if error is not None:
             raise error
 
-    def _tell_failed(self, failure: Failure, step: int) -> None:
+    def _send_failed(self, failure: Failure, step: int) -> None:
         """Deliver what the run has left to deliver, and how it ended; what cannot be delivered stays in the queue."""
         if self.uploader is not None and not self._settled:  # else that was waited for already
             result = self.uploader.settle(deadline_s=self._left_s(), progress=log.info)
@@ -425,13 +423,13 @@ class FollowerSession(Session):
         """Leave a note of what ended this rank, and stay until it was read."""
         notes, rank_zero = self.notes, self._rank_zero
         if notes is None or rank_zero is None:
-            self._say(error, failure)
+            self._log_end(error, failure)
             return failure.exit_code
         if rank_zero.is_gone() and isinstance(error, RankFailedError):
             log.error("%s", error)
             code = notes.exit_code()
             return EXIT_FAILED if code is None else code
-        self._say(error, failure)
+        self._log_end(error, failure)
         if not rank_zero.has_exited():  # else the next attempt would take this for a failure of its own
             notes.leave(this_rank(), failure)
             if self.reports_at_once:

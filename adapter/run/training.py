@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
     from ..contract.types import TrainerPlugin
 
-__all__ = ["check_plugin", "prepare_training", "train"]
+__all__ = ["check_plugin", "imported_trainer", "prepare_training", "train"]
 
 log = logging.getLogger(__name__)
 
-_TOLD_OF_LIGHTNING = ("accelerator", "accumulate_grad_batches", "devices", "num_nodes", "precision", "strategy")
+_LOGGED_ARGUMENTS = ("accelerator", "accumulate_grad_batches", "devices", "num_nodes", "precision", "strategy")
 """Arguments of the trainer that an event log has; others may hold paths and addresses."""
 
 
@@ -82,7 +82,7 @@ def train(config: RunConfig, session: Session, *, allow_changed: bool = False, s
     if config.seed is not None:
         seed_everything(config.seed)
     with on_sys_path([path for path in (config.spec_dir, working_directory()) if path is not None]):
-        plugin = _load_trainer(config)
+        plugin = make_trainer(imported_trainer(config))
         loadable = start_that_loads(config, start, allow_changed=allow_changed)
         if loadable is not start:
             start = loadable
@@ -192,10 +192,10 @@ def _metadata(config: RunConfig, project: Path, plugin: object = None) -> dict[s
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    """The settings by which runs are told apart, by dotted name; of hyperparameters those that are numbers alone."""
+    """The settings that distinguish runs, by dotted name; of hyperparameters those that are numbers alone."""
     settings: dict[str, Any] = {"trainer": config.trainer, "max_steps": config.job.max_steps}
     settings |= numbers_of(config)
-    settings |= {f"lightning.{name}": value for name, value in config.lightning.items() if name in _TOLD_OF_LIGHTNING}
+    settings |= {f"lightning.{name}": value for name, value in config.lightning.items() if name in _LOGGED_ARGUMENTS}
     if config.checkpoints.monitor is not None:
         settings |= {"checkpoints.monitor": config.checkpoints.monitor, "checkpoints.mode": config.checkpoints.mode}
     return {name: value for name, value in settings.items() if isinstance(value, str | int | float)}
@@ -211,23 +211,22 @@ def _completion(config: RunConfig, step: int, stopped: str | None = None) -> Com
     except BrokenCheckpointError:  # of an earlier run, where this one saves none
         return Completion(step, path, stopped)
     finite = record.finite_weights is not False
-    return Completion(step, record.reported_path, stopped, finite=finite, was_told=record.is_old)
+    return Completion(step, record.reported_path, stopped, finite=finite, was_reported=record.is_old)
 
 
-def _load_trainer(config: RunConfig) -> TrainerPlugin:
-    """The trainer of the job; what its constructor raises passes as it is.
+def imported_trainer(config: RunConfig) -> Any:
+    """What the job names as its trainer, imported and not constructed.
 
     Raises:
         StartupContractError: ``startup.invalid_trainer``: it cannot be imported or does not conform.
     """
     try:
-        target = find_trainer(config.trainer)
+        return find_trainer(config.trainer)
     except (Exception, SystemExit) as error:
         context = (
             "" if isinstance(error, ContractError) else f"importing {config.trainer!r} raised {type(error).__name__}: "
         )
         raise StartupContractError("startup.invalid_trainer", f"{context}{text_of(error)}") from error
-    return make_trainer(target)
 
 
 def prepare_training(

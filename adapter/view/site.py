@@ -26,10 +26,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...callbacks.checkpoint.selection import folder_of_checkpoints, list_checkpoints
 from ..plumbing.safe_open import open_below
+from ..run.artifacts_lock import request_stop
 from .history import BEGINNING_BYTES, picture_kind
 from .page import facts_of, page_of, stamp
 from .runs import Runs
-from .stopping import request_stop
 
 __all__ = ["application"]
 

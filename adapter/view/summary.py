@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from ...callbacks.checkpoint.selection import Listed, best_first, list_checkpoints
+from ...callbacks.checkpoint.format.record import CheckpointRecord
+from ...callbacks.checkpoint.selection import Listed, best_first, list_checkpoints, monitored
 from ...reporters.events.event import (
     STOP_REASONS,
     Completed,
@@ -30,10 +30,10 @@ from ...reporters.events.event import (
 from ...reporters.events.reader import LONGEST_LINE, log_of_run
 from ...reporters.uploads.queue import count_waiting
 from ..plumbing.file_lock import is_held
-from ..plumbing.safe_open import open_regular, read_own
-from ..run.artifacts_lock import LARGEST_NOTE_BYTES, LOCK_NAME
+from ..plumbing.safe_open import open_regular
+from ..run.artifacts_lock import LOCK_NAME, last_holder
 
-__all__ = ["RunSummary", "Starts", "State", "best_score", "find_runs", "is_run", "loss_among", "summary_of"]
+__all__ = ["RunSummary", "Starts", "State", "find_runs", "is_run", "loss_among", "summary_of"]
 
 State = Literal["running", "stopped", "completed", "failed", "lost"]
 
@@ -111,27 +111,12 @@ class RunSummary:
 
     def as_json(self) -> dict[str, Any]:
         """The summary as a JSON object, whose numbers are finite or null."""
-        loss = self.loss if self.loss is None or abs(self.loss) < float("inf") else str(self.loss)
-        return {
+        facts = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("log", "metadata")}
+        return facts | {
             "path": str(self.path),
-            "run_id": self.run_id,
-            "state": self.state,
-            "detail": self.detail,
-            "resumable": self.resumable,
-            "step": self.step,
-            "max_steps": self.max_steps,
-            "last_step": self.last_step,
-            "ranks": self.ranks,
-            "attempts": self.attempts,
-            "started_at_ms": self.started_at_ms,
-            "alive_at_ms": self.alive_at_ms,
-            "steps_per_s": self.steps_per_s,
-            "left_s": self.left_s,
-            "loss": loss,
+            "loss": self.loss if self.loss is None or abs(self.loss) < float("inf") else str(self.loss),
             "score": None if self.score is None else {"name": self.score[0], "value": self.score[1]},
-            "size_bytes": self.size_bytes,
-            "waiting_uploads": self.waiting_uploads,
-            "host": self.host,
+            "left_s": self.left_s,
         }
 
 
@@ -174,7 +159,7 @@ def summary_of(
     now_ms = int(time.time() * 1000) if now_ms is None else now_ms
     log = log_of_run(folder)
     tail, started = _ends(log, {} if starts is None else starts)
-    holder = _holder(folder)
+    holder = last_holder(folder)
     end = next((event for event in reversed(tail) if not isinstance(event, Metric)), None)
     end = end if isinstance(end, Completed | Failed) else None
     listed = _listed(folder) if sizes else []
@@ -206,7 +191,7 @@ def summary_of(
         alive_at_ms=max(signs),
         steps_per_s=_speed(tail),
         loss=loss_among(tail),
-        score=best_score(listed, metadata),
+        score=_best_score(checkpoints),
         size_bytes=_size(folder) if sizes else 0,
         waiting_uploads=count_waiting(folder) if sizes else 0,
         host=str(host),
@@ -280,15 +265,6 @@ def _decoded(line: bytes) -> Event | None:
         return None
 
 
-def _holder(folder: Path) -> dict[str, Any]:
-    """Who took the folder's lock last: ``pid``, ``host``, ``run_id``; empty where that is not known."""
-    try:
-        holder = json.loads(read_own(folder / LOCK_NAME, limit=LARGEST_NOTE_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return holder if isinstance(holder, dict) else {}
-
-
 def _state(
     folder: Path,
     log: Path,
@@ -341,16 +317,12 @@ def loss_among(events: list[Event]) -> float | None:
     return (named or losses)[-1].number if losses else None
 
 
-def best_score(listed: list[Listed], metadata: Mapping[str, Any]) -> tuple[str, float] | None:
+def _best_score(records: list[CheckpointRecord]) -> tuple[str, float] | None:
     """The best score among checkpoints, by the job's ``monitor`` and ``mode``; None where it names no monitor."""
-    job = metadata.get("job")
-    monitor, mode = (job.get(f"checkpoints.{name}") if isinstance(job, dict) else None for name in ("monitor", "mode"))
-    if not isinstance(monitor, str):
-        return None
-    records = [each.record for each in listed if each.record is not None]
-    best = best_first(records, monitor, "max" if mode == "max" else "min")
-    value = best[0].metrics[monitor] if best else None
-    return None if value is None else (monitor, value)
+    monitor, mode = monitored(records)
+    best = [] if monitor is None or mode is None else best_first(records, monitor, mode)
+    value = best[0].metrics[str(monitor)] if best else None
+    return None if value is None else (str(monitor), value)
 
 
 def _listed(folder: Path) -> list[Listed]:

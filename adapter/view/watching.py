@@ -21,8 +21,8 @@ from textual.widgets import Footer, Static
 from typing_extensions import override
 
 from ..plumbing.text import printable, size_text
+from ..run.artifacts_lock import request_stop
 from .history import Budget, History, history_of
-from .stopping import request_stop
 from .summary import Starts, is_run
 
 __all__ = ["WatchRuns"]

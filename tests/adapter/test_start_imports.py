@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -56,7 +55,7 @@ sys.exit(main())
 """
 
 
-def python(code: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def python(code, folder, *arguments):
     """Run `code` in a process of its own."""
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=folder, timeout=120, check=False
@@ -64,7 +63,7 @@ def python(code: str, folder: Path, *arguments: str) -> subprocess.CompletedProc
 
 
 @pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_folder(tmp_path_factory):
     """A folder with a job that has run, a job that cannot, and the modules that were loaded in the first step."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "looks.py").write_text(TRAINER)
@@ -77,7 +76,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_loads_nothing_before_its_first_step_that_it_does_not_use(run_folder: Path) -> None:
+def test_a_run_loads_nothing_before_its_first_step_that_it_does_not_use(run_folder):
     """Torch and Lightning take their time; nothing else heavy is loaded to make one step."""
     loaded = set(json.loads((run_folder / "loaded.json").read_text()))
     assert {"torch", "lightning.pytorch"} <= loaded
@@ -111,9 +110,7 @@ def test_a_run_loads_nothing_before_its_first_step_that_it_does_not_use(run_fold
         ("path runs/r", 0),
     ],
 )
-def test_a_command_that_trains_nothing_loads_neither_torch_nor_lightning(
-    run_folder: Path, arguments: str, code: int
-) -> None:
+def test_a_command_that_trains_nothing_loads_neither_torch_nor_lightning(run_folder, arguments, code):
     """Help, refusals, listings and the re-run of a finished job answer at once."""
     done = python(WITHOUT_TORCH, run_folder, *arguments.split())
 

@@ -133,11 +133,11 @@ class Uploader:
 
 
 @pytest.fixture
-def journal() -> Journal:
+def journal():
     return Journal()
 
 
-def run(journal: Journal, batches: Any, *, trainer: Trainer | None = None, **options: Any) -> int:
+def run(journal, batches, *, trainer=None, **options):
     """Run a job of four steps, with cadences that `options` may set."""
     limits: dict[str, Any] = {"max_steps": 4, "metric_every": 0}
     limits |= {name: options.pop(name) for name in list(options) if name == "max_steps" or name.endswith("_every")}
@@ -148,7 +148,7 @@ def run(journal: Journal, batches: Any, *, trainer: Trainer | None = None, **opt
     )
 
 
-def test_the_canonical_order_of_one_whole_run(journal: Journal) -> None:
+def test_the_canonical_order_of_one_whole_run(journal):
     """Every call of a run, in the contract's order: metrics, then checkpoint, then samples."""
     steps = run(
         journal,
@@ -184,7 +184,7 @@ def test_the_canonical_order_of_one_whole_run(journal: Journal) -> None:
     ]
 
 
-def test_a_resume_loads_state_before_started_and_skips_no_batch(journal: Journal) -> None:
+def test_a_resume_loads_state_before_started_and_skips_no_batch(journal):
     """`start_step` counts as completed; the batches are the caller's."""
     assert run(journal, [10, 20], start_step=3, resume_state_payload={"total": 5}) == 4
     assert journal.lines[:5] == ["setup", "configure", "load_state_dict {'total': 5}", "started r", "prepare_batch 10"]
@@ -192,7 +192,7 @@ def test_a_resume_loads_state_before_started_and_skips_no_batch(journal: Journal
     assert "train_step 20" not in journal.lines
 
 
-def test_load_checkpoint_gets_the_directory_that_was_named(journal: Journal, tmp_path: Path) -> None:
+def test_load_checkpoint_gets_the_directory_that_was_named(journal, tmp_path):
     """A directory as it is; of a record the trainer's folder beside it."""
 
     class Loads(Trainer):
@@ -211,11 +211,11 @@ def test_load_checkpoint_gets_the_directory_that_was_named(journal: Journal, tmp
 
 
 @pytest.mark.parametrize("max_steps", [0, 3])
-def test_a_run_without_steps_left_starts_and_completes(journal: Journal, max_steps: int) -> None:
+def test_a_run_without_steps_left_starts_and_completes(journal, max_steps):
     """Nothing is fetched and nothing trained."""
     taken: list[int] = []
 
-    def batches() -> Iterator[int]:
+    def batches():
         taken.append(1)
         yield 1
 
@@ -224,13 +224,13 @@ def test_a_run_without_steps_left_starts_and_completes(journal: Journal, max_ste
     assert not taken
 
 
-def test_cadences_fire_where_a_boundary_is_crossed(journal: Journal) -> None:
+def test_cadences_fire_where_a_boundary_is_crossed(journal):
     """Every third step of seven."""
     run(journal, range(1, 9), max_steps=7, checkpoint_every=3)
     assert [line for line in journal.lines if line.startswith("checkpoint")] == ["checkpoint c3 @3", "checkpoint c6 @6"]
 
 
-def test_a_step_that_asks_for_silence_loses_its_boundary(journal: Journal) -> None:
+def test_a_step_that_asks_for_silence_loses_its_boundary(journal):
     """`skip_cadence_emit` suppresses all three, and nothing is made up later."""
     trainer = Trainer(journal)
     trainer.controls[2] = StepControlHints(skip_cadence_emit=True)
@@ -239,7 +239,7 @@ def test_a_step_that_asks_for_silence_loses_its_boundary(journal: Journal) -> No
     assert [line.rpartition("@")[2] for line in emitted] == ["4"] * 4
 
 
-def test_batches_may_come_from_iter_batches(journal: Journal) -> None:
+def test_batches_may_come_from_iter_batches(journal):
     """An object with `iter_batches()` is a source."""
 
     class Feeder:
@@ -249,7 +249,7 @@ def test_batches_may_come_from_iter_batches(journal: Journal) -> None:
     assert run(journal, Feeder()) == 4
 
 
-def test_batches_that_are_lists_stay_lists(journal: Journal) -> None:
+def test_batches_that_are_lists_stay_lists(journal):
     """A raw batch reaches `prepare_batch` as the very object that the source gave."""
     raw = [[1.0, 2.0], {"x": 1}]
     seen: list[Any] = []
@@ -263,13 +263,13 @@ def test_batches_that_are_lists_stay_lists(journal: Journal) -> None:
     assert seen[0] is raw
 
 
-def test_a_finite_source_completes_at_the_step_it_reached(journal: Journal) -> None:
+def test_a_finite_source_completes_at_the_step_it_reached(journal):
     """Two batches of four."""
     assert run(journal, [1, 2]) == 2
     assert journal.lines[-1] == "completed final @2"
 
 
-def test_an_empty_source_fails(journal: Journal) -> None:
+def test_an_empty_source_fails(journal):
     """Nothing was trained, so nothing completes."""
     with pytest.raises(InputError, match="empty"):
         run(journal, [])
@@ -277,7 +277,7 @@ def test_an_empty_source_fails(journal: Journal) -> None:
     assert "completed" not in journal.names()
 
 
-def test_failed_gets_the_exceptions_own_text_and_the_step_that_was_executed(journal: Journal) -> None:
+def test_failed_gets_the_exceptions_own_text_and_the_step_that_was_executed(journal):
     """The root cause is raised as it is."""
 
     class Breaks(Trainer):
@@ -291,7 +291,7 @@ def test_failed_gets_the_exceptions_own_text_and_the_step_that_was_executed(jour
     assert journal.lines[-1] == "failed own text: no prefix @3"
 
 
-def test_a_failing_setup_is_reported_at_step_zero(journal: Journal) -> None:
+def test_a_failing_setup_is_reported_at_step_zero(journal):
     """`failed` comes without `started`."""
 
     class Breaks(Trainer):
@@ -303,7 +303,7 @@ def test_a_failing_setup_is_reported_at_step_zero(journal: Journal) -> None:
     assert journal.lines == ["setup", "failed no weights @0"]
 
 
-def test_a_failing_writer_is_reported_at_its_step(journal: Journal) -> None:
+def test_a_failing_writer_is_reported_at_its_step(journal):
     """The step counts as completed by then."""
 
     class Full(Writer):
@@ -316,7 +316,7 @@ def test_a_failing_writer_is_reported_at_its_step(journal: Journal) -> None:
     assert journal.lines[-1] == "failed disk full @2"
 
 
-def test_a_reporter_that_fails_while_failing_hides_nothing(journal: Journal) -> None:
+def test_a_reporter_that_fails_while_failing_hides_nothing(journal):
     """The failure of training is the one that is raised."""
 
     class Broken(Reporter):
@@ -333,9 +333,7 @@ def test_a_reporter_that_fails_while_failing_hides_nothing(journal: Journal) -> 
 
 @pytest.mark.parametrize(("reason", "expected"), [(None, "canceled"), ("timeout", "timeout")])
 @pytest.mark.parametrize("after", [0, 2])
-def test_a_stop_is_seen_before_the_first_step_and_after_every_step(
-    journal: Journal, reason: str | None, expected: str, after: int
-) -> None:
+def test_a_stop_is_seen_before_the_first_step_and_after_every_step(journal, reason, expected, after):
     """The reason of the reporter is the reason of the exception."""
     with pytest.raises(TrainingCanceled) as raised:
         run(journal, [1, 2, 3, 4], reporter=Reporter(journal, cancel_after=after, reason=reason))
@@ -344,7 +342,7 @@ def test_a_stop_is_seen_before_the_first_step_and_after_every_step(
     assert journal.names().count("train_step") == after
 
 
-def test_a_keyboard_interrupt_stays_one(journal: Journal) -> None:
+def test_a_keyboard_interrupt_stays_one(journal):
     """Lightning turns it into a SystemExit; the root cause is raised."""
 
     class Interrupted(Trainer):
@@ -356,7 +354,7 @@ def test_a_keyboard_interrupt_stays_one(journal: Journal) -> None:
     assert journal.lines[-1] == "failed KeyboardInterrupt @1"
 
 
-def test_a_step_that_returns_a_dict_is_told_what_to_return(journal: Journal) -> None:
+def test_a_step_that_returns_a_dict_is_told_what_to_return(journal):
     """The mistake and the way out in one sentence."""
 
     class ReturnsDict(Trainer):
@@ -367,7 +365,7 @@ def test_a_step_that_returns_a_dict_is_told_what_to_return(journal: Journal) -> 
         run(journal, [1], trainer=ReturnsDict(journal))
 
 
-def test_a_state_dict_that_is_no_dict_is_a_type_error(journal: Journal) -> None:
+def test_a_state_dict_that_is_no_dict_is_a_type_error(journal):
     """At the checkpoint, and named."""
 
     class ReturnsList(Trainer):
@@ -378,7 +376,7 @@ def test_a_state_dict_that_is_no_dict_is_a_type_error(journal: Journal) -> None:
         run(journal, [1], max_steps=1, trainer=ReturnsList(journal))
 
 
-def test_tensors_are_metrics_and_the_learning_rate_is_found(journal: Journal) -> None:
+def test_tensors_are_metrics_and_the_learning_rate_is_found(journal):
     """0-d tensors are read at the cadence; the rate comes from the state's optimizer."""
 
     class WithOptimizer(Trainer):
@@ -397,7 +395,7 @@ def test_tensors_are_metrics_and_the_learning_rate_is_found(journal: Journal) ->
     assert metrics == ["metric train/loss=1.5 @1", "metric other=2.0 @1", "metric train/lr=0.25 @1"]
 
 
-def test_the_context_names_the_device_that_is_there(journal: Journal) -> None:
+def test_the_context_names_the_device_that_is_there(journal):
     """The default `cuda:0` becomes the CPU where there is no CUDA; job and dtype stay the caller's."""
     seen: list[StepContext] = []
 

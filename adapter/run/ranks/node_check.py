@@ -52,7 +52,7 @@ class NodeCheck(pl.Callback):
     """Refuses a run on several nodes that do not share its folder, or have other versions of what trains.
 
     Without a shared folder each node would write a part of each checkpoint where no other finds it. Clocks that differ
-    are told by a warning: training does not depend on them, but the end of the job's time and what failed first do.
+    are a warning only: training does not depend on them, but the end of the job's time and what failed first do.
 
     Args:
         folder: The run's folder.
@@ -83,8 +83,8 @@ class NodeCheck(pl.Callback):
         facts = channel.gather_everywhere(NodeFacts(host_name(), _appears(path), _versions(), _code_of(self.plugin)))
         if channel.rank == 0:
             path.unlink()
-            for told in clock_differences([each.host for each in facts], clocks):
-                log.warning("%s", told)
+            for difference in clock_differences([each.host for each in facts], clocks):
+                log.warning("%s", difference)
         faults = node_faults(facts, self.folder.parent)
         if faults:
             shares = all(each.sees_folder for each in facts)

@@ -111,7 +111,7 @@ class RankNotes:
         return note.launch == _launch() and note.at_s >= self._began_s - (LAUNCHED_WITHIN_S if is_certain else 0.0)
 
     def stop_reason(self) -> str | None:
-        """Why another rank was told to stop before the ranks had met; None while none was."""
+        """Why another rank was asked to stop before the ranks had met; None while none was."""
         first = next(iter(self.failures()), None) if self.folder.exists() else None
         return first.category if first is not None and first.exit_code == EXIT_STOPPED else None
 

@@ -26,7 +26,7 @@ sys.exit(code)
 """
 
 
-def call(*arguments: object) -> int:
+def call(*arguments):
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     return command.run(parser.parse_args([str(argument) for argument in arguments]))

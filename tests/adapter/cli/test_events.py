@@ -24,13 +24,13 @@ sys.exit(code)
 """
 
 
-def call(*arguments: object) -> int:
+def call(*arguments):
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     return command.run(parser.parse_args([str(argument) for argument in arguments]))
 
 
-def write_run(path, *, ends: bool = True) -> None:
+def write_run(path, *, ends=True):
     ticks = iter(range(1_700_000_000_000_000_000, 1_700_000_099_000_000_000, 1_000_000_000))
     with EventLog(path, run_id="digits", clock=lambda: next(ticks)) as log:
         log.started()
@@ -53,7 +53,7 @@ def _utc(monkeypatch):
     monkeypatch.setenv("TZ", "UTC")
 
 
-def shown(capsys) -> list[str]:
+def shown(capsys):
     return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -108,7 +108,7 @@ def test_following_ends_with_the_run(path, capsys):
     write_run(path, ends=False)
     finished = threading.Event()
 
-    def follow() -> None:
+    def follow():
         assert call(path, "--follow", "--json") == 0
         finished.set()
 

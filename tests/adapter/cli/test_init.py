@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -30,7 +29,7 @@ class Mean:
 """
 
 
-def genlight(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def genlight(*words, folder):
     """Run the command line in `folder`, without variables that name a job."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TRAINER_")}
     command = [sys.executable, "-m", "genlight.adapter.cli", *words]

@@ -24,7 +24,7 @@ platform.system = lambda: "Darwin"
 """
 
 
-def elsewhere(script: str, folder) -> subprocess.CompletedProcess[str]:
+def elsewhere(script, folder):
     """Run `script` in a process without what only Linux has."""
     return subprocess.run(
         [sys.executable, "-c", ELSEWHERE + script], cwd=folder, capture_output=True, text=True, check=False, timeout=120

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +26,7 @@ JOB = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
+def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("path")
     (folder / "path_trainer.py").write_text(TRAINER)
     (folder / "job.json").write_text(json.dumps(JOB))
@@ -36,12 +35,12 @@ def trained(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def scored(trained, tmp_path) -> Path:
+def scored(trained, tmp_path):
     """A copy of a run with scores 5, 1 and 3 after 2, 4 and 6 steps."""
     return shutil.copytree(trained, tmp_path / "scored")
 
 
-def printed(capsys, *arguments: object) -> str:
+def printed(capsys, *arguments):
     assert main(["path", *map(str, arguments)]) == 0
     return capsys.readouterr().out.strip()
 

@@ -35,11 +35,11 @@ def job(tmp_path):
     return write
 
 
-def resolve(path, *overrides, **environ) -> RunConfig:
+def resolve(path, *overrides, **environ):
     return resolve_run_config(spec_path=path, overrides=overrides, environ=environ)
 
 
-def refused(path, *overrides, **environ) -> StartupContractError:
+def refused(path, *overrides, **environ):
     with pytest.raises(StartupContractError) as caught:
         resolve(path, *overrides, **environ)
     return caught.value

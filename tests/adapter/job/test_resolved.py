@@ -7,7 +7,7 @@ import json
 import pytest
 
 from genlight.adapter.contract.exceptions import StartupContractError
-from genlight.adapter.job.config import RunConfig, resolve_run_config
+from genlight.adapter.job.config import resolve_run_config
 from genlight.adapter.job.resolved import JOB_NAME, job_file, read_job, write_job
 
 KEY, TOKEN, PASSWORD, OF_ENVIRONMENT = "key-canary-7", "token-canary-31", "password-canary-5", "variable-canary-13"
@@ -40,13 +40,13 @@ def job(tmp_path):
     return write
 
 
-def written(config: RunConfig, **environ: str):
+def written(config, **environ):
     config.artifacts_dir.mkdir(parents=True, exist_ok=True)
     assert write_job(config, environ)
     return config.artifacts_dir / JOB_NAME
 
 
-def settings_of(config: RunConfig):
+def settings_of(config):
     own = {"spec_path", "given", "base_dir", "secrets"}
     return {name: value for name in config.__struct_fields__ if name not in own for value in [getattr(config, name)]}
 

@@ -24,7 +24,5 @@ def test_the_picture_to_open_is_of_the_last_step_and_its_first_request_with_one(
 def test_places_that_are_not_there_are_left_out(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").mkdir()
-    show_results(
-        "run r completed at step 3", {"checkpoints": tmp_path / "a", "events": tmp_path / "b", "samples": None}
-    )
+    show_results("run r completed at step 3", checkpoints=tmp_path / "a", logs={"events": tmp_path / "b"})
     assert capsys.readouterr().err == "run r completed at step 3\n  checkpoints       a\n"

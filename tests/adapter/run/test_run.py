@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -159,14 +158,14 @@ STOPS_EARLY = {
 
 
 @pytest.fixture
-def write_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def write_job(tmp_path, monkeypatch):
     """Writes a job and its trainer; the run's artifacts go to ``out`` beside it."""
     monkeypatch.chdir(tmp_path)
     name = f"summing_{abs(hash(str(tmp_path)))}"  # one module a test: what is imported stays imported
     (tmp_path / f"{name}.py").write_text(TRAINER)
     pq.write_table(pa.table({"x": list(range(20))}), tmp_path / "x.parquet", row_group_size=6)
 
-    def write(**fields: Any) -> Path:
+    def write(**fields):
         job = {
             "run_id": "sums",
             "trainer": f"{name}:Summing",
@@ -185,23 +184,23 @@ def write_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     return write
 
 
-def run(job: Path, *overrides: str, **options: Any) -> int:
+def run(job, *overrides, **options):
     """Run a job in this process."""
     return run_job(RunOptions(spec_path=job, overrides=(f"artifacts_dir={job.parent}/out", *overrides), **options))
 
 
-def events(job: Path) -> list[dict[str, Any]]:
+def events(job):
     """The event log, after proving it sound."""
     path = job.parent / "out" / "metrics" / "events.jsonl"
     assert validate_events(path) == []
     return list(read_events(path))
 
 
-def names(job: Path) -> list[str]:
+def names(job):
     return [event["event"] for event in events(job)]
 
 
-def test_a_run_leaves_its_log_checkpoints_samples_and_final_artifact(write_job: Callable[..., Path]) -> None:
+def test_a_run_leaves_its_log_checkpoints_samples_and_final_artifact(write_job):
     """The layout of the artifacts, and one terminal event that names the end."""
     job = write_job(checkpoint_every=2, sample_every=4)
     assert run(job) == 0
@@ -225,7 +224,7 @@ def test_a_run_leaves_its_log_checkpoints_samples_and_final_artifact(write_job: 
     assert (out / "checkpoints" / "final" / "trainer" / "total.txt").read_text() == str(sum(range(20)))
 
 
-def test_metrics_have_the_contracts_names_and_steps(write_job: Callable[..., Path]) -> None:
+def test_metrics_have_the_contracts_names_and_steps(write_job):
     """Loss and learning rate at the boundaries of the cadence, others as they were given."""
     job = write_job()
     run(job)
@@ -250,9 +249,7 @@ def test_metrics_have_the_contracts_names_and_steps(write_job: Callable[..., Pat
         (["First", "Second"], "hooks wait for each other: First reads"),
     ],
 )
-def test_hooks_that_cannot_be_ordered_are_a_mistake_of_the_user(
-    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture, hooks: list[str], words: str
-) -> None:
+def test_hooks_that_cannot_be_ordered_are_a_mistake_of_the_user(write_job, caplog, hooks, words):
     """Nothing is trained, and no traceback hides what is wrong."""
     job = write_job(lightning={"accelerator": "cpu", "callbacks": [{"class_path": f"unordered.{h}"} for h in hooks]})
     (job.parent / "unordered.py").write_text(
@@ -275,9 +272,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("line", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_line_of_an_earlier_attempt_does_not_fail_a_run_that_completes(
-    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture, line: bytes
-) -> None:
+def test_a_damaged_line_of_an_earlier_attempt_does_not_fail_a_run_that_completes(write_job, caplog, line):
     """Only what the time was spent on is unknown then; so it is when the job is run once more."""
     job = write_job(max_steps=3, checkpoint_every=2, resume_from_latest=True)
     assert run(job) == 0
@@ -293,7 +288,7 @@ def test_a_damaged_line_of_an_earlier_attempt_does_not_fail_a_run_that_completes
     assert list(whole_lines(log))[-1][1].startswith(b'{"event":"completed"')
 
 
-def test_checkpoint_events_name_the_hooks_primary_path(write_job: Callable[..., Path]) -> None:
+def test_checkpoint_events_name_the_hooks_primary_path(write_job):
     """What the trainer's own hook called the checkpoint is what is reported."""
     job = write_job(checkpoint_every=5)
     run(job)
@@ -302,21 +297,21 @@ def test_checkpoint_events_name_the_hooks_primary_path(write_job: Callable[..., 
     assert Path(event["path"]).exists()
 
 
-def test_epochs_bound_the_run(write_job: Callable[..., Path]) -> None:
+def test_epochs_bound_the_run(write_job):
     """Two passes over five batches end a run of a hundred steps, with the reason in the event."""
     job = write_job(max_steps=100, dataset={"parquet_paths": ["x.parquet"], "batch_size": 4, "epochs": 2})
     assert run(job) == 0
     assert (events(job)[-1]["step"], events(job)[-1]["stopped"]) == (10, "data_exhausted")
 
 
-def test_without_epochs_the_data_repeats(write_job: Callable[..., Path]) -> None:
+def test_without_epochs_the_data_repeats(write_job):
     """Twelve steps over five batches."""
     job = write_job(max_steps=12)
     assert run(job) == 0
     assert events(job)[-1]["step"] == 12
 
 
-def test_mock_batches_are_one_pass_and_reach_the_trainer_as_they_are(write_job: Callable[..., Path]) -> None:
+def test_mock_batches_are_one_pass_and_reach_the_trainer_as_they_are(write_job):
     """Numbers in the job are the batches."""
     job = write_job(dataset=..., mock_batches=[1, 2, 3], max_steps=10)
     assert run(job) == 0
@@ -348,9 +343,7 @@ def test_mock_batches_are_one_pass_and_reach_the_trainer_as_they_are(write_job: 
         ({"dataset": ...}, "startup", "names no data", 2),
     ],
 )
-def test_bad_input_is_one_failed_event_and_a_documented_exit_code(
-    write_job: Callable[..., Path], fields: dict[str, Any], category: str, words: str, code: int
-) -> None:
+def test_bad_input_is_one_failed_event_and_a_documented_exit_code(write_job, fields, category, words, code):
     """Each fault is told by its category, names the thing, and is the only terminal event."""
     job = write_job(**fields)
     assert run(job) == code
@@ -361,8 +354,8 @@ def test_bad_input_is_one_failed_event_and_a_documented_exit_code(
 
 
 def test_every_fault_of_a_spec_is_in_the_event_beside_the_key_that_was_misspelled(
-    write_job: Callable[..., Path],
-) -> None:
+    write_job,
+):
     """One start shows all that is wrong."""
     job = write_job(max_steps=..., max_stepss=5, metric_every="often")
     assert run(job) == 2
@@ -372,9 +365,7 @@ def test_every_fault_of_a_spec_is_in_the_event_beside_the_key_that_was_misspelle
     assert "Unknown key `max_stepss`. Did you mean `max_steps`?" in error
 
 
-def test_users_mistakes_show_no_traceback_and_trainers_bugs_do(
-    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_users_mistakes_show_no_traceback_and_trainers_bugs_do(write_job, caplog):
     """A wrong job needs a sentence; a bug in the trainer needs its line."""
     run(write_job(trainer=":LacksHooks"))
     assert "Traceback" not in caplog.text
@@ -383,9 +374,7 @@ def test_users_mistakes_show_no_traceback_and_trainers_bugs_do(
     assert "bad batch" in caplog.text
 
 
-def test_an_error_of_the_trainer_shows_its_own_frames_and_names_the_file_with_all(
-    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_of_the_trainer_shows_its_own_frames_and_names_the_file_with_all(write_job, caplog):
     """Fifty frames of Lightning would bury the one line of the user's that counts."""
     job = write_job(hyperparams={"fails_at": 1, "token": "token-canary"}, capability_token="token-canary")
     assert run(job) == 1
@@ -399,9 +388,7 @@ def test_an_error_of_the_trainer_shows_its_own_frames_and_names_the_file_with_al
     assert last == f"  the whole traceback is in out/failures/{whole.name}"
 
 
-def test_a_token_is_in_no_byte_that_a_failed_run_leaves(
-    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_token_is_in_no_byte_that_a_failed_run_leaves(write_job, caplog):
     """Neither in the log nor in any file, though the exception holds it."""
     job = write_job(hyperparams={"fails_in": "setup"}, capability_token="token-canary")
     assert run(job) == 1
@@ -410,7 +397,7 @@ def test_a_token_is_in_no_byte_that_a_failed_run_leaves(
         assert not path.is_file() or b"token-canary" not in path.read_bytes()
 
 
-def test_a_finished_run_is_recognised_and_not_trained_again(write_job: Callable[..., Path]) -> None:
+def test_a_finished_run_is_recognised_and_not_trained_again(write_job):
     """A new attempt in the log, no training, exit 0."""
     job = write_job(resume_from_latest=True)
     assert run(job) == 0
@@ -421,7 +408,7 @@ def test_a_finished_run_is_recognised_and_not_trained_again(write_job: Callable[
     assert (job.parent / "out" / "checkpoints" / "final.json").read_bytes() == before
 
 
-def test_a_finished_run_is_freed_of_what_a_kill_left_after_its_last_checkpoint(write_job: Callable[..., Path]) -> None:
+def test_a_finished_run_is_freed_of_what_a_kill_left_after_its_last_checkpoint(write_job):
     job = write_job(resume_from_latest=True)
     assert run(job) == 0
     checkpoints = job.parent / "out" / "checkpoints"
@@ -431,7 +418,7 @@ def test_a_finished_run_is_freed_of_what_a_kill_left_after_its_last_checkpoint(w
     assert set(os.listdir(checkpoints)) == before
 
 
-def test_a_finished_run_is_freed_of_what_a_rank_of_a_killed_attempt_noted(write_job: Callable[..., Path]) -> None:
+def test_a_finished_run_is_freed_of_what_a_rank_of_a_killed_attempt_noted(write_job):
     job = write_job()
     ranks = RankNotes(job.parent / "out")
     ranks.leave(1, Failure("train-step", "train-step:RuntimeError: connection closed", resumable=True, exit_code=1))
@@ -440,7 +427,7 @@ def test_a_finished_run_is_freed_of_what_a_rank_of_a_killed_attempt_noted(write_
     assert not ranks.folder.exists()
 
 
-def test_a_finished_run_is_recognised_without_torch(write_job: Callable[..., Path]) -> None:
+def test_a_finished_run_is_recognised_without_torch(write_job):
     """The re-run of a finished job loads neither torch nor Lightning."""
     job = write_job(resume_from_latest=True)
     assert run(job) == 0
@@ -452,9 +439,7 @@ def test_a_finished_run_is_recognised_without_torch(write_job: Callable[..., Pat
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_higher_step_limit_goes_on_from_the_final_checkpoint(
-    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_higher_step_limit_goes_on_from_the_final_checkpoint(write_job, caplog):
     """The run says where it continues, which is where it ended, and is the run of that length."""
     caplog.set_level("INFO", logger="genlight")
     assert run(write_job(resume_from_latest=True, max_steps=7)) == 0
@@ -468,7 +453,7 @@ def test_a_higher_step_limit_goes_on_from_the_final_checkpoint(
     assert read_record(job.parent / "out" / "checkpoints" / "final.json").state == {"total": expected, "steps": 9}
 
 
-def test_artifacts_of_another_run_are_not_touched(write_job: Callable[..., Path]) -> None:
+def test_artifacts_of_another_run_are_not_touched(write_job):
     """Without a resume, with another run_id, or with another job the directory is refused, with the ways out."""
     assert run(write_job()) == 0
     for code, fields in (
@@ -484,7 +469,7 @@ def test_artifacts_of_another_run_are_not_touched(write_job: Callable[..., Path]
     assert run(job, allow_changed=True) == 0
 
 
-def test_a_hyperparameter_that_changed_is_told_with_both_values(write_job: Callable[..., Path]) -> None:
+def test_a_hyperparameter_that_changed_is_told_with_both_values(write_job):
     """Numbers alone: a text may be a credential, and no record keeps one."""
     first = {"sleep": 0.0, "deep": {"on": True}, "name": "canary"}
     assert run(write_job(hyperparams=first)) == 0
@@ -499,9 +484,7 @@ def test_a_hyperparameter_that_changed_is_told_with_both_values(write_job: Calla
     assert "canary" not in (job.parent / "out" / "checkpoints" / "final.json").read_text()
 
 
-def test_weights_of_another_shape_are_told_with_the_way_out(
-    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_of_another_shape_are_told_with_the_way_out(write_job, caplog):
     assert run(write_job(trainer=":Learns", max_steps=2)) == 0
     job = write_job(trainer=":Learns", max_steps=4, hyperparams={"width": 3}, resume_from_latest=True)
     assert run(job, allow_changed=True) == 1
@@ -513,7 +496,7 @@ def test_weights_of_another_shape_are_told_with_the_way_out(
     assert run(job, fresh=True) == 0
 
 
-def test_fresh_moves_earlier_artifacts_aside(write_job: Callable[..., Path]) -> None:
+def test_fresh_moves_earlier_artifacts_aside(write_job):
     """Nothing is overwritten: the old checkpoints stand in a folder of their own."""
     job = write_job()
     assert run(job) == 0
@@ -528,7 +511,7 @@ def test_fresh_moves_earlier_artifacts_aside(write_job: Callable[..., Path]) -> 
     assert (job.parent / "out" / "checkpoints" / "final.json").exists()
 
 
-def test_fresh_moves_nothing_that_no_run_wrote(write_job: Callable[..., Path]) -> None:
+def test_fresh_moves_nothing_that_no_run_wrote(write_job):
     """Files, folders and links that a user put beside checkpoints and samples stay, and are not in a run's way."""
     job = write_job(checkpoint_every=2, max_steps=4)
     checkpoints, samples = job.parent / "out" / "checkpoints", job.parent / "out" / "samples"
@@ -552,7 +535,7 @@ def test_fresh_moves_nothing_that_no_run_wrote(write_job: Callable[..., Path]) -
     assert (checkpoints / "config.json").read_text() == "{}"
 
 
-def test_a_file_of_a_checkpoints_name_that_is_none_is_named_before_training(write_job: Callable[..., Path]) -> None:
+def test_a_file_of_a_checkpoints_name_that_is_none_is_named_before_training(write_job):
     job = write_job()
     taken = job.parent / "out" / "checkpoints" / "step-00000002.json"
     taken.parent.mkdir(parents=True)
@@ -565,8 +548,8 @@ def test_a_file_of_a_checkpoints_name_that_is_none_is_named_before_training(writ
 
 
 def test_fresh_moves_what_an_older_runtime_wrote_with_the_folder_of_its_trainer(
-    write_job: Callable[..., Path],
-) -> None:
+    write_job,
+):
     job = write_job()
     checkpoints = job.parent / "out" / "checkpoints"
     (checkpoints / "final").mkdir(parents=True)
@@ -579,7 +562,7 @@ def test_fresh_moves_what_an_older_runtime_wrote_with_the_folder_of_its_trainer(
 
 
 @pytest.mark.parametrize("named", ["checkpoints/step-00000002.json", "checkpoints/step-00000002", "checkpoints", ""])
-def test_a_named_checkpoint_is_resumed_from(write_job: Callable[..., Path], named: str) -> None:
+def test_a_named_checkpoint_is_resumed_from(write_job, named):
     """`resume_checkpoint_path` goes on from just that record, in another directory too; a folder means its newest."""
     job = write_job(checkpoint_every=2)
     assert run(job, "max_steps=3") == 0
@@ -589,7 +572,7 @@ def test_a_named_checkpoint_is_resumed_from(write_job: Callable[..., Path], name
     assert read_record(job.parent / "out" / "checkpoints" / "final.json").state["total"] == sum(range(20))
 
 
-def test_a_record_of_an_older_runtime_is_resumed_from(write_job: Callable[..., Path]) -> None:
+def test_a_record_of_an_older_runtime_is_resumed_from(write_job):
     """It holds the trainer's state alone; the step is its own."""
     job = write_job(resume_checkpoint_path="old.json")
     (job.parent / "old.json").write_text(json.dumps({"step": 3, "state": {"total": 100, "steps": 3}}))
@@ -600,9 +583,7 @@ def test_a_record_of_an_older_runtime_is_resumed_from(write_job: Callable[..., P
     }
 
 
-def test_a_broken_newest_checkpoint_is_skipped_with_a_warning(
-    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_broken_newest_checkpoint_is_skipped_with_a_warning(write_job, caplog):
     """One flipped bit: the one before it is taken."""
     caplog.set_level("INFO", logger="genlight")
     job = write_job(checkpoint_every=2, max_steps=5, resume_from_latest=True)
@@ -620,9 +601,7 @@ def test_a_broken_newest_checkpoint_is_skipped_with_a_warning(
     assert resumed["step"] == 2
 
 
-def test_a_loss_that_becomes_infinite_is_said_once_and_reported(
-    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_loss_that_becomes_infinite_is_said_once_and_reported(write_job, caplog):
     job = write_job(trainer=":Overflows", metric_every=2, max_steps=5)
     assert run(job) == 0
     (told,) = [message for message in caplog.messages if "not finite" in message]
@@ -631,9 +610,7 @@ def test_a_loss_that_becomes_infinite_is_said_once_and_reported(
     assert (found["step"], found["value"]) == (4, 4.0)
 
 
-def test_a_run_whose_final_weights_are_not_finite_says_so_at_its_end(
-    write_job: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_final_weights_are_not_finite_says_so_at_its_end(write_job, capsys):
     job = write_job(trainer=":Learns", max_steps=4)
     assert run(job) == 0
     assert events(job)[-1]["finite"] is False
@@ -642,8 +619,8 @@ def test_a_run_whose_final_weights_are_not_finite_says_so_at_its_end(
 
 
 def test_a_run_that_is_to_stop_where_something_is_not_finite_ends_with_step_and_name(
-    write_job: Callable[..., Path],
-) -> None:
+    write_job,
+):
     job = write_job(trainer=":Overflows", metric_every=2, checkpoint_every=2, max_steps=9, on_nonfinite="stop")
     assert run(job) == 3
     failed = events(job)[-1]
@@ -651,9 +628,7 @@ def test_a_run_that_is_to_stop_where_something_is_not_finite_ends_with_step_and_
     assert sorted(path.name for path in (job.parent / "out" / "checkpoints").glob("*.json")) == ["step-00000002.json"]
 
 
-def test_a_run_that_skips_what_is_not_finite_completes_with_finite_weights(
-    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_skips_what_is_not_finite_completes_with_finite_weights(write_job, caplog):
     job = write_job(trainer=":Learns", metric_every=2, max_steps=6, on_nonfinite="skip")
     assert run(job) == 0
     assert [e["value"] for e in events(job) if e.get("name") == "trainer/nonfinite_step"] == [3.0]
@@ -661,7 +636,7 @@ def test_a_run_that_skips_what_is_not_finite_completes_with_finite_weights(
     assert read_record(job.parent / "out" / "checkpoints" / "final.json").finite_weights is True
 
 
-def test_a_run_that_recovers_completes(write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_recovers_completes(write_job, caplog):
     job = write_job(
         trainer=":Learns", metric_every=2, max_steps=6, callbacks={"Recover": {"ladder": ["skip"], "good_steps": 2}}
     )
@@ -670,7 +645,7 @@ def test_a_run_that_recovers_completes(write_job: Callable[..., Path], caplog: p
     assert read_record(job.parent / "out" / "checkpoints" / "final.json").finite_weights is True
 
 
-def test_a_run_that_cannot_be_recovered_ends_once_and_says_what_was_tried(write_job: Callable[..., Path]) -> None:
+def test_a_run_that_cannot_be_recovered_ends_once_and_says_what_was_tried(write_job):
     """The class is broken in its third step, whatever the batch is."""
     job = write_job(
         trainer=":Learns",
@@ -689,15 +664,13 @@ def test_a_run_that_cannot_be_recovered_ends_once_and_says_what_was_tried(write_
     assert validate_events(job.parent / "out/metrics/events.jsonl") == []
 
 
-def test_a_misspelled_optional_hook_is_named(write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_misspelled_optional_hook_is_named(write_job, caplog):
     assert run(write_job(trainer=":Misspells", max_steps=1)) == 0
     told = [message for message in caplog.messages if "is not a hook" in message]
     assert told == ["`rollouts` is not a hook and is never called; did you mean `rollout`?"]
 
 
-def test_a_run_none_of_whose_checkpoints_is_whole_is_refused(
-    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_none_of_whose_checkpoints_is_whole_is_refused(write_job, caplog):
     """Training anew would prune what somebody may still want to restore."""
     job = write_job(checkpoint_every=2, max_steps=5, resume_from_latest=True)
     checkpoints = job.parent / "out" / "checkpoints"
@@ -718,9 +691,7 @@ def test_a_run_none_of_whose_checkpoints_is_whole_is_refused(
 @pytest.mark.parametrize(
     ("fields", "environ"), [({"cancel_file_path": "cancel"}, {}), ({}, {"TRAINER_CANCELLED": "yes"})]
 )
-def test_a_run_cancelled_before_it_started_trains_nothing(
-    write_job: Callable[..., Path], fields: dict[str, Any], environ: dict[str, str]
-) -> None:
+def test_a_run_cancelled_before_it_started_trains_nothing(write_job, fields, environ):
     """Exit 75, and the reason as the error."""
     job = write_job(**fields)
     (job.parent / "cancel").touch()
@@ -735,9 +706,7 @@ def test_a_run_cancelled_before_it_started_trains_nothing(
 
 
 @pytest.mark.slow
-def test_a_variable_that_is_set_while_the_run_trains_stops_it(
-    write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variable_that_is_set_while_the_run_trains_stops_it(write_job, monkeypatch):
     monkeypatch.delenv("TRAINER_CANCELLED", raising=False)
     monkeypatch.setitem(os.environ, "TRAINER_CANCELLED", "0")  # and is put back afterwards
     job = write_job(trainer=":Cancels", max_steps=5000)
@@ -745,14 +714,14 @@ def test_a_variable_that_is_set_while_the_run_trains_stops_it(
     assert (events(job)[-1]["error"], events(job)[-1]["resumable"]) == ("canceled", True)
 
 
-def test_a_time_limit_counts_from_the_call_where_a_program_calls_the_runtime(write_job: Callable[..., Path]) -> None:
+def test_a_time_limit_counts_from_the_call_where_a_program_calls_the_runtime(write_job):
     job = write_job(max_steps=2)
     limit = f"max_runtime_seconds={max(1.0, process_age_s())}"  # this process is as old as that
     assert run(job, limit) == 0
     assert run(job, limit, f"artifacts_dir={job.parent}/other", began_with_process=True) == 75
 
 
-def test_a_second_process_on_the_same_artifacts_is_refused(write_job: Callable[..., Path]) -> None:
+def test_a_second_process_on_the_same_artifacts_is_refused(write_job):
     """The first one's log and lock stay as they are."""
     job = write_job(max_steps=100_000, hyperparams={"sleep": 0.01})
     first = start(job)
@@ -765,7 +734,7 @@ def test_a_second_process_on_the_same_artifacts_is_refused(write_job: Callable[.
     assert names(job).count("failed") == 1
 
 
-def test_a_run_completes_once_though_nobody_reads_its_progress(write_job: Callable[..., Path]) -> None:
+def test_a_run_completes_once_though_nobody_reads_its_progress(write_job):
     """As under ``| head``, or when whatever collects the logs of a container has died."""
     job = write_job(max_steps=20)
     reader, writer = os.pipe()
@@ -776,7 +745,7 @@ def test_a_run_completes_once_though_nobody_reads_its_progress(write_job: Callab
     assert [name for name in names(job) if name in ("started", "completed", "failed")] == ["started", "completed"]
 
 
-def start(job: Path, *, stderr: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+def start(job, *, stderr=subprocess.DEVNULL):
     """The job in a process of its own, through the command line."""
     command = [
         sys.executable,
@@ -790,7 +759,7 @@ def start(job: Path, *, stderr: int = subprocess.DEVNULL) -> subprocess.Popen[by
     return subprocess.Popen(command, cwd=job.parent, stderr=stderr)
 
 
-def wait_for_event(job: Path, name: str) -> None:
+def wait_for_event(job, name):
     """Return once the log of `job` has an event of that name."""
     path = job.parent / "out" / "metrics" / "events.jsonl"
     end = time.monotonic() + 120
@@ -814,17 +783,13 @@ def wait_for_event(job: Path, name: str) -> None:
         ),
     ],
 )
-def test_a_stop_signal_is_answered_at_once_in_one_line(
-    write_job: Callable[..., Path], capfd: pytest.CaptureFixture[str], hyperparams: dict[str, str], said: str
-) -> None:
+def test_a_stop_signal_is_answered_at_once_in_one_line(write_job, capfd, hyperparams, said):
     """A user who sees nothing presses again, and loses the steps since the last checkpoint."""
     assert run(write_job(trainer=":Signalled", hyperparams=hyperparams)) == 75
     assert capfd.readouterr().err.count(said) == 1
 
 
-def test_a_stop_signal_before_training_is_answered_too(
-    write_job: Callable[..., Path], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stop_signal_before_training_is_answered_too(write_job, capfd):
     """No checkpoint is promised by a start that has nothing to save yet."""
     job = write_job(trainer="signalled_at_import:Trainer")
     (job.parent / "signalled_at_import.py").write_text("import signal; signal.raise_signal(signal.SIGTERM)\n" + TRAINER)
@@ -832,18 +797,14 @@ def test_a_stop_signal_before_training_is_answered_too(
     assert "SIGTERM: the run stops before it trains; a second signal ends it now\n" in capfd.readouterr().err
 
 
-def test_a_cancel_file_that_is_still_there_is_named(
-    write_job: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cancel_file_that_is_still_there_is_named(write_job, tmp_path, caplog):
     """Else every further start stops at once, and nothing says why."""
     (tmp_path / "cancel").touch()
     assert run(write_job(cancel_file_path="cancel")) == 75
     assert f"stopped: canceled; remove the cancel file {str(tmp_path / 'cancel')!r}, then start the run" in caplog.text
 
 
-def test_a_variable_that_would_stop_the_next_start_too_is_named(
-    write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_variable_that_would_stop_the_next_start_too_is_named(write_job, monkeypatch, caplog):
     monkeypatch.setenv("TRAINER_CANCELLED", "1")
     assert run(write_job()) == 75
     assert "stopped: canceled; unset `TRAINER_CANCELLED`, then start the run again" in caplog.text
@@ -854,9 +815,7 @@ def test_a_variable_that_would_stop_the_next_start_too_is_named(
     ("number", "reason"),
     [(signal.SIGTERM, "preempted"), (signal.SIGUSR1, "preempted"), (signal.SIGINT, "canceled")],
 )
-def test_a_signal_stops_the_run_after_a_durable_checkpoint(
-    write_job: Callable[..., Path], number: signal.Signals, reason: str
-) -> None:
+def test_a_signal_stops_the_run_after_a_durable_checkpoint(write_job, number, reason):
     """Exit 75, the checkpoint of the very step, and a resume from it."""
     job = write_job(max_steps=100_000, hyperparams={"sleep": 0.002}, resume_from_latest=True)
     process = start(job)
@@ -870,7 +829,7 @@ def test_a_signal_stops_the_run_after_a_durable_checkpoint(
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_to_the_same_end(write_job: Callable[..., Path]) -> None:
+def test_a_killed_run_resumes_to_the_same_end(write_job):
     """SIGKILL leaves no terminal event; the next attempt ends as an untouched run does."""
     fields: dict[str, Any] = {"max_steps": 400, "checkpoint_every": 3, "resume_from_latest": True}
     job = write_job(**fields, hyperparams={"sleep": 0.002})
@@ -889,11 +848,11 @@ def test_a_killed_run_resumes_to_the_same_end(write_job: Callable[..., Path]) ->
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Path, str], str]]:
+def serve():
     """Serves a folder over HTTP to whoever shows a token, and keeps what is posted in ``posted.jsonl``."""
     servers = []
 
-    def start_server(folder: Path, token: str) -> str:
+    def start_server(folder, token):
         class Handler(SimpleHTTPRequestHandler):
             def __init__(self, *args: Any) -> None:
                 super().__init__(*args, directory=str(folder))
@@ -927,9 +886,7 @@ def serve() -> Iterator[Callable[[Path, str], str]]:
 
 
 @pytest.mark.slow
-def test_the_orchestrated_path_from_end_to_end(
-    write_job: Callable[..., Path], serve: Callable[[Path, str], str], tmp_path: Path
-) -> None:
+def test_the_orchestrated_path_from_end_to_end(write_job, serve, tmp_path):
     """Token from the environment, Parquet and a checkpoint by URL, uploads acknowledged before the terminal event."""
     first = write_job(run_id="earlier", checkpoint_every=2)
     assert run(first) == 0
@@ -968,7 +925,7 @@ def test_the_orchestrated_path_from_end_to_end(
         assert not path.is_file() or b"token-canary" not in path.read_bytes()
 
 
-def test_an_upload_queue_that_cannot_be_written_is_told_at_the_start(write_job: Callable[..., Path]) -> None:
+def test_an_upload_queue_that_cannot_be_written_is_told_at_the_start(write_job):
     """By its path, with the way out."""
     job = write_job(uploads={"metrics_url": "http://127.0.0.1:9/metrics"})
     (job.parent / "out").mkdir()
@@ -979,9 +936,7 @@ def test_an_upload_queue_that_cannot_be_written_is_told_at_the_start(write_job: 
     assert "TRAINER_ARTIFACTS_DIR" in failed["error"]
 
 
-def test_uploads_that_wait_for_a_url_that_is_no_longer_set_are_told(
-    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_uploads_that_wait_for_a_url_that_is_no_longer_set_are_told(write_job, caplog):
     """A start without one would look as if all had arrived."""
     away = {"checkpoint_url": "http://127.0.0.1:9/checkpoint"}
     assert (
@@ -1007,16 +962,14 @@ def test_uploads_that_wait_for_a_url_that_is_no_longer_set_are_told(
         (".lock", 2, "startup:startup.invalid_artifact_paths: '{}' cannot be opened: Permission denied. Let this user"),
     ],
 )
-def test_what_this_user_may_not_open_is_named_and_left_alone(
-    write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, name: str, code: int, said: str
-) -> None:
+def test_what_this_user_may_not_open_is_named_and_left_alone(write_job, monkeypatch, name, code, said):
     job = write_job(resume_from_latest=True)
     assert run(job) == 0
     path = str(job.parent / "out" / name)
     functions = {(io, "open"): io.open, (os, "open"): os.open}
 
-    def opens(real: Callable[..., Any]) -> Callable[..., Any]:
-        def opened(given: Any, *rest: Any, **options: Any) -> Any:
+    def opens(real):
+        def opened(given, *rest, **options):
             if given == path or (isinstance(given, Path) and str(given) == path):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
             return real(given, *rest, **options)
@@ -1029,7 +982,7 @@ def test_what_this_user_may_not_open_is_named_and_left_alone(
     assert events(job)[-1]["error"].startswith(said.format(path))
 
 
-def test_a_queue_that_cannot_be_read_keeps_no_run_that_uploads_nothing(write_job: Callable[..., Path]) -> None:
+def test_a_queue_that_cannot_be_read_keeps_no_run_that_uploads_nothing(write_job):
     job = write_job()
     (job.parent / "out").mkdir()
     (job.parent / "out" / "uploads").write_text("a file")
@@ -1037,16 +990,14 @@ def test_a_queue_that_cannot_be_read_keeps_no_run_that_uploads_nothing(write_job
 
 
 @pytest.mark.parametrize("block", [..., {}])
-def test_a_job_may_leave_the_trainers_arguments_to_their_defaults(write_job: Callable[..., Path], block: Any) -> None:
+def test_a_job_may_leave_the_trainers_arguments_to_their_defaults(write_job, block):
     """Most jobs have no ``lightning`` block."""
     job = write_job(lightning=block)
     assert run(job) == 0
     assert names(job)[-1] == "completed"
 
 
-def test_a_changed_rate_batch_size_and_precision_are_said_and_put_in_force_by_the_job(
-    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_changed_rate_batch_size_and_precision_are_said_and_put_in_force_by_the_job(write_job, caplog):
     assert run(write_job(trainer=":Learns", max_steps=2, hyperparams={"lr": 0.01})) == 0
     job = write_job(
         trainer=":Learns",

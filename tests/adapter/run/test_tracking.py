@@ -100,7 +100,7 @@ def command(tmp_path):
     path = os.pathsep.join([str(PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])])
     environ = mine | offline | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
-    def run(*arguments: str, kill_at: int = 0) -> subprocess.CompletedProcess[str]:
+    def run(*arguments, kill_at=0):
         return subprocess.run(
             [sys.executable, *arguments],
             cwd=tmp_path,
