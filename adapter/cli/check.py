@@ -11,26 +11,25 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 import msgspec
 
 from ..job.spec import DatasetSpec
+from ..plumbing.finding import Finding, Level
 from .config_files import is_configuration_name
 from .parser import at_least
-from .terminal import complain, say
+from .terminal import complain, say, say_finding
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from ..check.subject import Subject
     from ..contract.types import StepContext
-    from ..plumbing.finding import Finding
 
 __all__ = ["add_arguments", "run"]
 
 CONFORMING, FAULTY, USAGE = 0, 1, 2
-MARKS = {"pass": "pass", "warn": "WARN", "fail": "FAIL", "skip": "skip"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -179,14 +178,12 @@ def _print_table(findings: Iterable[Finding]) -> list[Finding]:
     shown = []
     for finding in findings:
         shown.append(finding)
-        say(f"{MARKS[finding.level]}  {finding.check:<17} {finding.detail}")
-        if finding.remedy:
-            say(f"{'':6}{'':<17} → {finding.remedy}")
+        say_finding(finding)
     return shown
 
 
 def _print_json(findings: Iterable[Finding]) -> list[Finding]:
     shown = list(findings)
-    counts = {level: sum(finding.level == level for finding in shown) for level in MARKS}
+    counts = {level: sum(finding.level == level for finding in shown) for level in get_args(Level)}
     say(json.dumps({"findings": [finding.as_json() for finding in shown], "counts": counts}))
     return shown

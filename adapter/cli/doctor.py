@@ -40,7 +40,7 @@ from ..run.resume import decide_start
 from ..run.training import imported_trainer, prepare_training
 from .config_files import configuration_fault, is_configuration_name
 from .parser import add_overrides
-from .terminal import complain, say
+from .terminal import complain, say, say_finding
 
 __all__ = ["add_arguments", "diagnose", "diagnose_fit", "run"]
 
@@ -50,7 +50,6 @@ LITTLE_SPACE_BYTES = 1 << 30
 MOST_WRITTEN_BYTES = 256 << 20
 LONGEST_VALUE = 100
 LOOPBACK = ("http://127.", "http://localhost:", "http://[::1]:")
-MARKS: dict[Level, str] = {"pass": "ok", "warn": "warning", "fail": "fault"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -372,8 +371,8 @@ def diagnose_fit(path: str) -> Iterator[Finding]:
     try:
         fit.build()
     except Exception as error:  # noqa: BLE001 -- a class of the user's may raise anything
-        known = error if isinstance(error, (GenlightError, UnusableConfigurationError)) else None
-        yield Finding("training", "fail", str(known or f"{type(error).__name__}: {error}"))
+        refusal = error if isinstance(error, (GenlightError, UnusableConfigurationError)) else None
+        yield Finding("training", "fail", str(refusal or f"{type(error).__name__}: {error}"))
         return
     yield from _check_built(fit)
 
@@ -455,8 +454,7 @@ def _report(findings: list[Finding], table: Sequence[tuple[str, str]] = (), secr
     """Write one line for each finding, the verdict and the table, whose lines have a style; the exit code."""
     width = max(len(finding.check) for finding in findings)
     for finding in findings:
-        mark = MARKS[finding.level]
-        say(redact(f"{mark:<7}  {finding.check:<{width}}  {finding.detail}", secrets), style=mark)
+        say_finding(finding, width=width, secrets=secrets)
     count = sum(finding.level == "fail" for finding in findings)
     say("", f"{count} fault{'s' * (count != 1)}: the run would not start" if count else "the run can start")
     for style, line in [("", ""), *table] if table else ():

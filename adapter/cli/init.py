@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from ..contract.exceptions import InputError
-from ..feed import ArrowFeed
 from .terminal import complain, say
 
 __all__ = ["add_arguments", "run"]
@@ -115,6 +114,8 @@ def _readable(data: Sequence[str]) -> list[Path]:
     missing = [path for path in data if not Path(path).exists()]
     if missing:
         raise ValueError("; ".join(f"--data {path}: there is no such file" for path in missing))
+    from ..feed import ArrowFeed  # loads pyarrow
+
     paths = [Path(path).resolve() for path in data]
     feed = ArrowFeed([str(path) for path in paths])
     try:

@@ -15,12 +15,14 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from typing_extensions import Buffer, override
 
 from ..plumbing.failures import EXIT_STARTUP
+from ..plumbing.finding import Finding, Level
+from ..plumbing.redaction import redact
 from ..plumbing.text import printable
 
 __all__ = [
@@ -31,12 +33,14 @@ __all__ = [
     "for_any_character",
     "outliving_readers",
     "say",
+    "say_finding",
     "until_the_reader_leaves",
     "visible",
 ]
 
 
 STYLES = {"ok": "\x1b[32m", "warning": "\x1b[33m", "fault": "\x1b[31m", "dim": "\x1b[2m"}
+_MARKS: dict[Level, str] = {"pass": "ok", "warn": "warning", "fail": "fault", "skip": "skipped"}
 
 
 def visible(text: object) -> str:
@@ -53,6 +57,17 @@ def say(*lines: object, style: str = "") -> None:
     """
     sys.stdout.write("".join(f"{_styled(style, visible(line))}\n" for line in lines))
     sys.stdout.flush()
+
+
+def say_finding(finding: Finding, *, width: int = 17, secrets: Sequence[str] = ()) -> None:
+    """Write the outcome of a check and the way out, without `secrets`; `width` is that of the names of checks."""
+    mark = _MARKS[finding.level]
+    say(
+        redact(f"{mark:<7}  {finding.check:<{width}}  {finding.detail}", secrets),
+        style=mark if mark in STYLES else "dim",
+    )
+    if finding.remedy:
+        say(redact(f"{'':7}  {'':{width}}  → {finding.remedy}", secrets))
 
 
 def complain(command: str, text: object, code: int = EXIT_STARTUP) -> int:

@@ -5,6 +5,7 @@ No setting of a job names a control plane: a caller hands a `JobLifecycleClient`
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -41,7 +42,7 @@ class LifecycleSession:
         run_id: The run to claim.
         interval_s: Seconds between heartbeats; None means 5.
         patience_s: How long the control plane may be away; at least two intervals.
-        answer_s: How long an answer to the claim, or to the report of the end, is waited for, whatever the client does.
+        answer_s: How long an answer to the claim is waited for, whatever the client does.
         raise_if_stopped: Called while the claim is waited for; what it raises ends the wait.
 
     Raises:
@@ -72,7 +73,8 @@ class LifecycleSession:
         self._thread = threading.Thread(target=self._beat, name="genlight-lease", daemon=True)
 
     def __enter__(self) -> Self:
-        self._lease = self._answer(lambda: self._client.claim(run_id=self._run_id), self._raise_if_stopped)
+        claim = functools.partial(self._client.claim, run_id=self._run_id)
+        self._lease = self._answer(claim, self._raise_if_stopped, self._answer_s)
         self._renewed_at = time.monotonic()
         started(self._thread)
         return self
@@ -87,35 +89,32 @@ class LifecycleSession:
             self._stop(f"the lease could not be renewed for {self._patience_s:.0f} s")
         return self._reason
 
-    def completed(self, step: int, final_checkpoint: Path | None, *, within_s: float | None = None) -> None:
-        """Report the end as planned; what the control plane does not take `within_s` (None: `answer_s`) is logged."""
+    def completed(self, step: int, final_checkpoint: Path | None, *, within_s: float) -> None:
+        """Report the end as planned; what the control plane does not take `within_s` is logged."""
         final = None if final_checkpoint is None else str(final_checkpoint)
-        self._report(
-            lambda lease: self._client.mark_completed(lease=lease, step=step, final_checkpoint=final), within_s
-        )
+        mark = functools.partial(self._client.mark_completed, step=step, final_checkpoint=final)
+        self._report(mark, within_s)
 
-    def failed(self, step: int, error: str, *, within_s: float | None = None) -> None:
+    def failed(self, step: int, error: str, *, within_s: float) -> None:
         """Report the end by an error or a stop; else as `completed`."""
-        self._report(lambda lease: self._client.mark_failed(lease=lease, step=step, error=error), within_s)
+        self._report(functools.partial(self._client.mark_failed, step=step, error=error), within_s)
 
-    def _report(self, tell: Callable[[LifecycleLease], None], within_s: float | None) -> None:
+    def _report(self, mark: Callable[..., None], within_s: float) -> None:
         assert self._lease is not None
         self._ended.set()
-        lease = self._lease
         try:
-            self._answer(lambda: tell(lease), lambda: None, within_s)
+            self._answer(functools.partial(mark, lease=self._lease), lambda: None, within_s)
         except Exception as error:  # noqa: BLE001 - as above
             log.error("the end of the run could not be reported to the control plane: %s", _text(error))  # noqa: TRY400
 
-    def _answer(self, ask: Callable[[], T], raise_if_stopped: Callable[[], None], within_s: float | None = None) -> T:
+    def _answer(self, ask: Callable[[], T], raise_if_stopped: Callable[[], None], within_s: float) -> T:
         """The client's answer, from a thread of its own, which a wait that ends leaves behind."""
         future = DaemonThreads(1, "genlight-control-plane").submit(ask)
-        limit_s = self._answer_s if within_s is None else within_s
-        end = time.monotonic() + limit_s
+        end = time.monotonic() + within_s
         while not wait([future], LOOK_EVERY_S).done:
             raise_if_stopped()
             if time.monotonic() >= end:
-                raise InputError(f"the control plane did not answer for {limit_s:.0f} s")
+                raise InputError(f"the control plane did not answer for {within_s:.0f} s")
         return future.result()
 
     def _beat(self) -> None:

@@ -395,7 +395,7 @@ class FollowerSession(Session):
         super().place(folder, checkpoints_dir)
         if folder is not None and self.notes is not None:
             self._rank_zero = RankZero(folder)
-            if not self._rank_zero.ids():  # else rank zero sees the process
+            if not self._rank_zero.started_this_process:  # else it sees the process
                 self.hold(self.notes.present(this_rank()))
             self.hold(self.watch.looking(self._rank_zero.check, paused_ranks(self._rank_zero.processes, self.stop)))
 

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from genlight.adapter.cli.command_line import COMMANDS, LIGHTNING_COMMANDS
+
 NEVER_BEFORE_THE_FIRST_STEP = {
     "pyarrow": "the batches of this job are in its spec",
     "huggingface_hub": "nothing is fetched",
@@ -88,14 +90,11 @@ def test_a_run_loads_nothing_before_its_first_step_that_it_does_not_use(run_fold
     [
         ("--help", 0),
         ("--version", 0),
-        ("run --help", 0),
-        ("doctor --help", 0),
-        ("check --help", 0),
-        ("events --help", 0),
-        ("checkpoints --help", 0),
-        ("uploads --help", 0),
+        *((f"{name} --help", 0) for name in COMMANDS if name not in LIGHTNING_COMMANDS),
         ("trian", 2),
         ("run bad.json", 2),
+        ("run none.json", 2),
+        ("checkpoints export none --to x.safetensors", 2),
         ("doctor bad.json", 2),
         ("check", 2),
         ("check --job bad.json", 2),

@@ -185,9 +185,10 @@ class RankZero:
         finally:
             del os.environ[_RANK_ZERO_PROCESS]
 
-    def ids(self) -> dict[int, int]:
-        """Its process id, by its rank; empty where another launcher started this process."""
-        return {} if self._process is None else {0: self._process}
+    @property
+    def started_this_process(self) -> bool:
+        """Whether it did, rather than another launcher."""
+        return self._process is not None
 
     def processes(self) -> dict[int, int]:
         """Its process id, by its rank, whoever started it; empty where it runs on another machine."""

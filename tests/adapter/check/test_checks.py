@@ -326,12 +326,12 @@ def test_the_command_prints_json_and_fails_when_a_check_does(job, capsys):
 def test_the_command_prints_a_line_for_each_check_and_succeeds_when_all_pass(job, capsys):
     assert main(["check", "check_zoo:Sound", "--job", job]) == 0
 
-    assert "pass  resume            6 steps against 3 + resume + 3: bit-equal\n" in capsys.readouterr().out
+    assert "ok       resume             6 steps against 3 + resume + 3: bit-equal\n" in capsys.readouterr().out
 
 
 def test_a_healthy_class_that_accumulates_gradients_is_not_warned_of(job, capsys):
     assert main(["check", "check_zoo:Accumulates", "--job", job]) == 0
-    assert "WARN" not in capsys.readouterr().out
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_without_data_training_is_not_checked_and_that_is_no_success(monkeypatch, capsys):
@@ -340,9 +340,10 @@ def test_without_data_training_is_not_checked_and_that_is_no_success(monkeypatch
     monkeypatch.syspath_prepend(HERE)
     assert main(["check", "check_zoo:Misspells"]) == 2
     said = capsys.readouterr()
-    assert "skip  steps             training was not checked: there is no data\n" in said.out
+    assert "skipped  steps              training was not checked: there is no data\n" in said.out
     assert (
-        "WARN  hooks             `save_checkpoints` is not a hook and is never called; did you mean `save_" in said.out
+        "warning  hooks              `save_checkpoints` is not a hook and is never called; did you mean `save_"
+        in said.out
     )
     assert "training was not checked" in said.err
 
@@ -351,7 +352,7 @@ def test_the_command_reads_parquet_and_begins_anew_where_it_ends(job, tmp_path, 
     pq.write_table(pa.table({"x": [[0.5, 1.0]] * 6, "y": [[1.0]] * 6}), tmp_path / "rows.parquet")
 
     assert main(["check", "check_zoo:ArrowRows", "--data", str(tmp_path / "rows.parquet"), "--batch_size", "4"]) == 0
-    assert "WARN" not in capsys.readouterr().out
+    assert "warning" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -418,4 +419,4 @@ def test_the_data_of_a_job_is_collated_as_in_a_run(job, tmp_path, capsys):
     (tmp_path / "job.json").write_text(json.dumps(described))
 
     assert main(["check", "--job", job, "--steps", "2"]) == 0
-    assert "FAIL" not in capsys.readouterr().out
+    assert "fault" not in capsys.readouterr().out

@@ -98,7 +98,7 @@ def test_a_lease_that_cannot_be_renewed_for_long_is_lost(client):
 def test_no_heartbeat_comes_after_the_end(client):
     with LifecycleSession(client, "r", interval_s=0.01) as session:
         wait_for(lambda: client.asked("heartbeat"))
-        session.completed(3, None)
+        session.completed(3, None, within_s=5.0)
     session._thread.join(60)  # one may be on its way
     beats = len(client.asked("heartbeat"))
     time.sleep(0.05)
@@ -110,7 +110,7 @@ def test_no_heartbeat_comes_after_the_end(client):
 def test_an_end_that_is_not_taken_is_logged_without_secrets(client, caplog):
     client.answers["failed"] = AWAY
     with LifecycleSession(client, "r", interval_s=60.0) as session:
-        session.failed(3, "train-step:x")
+        session.failed(3, "train-step:x", within_s=5.0)
 
     assert "the end of the run could not be reported" in caplog.text
     assert SECRET not in caplog.text
@@ -226,7 +226,7 @@ def test_a_claim_that_nobody_answers_is_given_up(silent):
 def test_a_report_that_nobody_answers_is_given_up_and_logged(silent, caplog):
     session = LifecycleSession(silent, "leased", answer_s=0.05)
     session._lease = LEASE
-    session.failed(3, "train-step:ValueError")
+    session.failed(3, "train-step:ValueError", within_s=0.05)
     assert silent.asked.wait(60)
     assert "could not be reported to the control plane: the control plane did not answer" in caplog.text
 

@@ -427,18 +427,6 @@ def test_a_finished_run_is_freed_of_what_a_rank_of_a_killed_attempt_noted(write_
     assert not ranks.folder.exists()
 
 
-def test_a_finished_run_is_recognised_without_torch(write_job):
-    """The re-run of a finished job loads neither torch nor Lightning."""
-    job = write_job(resume_from_latest=True)
-    assert run(job) == 0
-    code = (
-        "import sys; from pathlib import Path; from genlight.adapter.run.run import RunOptions, run_job;"
-        f"code = run_job(RunOptions(spec_path=Path({str(job)!r}), overrides=['artifacts_dir={job.parent}/out']));"
-        "assert not {'torch', 'lightning'} & set(sys.modules); sys.exit(code)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_a_higher_step_limit_goes_on_from_the_final_checkpoint(write_job, caplog):
     """The run says where it continues, which is where it ended, and is the run of that length."""
     caplog.set_level("INFO", logger="genlight")

@@ -29,6 +29,8 @@ def test_a_grace_period_that_is_shorter_than_a_save_is_red(trained, capsys, monk
     code, (line,) = findings(capsys)
     assert code == 2
     assert "a stop has 1e-07 s" in line
+    main(["doctor", "job.json", "--set", "resume_from_latest=true"])
+    assert "  → have the scheduler send its signal at least " in capsys.readouterr().out
 
 
 def test_one_that_is_long_enough_is_not_and_without_one_nothing_is_said(trained, capsys, monkeypatch):
