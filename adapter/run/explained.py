@@ -10,7 +10,6 @@ import os
 import re
 import socket
 import traceback
-from collections.abc import Iterator
 
 from ..contract.exceptions import CheckpointError, MonitorError, StartupContractError
 from ..plumbing.failures import causes_of
@@ -23,13 +22,9 @@ _LISTENS = re.compile(r"server socket has failed to listen.*\bport: (?P<port>\d+
 _ADDRESS_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _WORKER_DIED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)")
 
-_MOST_NAMED = 6
 _OTHER_WEIGHTS = "Error(s) in loading state_dict for"
-_SIZE = re.compile(
-    r"size mismatch for (?P<name>\S+): .* torch\.Size\((?P<saved>\[[^\]]*\])\).* torch\.Size\((?P<built>\[[^\]]*\])\)"
-)
-_KEYS = re.compile(r"(?P<kind>Missing|Unexpected) key\(s\) in state_dict: (?P<names>.*)")
-_WHERE = {"Missing": "is not in the checkpoint", "Unexpected": "is in the checkpoint alone"}
+_MOST_OF_THEM = 600
+"""Characters; a model of another architecture differs in every name."""
 
 
 def explained(error: Exception) -> CheckpointError | MonitorError | StartupContractError | None:
@@ -43,12 +38,11 @@ def explained(error: Exception) -> CheckpointError | MonitorError | StartupContr
     if frames and frames[-1] in _MONITORS:
         return MonitorError(text_of(error))
     if text.startswith(_OTHER_WEIGHTS):
-        found = list(_differences(text))
-        more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+        differences = " ".join(text.partition("\n")[2].split()).rstrip(". ")
+        shown = differences if len(differences) <= _MOST_OF_THEM else f"{differences[:_MOST_OF_THEM]}…"
         return CheckpointError(
-            "The weights of the checkpoint are not those of the model that was built: "
-            f"{'; '.join(found[:_MOST_NAMED])}{more}. Build the model as it was, or start at step 0 with "
-            "`genlight run --fresh`, of a fit `--resume never`."
+            f"The weights of the checkpoint are not those of the model that was built: {shown}. Build the model as it "
+            "was, or start at step 0 with `genlight run --fresh`, of a fit `--resume never`."
         )
     if listens := _LISTENS.search(text):
         host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -76,13 +70,3 @@ def _port_in_use(port: str) -> str:
         f"The ranks cannot meet: {port} is in use by another process. Set `MASTER_PORT` to a free port, the same for "
         "all ranks (under torchrun `--rdzv-endpoint` or `--master-port`), or end that process."
     )
-
-
-def _differences(text: str) -> Iterator[str]:
-    for line in text.splitlines():
-        size, keys = _SIZE.search(line), _KEYS.search(line)
-        if size is not None:
-            yield f"{size['name']} is {size['saved']} in the checkpoint and {size['built']} here"
-        elif keys is not None:
-            for name in re.findall(r'"([^"]+)"', keys["names"]):
-                yield f"{name} {_WHERE[keys['kind']]}"
