@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..contract.exceptions import InputError, ReplayWriterError
-from .replay_files import ReplayFiles, SavedReplay
+from .replay_files import ReplayFiles, ReplayMeta
 
 __all__ = ["NStep", "ReplayBuffer", "ReplayFeed", "SumTree"]
 
@@ -223,8 +223,7 @@ class ReplayBuffer:
         fits = min(count, self.capacity - begin)
         for name, column in self._columns.items():
             column[begin : begin + fits] = rows[name][:fits]
-            if fits < count:
-                column[: count - fits] = rows[name][fits:]
+            column[: count - fits] = rows[name][fits:]
 
     # sampling
 
@@ -248,34 +247,28 @@ class ReplayBuffer:
                     f"Invalid `batch_size`. Expected a number from 1 to the {len(self)} rows of the buffer, but "
                     f"received {batch_size}."
                 )
+            weight, generator = None, self._generator
             if self._tree is None:
-                index = torch.randint(
-                    self._oldest, self._written, (batch_size,), generator=self._generator, device="cpu"
-                )
-                weight = None
+                index = torch.randint(self._oldest, self._written, (batch_size,), generator=generator, device="cpu")
             else:
                 index, weight = self._drawn_by_priority(self._tree, batch_size, importance_exponent)
             drawn = self._rows(index) if self.n_step is None else self._summed(index, self.n_step)
-        drawn["index"] = index
-        if weight is not None:
-            drawn["weight"] = weight
-        return drawn
+        return {**drawn, "index": index, **({} if weight is None else {"weight": weight})}
 
     def _drawn_by_priority(self, tree: SumTree, batch_size: int, exponent: float) -> tuple[Tensor, Tensor]:
         total = tree.total
         if not total > 0:
             raise ValueError("all rows of the buffer have priority 0: none can be drawn")
-        places = tree.find(
-            torch.rand(batch_size, dtype=torch.float64, generator=self._generator, device="cpu").numpy() * total
-        )
+        drawn = torch.rand(batch_size, dtype=torch.float64, generator=self._generator, device="cpu")
+        places = tree.find(drawn.numpy() * total)
         newest = self._written - 1
         weights = (len(self) * tree.values(places) / total) ** -exponent
         index = newest - (newest - places) % self.capacity
         return torch.from_numpy(index), torch.from_numpy(weights / weights.max()).float()
 
-    def _rows(self, index: Tensor) -> dict[str, Tensor]:
+    def _rows(self, index: Tensor, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         places = index % self.capacity
-        return {name: column[places] for name, column in self._columns.items()}
+        return {name: self._columns[name][places] for name in names or self._columns}
 
     def _summed(self, index: Tensor, n_step: NStep) -> dict[str, Tensor]:
         column = self._columns[n_step.reward]
@@ -292,12 +285,8 @@ class ReplayBuffer:
             last = torch.where(goes_on, at, last)
             for end in n_step.ends:
                 goes_on &= ~self._columns[end][places].reshape(len(index))
-        drawn, ends = self._rows(index), self._rows_of(last, (*n_step.following, *n_step.ends))
+        drawn, ends = self._rows(index), self._rows(last, (*n_step.following, *n_step.ends))
         return {**drawn, **ends, n_step.reward: rewards, "steps": steps}
-
-    def _rows_of(self, index: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
-        places = index % self.capacity
-        return {name: self._columns[name][places] for name in names}
 
     def update_priorities(self, index: Tensor, priorities: Any) -> None:
         """Give the rows of a sample other priorities; rows that are gone meanwhile are passed over.
@@ -341,19 +330,17 @@ class ReplayBuffer:
             OSError: They could not be written.
         """
         with self._changed:
-            priorities = None
+            sampling = {"generator": self._generator.get_state()}
             if self._tree is not None:
                 places = np.arange(self._oldest, self._written) % self.capacity
-                priorities = torch.from_numpy(self._tree.values(places))
-            saved = SavedReplay(
-                self._layout(),
-                self._oldest,
-                self._written,
-                self._generator.get_state(),
-                priorities,
-                self._largest_priority,
+                sampling["priorities"] = torch.from_numpy(self._tree.values(places))
+            meta = ReplayMeta(
+                layout=self._layout(),
+                oldest=self._oldest,
+                written=self._written,
+                largest_priority=self._largest_priority,
             )
-            self._files.save(Path(folder), saved, lambda first, last: self._range(first, last))
+            self._files.save(Path(folder), meta, sampling, self._range)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Take over what `save` wrote; samples that follow are those that followed there.
@@ -366,16 +353,16 @@ class ReplayBuffer:
             ValueError: It is of a buffer with other arguments; lists every difference, and nothing was changed.
         """
         with self._changed:
-            saved = self._files.look(Path(folder), self._layout())
+            saved, sampling = self._files.look(Path(folder), self._layout())
             self._written = self._oldest = 0
             if self._tree is not None:
                 self._tree = SumTree(self.capacity)
             for first, rows in self._files.load(Path(folder), saved, self._row):
                 self._put(rows, first, len(next(iter(rows.values()))))
-            if self._tree is not None and saved.priorities is not None:
-                self._tree.set(np.arange(saved.oldest, saved.written) % self.capacity, saved.priorities.numpy())
+            if self._tree is not None:
+                self._tree.set(np.arange(saved.oldest, saved.written) % self.capacity, sampling["priorities"].numpy())
             self._largest_priority = saved.largest_priority
-            self._generator.set_state(saved.generator)
+            self._generator.set_state(sampling["generator"])
             self._oldest, self._written, self._writer = saved.oldest, saved.written, None
             self._changed.notify_all()
 

@@ -8,13 +8,12 @@ format; the buffer knows no files.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
 import xxhash
 from safetensors.torch import load as load_safetensors, save as to_safetensors
@@ -24,39 +23,41 @@ from ..contract.exceptions import BrokenCheckpointError
 from ..plumbing.durable import write_bytes_durably
 from ..plumbing.safe_open import read_regular
 
-__all__ = ["ReplayFiles", "SavedReplay"]
+__all__ = ["ReplayFiles", "ReplayMeta"]
 
 META = "replay.json"
-VERSION = 1
 MOST_BYTES_OF_META = 64 << 20
 MOST_BYTES_OF_FILE = 64 << 20
 """About how much of new rows goes into a file; what is written at once is in memory twice."""
 
-
-@dataclass(frozen=True)
-class SavedReplay:
-    """The parts of a save other than its rows."""
-
-    layout: dict[str, Any]
-    oldest: int
-    written: int
-    generator: Tensor
-    priorities: Tensor | None
-    largest_priority: float
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 
 
-@dataclass(frozen=True)
-class RowFile:
+class RowFile(msgspec.Struct, frozen=True, array_like=True):
     """Rows from `first` to below `last`."""
 
-    first: int
-    last: int
-    nbytes: int
-    digest: str
+    first: _Count
+    last: _Count
+    nbytes: _Count
+    digest: _Digest
 
     @property
     def name(self) -> str:
         return f"rows-{self.first:015d}-{self.last:015d}.safetensors"
+
+
+class ReplayMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """What `META` says: which rows there are, of which buffer, and in which files."""
+
+    layout: dict[str, Any]
+    oldest: _Count
+    written: _Count
+    largest_priority: float
+    sampling: tuple[_Count, _Digest] = (0, "")
+    """Size and digest of the file of priorities and the generator."""
+    rows: tuple[RowFile, ...] = ()
+    version: Literal[1] = 1
 
 
 class ReplayFiles:
@@ -77,38 +78,36 @@ class ReplayFiles:
         if folder >= 0:
             os.close(folder)
 
-    def save(self, folder: Path, saved: SavedReplay, rows: Callable[[int, int], dict[str, Tensor]]) -> None:
-        """Write `saved` and the rows that it counts; `rows` gives those of a range of numbers."""
+    def save(
+        self,
+        folder: Path,
+        meta: ReplayMeta,
+        sampling: dict[str, Tensor],
+        rows: Callable[[int, int], dict[str, Tensor]],
+    ) -> None:
+        """Write what `meta` says: `sampling`, and its rows, of which `rows` gives those of a range of numbers."""
         folder.mkdir(parents=True, exist_ok=True)
-        files = self._linked(folder, saved)
-        first = max(saved.oldest, files[-1].last if files else 0)
-        for begin, end in _ranges(first, saved.written, rows):
+        files = self._linked(folder, meta)
+        first = max(meta.oldest, files[-1].last if files else 0)
+        row_bytes = sum(column.nbytes for column in rows(first, first + 1).values()) if first < meta.written else 0
+        most = max(1, MOST_BYTES_OF_FILE // max(1, row_bytes))
+        for begin in range(first, meta.written, most):
+            end = min(begin + most, meta.written)
             files.append(self._write(folder, begin, end, rows(begin, end)))
-        sampling = {"generator": saved.generator}
-        if saved.priorities is not None:
-            sampling["priorities"] = saved.priorities
         packed = to_safetensors(sampling)
         digest = xxhash.xxh3_128_hexdigest(packed)
         write_bytes_durably(folder / _sampling_name(digest), packed)
-        meta = {
-            "version": VERSION,
-            "layout": saved.layout,
-            "oldest": saved.oldest,
-            "written": saved.written,
-            "largest_priority": saved.largest_priority,
-            "sampling": [len(packed), digest],
-            "rows": [[file.first, file.last, file.nbytes, file.digest] for file in files],
-        }
-        write_bytes_durably(folder / META, json.dumps(meta).encode())
+        meta = msgspec.structs.replace(meta, sampling=(len(packed), digest), rows=tuple(files))
+        write_bytes_durably(folder / META, msgspec.json.encode(meta))
         named = {_sampling_name(digest), *(file.name for file in files)}
         for earlier in (*folder.glob("rows-*.safetensors"), *folder.glob("sampling-*.safetensors")):
             if earlier.name not in named:
                 earlier.unlink()
         self._remember(folder, files)
 
-    def _linked(self, folder: Path, saved: SavedReplay) -> list[RowFile]:
+    def _linked(self, folder: Path, meta: ReplayMeta) -> list[RowFile]:
         """The files of the last save that have rows of this one, linked into `folder`; none where one cannot be."""
-        needed = [file for file in self._files if file.last > saved.oldest and file.last <= saved.written]
+        needed = [file for file in self._files if meta.oldest < file.last <= meta.written]
         linked = []
         try:
             for file in needed:
@@ -134,34 +133,31 @@ class ReplayFiles:
         self.close()
         self._folder, self._files = opened, files
 
-    def look(self, folder: Path, layout: Mapping[str, Any]) -> SavedReplay:
-        """The parts of the save in `folder` other than its rows; raises as `ReplayBuffer.load` does."""
+    def look(self, folder: Path, layout: Mapping[str, Any]) -> tuple[ReplayMeta, dict[str, Tensor]]:
+        """What the save in `folder` has other than its rows; raises as `ReplayBuffer.load` does."""
         meta = _meta(folder)
         if different := [
-            f"{name} {meta['layout'].get(name)!r}, not {value!r}"
+            f"{name} {meta.layout.get(name)!r}, not {value!r}"
             for name, value in layout.items()
-            if meta["layout"].get(name) != value
+            if meta.layout.get(name) != value
         ]:
             raise ValueError(f"the replay buffer in {folder} has {'; '.join(different)}")
-        path = folder / _sampling_name(meta["sampling"][1])
-        sampling = _proven(path, *meta["sampling"])
-        priorities, count = sampling.get("priorities"), meta["written"] - meta["oldest"]
+        path = folder / _sampling_name(meta.sampling[1])
+        sampling = _proven(path, *meta.sampling)
+        priorities, count = sampling.get("priorities"), meta.written - meta.oldest
         if "generator" not in sampling or count > layout["capacity"] or (priorities is None) == layout["prioritised"]:
             raise BrokenCheckpointError(str(path), f"it does not have what {META} says")
         if priorities is not None and (priorities.shape != (count,) or priorities.dtype != torch.float64):
             raise BrokenCheckpointError(str(path), f"it does not have the priorities of {count} rows")
-        return SavedReplay(
-            dict(layout), meta["oldest"], meta["written"], sampling["generator"], priorities, meta["largest_priority"]
-        )
+        return meta, sampling
 
     def load(
-        self, folder: Path, saved: SavedReplay, row: Mapping[str, Tensor]
+        self, folder: Path, meta: ReplayMeta, row: Mapping[str, Tensor]
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """The rows of a save, each part with the number of its first; proven, but for those that are gone."""
         self.close()
-        files = [RowFile(*entry) for entry in _meta(folder)["rows"]]
-        expected = saved.oldest
-        for file in files:
+        expected = meta.oldest
+        for file in meta.rows:
             rows = _proven(folder / file.name, file.nbytes, file.digest)
             is_sound = rows.keys() == row.keys() and all(
                 rows[name].dtype == value.dtype and rows[name].shape == (file.last - file.first, *value.shape)
@@ -172,44 +168,23 @@ class ReplayFiles:
             skipped = expected - file.first
             yield expected, {name: column[skipped:] for name, column in rows.items()}
             expected = file.last
-        if expected != saved.written:
-            raise BrokenCheckpointError(str(folder), f"it has rows up to {expected}, and {META} says {saved.written}")
-        self._remember(folder, files)
-
-
-def _ranges(first: int, last: int, rows: Callable[[int, int], dict[str, Tensor]]) -> Iterator[tuple[int, int]]:
-    if first >= last:
-        return
-    row_bytes = sum(column.nbytes for column in rows(first, first + 1).values())
-    most = max(1, MOST_BYTES_OF_FILE // max(1, row_bytes))
-    for begin in range(first, last, most):
-        yield begin, min(begin + most, last)
+        if expected != meta.written:
+            raise BrokenCheckpointError(str(folder), f"it has rows up to {expected}, and {META} says {meta.written}")
+        self._remember(folder, list(meta.rows))
 
 
 def _sampling_name(digest: str) -> str:
     return f"sampling-{digest}.safetensors"
 
 
-def _meta(folder: Path) -> dict[str, Any]:
+def _meta(folder: Path) -> ReplayMeta:
     path = folder / META
     try:
-        meta = json.loads(read_regular(path, limit=MOST_BYTES_OF_META))
-        is_sound = meta["version"] == VERSION and isinstance(meta["layout"], dict)
-        is_sound &= type(meta["oldest"]) is int and type(meta["written"]) is int
-        is_sound &= 0 <= meta["oldest"] <= meta["written"] and type(meta["largest_priority"]) is float
-        size, digest = meta["sampling"]
-        for first, last, nbytes, file_digest in [*meta["rows"], (0, 1, size, digest)]:
-            is_sound &= all(type(number) is int for number in (first, last, nbytes)) and isinstance(file_digest, str)
-            is_sound &= len(file_digest) == 32 and file_digest.isalnum()
-            is_sound &= 0 <= first < last and nbytes >= 0
+        return msgspec.json.decode(read_regular(path, limit=MOST_BYTES_OF_META), type=ReplayMeta)
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no saved replay buffer in {folder}: it has no {META}") from None
-    except (KeyError, TypeError, ValueError) as error:
+    except (ValueError, RecursionError) as error:
         raise BrokenCheckpointError(str(path), f"it does not describe a saved replay buffer: {error}") from None
-    if not is_sound:
-        raise BrokenCheckpointError(str(path), "it does not describe a saved replay buffer")
-    checked: dict[str, Any] = meta
-    return checked
 
 
 def _proven(path: Path, nbytes: int, digest: str) -> dict[str, Tensor]:
