@@ -170,24 +170,22 @@ class Updates:
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         found = self._found(optimizer)
-        settings = [(path, value) for kind, path, value in values_of_optimizer(found, {}) if kind == "setting"]
-        self._values["weight before"] = _copies(self._places(found))
-        self._values["setting"] = {name: leaf for path, value in settings for name, leaf, _ in leaves(path, value)}
+        self._values = {"weight before": _copies(self._places(found)), "setting": _values(found, "setting")}
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         found = self._found(optimizer)
-        states = [(path, value) for kind, path, value in values_of_optimizer(found, {}) if kind != "setting"]
         # Not before it: a closure, which is how Lightning steps, makes them within.
         self._values["gradient"] = _copies((at, p.grad) for at, p in self._places(found) if p.grad is not None)
-        self._values["optimizer state"] = {
-            name: leaf
-            for path, value in states
-            for name, leaf, is_code in leaves(path, value, whole=True)
-            if not is_code
-        }
+        self._values["optimizer state"] = _values(found, "optimizer state")
         self._values["weight"] = _copies(self._places(found))
         self._at_update(Snapshot({kind: self._values[kind] for kind in KINDS_OF_UPDATES}))
 
 
 def _copies(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {place: whole_copy(tensor) for place, tensor in tensors}
+
+
+def _values(found: Found[Optimizer], kind: str) -> dict[str, Any]:
+    of_kind = [(path, value) for its_kind, path, value in values_of_optimizer(found, {}) if its_kind == kind]
+    copied = (leaf for path, value in of_kind for leaf in leaves(path, value, whole=True))
+    return {name: value for name, value, is_code in copied if not is_code}

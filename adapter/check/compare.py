@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import msgspec
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from ...callbacks.hook.events import callbacks_of
@@ -109,25 +110,22 @@ class Comparison:
             self.first = Difference(made, "steps", what, math.inf, str(recorded), str(made), cause)
         return self
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> str:
         """The comparison as a JSON object; an infinite distance is null."""
-        return {
-            "equal": self.first is None,
-            "rtol": self.rtol,
-            "notes": self.notes,
-            "first_difference": None if self.first is None else self.first.as_json(),
-            "steps": [
-                {
-                    "step": step.step,
-                    "largest": {
-                        kind: {"name": worst[0], "distance": worst[1] if math.isfinite(worst[1]) else None}
-                        for kind in self.kinds
-                        if (worst := step.largest(kind)) is not None
-                    },
-                }
-                for step in self.steps
-            ],
-        }
+        steps = []
+        for step in self.steps:
+            largest = {kind: step.largest(kind) for kind in self.kinds}
+            shown = {kind: {"name": each[0], "distance": each[1]} for kind, each in largest.items() if each is not None}
+            steps.append({"step": step.step, "largest": shown})
+        return msgspec.json.encode(
+            {
+                "equal": self.first is None,
+                "rtol": self.rtol,
+                "notes": self.notes,
+                "first_difference": self.first,
+                "steps": steps,
+            }
+        ).decode()
 
 
 def step_comparison(
@@ -200,9 +198,7 @@ def compare_job(
             brought: dict[str, Any] = {"parquet_paths": paths, "model_handles": handles}
             with seeded(seed):
                 comparison.recording = (
-                    recorded_plain_loop(
-                        config, target, trainer, how, steps=steps, dropout=how.world_size == 1, **brought
-                    )
+                    recorded_plain_loop(config, target, trainer, how, steps=steps, **brought)
                     if function is None
                     else record_function(function, config, trainer, how, updates=steps, **brought)
                 )

@@ -108,11 +108,11 @@ def plain_steps(
     how: Circumstances,
     *,
     steps: int,
-    dropout: bool = True,
-    look: Callable[[], None] = lambda: None,
     refuse_dropout: str = "",
 ) -> Iterator[Snapshot]:
     """Step `trainer` on its batches; a snapshot before the first step, then after each.
+
+    For a job of several ranks, which each draw numbers of their own, dropout layers drop nothing.
 
     Args:
         trainer: A trainer that has not been set up.
@@ -120,23 +120,20 @@ def plain_steps(
         batches: Raw batches; None has the trainer collect its own.
         how: Filled in with what the loop shows.
         steps: How many at most.
-        dropout: Whether dropout layers drop anything.
-        look: Called before each step; what it raises ends the loop.
-        refuse_dropout: Why a class with dropout layers cannot be compared; empty where it can.
+        refuse_dropout: Why a class with dropout layers cannot be compared on several ranks; empty where it can.
 
     Raises:
         ContractError: The class has dropout layers, and these are refused.
     """
     loop = PlainLoop(trainer, ctx)
-    if refuse_dropout and drops(loop.layers):
-        raise ContractError(refuse_dropout)
-    if not dropout:
+    if how.world_size > 1:
+        if refuse_dropout and drops(loop.layers):
+            raise ContractError(refuse_dropout)
         turn_off_dropout(loop.layers)
     how.batch_statistics = any(isinstance(layer, _BatchNorm) and layer.training for layer in loop.layers)
     yield snapshot(loop.contract_state, trainer, kinds=KINDS)
     source, at_first = loop.begin(batches), random_states()
     for raw in itertools.islice(source, steps):
-        look()
         metrics = loop.step(raw)
         how.draws = random_states() != at_first
         yield snapshot(loop.contract_state, trainer, metrics, kinds=KINDS)
@@ -177,7 +174,6 @@ def recorded_plain_loop(
     parquet_paths: Sequence[str] = (),
     model_handles: Mapping[str, Any] | None = None,
     look: Callable[[], None] = lambda: None,
-    dropout: bool = True,
     refuse_dropout: str = "",
 ) -> Recording:
     """Step the trainer class of a job in a plain loop; random numbers are afterwards as they were before.
@@ -191,8 +187,7 @@ def recorded_plain_loop(
         parquet_paths: Data files that its inputs brought here; otherwise those that it names.
         model_handles: What its inputs brought here for the class.
         look: Called before each step; what it raises ends the loop.
-        dropout: Whether dropout layers drop anything.
-        refuse_dropout: Why a class with dropout layers cannot be compared; empty where it can.
+        refuse_dropout: Why a class with dropout layers cannot be compared on several ranks; empty where it can.
 
     Raises:
         ContractError: The class cannot be copied, or it collects its own batches on several ranks, or theirs cannot be
@@ -206,11 +201,10 @@ def recorded_plain_loop(
             ctx, batches = job_batches(
                 config, plugin, ctx, stack, world_size=how.world_size, parquet_paths=parquet_paths
             )
-            limits: dict[str, Any] = {"dropout": dropout, "look": look, "refuse_dropout": refuse_dropout}
-            for reached in plain_steps(
-                plugin, ctx, batches, how, steps=min(steps, ctx.job.max_steps or steps), **limits
-            ):
+            steps = min(steps, ctx.job.max_steps or steps)
+            for reached in plain_steps(plugin, ctx, batches, how, steps=steps, refuse_dropout=refuse_dropout):
                 recording.add(reached)
+                look()
             del plugin, ctx, batches
         release_memory()  # the training that follows needs it
         if len(recording) < 2:

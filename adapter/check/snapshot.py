@@ -12,7 +12,7 @@ import random
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -262,10 +262,6 @@ class Difference:
     """What genlight has."""
     cause: str
     """What it probably comes from, and what to do."""
-
-    def as_json(self) -> dict[str, Any]:
-        """The difference as a JSON object; an infinite distance is null."""
-        return {**asdict(self), "distance": self.distance if math.isfinite(self.distance) else None}
 
 
 @dataclass(frozen=True)

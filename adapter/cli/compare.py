@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if comparison is None:  # another rank, which the first one reports for
         return EQUAL
     if args.json:
-        say(json.dumps(comparison.as_json()))
+        say(comparison.as_json())
     else:
         _print_table(comparison)
     return EQUAL if comparison.first is None else DIFFERENT

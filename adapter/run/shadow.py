@@ -90,7 +90,7 @@ def shadowed(
         if compares:
             comparison.recording = recorded_plain_loop(
                 config, find_trainer(config.trainer), trainer, how, steps=steps, parquet_paths=parquet_paths,
-                model_handles=model_handles, look=look, refuse_dropout=_DROPOUT if how.world_size > 1 else "",
+                model_handles=model_handles, look=look, refuse_dropout=_DROPOUT,
             )  # fmt: skip
     except ContractError as error:
         raise StartupContractError("startup.invalid_trainer", f"--shadow: {error}") from error
