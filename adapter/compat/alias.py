@@ -24,32 +24,14 @@ from . import old_names
 __all__ = ["MODULES", "install", "run_training_runtime_from_env"]
 
 MODULES = (
-    "api",
-    "contracts",
-    "loop",
-    "runtime",
-    "orchestrated",
-    "job_lifecycle",
-    "authz",
-    "resolve",
-    "inputs",
-    "arrow_feed",
-    "model_runtime",
-    "artifacts",
-    "uploader",
-    "reporting",
-    "checkpointing",
-    "helpers",
-    "helpers.optim",
-    "helpers.repro",
-    "helpers.scalar",
-    "subprocess_contract",
+    *("api", "contracts", "loop", "runtime", "orchestrated", "job_lifecycle", "authz", "resolve", "inputs"),
+    *("arrow_feed", "model_runtime", "artifacts", "uploader", "reporting", "checkpointing", "helpers"),
+    *("helpers.optim", "helpers.repro", "helpers.scalar", "subprocess_contract"),
 )
 """Modules of ``gen_worker.trainer``."""
 
 _OWN = ("run_training_runtime_from_env",)
 _ADAPTER = "genlight.adapter"
-_PACKAGE = "gen_worker"
 _TRAINER = "gen_worker.trainer"
 _SIX_HOOKS = (
     "genlight.callbacks.compat",
@@ -64,12 +46,8 @@ _WORLDFLUX = {
     "worldflux.telemetry.wasr": (
         "genlight.reporters.telemetry",
         (
-            "OPTIONAL_EVENT_FIELDS",
-            "REQUIRED_EVENT_FIELDS",
-            "default_metrics_path",
-            "make_run_id",
-            "read_events",
-            "write_event",
+            *("OPTIONAL_EVENT_FIELDS", "REQUIRED_EVENT_FIELDS", "default_metrics_path", "make_run_id"),
+            *("read_events", "write_event"),
         ),
     ),
 }
@@ -81,59 +59,24 @@ def install() -> None:
 
     Does nothing the second time.
     """
-    _install_trainer()
-    _install_worldflux()
+    if not _is_there(_TRAINER):
+        names = sorted({*_genlight().__all__, *_genlight().__contract__, *old_names.__all__, *_OWN})
+        for name in (_TRAINER, *(f"{_TRAINER}.{module}" for module in MODULES)):
+            _register(name, names, _resolve)
+    if not _is_there("worldflux"):
+        for name, (own, of_module) in _WORLDFLUX.items():
+            _register(name, of_module, functools.partial(_resolve_in, own))
 
 
-def _install_trainer() -> None:
-    if _TRAINER in sys.modules or _is_installed(_TRAINER):
-        return
-    parent = importlib.import_module(_PACKAGE) if _is_installed(_PACKAGE) else _register_package(_PACKAGE)
-    names = sorted({*_genlight().__all__, *_genlight().__contract__, *old_names.__all__, *_OWN})
-    _register(_TRAINER, parent, names, _resolve, is_package=True)
-    for name in MODULES:
-        folder, _, _ = name.rpartition(".")
-        parent = sys.modules[f"{_TRAINER}.{folder}" if folder else _TRAINER]
-        is_package = any(other.startswith(f"{name}.") for other in MODULES)
-        _register(f"{_TRAINER}.{name}", parent, names, _resolve, is_package=is_package)
-
-
-def _install_worldflux() -> None:
-    if "worldflux" in sys.modules or _is_installed("worldflux"):
-        return
-    for name, (own, names) in _WORLDFLUX.items():
-        parent: ModuleType | None = None
-        for package in _packages_of(name):
-            parent = sys.modules.get(package) or _register_package(package, parent)
-        is_package = any(other.startswith(f"{name}.") for other in _WORLDFLUX)
-        _register(name, parent, names, functools.partial(_resolve_in, own), is_package=is_package)
-
-
-def _packages_of(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts))]
-
-
-def _is_installed(name: str) -> bool:
+def _is_there(name: str) -> bool:
     try:
-        return importlib.util.find_spec(name) is not None
+        return name in sys.modules or importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # its parent is not there
         return False
 
 
-def _register_package(name: str, parent: ModuleType | None = None) -> ModuleType:
-    return _register(name, parent, (), lambda _: None, is_package=True)
-
-
-def _register(
-    name: str,
-    parent: ModuleType | None,
-    names: Sequence[str],
-    resolve: Callable[[str], Any],
-    *,
-    is_package: bool = False,
-) -> ModuleType:
-    """A module that is importable as `name`, whose `names` are looked up by `resolve` when they are asked for."""
+def _register(name: str, names: Sequence[str], resolve: Callable[[str], Any]) -> None:
+    """Make a package importable as `name`, whose `names` are looked up by `resolve` when they are asked for."""
 
     def attribute(wanted: str) -> Any:
         if wanted not in names:
@@ -141,15 +84,16 @@ def _register(
         return resolve(wanted)
 
     module = ModuleType(name, f"Stands in for {name}; every name comes from genlight.")
-    module.__spec__ = ModuleSpec(name, loader=None, is_package=is_package)
-    if is_package:
-        module.__path__ = []
+    module.__spec__ = ModuleSpec(name, loader=None, is_package=True)
+    module.__path__ = []
     module.__getattr__ = attribute  # type: ignore[method-assign]
     module.__all__ = list(names)  # type: ignore[attr-defined]
+    parent, _, last = name.rpartition(".")
+    if parent and not _is_there(parent):
+        _register(parent, (), resolve)
     sys.modules[name] = module
-    if parent is not None:
-        setattr(parent, name.rpartition(".")[2], module)
-    return module
+    if parent:
+        setattr(importlib.import_module(parent), last, module)
 
 
 def _resolve(name: str) -> Any:
