@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .hostlist import MOST_HOSTS, expand_hostlist
 
@@ -30,12 +30,7 @@ _TASKS = re.compile(r"(?P<tasks>\d{1,9})(\(x(?P<times>\d{1,9})\))?", re.ASCII)
 _GPUS = re.compile(r"([\w.:-]+[:=])?(?P<count>\d{1,9})(\([^)]*\))?", re.ASCII)
 _KEPT = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "JOB_DIR")
 _LAUNCHER = (
-    "RANK",
-    "LOCAL_RANK",
-    "NODE_RANK",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     "JOB_COMPLETION_INDEX",
 )
 _SECRET = ("SLURM_JWT",)
@@ -132,44 +127,48 @@ def build_job_context(env: Mapping[str, str]) -> JobContext:
             is listed.
     """
     reader = _Reader(env)
-    hostnames = reader.first(expand_hostlist, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") or []
-    node_rank = reader.first(_count, "SLURM_NODEID")
-    world_size = reader.first(_positive, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "WORLD_SIZE")
-    num_nodes = reader.first(_positive, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-    tasks = reader.first(_tasks_per_node, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    job_id, step_id = reader.text("SLURM_JOB_ID", "SLURM_JOBID"), reader.text("SLURM_STEP_ID", "SLURM_STEPID")
-    output_dir = reader.text("JOB_DIR")
-    if job_id is None and "LOCAL_WORLD_SIZE" in env:
-        return _placed_by_launcher(reader, env, output_dir)
+    job_id, output_dir = reader.text("SLURM_JOB_ID", "SLURM_JOBID"), reader.text("JOB_DIR")
+    by_launcher = job_id is None and "LOCAL_WORLD_SIZE" in env
+    known = _of_launcher(reader) if by_launcher else _of_slurm(reader, job_id)
+    tasks = known.pop("tasks", None)
     context = JobContext(
+        **known,
         job_id=job_id,
-        step_id=step_id,
-        rank=reader.first(_count, "SLURM_PROCID"),
-        local_rank=reader.first(_count, "SLURM_LOCALID"),
-        node_rank=node_rank,
-        world_size=world_size,
-        num_nodes=num_nodes or len(hostnames) or None,
-        local_world_size=_on_node(tasks, node_rank) or reader.first(_positive, "SLURM_NTASKS_PER_NODE"),
-        gpus_per_node=reader.first(_gpus, "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
-        hostnames=tuple(hostnames),
-        master_addr=(
-            reader.first(_address, "MASTER_ADDR")
-            or next(iter(hostnames), None)
-            or reader.first(_address, "SLURM_LAUNCH_NODE_IPADDR")
-        ),
-        # Not SLURM_SRUN_COMM_PORT, on which srun itself listens.
-        master_port=reader.first(_port, "MASTER_PORT") or _derived_port(job_id, step_id),
-        environment=_kept(env),
+        environment=_kept(env, also=_LAUNCHER if by_launcher else ()),
         output_dir=None if output_dir is None else Path(output_dir),
     )
-    faults = [*reader.faults, *_contradictions(context, tasks)]
+    faults = [*reader.faults, *(_beyond_all_ranks(context) if by_launcher else _contradictions(context, tasks))]
     if faults:
-        raise ValueError("\n  - ".join(["The variables of Slurm cannot be used:", *faults]))
+        whose = "the launcher" if by_launcher else "Slurm"
+        raise ValueError("\n  - ".join([f"The variables of {whose} cannot be used:", *faults]))
     return context
 
 
-def _placed_by_launcher(reader: _Reader, env: Mapping[str, str], output_dir: str | None) -> JobContext:
-    """The context of a process of torchrun, or of a pod, which has no rank of its own but that of its node."""
+def _of_slurm(reader: _Reader, job_id: str | None) -> dict[str, Any]:
+    hostnames = reader.first(expand_hostlist, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") or []
+    node_rank, step_id = reader.first(_count, "SLURM_NODEID"), reader.text("SLURM_STEP_ID", "SLURM_STEPID")
+    num_nodes = reader.first(_positive, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    tasks = reader.first(_tasks_per_node, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    address = reader.first(_address, "MASTER_ADDR") or next(iter(hostnames), None)
+    return {
+        "step_id": step_id,
+        "rank": reader.first(_count, "SLURM_PROCID"),
+        "local_rank": reader.first(_count, "SLURM_LOCALID"),
+        "node_rank": node_rank,
+        "world_size": reader.first(_positive, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "WORLD_SIZE"),
+        "num_nodes": num_nodes or len(hostnames) or None,
+        "local_world_size": _on_node(tasks, node_rank) or reader.first(_positive, "SLURM_NTASKS_PER_NODE"),
+        "gpus_per_node": reader.first(_gpus, "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
+        "hostnames": tuple(hostnames),
+        "master_addr": address or reader.first(_address, "SLURM_LAUNCH_NODE_IPADDR"),
+        # Not SLURM_SRUN_COMM_PORT, on which srun itself listens.
+        "master_port": reader.first(_port, "MASTER_PORT") or _derived_port(job_id, step_id),
+        "tasks": tasks,
+    }
+
+
+def _of_launcher(reader: _Reader) -> dict[str, Any]:
+    """Of a process of torchrun, or of a pod, which has no rank of its own but that of its node."""
     node_rank = reader.first(_count, "NODE_RANK", "GROUP_RANK")
     here, world_size = reader.first(_positive, "LOCAL_WORLD_SIZE"), reader.first(_positive, "WORLD_SIZE")
     rank, local_rank = reader.first(_count, "RANK"), reader.first(_count, "LOCAL_RANK")
@@ -179,24 +178,16 @@ def _placed_by_launcher(reader: _Reader, env: Mapping[str, str], output_dir: str
     nodes = reader.first(_positive, "GROUP_WORLD_SIZE")
     if nodes is None and here is not None and world_size is not None and world_size % here == 0:
         nodes = world_size // here
-    address, port = reader.first(_address, "MASTER_ADDR"), reader.first(_port, "MASTER_PORT")
-    faults = list(reader.faults)
-    if rank is not None and world_size is not None and rank >= world_size:
-        faults.append(f"The rank is {rank}, but there are {world_size} ranks, counted from 0.")
-    if faults:
-        raise ValueError("\n  - ".join(["The variables of the launcher cannot be used:", *faults]))
-    return JobContext(
-        rank=rank,
-        local_rank=local_rank,
-        node_rank=node_rank,
-        world_size=world_size,
-        num_nodes=nodes,
-        local_world_size=here,
-        master_addr=address,
-        master_port=port,
-        environment=_kept(env, also=_LAUNCHER),
-        output_dir=None if output_dir is None else Path(output_dir),
-    )
+    return {
+        "rank": rank,
+        "local_rank": local_rank,
+        "node_rank": node_rank,
+        "world_size": world_size,
+        "num_nodes": nodes,
+        "local_world_size": here,
+        "master_addr": reader.first(_address, "MASTER_ADDR"),
+        "master_port": reader.first(_port, "MASTER_PORT"),
+    }
 
 
 class _Reader:
@@ -224,16 +215,13 @@ class _Reader:
         return None
 
 
-def _count(text: str) -> int:
-    if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
-        raise ValueError(f"Expected a number >= 0, but received {text!r}.")
+def _count(text: str, least: int = 0) -> int:
+    if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or int(text) < least:
+        raise ValueError(f"Expected a number >= {least}, but received {text!r}.")
     return int(text)
 
 
-def _positive(text: str) -> int:
-    if not re.fullmatch(r"0*[1-9]\d{0,8}", text, re.ASCII):
-        raise ValueError(f"Expected a number >= 1, but received {text!r}.")
-    return int(text)
+_positive = functools.partial(_count, least=1)
 
 
 def _port(text: str) -> int:
@@ -296,8 +284,15 @@ def _kept(env: Mapping[str, str], *, also: Sequence[str] = ()) -> dict[str, str]
     }
 
 
+def _beyond_all_ranks(context: JobContext) -> list[str]:
+    rank, world_size = context.rank, context.world_size
+    if rank is None or world_size is None or rank < world_size:
+        return []
+    return [f"The rank is {rank}, but there are {world_size} ranks, counted from 0."]
+
+
 def _contradictions(context: JobContext, tasks: list[int] | None) -> list[str]:
-    """The contradictions between the variables."""
+    """The contradictions between the variables of Slurm."""
     faults = []
     for rank, size, variable, noun in (
         (context.rank, context.world_size, "SLURM_PROCID", "tasks"),

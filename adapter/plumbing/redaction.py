@@ -47,29 +47,15 @@ MOST_LINES = 400
 MOST_CUTS = 1000
 """Places that are looked at where a message was cut in the middle of a secret."""
 
+_OF_PATHS = ("JOB_SPEC_PATH", "PLUGIN", "ARTIFACTS_DIR", "CHECKPOINTS_DIR", "SAMPLES_DIR", "METRICS_DIR", "EVENTS_PATH")
+_OF_UPLOADS = ("METRICS_URL", "CHECKPOINT_URL", "SAMPLE_URL", "TERMINAL_URL", "DEADLINE_SECONDS")
+_OF_STOPS = ("CANCELLED", "CANCEL_FILE", "MAX_RUNTIME_SECONDS", "STOP_GRACE_SECONDS")
+_OF_TRUST = ("ORCHESTRATED", "TOKEN_ORIGINS", "SHARED_ARTIFACTS", "PRIVATE_HOSTS")
 PLAIN_VARIABLES: Final = frozenset(
     {
-        "TRAINER_JOB_SPEC_PATH",
-        "TRAINER_PLUGIN",
-        "TRAINER_ARTIFACTS_DIR",
-        "TRAINER_CHECKPOINTS_DIR",
-        "TRAINER_SAMPLES_DIR",
-        "TRAINER_STOP_GRACE_SECONDS",
-        "TRAINER_METRICS_DIR",
-        "TRAINER_EVENTS_PATH",
-        "TRAINER_ORCHESTRATED",
-        "TRAINER_UPLOAD_METRICS_URL",
-        "TRAINER_UPLOAD_CHECKPOINT_URL",
-        "TRAINER_UPLOAD_SAMPLE_URL",
-        "TRAINER_UPLOAD_TERMINAL_URL",
         "TENSORHUB_URL",
-        "TRAINER_UPLOAD_DEADLINE_SECONDS",
-        "TRAINER_TOKEN_ORIGINS",
-        "TRAINER_CANCELLED",
-        "TRAINER_CANCEL_FILE",
-        "TRAINER_MAX_RUNTIME_SECONDS",
-        "TRAINER_SHARED_ARTIFACTS",
-        "TRAINER_PRIVATE_HOSTS",
+        *(f"TRAINER_{name}" for name in (*_OF_PATHS, *_OF_STOPS, *_OF_TRUST)),
+        *(f"TRAINER_UPLOAD_{name}" for name in _OF_UPLOADS),
     }
 )
 """Settings of a run, which a message must be able to name: only the credentials in their URLs are hidden."""
@@ -80,23 +66,8 @@ _SECRET_VARIABLE = re.compile(r"TOKEN|KEY|SECRET|PASS|CRED|AUTH|SIGNATURE", re.I
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _SECRET_WORDS = frozenset(
     [
-        "token",
-        "secret",
-        "secrets",
-        "password",
-        "passwords",
-        "passwd",
-        "pwd",
-        "passphrase",
-        "credential",
-        "credentials",
-        "signature",
-        "authorization",
-        "auth",
-        "apikey",
-        "accesskey",
-        "secretkey",
-        "privatekey",
+        *("token", "secret", "secrets", "password", "passwords", "passwd", "pwd", "passphrase", "credential"),
+        *("credentials", "signature", "authorization", "auth", "apikey", "accesskey", "secretkey", "privatekey"),
         "cookie",
     ]
 )
@@ -105,26 +76,8 @@ _KINDS_OF_SECRETS = frozenset(
 )
 _KINDS_OF_TOKENS = frozenset(
     [
-        "begin",
-        "bos",
-        "class",
-        "cls",
-        "end",
-        "eos",
-        "image",
-        "mask",
-        "max",
-        "min",
-        "new",
-        "num",
-        "pad",
-        "prompt",
-        "sep",
-        "special",
-        "start",
-        "stop",
-        "unk",
-        "word",
+        *("begin", "bos", "class", "cls", "end", "eos", "image", "mask", "max", "min", "new", "num", "pad"),
+        *("prompt", "sep", "special", "start", "stop", "unk", "word"),
     ]
 )
 """Words that make a ``…_token`` one of a vocabulary."""
@@ -239,19 +192,20 @@ def secrets_of_module(module: object) -> list[str]:
 
 def without_secrets(value: Any, *, secrets: Iterable[str | None] = ()) -> Any:
     """`value`, a decoded JSON value, without `secrets`, and without those of the name or form of one, or in a URL."""
-    known = tuple(secrets)
+    return _hidden_in(value, tuple(secrets), is_secret=False)
+
+
+def _hidden_in(value: Any, known: tuple[str | None, ...], *, is_secret: bool) -> Any:
     if isinstance(value, Mapping):
         return {
-            name: HIDDEN
-            if isinstance(inner, str) and inner and is_secret_name(str(name))
-            else _hidden_leaves(inner)
-            if is_secret_name(str(name))
-            else without_secrets(inner, secrets=known)
+            name: _hidden_in(inner, known, is_secret=is_secret or is_secret_name(str(name)))
             for name, inner in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [without_secrets(inner, secrets=known) for inner in value]
-    return _without_known_forms(hide_urls(redact(value, known))) if isinstance(value, str) else value
+        return [_hidden_in(inner, known, is_secret=is_secret) for inner in value]
+    if not isinstance(value, str):
+        return value
+    return HIDDEN if is_secret else _without_known_forms(hide_urls(redact(value, known)))
 
 
 def secrets_of_environment(environ: Mapping[str, str] | None = None) -> list[str]:
@@ -337,14 +291,6 @@ def _secrets_of_url(url: str) -> Iterator[str]:
     for secret in found:
         if len(secret) >= SHORTEST_OF_SECRET_NAME:
             yield from dict.fromkeys((secret, unquote(secret)))
-
-
-def _hidden_leaves(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _hidden_leaves(inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_hidden_leaves(inner) for inner in value]
-    return HIDDEN if isinstance(value, str) else value
 
 
 def _without_credentials(text: str) -> str:

@@ -38,7 +38,6 @@ __all__ = [
 
 PRIVATE_DIRECTORY, PRIVATE_FILE = 0o700, 0o600
 _ROOT = 0
-_IS_LINK = "it is a symbolic link, which is not followed here; remove it"
 
 
 class UnsafeFileError(OSError):
@@ -61,10 +60,7 @@ def open_own(path: str | os.PathLike[str], flags: int, mode: int = PRIVATE_FILE)
         OSError: It cannot be opened.
     """
     assert not flags & os.O_TRUNC
-    try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
-    except OSError as error:
-        raise _explained(error, path) from None
+    descriptor = _open(path, flags | os.O_NOFOLLOW, mode)
     with _closed_on_error(descriptor):
         status = _regular(descriptor, path)
         _refuse_foreign(status, path)
@@ -81,10 +77,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
         UnsafeFileError: It is a pipe, a device or a socket.
         OSError: It cannot be opened.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise _explained(error, path) from None
+    descriptor = _open(path, os.O_RDONLY)
     with _closed_on_error(descriptor):
         _regular(descriptor, path)
     return descriptor
@@ -271,12 +264,16 @@ def _refuse_foreign(status: os.stat_result, path: str | os.PathLike[str]) -> Non
         raise UnsafeFileError(errno.EPERM, text, os.fspath(path))
 
 
-def _explained(error: OSError, path: str | os.PathLike[str]) -> OSError:
-    if error.errno == errno.ELOOP and os.path.islink(path):
-        return UnsafeFileError(errno.ELOOP, _IS_LINK, error.filename)
-    if error.errno == errno.ENXIO:  # a pipe without a reader, a socket
-        return UnsafeFileError(errno.EINVAL, "it is not a regular file", error.filename)
-    return error
+def _open(path: str | os.PathLike[str], flags: int, mode: int = PRIVATE_FILE) -> int:
+    try:
+        return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP and os.path.islink(path):
+            text = "it is a symbolic link, which is not followed here; remove it"
+            raise UnsafeFileError(errno.ELOOP, text, error.filename) from None
+        if error.errno == errno.ENXIO:  # a pipe without a reader, a socket
+            raise UnsafeFileError(errno.EINVAL, "it is not a regular file", error.filename) from None
+        raise
 
 
 def _read(descriptor: int, path: str | os.PathLike[str], limit: int) -> bytes:
