@@ -143,7 +143,7 @@ class UploadArtifacts(Hook):
             return
         record = record_at(Path(path))
         if record is None:
-            self._uploader.enqueue_checkpoint(path, step=step, final=final, hold=True)
+            self._uploader.enqueue_checkpoint(path, step=step, final=final)
         else:
             _enqueue(self._uploader, record)
 
@@ -178,9 +178,6 @@ class UploadArtifacts(Hook):
         self._hears_metrics = False
         self._last_step = trainer.global_step
         self._newest, self._awaits_newest = None, False
-        for saver in callbacks_of(trainer):
-            if isinstance(saver, Checkpoint):
-                saver.spare(self._awaited_paths)
         if not trainer.strategy.restore_checkpoint_after_setup:
             self._take_over(trainer)
 
@@ -265,10 +262,6 @@ class UploadArtifacts(Hook):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._uploader is not None and self._given is None:
             self._close()
-
-    def _awaited_paths(self) -> frozenset[Path]:
-        """The files that retention must keep until they have arrived, also where a file system has no links."""
-        return frozenset() if self._uploader is None else self._uploader.pending_paths()
 
     # looking for what is new
 
@@ -358,7 +351,7 @@ class UploadArtifacts(Hook):
 def _enqueue(uploader: Uploader, record: CheckpointRecord) -> None:
     """Queue a checkpoint of genlight's own format with all its files."""
     files = [record.path.parent / file.path for file in record.files]
-    uploader.enqueue_checkpoint(record.path, files, record.step, record.final, record.primary_path, hold=True)
+    uploader.enqueue_checkpoint(record.path, files, record.step, record.final, record.primary_path)
 
 
 def _paths_of(trainer: pl.Trainer) -> list[str]:

@@ -76,8 +76,12 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def write_bytes_durably(path: str | os.PathLike[str], data: bytes, *, mode: int = 0o644) -> None:
+def write_bytes_durably(
+    path: str | os.PathLike[str], data: bytes, *, mode: int = 0o644, waits_for_disk: bool = True
+) -> None:
     """Replace the file at `path` by `data`, whole or not at all, and durable when this returns.
+
+    Without `waits_for_disk` the file survives a kill and no power cut.
 
     Raises:
         OSError: The bytes could not be written; the old file, if any, is untouched and no temporary file remains.
@@ -88,11 +92,13 @@ def write_bytes_durably(path: str | os.PathLike[str], data: bytes, *, mode: int 
     try:
         try:
             write_all(descriptor, data)
-            os.fsync(descriptor)
+            if waits_for_disk:
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    fsync_directory(target.parent)
+    if waits_for_disk:
+        fsync_directory(target.parent)

@@ -102,7 +102,6 @@ class Captured:
     """The file of an earlier checkpoint that this one shares."""
     earlier: FrozenFile | None = None
     """A file of an earlier attempt, which is shared where what is written turns out to have the same bytes."""
-    """The file of an earlier checkpoint that this one shares."""
     left_out: list[LeftOut] = field(default_factory=list)
 
     @property
@@ -330,11 +329,11 @@ def left_out_tensors(record: CheckpointRecord, base: Mapping[str, Any] | None) -
                 f"{record.name} leaves out {left.key}, which is sharded now: resume it without sharding, or save "
                 "checkpoints with weights='all'"
             )
-        dtype, shape = stored_as(tensor)
+        host = tensor.detach().to("cpu", copy=True).contiguous()
+        dtype, shape = stored_as(host)
         if (dtype, shape) != (left.dtype, left.shape):
             was = f"{left.key} was {left.dtype} {list(left.shape)}, but the module has {dtype} {list(shape)}"
             raise CheckpointError(_refusal(record, was))
-        host = tensor.detach().to("cpu", copy=True).contiguous()
         digest = xxhash.xxh3_128_hexdigest(bytes_of(host))
         if digest != left.xxh3_128:
             was = f"{left.key} had the digest {left.xxh3_128}, but in the module it has {digest}"

@@ -18,18 +18,10 @@ from typing import Any
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ...adapter.plumbing.safe_open import UnsafeFileError, open_regular
 from .codec.state_tree import check
+from .format import tensor_files
 from .format.layout import MODEL_FILE, STATE_FILE, TRAINER_FOLDER, tensor_file
 from .format.record import CheckpointRecord, FileEntry
-from .format.tensor_files import (
-    ELEMENT_BYTES,
-    HEADER_LIMIT,
-    TypedShape,
-    check_array,
-    check_tensor,
-    parse_header,
-    parse_json,
-    rank_of,
-)
+from .format.tensor_files import ELEMENT_BYTES, TypedShape, check_array, check_tensor, parse_json, rank_of
 from .storage.files import find_file, read_proven
 
 __all__ = ["check_contents", "is_of_tensors", "read_contents", "read_header"]
@@ -116,11 +108,8 @@ def read_header(record: CheckpointRecord, entry: FileEntry) -> dict[str, TypedSh
     except UnsafeFileError as error:
         raise BrokenCheckpointError(record.name, f"{entry.path} cannot be read: {error.strerror}") from None
     with os.fdopen(descriptor, "rb") as file:
-        size = int.from_bytes(file.read(8), "little") if entry.size >= 8 else -1
-        if not 0 <= size <= min(entry.size - 8, HEADER_LIMIT):
-            raise BrokenCheckpointError(record.name, f"{entry.path} is malformed: it has no header")
         try:
-            return parse_header(file.read(size), entry.size - 8 - size)
+            return tensor_files.read_header(file.read, entry.size)
         except ValueError as error:
             raise BrokenCheckpointError(record.name, f"{entry.path} is malformed: {error}") from None
 

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -29,14 +29,13 @@ from .contents import is_of_tensors, read_contents
 from .format.layout import ARRAYS_FILE, MODEL_FILE, STATE_FILE, record_path, tensor_file
 from .format.record import CheckpointRecord, FileEntry, read_record
 from .format.tensor_files import (
-    HEADER_LIMIT,
     TORCH_TYPES,
     TypedShape,
     array_type,
     check_array,
     check_tensor,
-    parse_header,
     rank_of,
+    read_header,
 )
 from .sharded.slices import Piece, WholeTensor, pieces_of, stored_slices
 from .storage.files import check_file, find_file, verify_files
@@ -268,13 +267,9 @@ def _read_tensors(
     """Tensors (or arrays) of one file, and its header; none is handed out before the whole file is proven."""
     hasher = xxhash.xxh3_128()
     tensors: dict[str, Any] = {}
-    with os.fdopen(open_regular(find_file(record, entry)), "rb", buffering=0) as file:
+    with os.fdopen(open_regular(find_file(record, entry)), "rb") as file:
         try:
-            header_size = int.from_bytes(_take(file, memoryview(bytearray(8)), hasher), "little")
-            if header_size > min(entry.size - 8, HEADER_LIMIT):
-                raise ValueError("it has a header longer than the file, or than the format allows")
-            header = bytes(_take(file, memoryview(bytearray(header_size)), hasher))
-            found = parse_header(header, entry.size - 8 - header_size)
+            found = read_header(lambda size: bytes(_take(file, memoryview(bytearray(size)), hasher)), entry.size)
             for key, stored in found.items():
                 tensors[key], memory = _allocate(stored, as_arrays)
                 _take(file, memory, hasher)
@@ -285,16 +280,12 @@ def _read_tensors(
     return tensors, found
 
 
-def _take(file: Any, memory: memoryview, hasher: Any) -> memoryview:
+def _take(file: BinaryIO, memory: memoryview, hasher: Any) -> memoryview:
     """Fill `memory` from `file`, in pieces that are hashed while they are in the cache."""
     for start in range(0, len(memory), _PIECE):
         piece = memory[start : start + _PIECE]
-        filled = 0
-        while filled < len(piece):
-            count = file.readinto(piece[filled:])
-            if not count:
-                raise EOFError("it ends early")
-            filled += count
+        if file.readinto(piece) < len(piece):  # type: ignore[attr-defined]
+            raise EOFError("it ends early")
         hasher.update(piece)
     return memory
 

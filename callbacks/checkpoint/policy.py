@@ -41,7 +41,7 @@ from .rank_state import ResumeState, capture_parts, stands_between_batches
 from .selection import WRITER, Kept, Listed, Retention, best_path, is_named, list_checkpoints, own_records
 from .sharded.rank_channel import ALONE, Channel
 from .sharded.slices import is_sharded
-from .storage.commit import Staging, is_checkpoint_file, require_replaceable, require_space, stage, sweep
+from .storage.commit import Staging, claims_of, is_checkpoint_file, require_replaceable, require_space, stage, sweep
 from .storage.files import naming_the_checkpoint
 from .store import CheckpointStore
 from .writing import require_shared_directory
@@ -170,7 +170,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._run_state: RunState | None = None
         self._durable: deque[tuple[CheckpointRecord, float]] = deque()
         """Checkpoints that are durable and not reported yet, with the seconds that each took; two threads use it."""
-        self._awaited: list[Callable[[], Collection[Path]]] = []
+        self._in_use: list[Callable[[], Collection[Path]]] = []
         self._is_warm = self._saves_after_module_hook = self._is_between_batches = False
         self._last_saved_step: int | None = None
 
@@ -181,7 +181,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             "_channel": ALONE,
             "_run_state": None,
             "_durable": deque(),
-            "_awaited": [],
+            "_in_use": [],
         }
         return {**super().__getstate__(), **fresh}
 
@@ -200,15 +200,13 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._store = plugin.store
         self._store.before_background_save = self._wake
         self._store.base, self._store.notes_base = lambda: base_of(pl_module), self.weights == "trained"
-        directory = self.place_under(trainer)
+        self.place_under(trainer)
         if stage == "fit":
             keep_positions(
                 trainer,
                 at_first_batch=lambda: self._restore_rng_before_batch(trainer),
                 before_iterators=lambda: self._resume.restore_generators(trainer),
             )
-            if trainer.is_global_zero:
-                sweep(directory)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -221,6 +219,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         if not self.saves_anything or getattr(trainer, "fast_dev_run", False):
             return
         listed = list_checkpoints(self.directory) if trainer.is_global_zero else []
+        if trainer.is_global_zero:
+            sweep(self.directory, claims_of(listed))
         self._check_directory(trainer, pl_module, listed)
         if trainer.is_global_zero:
             self.run = replace(self.run, metadata=self.run.metadata or metadata_of_module(pl_module))
@@ -517,27 +517,20 @@ class Checkpoint(Hook, LightningCheckpoint):
             if surplus and self._store is not None:
                 self._store.prune(surplus, self._unneeded)
 
-    def spare(self, awaited: Callable[[], Collection[Path]]) -> None:
-        """Keep checkpoints of which `awaited` names a file, because it still has to be read, by an upload say.
+    def keep_while_in_use(self, files_in_use: Callable[[], Collection[Path]]) -> None:
+        """Keep checkpoints of which `files_in_use` names a file, because a command reads it, say.
 
         It is asked on rank zero, in the background, when older checkpoints are about to go; what it kept goes after
         the first save that finds it no longer named.
         """
-        if awaited not in self._awaited:
-            self._awaited.append(awaited)
-
-    def is_awaited(self, record: CheckpointRecord) -> bool:
-        """Whether one of the files of `record` still has to be read, by an upload say."""
-        return is_named(record, self._awaited_paths())
-
-    def _awaited_paths(self) -> set[str]:
-        return {os.path.realpath(path) for ask in self._awaited for path in ask()}
+        if files_in_use not in self._in_use:
+            self._in_use.append(files_in_use)
 
     def _unneeded(self, records: list[CheckpointRecord]) -> list[CheckpointRecord]:
-        """Those of `records` that nothing waits for and no link in the directory points to."""
+        """Those of `records` that nothing uses and no link in the directory points to."""
         with os.scandir(self.directory) as entries:
             needed = {os.path.realpath(entry) for entry in entries if entry.is_symlink()}
-        needed |= self._awaited_paths()
+        needed |= {os.path.realpath(path) for ask in self._in_use for path in ask()}
         return [record for record in records if not is_named(record, needed)]
 
     def restore_pending_rng(self, trainer: pl.Trainer, *_: Any) -> None:

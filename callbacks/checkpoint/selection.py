@@ -29,11 +29,10 @@ from .format.layout import (
     is_record_of_callback,
     name_of,
     record_path,
-    record_paths,
     step_of_name,
 )
 from .format.record import CheckpointRecord, read_record
-from .storage.commit import is_checkpoint_file
+from .storage.commit import Listed, is_checkpoint_file, records_in
 from .storage.files import verify_files
 
 if TYPE_CHECKING:
@@ -69,30 +68,14 @@ FALLS_BACK = "; falling back to the one before it"
 """How the warning of a broken checkpoint ends."""
 
 
-@dataclass(frozen=True)
-class Listed:
-    """A file that has the name of a record: the parsed record, or why it is broken."""
-
-    path: Path
-    record: CheckpointRecord | None
-    problem: str = ""
-    error: OSError | None = None
-    """Why it cannot be told whether it is broken: this user may not read it, for example."""
-
-
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[Listed]:
     """Every record in `directory`, oldest step first, with scores that came later; files are not proven."""
-    found = []
-    for path in record_paths(directory):
-        try:
-            record = read_record(path)
-            found.append(Listed(path, replace(record, metrics={**record.metrics, **read_scores(record)})))
-        except BrokenCheckpointError as error:
-            found.append(Listed(path, None, error.reason))
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            found.append(Listed(path, None, f"it cannot be read: {error.strerror}", error))
+    found = [
+        entry
+        if (record := entry.record) is None
+        else replace(entry, record=replace(record, metrics={**record.metrics, **read_scores(record)}))
+        for entry in records_in(directory)
+    ]
     return sorted(found, key=_order)
 
 

@@ -130,7 +130,7 @@ class EvaluateCommand(Hook):
                 "or use `Evaluate` or `EvaluateLoader`"
             )
         for saver in savers:
-            saver.spare(self._awaited_paths)
+            saver.keep_while_in_use(self._files_in_use)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -232,7 +232,7 @@ class EvaluateCommand(Hook):
                 self._canceled.set()
             concurrent.futures.wait([running.scores])
 
-    def _awaited_paths(self) -> Collection[Path]:
+    def _files_in_use(self) -> Collection[Path]:
         """The files that retention must keep; asked in the thread that writes."""
         waiting, running = self._waiting, self._running
         return [record.path for record in (waiting, running.record if running else None) if record is not None]

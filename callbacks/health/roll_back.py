@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,9 +40,6 @@ log = logging.getLogger(__name__)
 Target = tuple[int, Path]
 """Step and record of a checkpoint."""
 
-UPLOAD_WAIT_S = 60.0
-POLL_S = 0.05
-
 _OF_THE_DATA = ("run_id", "epoch", "minibatch_index", "latest_checkpoint_uri")
 """Facts of the run state that do not go back."""
 
@@ -66,20 +62,9 @@ def last_good_checkpoint(trainer: pl.Trainer, saver: Checkpoint, before: int) ->
 
 
 def abandon_later(trainer: pl.Trainer, saver: Checkpoint, step: int) -> None:
-    """Remove the checkpoints that this run saved after `step`, so that no start resumes from them. On rank zero.
-
-    A checkpoint that is being uploaded is removed after its upload; after a minute it is kept, with a warning.
-    """
-    undone = [r for r in own_records(list_checkpoints(saver.directory)) if r.step > step]
-    waits_until = time.monotonic() + UPLOAD_WAIT_S
-    for record in (record for record in undone if _is_of_run(record, trainer, saver)):
-        while saver.is_awaited(record) and time.monotonic() < waits_until:
-            time.sleep(POLL_S)
-        if saver.is_awaited(record):
-            log.warning(
-                "%s was undone by a roll-back but is not removed, because it is still being uploaded", record.name
-            )
-        else:
+    """Remove the checkpoints that this run saved after `step`, so that no start resumes from them. On rank zero."""
+    for record in own_records(list_checkpoints(saver.directory)):
+        if record.step > step and _is_of_run(record, trainer, saver):
             delete_checkpoint(record.path)
 
 

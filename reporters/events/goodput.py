@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -80,21 +79,16 @@ class Account:
 
 
 @dataclass
-class _Figures:
-    """The seconds that an attempt had spent when it reported them."""
-
-    step: int
-    seconds: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
 class _Attempt:
     started_s: float
     newest: Event
     resumed_from: int = 0
     last_step: int = 0
     upload_wait_s: float = 0.0
-    figures: list[_Figures] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    """What it has spent by part, as it said last."""
+    said_at: int = 0
+    """The step of that."""
 
     @property
     def last_s(self) -> float:
@@ -105,12 +99,8 @@ class _Attempt:
         return isinstance(self.newest, Completed | Failed)
 
     @property
-    def start_up_s(self) -> float:
-        return self.figures[0].seconds.get("start_up", 0.0) if self.figures else 0.0
-
-    @property
     def process_began_s(self) -> float:
-        return self.started_s - self.start_up_s
+        return self.started_s - self.seconds.get("start_up", 0.0)
 
 
 def account_of(path: str | os.PathLike[str]) -> Account | None:
@@ -172,43 +162,21 @@ class Ledger:
             if following:
                 seconds["idle"] += max(following[0].process_began_s - attempt.last_s, 0.0)
         wall_s = attempts[-1].last_s - attempts[0].process_began_s
-        return Account(seconds, len(attempts), wall_s, any(attempt.figures for attempt in attempts), tuple(spans))
+        return Account(seconds, len(attempts), wall_s, any(attempt.seconds for attempt in attempts), tuple(spans))
 
 
 def _spent(attempt: _Attempt, kept_until: int) -> dict[str, float]:
     """The parts of one attempt; they sum to the time from the start of its process to its last event."""
-    span_s = attempt.last_s - attempt.started_s
-    last = attempt.figures[-1] if attempt.figures else _Figures(attempt.resumed_from)
-    spent = {part: spent_s for part, spent_s in last.seconds.items() if part != "start_up"}
-    spent["upload_wait"] = attempt.upload_wait_s
-    rest_s = span_s - sum(spent.values())
-    part = "ending" if attempt.ended and attempt.last_step <= last.step else "steps"
+    spent = {"start_up": 0.0, **attempt.seconds, "upload_wait": attempt.upload_wait_s}
+    rest_s = attempt.last_s - attempt.process_began_s - sum(spent.values())
+    part = "ending" if attempt.ended and attempt.last_step <= max(attempt.said_at, attempt.resumed_from) else "steps"
     spent[part] = spent.get(part, 0.0) + rest_s
     if spent[part] < 0:  # clocks of events are rounded to milliseconds
         spent["steps"] = spent.get("steps", 0.0) + spent[part]
         spent[part] = 0.0
-    lost = _share_after(attempt, kept_until) * spent.get("steps", 0.0)
-    spent["steps"] = spent.get("steps", 0.0) - lost
-    return {**spent, "lost": spent.get("lost", 0.0) + lost, "start_up": attempt.start_up_s}
-
-
-def _share_after(attempt: _Attempt, step: int) -> float:
-    """The share of the steps' time that was spent after `step`, by the figures around it."""
-    if step >= attempt.last_step:
-        return 0.0
-    points = [(attempt.resumed_from, 0.0), *((f.step, f.seconds.get("steps", 0.0)) for f in attempt.figures)]
-    if attempt.last_step > points[-1][0]:
-        rate = points[-1][1] / max(points[-1][0] - attempt.resumed_from, 1)
-        points.append((attempt.last_step, points[-1][1] + rate * (attempt.last_step - points[-1][0])))
-    total_s = points[-1][1]
-    if step <= attempt.resumed_from or total_s <= 0:
-        first, last = attempt.resumed_from, attempt.last_step
-        return 1.0 if step <= first else (last - step) / (last - first)
-    for (before, before_s), (after, after_s) in itertools.pairwise(points):
-        if before <= step <= after and after > before:
-            until_s = before_s + (after_s - before_s) * (step - before) / (after - before)
-            return 1.0 - until_s / total_s
-    return 0.0
+    made, undone = attempt.last_step - attempt.resumed_from, attempt.last_step - kept_until
+    lost_s = spent.get("steps", 0.0) * min(max(undone, 0) / max(made, 1), 1.0)
+    return {**spent, "steps": spent.get("steps", 0.0) - lost_s, "lost": spent.get("lost", 0.0) + lost_s}
 
 
 def _upload_wait_s(before: Event, terminal: Completed | Failed) -> float:
@@ -222,6 +190,5 @@ def _take_metric(attempt: _Attempt, event: Metric) -> None:
     if event.name == RESUMED_METRIC:
         attempt.resumed_from = attempt.last_step = event.step
     elif event.value is not None:
-        if not attempt.figures or attempt.figures[-1].step != event.step:
-            attempt.figures.append(_Figures(event.step))
-        attempt.figures[-1].seconds[event.name.removeprefix(METRIC_PREFIX)] = event.value
+        attempt.seconds[event.name.removeprefix(METRIC_PREFIX)] = event.value
+        attempt.said_at = event.step

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -38,12 +38,10 @@ def receipt_key(kind: str, local_path: str) -> str:
     return f"{kind}:{local_path}"
 
 
-@dataclass
-class _Progress:
-    """The state of an artifact while it is being delivered."""
-
-    facts: dict[tuple[str, int, int], FileFacts] = field(default_factory=dict)
-    contradictions: int = 0
+@functools.lru_cache(maxsize=1024)
+def _facts_once(path: Path, _size: int, _mtime_ns: int) -> FileFacts:
+    """`facts_of` a file that has not changed since, which is not read again for each of its parts."""
+    return facts_of(path)
 
 
 class Delivery:
@@ -67,14 +65,10 @@ class Delivery:
         self._targets = targets
         self._interrupted = interrupted
         self._root = queue.directory.parent
-        self._progress: dict[int, _Progress] = {}
+        self._contradictions = Counter[int]()
 
-    def deliver(self, entry: Entry, timeout_s: float) -> None:
-        """Make the requests that are left to make for `entry`.
-
-        Args:
-            entry: An entry of the queue, in which it stays.
-            timeout_s: Seconds without a byte after which a terminal message counts as stalled.
+    def deliver(self, entry: Entry) -> None:
+        """Make the requests that are left to make for `entry`, which stays in the queue.
 
         Raises:
             TryAgain: A request failed in a way that may pass.
@@ -86,17 +80,12 @@ class Delivery:
             self._post(entry, self._config.metrics_url, body, hashlib.sha256(body).hexdigest(), "")
         elif entry.kind == "terminal":
             url = self._config.terminal_url or ""
-            self._wire.post(url, encode(entry.body.payload), entry.body.key, timeout_s)
+            self._wire.post(url, encode(entry.body.payload), entry.body.key)
             self._queue.add_receipt(Receipt(entry.body.key))
         else:
             self._deliver_artifact(entry, entry.body)
 
-    def forget(self, entry: Entry) -> None:
-        """Drop what is remembered of the files of an entry that was delivered or given up."""
-        self._progress.pop(entry.seq, None)
-
     def _deliver_artifact(self, entry: Entry, artifact: Artifact) -> None:
-        self._progress.setdefault(entry.seq, _Progress())
         if self._is_superseded(entry, artifact) or self._was_delivered(entry, artifact):
             return
         parts = self._parts(entry, artifact)
@@ -113,24 +102,24 @@ class Delivery:
         parts: dict[str, Callable[[], UploadedFile | None]] = {}
         indices = range(len(artifact.files))
         if self._config.stores_files():
-            parts |= {f"put:{index}": partial(self._put, entry, artifact, index) for index in indices}
+            parts |= {f"put:{index}": functools.partial(self._put, entry, artifact, index) for index in indices}
         shipment = self._shipment(entry, artifact)
-        parts |= {f"to:{name}": partial(target.deliver, shipment) for name, target in self._targets.items()}
+        parts |= {f"to:{name}": functools.partial(target.deliver, shipment) for name, target in self._targets.items()}
         if self._config.url_of(entry.kind) and entry.kind == "sample":  # a picture can be shown by itself
-            parts |= {f"post:{index}": partial(self._post_file, entry, artifact, index) for index in indices}
+            parts |= {f"post:{index}": functools.partial(self._post_file, entry, artifact, index) for index in indices}
         elif self._config.url_of(entry.kind):
-            parts["post"] = partial(self._post_subject, entry, artifact)
+            parts["post"] = functools.partial(self._post_subject, entry, artifact)
         return parts
 
     def _has_arrived(self, entry: Entry, artifact: Artifact, part: str) -> bool:
         uploaded = entry.parts.get(part)
         if uploaded is None:
             return part in entry.parts
-        now = self._facts_of(entry, artifact, int(part[4:]))
+        now = self._facts_of(artifact, int(part[4:]))
         return uploaded.sha256 == now.sha256  # else the file was replaced meanwhile
 
     def _put(self, entry: Entry, artifact: Artifact, index: int) -> UploadedFile:
-        file, facts = artifact.files[index], self._facts_of(entry, artifact, index)
+        file, facts = artifact.files[index], self._facts_of(artifact, index)
         name = remote_name(entry.step, file.name, final=artifact.final)
         config = self._config
         url = file_url(config.file_store_url or "", config.owner, config.run_id, entry.kind, name)
@@ -138,22 +127,21 @@ class Delivery:
         try:
             return self._wire.put_file(url, file.location(self._root), facts, key)
         except Contradicted as error:
-            progress = self._progress[entry.seq]
-            progress.facts.clear()  # the file itself may have been replaced
-            progress.contradictions += 1
-            if progress.contradictions > CONTRADICTIONS_ALLOWED:
+            _facts_once.cache_clear()  # the file itself may have been replaced
+            self._contradictions[entry.seq] += 1
+            if self._contradictions[entry.seq] > CONTRADICTIONS_ALLOWED:
                 raise Refused(error.reason) from error
             raise
 
     def _post_subject(self, entry: Entry, artifact: Artifact) -> None:
         facts, uploaded = self._subject(entry, artifact)
         path = self._root / artifact.local_path
-        record = self._facts_of(entry, artifact, len(artifact.files) - 1)
+        record = self._facts_of(artifact, len(artifact.files) - 1)
         name = f"final/{path.name}" if artifact.final else path.name
         self._post_artifact(entry, path, facts, uploaded, facts.sha256 or record.sha256, name, final=artifact.final)
 
     def _post_file(self, entry: Entry, artifact: Artifact, index: int) -> None:
-        file, facts = artifact.files[index], self._facts_of(entry, artifact, index)
+        file, facts = artifact.files[index], self._facts_of(artifact, index)
         path, uploaded = file.location(self._root), entry.parts.get(f"put:{index}")
         self._post_artifact(entry, path, facts, uploaded, facts.sha256, file.name, final=artifact.final)
 
@@ -175,7 +163,7 @@ class Delivery:
         """The subject of the message: a file and the store's answer about it, or a directory."""
         if artifact.subject is None:
             return FileFacts(artifact.subject_bytes, None), None
-        return self._facts_of(entry, artifact, artifact.subject), entry.parts.get(f"put:{artifact.subject}")
+        return self._facts_of(artifact, artifact.subject), entry.parts.get(f"put:{artifact.subject}")
 
     def _post(self, entry: Entry, url: str | None, body: bytes, digest: str, name: str) -> None:
         if not url:
@@ -187,17 +175,13 @@ class Delivery:
         files = tuple((file.layout, file.location(self._root)) for file in artifact.files)
         return Shipment(self._config.run_id, f"{entry.kind}s", title, files, self._interrupted)
 
-    def _facts_of(self, entry: Entry, artifact: Artifact, index: int) -> FileFacts:
+    def _facts_of(self, artifact: Artifact, index: int) -> FileFacts:
         path = artifact.files[index].location(self._root)
         try:
             found = os.stat(path)
         except OSError as error:
             raise Refused(f"{path.name} cannot be read: {error.strerror}") from error
-        cache_key = (str(path), found.st_size, found.st_mtime_ns)
-        known = self._progress[entry.seq].facts
-        if cache_key not in known:
-            known[cache_key] = facts_of(path)
-        return known[cache_key]
+        return _facts_once(path, found.st_size, found.st_mtime_ns)
 
     def _is_superseded(self, entry: Entry, artifact: Artifact) -> bool:
         """Whether the files were replaced and a later entry delivers what is there now."""
@@ -216,7 +200,7 @@ class Delivery:
     def _content_digest(self, entry: Entry, artifact: Artifact) -> str:
         sends_all = self._config.stores_files() or self._targets or entry.kind == "sample"
         indices = range(len(artifact.files)) if sends_all else {artifact.subject or 0, len(artifact.files) - 1}
-        digests = [self._facts_of(entry, artifact, index).sha256 for index in sorted(indices)]
+        digests = [self._facts_of(artifact, index).sha256 for index in sorted(indices)]
         identity = [entry.step, artifact.final, digests, list(self._parts(entry, artifact))]
         return hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
 
@@ -226,7 +210,7 @@ class Delivery:
         main = len(artifact.files) - 1
         about = {artifact.local_path: self._subject(entry, artifact)}
         if artifact.main != artifact.local_path and artifact.files[main].layout == Path(artifact.main).name:
-            about[artifact.main] = self._facts_of(entry, artifact, main), entry.parts.get(f"put:{main}")
+            about[artifact.main] = self._facts_of(artifact, main), entry.parts.get(f"put:{main}")
         for path, (facts, uploaded) in about.items():
             sha256 = uploaded.sha256 if uploaded else facts.sha256
             ref = uploaded.ref if uploaded else None

@@ -14,7 +14,6 @@ files hold paths, digests and payloads; never a token or a URL.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -29,7 +28,7 @@ from typing import Any, get_args
 import msgspec
 
 from ...adapter.contract.exceptions import UploadError
-from ...adapter.plumbing.durable import TEMPORARY_PREFIX, temporary_name, write_all, write_bytes_durably
+from ...adapter.plumbing.durable import TEMPORARY_PREFIX, write_bytes_durably
 from ...adapter.plumbing.file_lock import FileLock, LockHeldError
 from ...adapter.plumbing.safe_open import PRIVATE_FILE, make_directory, read_own
 from .artifact import Artifact, layout_of
@@ -193,11 +192,8 @@ class Queue:
         if self._closed:
             raise UploadError(f"The upload queue {self.directory} is closed.")
         try:
-            data = msgspec.json.encode(entry)
-            if entry.kind == "metrics":
-                _replace(self._path(entry.seq), data)
-            else:
-                write_bytes_durably(self._path(entry.seq), data, mode=PRIVATE_FILE)
+            data, waits = msgspec.json.encode(entry), entry.kind != "metrics"
+            write_bytes_durably(self._path(entry.seq), data, mode=PRIVATE_FILE, waits_for_disk=waits)
         except OSError as error:
             with self._mutex:
                 self._unwritten.add(entry.seq)
@@ -272,18 +268,22 @@ class Queue:
     def hold(self, seq: int, main: Path, files: Iterable[Path]) -> Path:
         """A folder of hard links to `files`, for the entry `seq`; `remove` drops it.
 
-        Lightning's ``ModelCheckpoint`` deletes what is no longer among the best without asking. A link keeps the bytes
-        at no cost until they have arrived. Files in the folder of `main` and below keep their layout.
+        Retention deletes checkpoints whether they have arrived or not. A link keeps the bytes at no cost; a file system
+        without hard links, or another one than the queue's, gets copies. Files in the folder of `main` and below keep
+        their layout.
 
         Raises:
-            OSError: The file system has no hard links, or the queue is on another one.
+            OSError: A file is missing, or cannot be copied.
         """
         folder = self.directory / HELD / _name(seq)
         try:
             for file in dict.fromkeys(files):
                 link = folder / layout_of(file, main)
                 link.parent.mkdir(parents=True, exist_ok=True)
-                os.link(os.path.realpath(file), link)
+                try:
+                    os.link(os.path.realpath(file), link)
+                except OSError:
+                    shutil.copy2(file, link)
         except OSError:
             self.release(seq)
             raise
@@ -423,18 +423,3 @@ def _entry_files(directory: Path) -> list[Path]:
 
 def _name(seq: int) -> str:
     return f"{seq:09d}"
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Replace a file whole, without waiting for the disk."""
-    temporary = path.with_name(temporary_name(path.name))
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE)
-    try:
-        write_all(descriptor, data)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    finally:
-        os.close(descriptor)

@@ -129,22 +129,20 @@ class Wire:
         self._client = client
         self._interrupted = interrupted
 
-    def post(self, url: str, body: bytes, key: str, timeout_s: float | None = None) -> None:
+    def post(self, url: str, body: bytes, key: str) -> None:
         """POST `body` (JSON) and return once the server acknowledged it.
 
         Args:
             url: The endpoint.
             body: The message.
             key: Idempotency key.
-            timeout_s: Seconds without a byte after which it counts as stalled; None means the client's.
 
         Raises:
             TryAgain: A network error, or a status that may pass.
             Refused: Any other answer than success.
         """
         headers = {"Content-Type": "application/json", "Idempotency-Key": key}
-        timeout = self._client.timeout if timeout_s is None else httpx2.Timeout(timeout_s)
-        self._exchange(self._client.build_request("POST", url, content=body, headers=headers, timeout=timeout))
+        self._exchange(self._client.build_request("POST", url, content=body, headers=headers))
 
     def put_file(self, url: str, path: Path, facts: FileFacts, key: str) -> UploadedFile:
         """Stream a file to the store and check what the store says of it.

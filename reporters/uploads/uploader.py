@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 from ...adapter.contract.exceptions import StartupContractError, ThreadLimitError, UploadError
 from ...adapter.plumbing.http import build_client
@@ -41,10 +42,6 @@ LONGEST_SILENCE_S = 30.0
 """Lines about what is left come after a second, then half as often each time, until they are this far apart."""
 SETTLING_BACKOFF_CAP_S = 5.0
 """Longest pause between tries while a run waits for its end."""
-SHORTEST_TRY_S = 0.05
-BEYOND_LIMIT_S = 0.2
-"""How much longer than its deadline a terminal message is waited for, so that its thread can say why it gave up."""
-
 
 REQUIRED_KINDS: tuple[Kind, ...] = ("checkpoint", "sample", "terminal")
 """Kinds without whose delivery a run is not complete; metrics are best effort."""
@@ -105,25 +102,16 @@ class SettleResult:
         return UploadError(f"{first}{others} not delivered{kept}", auth=self.auth)
 
 
-class _GaveUpError(Exception):
-    """There is no time left for another try."""
-
-
 class _Lane:
-    """The entries of one kind on their way, and what went wrong with the last of them.
+    """The thread that delivers the entries of one kind in order, and what went wrong with the last of them."""
 
-    Args:
-        uploader: Whose entries they are.
-        kind: Their kind.
-        end: When to give up, on the clock of ``time.monotonic``; None goes on until the uploader closes.
-    """
-
-    def __init__(self, uploader: Uploader, kind: Kind, *, end: float | None = None) -> None:
+    def __init__(self, uploader: Uploader, kind: Kind) -> None:
         self.kind = kind
         self.last_reason = ""
+        self.next_try_s = 0.0
+        """When a pause ends, on the clock of ``time.monotonic``."""
         self.thread: threading.Thread | None = None
         self._uploader = uploader
-        self._end = end
         self._failed = TryAgain("")
         """Of the last try that failed."""
         self._level = logging.WARNING
@@ -133,14 +121,24 @@ class _Lane:
         if self.thread is None:
             self.thread = started(threading.Thread(target=self._run, name=f"genlight-uploads-{self.kind}", daemon=True))
 
-    def deliver_while_open(self, entry: Entry) -> None:
-        """Try until `entry` is delivered or refused, no time is left, or the uploader closes."""
+    def _run(self) -> None:
         with contextlib.suppress(Interrupted, UploadError):  # which an uploader that closes, or its queue, raises
-            self._deliver(entry)
+            while True:
+                self.deliver(self._next())
 
-    def _deliver(self, entry: Entry) -> None:
+    def _next(self) -> Entry:
+        uploader = self._uploader
+        with uploader.condition:
+            while not uploader.closing.is_set():
+                if (entry := uploader.queue.head(self.kind)) is not None:
+                    return entry
+                uploader.condition.wait()
+        raise Interrupted
+
+    def deliver(self, entry: Entry, tries: int = sys.maxsize) -> None:
+        """Try until `entry` is delivered or refused, or fails for the last of `tries`."""
         uploader, config = self._uploader, self._uploader.config
-        policy = RetryPolicy(sys.maxsize, config.backoff_base_s, config.backoff_cap_s, LONGEST_RETRY_AFTER_S)
+        policy = RetryPolicy(tries, config.backoff_base_s, config.backoff_cap_s, LONGEST_RETRY_AFTER_S)
         parts = len(entry.parts)
 
         def progressed() -> bool:
@@ -152,33 +150,16 @@ class _Lane:
             with_retries(lambda: self._try(entry), policy, self._pause, progressed=progressed)
         except Refused as error:
             uploader.refuse(entry, error)
-        except _GaveUpError:
-            return
         else:
             uploader.queue.remove(entry)
         self.last_reason = ""
-        uploader.delivery.forget(entry)
         with uploader.condition:
             uploader.condition.notify_all()
 
-    def _run(self) -> None:
-        uploader = self._uploader
-        while True:
-            with uploader.condition:
-                if uploader.closing.is_set():
-                    return
-                entry = uploader.queue.head(self.kind)
-                if entry is None:
-                    uploader.condition.wait()
-                    continue
-            self.deliver_while_open(entry)
-
     def _try(self, entry: Entry) -> None:
-        uploader, timeout_s = self._uploader, self._uploader.config.timeout_s
-        if self._end is not None:
-            timeout_s = min(timeout_s, max(SHORTEST_TRY_S, self._end - time.monotonic()))
+        uploader = self._uploader
         try:
-            uploader.delivery.deliver(entry, timeout_s)
+            uploader.delivery.deliver(entry)
         except (Refused, Interrupted, UploadError):
             raise
         except TryAgain as error:
@@ -200,20 +181,18 @@ class _Lane:
 
     def _pause(self, seconds: float) -> None:
         """Wait before the next try: less where a run waits for its end, but as long as the server asked."""
-        uploader, begun = self._uploader, time.monotonic()
-        asked_s, was_settling = self._failed.retry_after_s or 0.0, uploader.settling
+        uploader, begun, asked_s = self._uploader, time.monotonic(), self._failed.retry_after_s or 0.0
         hurried_s = max(min(seconds, SETTLING_BACKOFF_CAP_S), asked_s)
-        if was_settling or self._end is not None:
-            seconds = hurried_s
+        was_settling = uploader.settling
+        seconds = hurried_s if was_settling else seconds
         text = "upload of %s failed (%s); next try in %.1f s"
         log.log(self._level, text, self.kind, self.last_reason, seconds)
-        if self._end is not None and begun + seconds >= self._end:
-            raise _GaveUpError
         with uploader.condition:
             while not uploader.closing.is_set():
                 if uploader.settling and not was_settling:
                     seconds = hurried_s if asked_s else 0.0
-                left = begun + seconds - time.monotonic()
+                self.next_try_s = begun + seconds
+                left = self.next_try_s - time.monotonic()
                 if left <= 0:
                     return
                 uploader.condition.wait(left)
@@ -262,8 +241,7 @@ class Uploader:
         self._root = self.queue.directory.parent
         wire = Wire(self._client, interrupted=self.closing.is_set)
         self.delivery = Delivery(config, self.queue, wire, targets, self.closing.is_set)
-        kinds: tuple[Kind, ...] = ("metrics", "sample", "checkpoint")
-        self._lanes = {kind: _Lane(self, kind) for kind in kinds if config.wants(kind)}
+        self._lanes = {kind: _Lane(self, kind) for kind in get_args(Kind) if config.wants(kind)}
         try:
             self.starts = self._claim(sorted(targets))
             self._look_through(keep_terminal=keep_terminal)
@@ -325,10 +303,8 @@ class Uploader:
         step: int = 0,
         final: bool = False,
         primary_path: StrPath | None = None,
-        *,
-        hold: bool = False,
     ) -> None:
-        """Queue a checkpoint that is durable; the record goes last.
+        """Queue a checkpoint that is durable; the record goes last. Its files may be deleted from now on.
 
         Args:
             record_path: The commit record, or the checkpoint itself where it is one file.
@@ -336,7 +312,6 @@ class Uploader:
             step: Completed steps.
             final: Whether this is the end of the run.
             primary_path: The file or folder that is reported instead of the record.
-            hold: Whether the files may be deleted without asking `pending_paths`; hard links keep their content then.
 
         Raises:
             UploadError: A file is missing, or the queue cannot be written; it is tried from memory then.
@@ -346,7 +321,7 @@ class Uploader:
         main, subject = Path(os.path.abspath(record_path)), Path(os.path.abspath(primary_path or record_path))
         seq = self.queue.new_seq()
         wanted = [path for given in (*files, subject, main) for path in files_in(given)]
-        links = self._links(seq, main, wanted) if hold else None
+        links = self._links(seq, main, wanted)
         artifact = pack(self._root, main, wanted, primary=subject, final=final, links=links)
         self._enqueue_artifact("checkpoint", step, artifact, seq)
 
@@ -385,14 +360,6 @@ class Uploader:
 
     # what waits and what has arrived
 
-    def pending_paths(self) -> frozenset[Path]:
-        """Files and reported paths that wait for delivery and must not be deleted yet."""
-        paths: set[Path] = set()
-        for entry in (*self.queue.entries("checkpoint"), *self.queue.entries("sample")):
-            paths.add(self._root / entry.body.local_path)
-            paths.update(file.location(self._root) for file in entry.body.files)
-        return frozenset(paths)
-
     def delivered(self, path: StrPath, kind: Kind = "checkpoint") -> UploadedFile | None:
         """The store's answer about a reported path that was delivered, also by an earlier process; else None."""
         receipt = self.queue.receipt(receipt_key(kind, stored_path(path, self._root)))
@@ -418,7 +385,7 @@ class Uploader:
 
     # the end of a run
 
-    def settle(self, deadline_s: float | None = None, progress: Callable[[str], None] | None = None) -> SettleResult:
+    def settle(self, deadline_s: float | None = None, progress: Callable[[str], None] = lambda _: None) -> SettleResult:
         """Wait until every required upload is acknowledged or refused, at most `deadline_s` seconds.
 
         Args:
@@ -428,15 +395,14 @@ class Uploader:
         Metrics are waited for a few seconds longer, within the deadline.
         """
         end = time.monotonic() + (self.config.deadline_s if deadline_s is None else deadline_s)
-        with self.condition:
-            self.settling = True
-            self.condition.notify_all()
         try:
-            self._wait_until(lambda: not self._deliverable("checkpoint", "sample"), end, progress)
+            self.start()
+        except ThreadLimitError as error:
+            log.error("what waits stays in the queue: %s", error)  # noqa: TRY400 - its message says all
+        else:
+            self._wait_while(lambda: self._deliverable("checkpoint", "sample"), end, progress)
             grace = min(end, time.monotonic() + METRICS_GRACE_S)
-            self._wait_until(lambda: not self._deliverable("metrics"), grace, None)
-        finally:
-            self.settling = False
+            self._wait_while(lambda: self._deliverable("metrics"), grace)
         refusal = self.queue.catch_up()
         waiting = [entry for entry in self.queue.entries() if entry.kind in ("checkpoint", "sample")]
         left = [entry for entry in waiting if self.config.wants(entry.kind)]
@@ -470,27 +436,28 @@ class Uploader:
             return SettleResult()
         for stale in self.queue.entries("terminal"):
             self.queue.remove(stale)
-        body = Terminal(terminal_payload(self.config.run_id, payload), key)
-        return self._send_terminal(self.queue.add("terminal", payload.step, body), deadline_s)
+        self.queue.add("terminal", payload.step, Terminal(terminal_payload(self.config.run_id, payload), key))
+        return self.deliver_waiting_terminal(deadline_s)
 
     def deliver_waiting_terminal(self, deadline_s: float | None = None) -> SettleResult:
-        """Send the terminal message that an earlier attempt left in the queue, if there is one."""
-        entry = self.queue.head("terminal")
-        return SettleResult() if entry is None else self._send_terminal(entry, deadline_s)
+        """Send the terminal message that waits in the queue, if there is one, as `deliver_terminal` does.
 
-    def _send_terminal(self, entry: Entry, deadline_s: float | None) -> SettleResult:
-        """Send it in a thread that is abandoned at the deadline.
-
-        No timeout of a connection catches a server that sends a byte now and then, or a name server that does not
-        answer. Where no thread can be started it is sent in this one, and those timeouts have to do.
+        In a thread that is left behind at the deadline: no timeout of a connection catches a server that sends a byte
+        now and then, or a name server that does not answer. Where no thread can be started it is tried once in this
+        one, and those timeouts have to do.
         """
+        entry, lane = self.queue.head("terminal"), self._lanes.get("terminal")
+        if entry is None or lane is None:
+            return SettleResult()
         limit_s = self.config.deadline_s if deadline_s is None else deadline_s
-        lane = _Lane(self, "terminal", end=time.monotonic() + limit_s)
-        thread = threading.Thread(target=lane.deliver_while_open, args=(entry,), name="genlight-terminal", daemon=True)
         try:
-            started(thread).join(max(limit_s, SHORTEST_TRY_S) + BEYOND_LIMIT_S)
+            lane.start()
         except ThreadLimitError:
-            lane.deliver_while_open(entry)
+            with contextlib.suppress(TryAgain):
+                lane.deliver(entry, tries=1)
+        else:
+            end = time.monotonic() + limit_s
+            self._wait_while(lambda: self._deliverable("terminal") and lane.next_try_s < end, end)
         if entry not in self.queue.entries("terminal"):
             return SettleResult()
         silent = f"{safe_url(self.config.terminal_url or '')} did not answer within {limit_s:g} s"
@@ -504,8 +471,9 @@ class Uploader:
         Raises:
             ThreadLimitError: The system has no room for its threads; the terminal message can be delivered without.
         """
-        for lane in self._lanes.values():
-            lane.start()
+        for kind, lane in self._lanes.items():
+            if kind != "terminal":  # which is sent when it is asked for
+                lane.start()
 
     def close(self) -> None:
         """Stop delivering and release the queue; what waits stays there for the next start."""
@@ -551,25 +519,26 @@ class Uploader:
     def _deliverable(self, *kinds: Kind) -> bool:
         return any(self.config.wants(kind) and self.queue.head(kind) is not None for kind in kinds)
 
-    def _wait_until(self, is_done: Callable[[], bool], end: float, progress: Callable[[str], None] | None) -> None:
-        """Wait until `is_done` or the time `end` on the monotonic clock."""
-        try:
-            self.start()
-        except ThreadLimitError as error:
-            log.error("what waits stays in the queue: %s", error)  # noqa: TRY400 - its message says all
-            return
+    def _wait_while(
+        self, is_left: Callable[[], bool], end: float, progress: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """Wait until nothing is left, or the time is `end` on the monotonic clock."""
         silence_s = LOOK_EVERY_S
         next_line = time.monotonic() + silence_s
-        while True:
-            with self.condition:
-                now = time.monotonic()
-                if is_done() or now >= end:
-                    return
-                self.condition.wait(min(end - now, LOOK_EVERY_S))
-            if progress is not None and time.monotonic() >= next_line and not is_done():
-                silence_s = min(2 * silence_s, LONGEST_SILENCE_S)
-                next_line = time.monotonic() + silence_s
-                progress(self._progress_line(end))
+        with self.condition:
+            self.settling = True
+            self.condition.notify_all()
+        try:
+            while is_left() and (now := time.monotonic()) < end:
+                if now >= next_line:
+                    silence_s = min(2 * silence_s, LONGEST_SILENCE_S)
+                    next_line = now + silence_s
+                    progress(self._progress_line(end))
+                with self.condition:
+                    if is_left():
+                        self.condition.wait(min(end - now, LOOK_EVERY_S))
+        finally:
+            self.settling = False
 
     def _progress_line(self, end: float) -> str:
         waiting = [entry for entry in self.queue.entries() if entry.kind in REQUIRED_KINDS and entry.failure is None]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-MUTATING = ("write", "writev", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "link")
+MUTATING = ("write", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "link")
 """Calls that change what is on the disk, or what a power cut would leave of it; opening to create counts too."""
 
 
@@ -81,8 +81,8 @@ def crash_after(injector, name, real, args, kwargs):
 
 def crash_torn(injector, name, real, args, kwargs):
     """Half of a write reaches the file; other calls do not happen."""
-    if injector.is_first and name in ("write", "writev"):
-        data = b"".join(bytes(part) for part in args[1]) if name == "writev" else bytes(args[1])
+    if injector.is_first and name == "write":
+        data = bytes(args[1])
         injector._real["write"](args[0], data[: len(data) // 2])
     raise Crash
 
@@ -100,7 +100,7 @@ def fail_growth_from_here(code):
     """Like a full disk: nothing can be made or written any more, but removing and renaming work."""
 
     def fail(injector, name, real, args, kwargs):
-        if name in ("open", "write", "writev", "fsync", "mkdir"):
+        if name in ("open", "write", "fsync", "mkdir"):
             raise OSError(code, os.strerror(code))
         return real(*args, **kwargs)
 
@@ -239,12 +239,6 @@ class RecordingDisk:
             self.after_call()
             return count
 
-        def gathered(fd, parts):
-            count = real["writev"](fd, parts)
-            self.files[fd].seen += b"".join(bytes(part) for part in parts)[:count]
-            self.after_call()
-            return count
-
         def synced(fd):
             real["fsync"](fd)
             node = self.files[fd]
@@ -290,7 +284,6 @@ class RecordingDisk:
         for name, call in {
             "open": opened,
             "write": written,
-            "writev": gathered,
             "fsync": synced,
             "rename": renamed("rename"),
             "replace": renamed("replace"),

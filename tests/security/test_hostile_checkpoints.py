@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -593,5 +593,5 @@ def test_whatever_an_index_holds_is_read_or_refused(data):
 
 
 def test_a_sound_index_is_read():
-    large = dataclasses.replace(SLICE, size=BLOCK + 1, blocks=("0" * 32,) * 2)
+    large = msgspec.structs.replace(SLICE, size=BLOCK + 1, blocks=("0" * 32,) * 2)
     assert parse_part(serialise_part(0, 2, [SLICE, large])) == [SLICE, large]

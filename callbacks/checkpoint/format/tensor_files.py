@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -43,6 +43,7 @@ __all__ = [
     "parse_json",
     "parse_part",
     "part_folder",
+    "read_header",
     "rank_of",
     "serialise_part",
 ]
@@ -139,6 +140,14 @@ class _Entry(msgspec.Struct, frozen=True):
     data_offsets: tuple[_Offset, _Offset]
 
 
+def read_header(read: Callable[[int], bytes], nbytes: int) -> dict[str, TypedShape]:
+    """The tensors of a file of `nbytes`, of which `read` gives the next bytes; as `parse_header`."""
+    size = int.from_bytes(read(8), "little")
+    if size > min(nbytes - 8, HEADER_LIMIT):
+        raise ValueError("it has a header longer than the file, or than the format allows")
+    return parse_header(read(size), nbytes - 8 - size)
+
+
 def parse_header(text: bytes, data_bytes: int) -> dict[str, TypedShape]:
     """The tensors of a header (without its length), in the order of their bytes.
 
@@ -149,8 +158,6 @@ def parse_header(text: bytes, data_bytes: int) -> dict[str, TypedShape]:
     Raises:
         ValueError: The header is malformed, or describes other bytes than the file has.
     """
-    if len(text) > HEADER_LIMIT:
-        raise ValueError(f"a header of {len(text)} bytes is longer than the format allows")
     try:
         header = msgspec.convert(parse_json(text), dict[str, Any])
         entries = {key: msgspec.convert(entry, _Entry) for key, entry in header.items() if key != "__metadata__"}
@@ -177,13 +184,11 @@ PART_FILE = "part.json"
 BLOCK = 1 << 20
 """Bytes that have a digest of their own."""
 
-_FORMAT = "genlight.checkpoint_part"
-_FORMAT_VERSION = 1
+_PART, _PART_VERSION = "genlight.checkpoint_part", 1
 _FOLDER_PREFIX = "rank-"
 
 
-@dataclass(frozen=True)
-class SliceEntry:
+class SliceEntry(msgspec.Struct, frozen=True):
     """A slice of one tensor within one file."""
 
     file: str
@@ -191,17 +196,27 @@ class SliceEntry:
     key: str
     dtype: str
     """As torch calls it."""
-    whole: tuple[int, ...]
+    whole: tuple[_Offset, ...]
     """Shape of the whole tensor."""
-    offset: tuple[int, ...]
+    offset: tuple[_Offset, ...]
     """Where the slice begins in the whole, in elements."""
-    shape: tuple[int, ...]
-    begin: int
+    shape: tuple[_Offset, ...]
+    begin: _Offset
     """Its first byte within the file."""
-    size: int
+    size: _Offset
     """Bytes."""
     blocks: tuple[str, ...]
     """xxh3-128 of each `BLOCK` of its bytes, the last one shorter."""
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """The index of a rank's part."""
+
+    format: str
+    format_version: int
+    rank: _Offset
+    world_size: _Offset
+    slices: list[SliceEntry]
 
 
 def part_folder(rank: int) -> str:
@@ -223,14 +238,7 @@ def block_digests(data: memoryview) -> tuple[str, ...]:
 
 def serialise_part(rank: int, world_size: int, slices: Iterable[SliceEntry]) -> bytes:
     """The bytes of a part's index."""
-    content = {
-        "format": _FORMAT,
-        "format_version": _FORMAT_VERSION,
-        "rank": rank,
-        "world_size": world_size,
-        "slices": [asdict(entry) for entry in slices],
-    }
-    return json.dumps(content, separators=(",", ":")).encode()
+    return msgspec.json.encode(_Part(_PART, _PART_VERSION, rank, world_size, list(slices)))
 
 
 def parse_part(data: bytes) -> list[SliceEntry]:
@@ -240,27 +248,18 @@ def parse_part(data: bytes) -> list[SliceEntry]:
         ValueError: It is none, or one of a later version.
     """
     try:
-        content = parse_json(data)
+        part = msgspec.convert(parse_json(data), _Part)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(content, Mapping) or content.get("format") != _FORMAT:
-        raise ValueError("it is not the index of a part")
-    if content.get("format_version") != _FORMAT_VERSION:
-        raise ValueError(f"its version {content.get('format_version')!r} is not known to this genlight; upgrade it")
-    return [_sound(entry) for entry in msgspec.convert(content.get("slices"), list[SliceEntry])]
-
-
-def _sound(entry: SliceEntry) -> SliceEntry:
-    """`entry`, whose numbers fit together; how many bytes its elements take, torch knows."""
-    numbers = (*entry.whole, *entry.offset, *entry.shape, entry.begin, entry.size)
-    if any(not 0 <= number < 2**63 for number in numbers):
-        raise ValueError(f"a slice of {entry.key!r} has a number out of range")
-    dimensions = len(entry.whole)
-    if dimensions == 0 or len(entry.offset) != dimensions or len(entry.shape) != dimensions:
-        raise ValueError(f"a slice of {entry.key!r} does not say which part of the tensor it is")
-    if math.prod(entry.shape) == 0 or len(entry.blocks) != -(-entry.size // BLOCK):
-        raise ValueError(f"a slice of {entry.key!r} has a size that does not fit its shape")
-    return entry
+    if (part.format, part.format_version) != (_PART, _PART_VERSION):
+        raise ValueError(f"it is {part.format!r} of version {part.format_version}, not known to this genlight")
+    for entry in part.slices:
+        dimensions = len(entry.whole)
+        if dimensions == 0 or len(entry.offset) != dimensions or len(entry.shape) != dimensions:
+            raise ValueError(f"a slice of {entry.key!r} does not say which part of the tensor it is")
+        if math.prod(entry.shape) == 0 or len(entry.blocks) != -(-entry.size // BLOCK):
+            raise ValueError(f"a slice of {entry.key!r} has a size that does not fit its shape")
+    return part.slices
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]

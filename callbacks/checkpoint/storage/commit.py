@@ -3,9 +3,10 @@
 1. All files are written into a temporary folder inside the destination directory, each followed by ``fsync``, and each
    is read back and compared with the digest that was taken from memory before the write. A file that is shared with
    earlier checkpoints is linked.
-2. The folder is marked, renamed to its name, and the directory synced. Without a record it means nothing yet.
-3. The record is written under a temporary name, synced, compared, renamed, and the directory synced. This is the
-   commit: a rename within a directory is atomic. The mark goes.
+2. The record is written there in the same way, under a temporary name. The folder is marked, renamed to its name, and
+   the directory synced. Without a record it means nothing yet.
+3. The record is renamed out of the folder to its own name, and the directory synced. This is the commit: a rename
+   within a file system is atomic. The mark goes.
 
 Deleting goes the other way round: the folder is marked, and the record goes first. What a killed process leaves is
 either temporary or a marked folder that no record names; `sweep` removes both, and nothing else. What belongs to
@@ -62,15 +63,18 @@ from .files import verify_files, write_file
 __all__ = [
     "SPACE_FOR_THE_REST",
     "STATE_MARKER",
+    "Listed",
     "Staging",
     "checkpoint_files",
     "choose_folder",
     "claims_in",
+    "claims_of",
     "commit",
     "delete_checkpoint",
     "folders_of_checkpoints",
     "is_checkpoint_file",
     "move_older_final",
+    "records_in",
     "require_replaceable",
     "require_space",
     "stage",
@@ -107,19 +111,42 @@ class Claims:
         return folder in self.folders or not self.unreadable.isdisjoint((folder, name_of_folder(folder)))
 
 
-def claims_in(directory: Path) -> Claims:
-    """What the records in `directory` claim; a link claims nothing beyond what its target does."""
-    folders, unreadable = Counter[str](), set[str]()
+@dataclass(frozen=True)
+class Listed:
+    """A file that has the name of a record: the parsed record, or why it is broken."""
+
+    path: Path
+    record: CheckpointRecord | None
+    problem: str = ""
+    error: OSError | None = None
+    """Why it cannot be told whether it is broken: this user may not read it, for example."""
+
+
+def records_in(directory: str | os.PathLike[str]) -> list[Listed]:
+    """Every record in `directory`, by name; links are read as what they point to."""
+    found = []
     for path in record_paths(directory):
-        if path.is_symlink():
-            continue
         try:
-            folders[read_record(path).folder or ""] += 1
+            found.append(Listed(path, read_record(path)))
+        except BrokenCheckpointError as error:
+            found.append(Listed(path, None, error.reason))
         except FileNotFoundError:
             continue
-        except (BrokenCheckpointError, OSError):
-            unreadable.add(name_of(path))
-    return Claims(folders, frozenset(unreadable))
+        except OSError as error:
+            found.append(Listed(path, None, f"it cannot be read: {error.strerror}", error))
+    return found
+
+
+def claims_of(listed: Sequence[Listed]) -> Claims:
+    """What the records of a directory claim; a link claims nothing beyond what its target does."""
+    own = [entry for entry in listed if not entry.path.is_symlink()]
+    folders = Counter(entry.record.folder or "" for entry in own if entry.record is not None)
+    return Claims(folders, frozenset(name_of(entry.path) for entry in own if entry.record is None))
+
+
+def claims_in(directory: Path) -> Claims:
+    """As `claims_of` the records in `directory`."""
+    return claims_of(records_in(directory))
 
 
 def is_checkpoint_file(path: Path) -> bool:
@@ -351,6 +378,8 @@ def commit(staging: Staging, folder: str, record: bytes) -> None:
     directory = staging.record.parent
     target = directory / folder
     replaced = data_of(staging.record) if os.path.lexists(staging.record) else []
+    named = temporary_name(staging.record.name)
+    write_file(staging.path / named, [record])
     _mark(staging.path)
     for path, _, _ in os.walk(staging.path, topdown=False):
         fsync_directory(path)
@@ -362,7 +391,7 @@ def commit(staging: Staging, folder: str, record: bytes) -> None:
         fsync_directory(directory)
         for old in replaced:
             _mark(old.path)
-        _write_record(staging.record, record)
+        os.replace(target / named, staging.record)
     except BaseException:
         try_to_remove_data(DataFolder(target, None))
         raise
@@ -499,8 +528,12 @@ def try_to_remove_data(folder: DataFolder) -> None:
         log.warning("Could not remove %s: %s", folder.path, error)
 
 
-def sweep(directory: str | os.PathLike[str]) -> list[str]:
+def sweep(directory: str | os.PathLike[str], claims: Claims | None = None) -> list[str]:
     """Remove what killed processes left in a checkpoint directory; only the run that holds the directory may.
+
+    Args:
+        directory: The directory.
+        claims: What its records claim; None reads them all.
 
     Returns:
         The names that were removed.
@@ -510,7 +543,7 @@ def sweep(directory: str | os.PathLike[str]) -> list[str]:
         names = sorted(os.listdir(directory))
     except FileNotFoundError:
         return []
-    claims = claims_in(directory)
+    claims = claims or claims_in(directory)
     swept = []
     for name in names:
         path = directory / name
@@ -538,19 +571,6 @@ def _try_to_unmark(folder: Path) -> None:
         (folder / UNCOMMITTED_FILE).unlink(missing_ok=True)
     except OSError as error:
         log.warning("Could not remove the mark of %s: %s", folder, error)
-
-
-def _write_record(path: Path, data: bytes) -> None:
-    temporary = path.with_name(temporary_name(path.name))
-    _live.add(temporary.name)
-    try:
-        write_file(temporary, [data])
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    finally:
-        _live.discard(temporary.name)
 
 
 def _remove_temporary(path: Path) -> None:

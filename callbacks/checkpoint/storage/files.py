@@ -22,7 +22,7 @@ from ....adapter.contract.exceptions import (
     CheckpointError,
     UnwrittenCheckpointError,
 )
-from ....adapter.plumbing.durable import start_writeback
+from ....adapter.plumbing.durable import start_writeback, write_all
 from ....adapter.plumbing.safe_open import UnsafeFileError, open_regular, read_regular
 from ..format.layout import name_of, record_path
 from ..format.record import CheckpointRecord, FileEntry, digest_of, read_record
@@ -39,8 +39,8 @@ __all__ = [
 ]
 
 _WRITE_CHUNK = 16 << 20
-_GATHERED_BUFFERS = 512
-"""Small buffers that one ``writev`` takes; the system's limit is 1,024."""
+_JOINED_BUFFER = 1 << 20
+"""Smaller buffers are copied, which is cheaper than a system call for each."""
 _LEAST_READ, _MOST_READ = 1 << 20, 16 << 20
 """Bytes that are read at once; in between, a hundredth of the file."""
 
@@ -58,12 +58,11 @@ def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, 
     hasher, size = xxhash.xxh3_128(), 0
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        for chunk in _gathered(buffers):
-            for part in chunk:
-                hasher.update(part)
-            written = _write_gathered(descriptor, chunk)
-            start_writeback(descriptor, size, written)
-            size += written
+        for chunk in _chunks(buffers):
+            hasher.update(chunk)
+            write_all(descriptor, chunk)
+            start_writeback(descriptor, size, len(chunk))
+            size += len(chunk)
         os.fsync(descriptor)
         read_back = _hash_descriptor(descriptor)
     except OSError as error:
@@ -89,36 +88,20 @@ def hash_file(path: Path, *, most: int | None = None) -> tuple[int, str]:
         os.close(descriptor)
 
 
-def _gathered(buffers: Iterable[bytes | memoryview]) -> Iterator[list[memoryview]]:
-    """Buffers in groups of about one chunk, large ones cut: few system calls."""
-    group: list[memoryview] = []
-    size = 0
+def _chunks(buffers: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """`buffers` for a system call each: small ones joined, large ones cut."""
+    joined = bytearray()
     for buffer in buffers:
         view = memoryview(buffer).cast("B")
-        while len(view):
-            piece = view[: _WRITE_CHUNK - size]
-            group.append(piece)
-            size += len(piece)
-            view = view[len(piece) :]
-            if size == _WRITE_CHUNK or len(group) == _GATHERED_BUFFERS:
-                yield group
-                group, size = [], 0
-    if group:
-        yield group
-
-
-def _write_gathered(descriptor: int, parts: list[memoryview]) -> int:
-    """Write all parts; a system call may stop short."""
-    total = 0
-    while parts:
-        written = os.writev(descriptor, parts)
-        total += written
-        while parts and written >= len(parts[0]):
-            written -= len(parts[0])
-            parts = parts[1:]
-        if written:
-            parts = [parts[0][written:], *parts[1:]]
-    return total
+        if len(view) < _JOINED_BUFFER and len(joined) < _WRITE_CHUNK:
+            joined += view
+            continue
+        if joined:
+            yield bytes(joined)
+            joined.clear()
+        yield from (view[at : at + _WRITE_CHUNK] for at in range(0, len(view), _WRITE_CHUNK))
+    if joined:
+        yield bytes(joined)
 
 
 def _hash_descriptor(descriptor: int, most: int | None = None) -> tuple[int, str]:

@@ -313,7 +313,9 @@ def test_debris_of_a_killed_run_is_swept(tmp_path, make_trainer, make_net, make_
     (directory / ".tmp-step-00000015.json-1-aa").touch()
     (directory / "step-00000005.json").unlink()
     (directory / "mine").mkdir()
-    make_trainer(Checkpoint(directory), max_epochs=0).fit(make_net(), make_loader())
+    make_trainer(Checkpoint(directory, every_n_steps=100, save_final=False), max_epochs=1).fit(
+        make_net(), make_loader()
+    )
     assert sorted(os.listdir(directory)) == ["final", "final.json", "mine", "step-00000010", "step-00000010.json"]
 
 

@@ -157,10 +157,10 @@ def test_a_removal_is_dropped_when_the_newer_one_fails(tmp_path):
 
 
 def test_a_write_that_fails_names_checkpoint_size_and_file_and_says_what_to_do(tmp_path, plugin, monkeypatch):
-    def full(_, parts):
+    def full(_, part):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "writev", full)
+    monkeypatch.setattr(os, "write", full)
     checkpoint = {"state_dict": {"weight": torch.ones(250_000)}, "global_step": 1}
     with pytest.raises(UnwrittenCheckpointError) as failed:  # noqa: PT012 - by one of the two
         plugin.save_checkpoint(checkpoint, tmp_path / "step-00000001")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 
 import lightning.pytorch as pl
@@ -112,25 +111,6 @@ def test_checkpoints_of_undone_steps_are_removed_and_the_one_gone_back_to_is_sav
     assert list(after) == ["step-00000005", "step-00000010"]
     assert before["step-00000005"] == after["step-00000005"]
     assert before["step-00000010"] < after["step-00000010"]
-
-
-def test_an_undone_checkpoint_that_is_being_uploaded_is_removed_after_its_upload(recover, tmp_path):
-    awaited, after = [], []
-
-    class Uploads(Hook):
-        def on_roll_back(self, trainer, pl_module):
-            awaited.append(tmp_path / "checkpoints/step-00000015.json")
-            trainer.checkpoint_callback.spare(lambda: awaited)
-            threading.Timer(0.3, awaited.clear).start()
-
-    def look(calls):
-        if calls == 18:
-            after.extend(entry.record.step for entry in list_checkpoints(tmp_path / "checkpoints"))
-
-    ladder = recover(["skip", "roll_back"], good_steps=6)
-    fit_fragile(tmp_path, ladder, Batches({12, 16}), trainer=Fragile(look), steps=18, callbacks=[Uploads()])
-    assert after == [5, 10]
-    assert awaited == []
 
 
 def test_before_the_first_checkpoint_a_roll_back_is_a_skip(recover, tmp_path):

@@ -17,7 +17,7 @@ from genlight.reporters.uploads import QUEUE_DIRECTORY
 
 pytestmark = pytest.mark.slow
 
-BY_DESCRIPTOR = ("write", "writev", "fsync", "fdatasync", "ftruncate")
+BY_DESCRIPTOR = ("write", "fsync", "fdatasync", "ftruncate")
 BY_PATH = ("open", "rename", "replace", "link", "unlink", "mkdir")
 FOLDERS = {"events": "/metrics", "uploads": f"/{QUEUE_DIRECTORY}"}
 

@@ -107,7 +107,7 @@ def test_links_of_a_process_that_was_killed_before_it_queued_them_are_dropped(
     with contextlib.closing(Queue(tmp_path / "run" / "uploads")) as queue:
         orphan = queue.hold(7, Path(record), [Path(record)])
     uploader = uploader_for(chaos, start=False)
-    uploader.enqueue_checkpoint(record, files, step=1, hold=True)
+    uploader.enqueue_checkpoint(record, files, step=1)
     uploader.close()
     assert not orphan.exists()
     record.unlink()
@@ -117,11 +117,13 @@ def test_links_of_a_process_that_was_killed_before_it_queued_them_are_dropped(
     assert os.listdir(tmp_path / "run" / "uploads" / HELD) == []
 
 
-def test_without_hard_links_the_files_themselves_are_queued(chaos, uploader_for, write_checkpoint, tmp_path, caplog):
+def test_where_nothing_can_be_kept_the_files_themselves_are_queued(
+    chaos, uploader_for, write_checkpoint, tmp_path, caplog
+):
     uploader = uploader_for(chaos)
-    (tmp_path / "run" / "uploads" / HELD).write_text("stands in the way, as a file system without links does")
+    (tmp_path / "run" / "uploads" / HELD).write_text("stands in the way")
     record, files = write_checkpoint(1)
-    uploader.enqueue_checkpoint(record, files, step=1, hold=True)
+    uploader.enqueue_checkpoint(record, files, step=1)
     assert uploader.settle().ok
     assert len(chaos.files()) == 3
     assert "can't be kept from being deleted" in caplog.text

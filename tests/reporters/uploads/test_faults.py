@@ -2,13 +2,14 @@
 
 import logging
 import os
+import shutil
 import time
 
 import pytest
 
 from genlight.adapter.contract.exceptions import StartupContractError, UploadError
 from genlight.reporters.uploads import SettleResult, TerminalPayload, UploadConfig
-from genlight.reporters.uploads.queue import read_entries
+from genlight.reporters.uploads.queue import HELD, read_entries
 
 PASSING = [
     "500",
@@ -301,11 +302,12 @@ def test_a_file_that_the_disk_cannot_read_is_named_and_tried_again(chaos, upload
     uploader = uploader_for(chaos, start=False)
     record, files = write_checkpoint(1)
     uploader.enqueue_checkpoint(record, files, step=1)
-    real = files[0].rename(files[0].with_suffix(".away"))
-    files[0].symlink_to("/proc/self/mem")  # which opens, and fails when it is read
+    (sent,) = uploader.queue.directory.rglob("model.safetensors")
+    real = sent.rename(sent.with_suffix(".away"))
+    sent.symlink_to("/proc/self/mem")  # which opens, and fails when it is read
     assert settle_once_tried(uploader).undelivered[0].reason == "its files cannot be read: Input/output error"
     assert "Traceback" not in caplog.text
-    real.replace(files[0])
+    real.replace(sent)
     assert uploader.settle().ok
 
 
@@ -338,7 +340,7 @@ def test_a_file_that_is_gone_fails_its_upload_and_names_it(chaos, uploader_for, 
     uploader = uploader_for(chaos, start=False)
     record, files = write_checkpoint(1)
     uploader.enqueue_checkpoint(record, files, step=1)
-    files[0].unlink()
+    shutil.rmtree(uploader.queue.directory / HELD)
     result = uploader.settle()
     assert "model.safetensors" in result.undelivered[0].reason
 
@@ -348,7 +350,7 @@ def test_what_vanished_between_two_attempts_is_dropped_with_a_warning(chaos, upl
     record, files = write_checkpoint(1)
     uploader.enqueue_checkpoint(record, files, step=1)
     uploader.close()
-    files[0].unlink()
+    shutil.rmtree(uploader.queue.directory / HELD)
     assert uploader_for(chaos).settle().ok
     assert "no longer there" in caplog.text
 

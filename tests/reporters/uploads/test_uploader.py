@@ -1,6 +1,9 @@
 """The uploader against a server that behaves."""
 
+import errno
 import hashlib
+
+import pytest
 
 from genlight.reporters.uploads import TerminalPayload, uploader as uploader_module
 from genlight.reporters.uploads.queue import read_entries
@@ -177,13 +180,23 @@ def test_a_value_that_is_not_finite_is_valid_json(chaos, uploader_for):
     assert chaos.messages("/metrics")[0]["metrics"] == {"a": None, "b": None}
 
 
-def test_files_that_wait_are_named_until_they_have_arrived(chaos, uploader_for, write_checkpoint):
+def refuse_link(*_, **__):
+    raise PermissionError(errno.EPERM, "a file system without links")
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_what_is_deleted_before_it_has_arrived_is_sent_all_the_same(
+    chaos, uploader_for, write_checkpoint, links, monkeypatch
+):
+    if not links:
+        monkeypatch.setattr("os.link", refuse_link)
     uploader = uploader_for(chaos, start=False)
     record, files = write_checkpoint(1)
     uploader.enqueue_checkpoint(record, files, step=1)
-    assert {record, *files} <= uploader.pending_paths()
+    for file in (record, *files):
+        file.unlink()
     assert uploader.settle().ok
-    assert uploader.pending_paths() == frozenset()
+    assert len(chaos.files()) == 1 + len(files)
 
 
 def test_a_checkpoint_that_is_queued_twice_waits_once(chaos, uploader_for, write_checkpoint):

@@ -38,11 +38,11 @@ def test_an_empty_file_is_written_too(tmp_path):
 
 def test_the_sync_comes_after_the_last_write(many_chunks, data, tmp_path, monkeypatch):
     calls = []
-    for name in ("writev", "fsync"):
+    for name in ("write", "fsync"):
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *args, name=name, real=real: (calls.append(name), real(*args))[1])
     write_file(tmp_path / "file", [data])
-    assert calls == ["writev"] * 51 + ["fsync"]
+    assert calls == ["write"] * 51 + ["fsync"]
 
 
 def test_a_sync_that_fails_fails_the_write(many_chunks, data, tmp_path, monkeypatch):
@@ -56,31 +56,31 @@ def test_a_sync_that_fails_fails_the_write(many_chunks, data, tmp_path, monkeypa
 
 def test_a_write_that_fails_is_raised_and_nothing_is_synced(many_chunks, data, tmp_path, monkeypatch, open_files):
     """No descriptor stays behind."""
-    real, calls = os.writev, []
+    real, calls = os.write, []
 
-    def fail_late(descriptor, parts):
-        calls.append("writev")
+    def fail_late(descriptor, part):
+        calls.append("write")
         if len(calls) == 30:
             raise OSError(errno.ENOSPC, "injected")
-        return real(descriptor, parts)
+        return real(descriptor, part)
 
-    monkeypatch.setattr(os, "writev", fail_late)
+    monkeypatch.setattr(os, "write", fail_late)
     monkeypatch.setattr(os, "fsync", lambda _: calls.append("fsync"))
     with pytest.raises(OSError, match="injected"):
         write_file(tmp_path / "file", [data])
-    assert calls == ["writev"] * 30
+    assert calls == ["write"] * 30
     assert open_files(tmp_path) == 0
 
 
 def test_a_file_that_reads_back_otherwise_is_refused(many_chunks, data, tmp_path, monkeypatch):
-    real = os.writev
-    monkeypatch.setattr(os, "writev", lambda descriptor, parts: real(descriptor, [b"x" * sum(map(len, parts))]))
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, part: real(descriptor, b"x" * len(part)))
     with pytest.raises(BrokenCheckpointError, match="reads back differently"):
         write_file(tmp_path / "file", [data])
 
 
 def test_writes_that_stop_short_are_gone_on_with(many_chunks, data, tmp_path, monkeypatch):
-    real = os.writev
-    monkeypatch.setattr(os, "writev", lambda descriptor, parts: real(descriptor, [memoryview(parts[0])[:333]]))
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, part: real(descriptor, memoryview(part)[:333]))
     write_file(tmp_path / "file", [data])
     assert (tmp_path / "file").read_bytes() == data
