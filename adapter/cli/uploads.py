@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...reporters.uploads.artifact import Artifact
 from ...reporters.uploads.config import QUEUE_DIRECTORY, UploadConfig
-from ...reporters.uploads.queue import ABOUT, Description, Entry, read_description, read_entries
+from ...reporters.uploads.queue import ABOUT, Artifact, Description, Entry, read_description, read_entries
 from ...reporters.uploads.targets import open_target
 from ..contract.exceptions import StartupContractError, UploadError
 from ..job.config import RunConfig, read_run_config

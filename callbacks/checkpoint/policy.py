@@ -24,7 +24,7 @@ from typing_extensions import override
 from ...adapter.contract.exceptions import GenlightError, StartupContractError
 from ...adapter.contract.run_state import RunState
 from ...adapter.plumbing.run_metadata import metadata_of_module
-from ..hook.cadence import Boundaries, StepCadence, crossed, steps_within, suppressed
+from ..hook.cadence import Boundaries, Pace, StepCadence, crossed, suppressed
 from ..hook.events import fire, run_state_of
 from ..hook.hook import Hook, ending_the_run, skippable
 from ..hook.module_hook import awaits_module_hook
@@ -56,8 +56,6 @@ ROOM_FOR_OTHERS = 1 << 20
 """Bytes of a snapshot for what its size is not asked of beforehand: random states, small values."""
 _LOOK_EVERY_S = 1.0
 """How far apart the clock is read, at the pace of the last steps."""
-_FURTHEST_LOOK = 10_000
-"""Steps after which it is looked at again, however fast they are."""
 
 _trained_here: set[Path] = set()
 """Directories of checkpoints that trainings of this process write to."""
@@ -548,26 +546,22 @@ class Checkpoint(Hook, LightningCheckpoint):
 
 
 class SaveClock:
-    """Whether a save is due by the clock. Rank zero decides, and tells the others.
-
-    The clock is read about once a second, and more often only shortly before a save. All ranks look in the same
-    steps.
-    """
+    """Whether a save is due by the clock. Rank zero decides, and tells the others; all look in the same steps."""
 
     def __init__(self, every_minutes: float) -> None:
         self._every_s = 60 * every_minutes
+        self._pace = Pace(_LOOK_EVERY_S)
         self._next_look = 0
-        self._looked = (0, 0.0)
         self._saved_s = 0.0
 
     def begin(self, step: int) -> None:
         """Training begins after `step`; minutes count from here."""
-        self._saved_s = time.monotonic()
+        self.note_save()
         self.rewind(step)
 
     def rewind(self, step: int) -> None:
         """The run was put back to `step`."""
-        self._looked, self._next_look = (step, time.monotonic()), step + 1
+        self._next_look = step + 1
 
     def note_save(self) -> None:
         """A save of whatever reason begins."""
@@ -577,19 +571,10 @@ class SaveClock:
         """Whether `hook` has to save after this step, the same on all ranks; it is called again at the next look."""
         step, is_due = trainer.global_step, False
         if step >= self._next_look and not suppressed(pl_module):
-            answer = self._look(step)
+            answer = time.monotonic() - self._saved_s >= self._every_s, self._pace.next_look(step)
             is_due, self._next_look = trainer.strategy.broadcast(answer) if trainer.world_size > 1 else answer
         hook.next_due_step = min(hook.next_due_step, self._next_look)
         return is_due
-
-    def _look(self, step: int) -> tuple[bool, int]:
-        """Whether a save is due by this rank's clock, and the step at whose end to look again."""
-        (before, then), now = self._looked, time.monotonic()
-        self._looked = (step, now)
-        left_s = self._saved_s + self._every_s - now
-        until_s = min((left_s if left_s > 0 else self._every_s) / 2, _LOOK_EVERY_S)  # due, it is saved now
-        steps = steps_within(until_s, steps=step - before, took_s=now - then, most=_FURTHEST_LOOK)
-        return left_s <= 0, step + steps
 
 
 def _in_use_fault(directory: Path, listed: list[Listed]) -> str | None:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import ReplicaDriftError
 from ...adapter.plumbing.devices import LateCopy, gather_objects, host_group
-from ..checkpoint.codec.named_types import wrapped_tensors
+from ..checkpoint.codec.state_tree import wrapped_tensors
 from ..hook.cadence import Boundaries, StepCadence
 from ..hook.hook import Hook, skippable
 from ..optimizer_state import named_values, settings_and_counters

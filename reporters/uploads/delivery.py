@@ -11,21 +11,23 @@ from pathlib import Path
 
 import msgspec
 
-from .artifact import Artifact
 from .config import UploadConfig
-from .payloads import (
+from .queue import Artifact, Entry, Queue, Receipt, UploadedFile
+from .targets import Shipment, Target
+from .wire import (
+    Contradicted,
     FileFacts,
-    UploadedFile,
+    Interrupted,
+    Refused,
+    Wire,
     artifact_payload,
     encode,
+    facts_of,
     file_url,
     idempotency_key,
     metrics_payload,
     remote_name,
 )
-from .queue import Entry, Queue, Receipt
-from .targets import Shipment, Target
-from .transfers import Contradicted, Interrupted, Refused, Wire, facts_of
 
 __all__ = ["Delivery", "receipt_key"]
 

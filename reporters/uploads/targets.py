@@ -13,7 +13,7 @@ from ...adapter.contract.exceptions import UploadError
 from ...adapter.plumbing.durable import temporary_name
 from ...adapter.plumbing.text import folder_name
 from ...adapter.plumbing.urls import safe_url
-from .transfers import Interrupted, Refused, TryAgain, outcome_of_status
+from .wire import Interrupted, Refused, TryAgain, outcome_of_status
 
 __all__ = ["FsspecTarget", "HuggingFaceTarget", "Shipment", "Target", "open_target", "target_fault"]
 

@@ -22,13 +22,35 @@ from ...adapter.plumbing.http import build_client
 from ...adapter.plumbing.retry import LONGEST_RETRY_AFTER_S, RetryPolicy, with_retries
 from ...adapter.plumbing.threads import started
 from ...adapter.plumbing.urls import safe_url
-from .artifact import Artifact, files_in, files_outside, pack, stored_path
 from .config import UploadConfig
 from .delivery import Delivery, receipt_key
-from .payloads import Kind, TerminalPayload, UploadedFile, idempotency_key, terminal_payload
-from .queue import Description, Entry, Metrics, Queue, QueueInUseError, Terminal, queue_of_run, read_description
+from .queue import (
+    Artifact,
+    Description,
+    Entry,
+    Kind,
+    Metrics,
+    Queue,
+    QueueInUseError,
+    Terminal,
+    UploadedFile,
+    files_in,
+    files_outside,
+    pack,
+    queue_of_run,
+    read_description,
+    stored_path,
+)
 from .targets import open_target
-from .transfers import Interrupted, Refused, TryAgain, Wire
+from .wire import (
+    Interrupted,
+    Refused,
+    TerminalPayload,
+    TryAgain,
+    Wire,
+    idempotency_key,
+    terminal_payload,
+)
 
 __all__ = ["SettleResult", "Undelivered", "Uploader"]
 

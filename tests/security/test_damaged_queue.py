@@ -9,8 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.contract.exceptions import StartupContractError, UploadError
 from genlight.reporters.uploads import UploadConfig, Uploader
-from genlight.reporters.uploads.artifact import pack
-from genlight.reporters.uploads.queue import ABOUT, Queue, Receipt
+from genlight.reporters.uploads.queue import ABOUT, Queue, Receipt, pack
 
 URL = "http://127.0.0.1:9"
 

@@ -12,8 +12,7 @@ from hypothesis import given, strategies as st
 
 from genlight.adapter.contract.exceptions import UploadError
 from genlight.reporters.uploads import UploadConfig, Uploader
-from genlight.reporters.uploads.artifact import Artifact, files_outside
-from genlight.reporters.uploads.queue import Entry, Queue, read_description, read_entries
+from genlight.reporters.uploads.queue import Artifact, Entry, Queue, files_outside, read_description, read_entries
 from genlight.reporters.uploads.targets import Shipment, open_target
 
 NOWHERE = "http://127.0.0.1:9"

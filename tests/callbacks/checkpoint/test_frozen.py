@@ -28,7 +28,7 @@ from genlight.callbacks.checkpoint.capture import Frozen
 from genlight.callbacks.checkpoint.contents import check_contents
 from genlight.callbacks.checkpoint.format.record import serialise_record
 from genlight.callbacks.checkpoint.storage import commit
-from genlight.reporters.uploads.artifact import pack
+from genlight.reporters.uploads.queue import pack
 from support.adapted_model import FROZEN_BYTES, Adapted
 
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming")  # all batches are the same

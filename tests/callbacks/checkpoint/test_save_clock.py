@@ -9,6 +9,7 @@ import pytest
 
 from genlight.callbacks import Checkpoint, Hook
 from genlight.callbacks.checkpoint import list_checkpoints, policy
+from genlight.callbacks.hook import cadence
 from support.rank_processes import run_ranks
 
 
@@ -20,7 +21,8 @@ def saved(directory) -> list[int]:
 def clock(monkeypatch):
     """The clock of the triggers, which runs as a test says."""
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(policy, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    for module in (policy, cadence):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
@@ -43,27 +45,6 @@ def test_minutes_count_from_the_last_save(fit, counting_trainer, tmp_path, clock
     callbacks = [checkpoint, Takes(clock, lambda step: 10.0)]
     fit(counting_trainer(), callbacks, steps=40, batches=range(40), enable_checkpointing=True)
     assert saved(tmp_path) == expected
-
-
-def test_the_clock_is_looked_at_seldom_and_slow_steps_are_noticed(
-    fit, counting_trainer, tmp_path, clock, monkeypatch
-) -> None:
-    looks = []
-    look = policy.SaveClock._look
-
-    def noted(self, step):
-        looks.append(step)
-        return look(self, step)
-
-    monkeypatch.setattr(policy.SaveClock, "_look", noted)
-    checkpoint = Checkpoint(tmp_path, every_minutes=1, keep_last=None, save_final=False)
-    callbacks = [checkpoint, Takes(clock, lambda step: 0.01 if step <= 700 else 0.5)]
-    fit(counting_trainer(), callbacks, steps=1000, batches=range(1000), enable_checkpointing=True)
-    assert looks[:7] == [1, 3, 7, 15, 31, 63, 127]
-    assert 99 <= looks[8] - looks[7] <= 101
-    # Seven seconds of fast steps, 150 of slow ones; the change of pace may cost up to 100 slow steps once.
-    assert [step for step in saved(tmp_path) if step > 700]
-    assert len(looks) < 150
 
 
 def test_ranks_save_together_what_the_first_one_decides(tmp_path) -> None:

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from genlight.adapter.contract.exceptions import UploadError
-from genlight.reporters.uploads.artifact import Artifact, pack
-from genlight.reporters.uploads.queue import HELD, Queue
+from genlight.reporters.uploads.queue import HELD, Artifact, Queue, pack
 
 
 @pytest.fixture

@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.plumbing.retry import LONGEST_RETRY_AFTER_S, backoff_s, retry_after_s
-from genlight.reporters.uploads.payloads import encode, file_url, idempotency_key, metrics_payload, remote_name
-from genlight.reporters.uploads.transfers import Refused, TryAgain, outcome_of_status
+from genlight.reporters.uploads.wire import (
+    Refused,
+    TryAgain,
+    encode,
+    file_url,
+    idempotency_key,
+    metrics_payload,
+    outcome_of_status,
+    remote_name,
+)
 
 KEY = "43f504f77ecb3a84a4a3e5051db1f5a3438fa5f3"
 """Written down once: another value would make servers that saw the old one apply an upload twice."""

@@ -13,15 +13,16 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.contract.exceptions import UploadError
-from genlight.reporters.uploads.artifact import Artifact, ArtifactFile
-from genlight.reporters.uploads.payloads import UploadedFile
 from genlight.reporters.uploads.queue import (
     LOCK,
     MAX_RECEIPTS,
+    Artifact,
+    ArtifactFile,
     Description,
     Metrics,
     Queue,
     Receipt,
+    UploadedFile,
     queue_of_run,
     read_description,
     read_entries,
@@ -200,7 +201,7 @@ def test_what_a_full_disk_refused_is_written_at_the_latest_when_the_queue_is_clo
 WRITER = textwrap.dedent(
     """
     import sys
-    from genlight.reporters.uploads.artifact import Artifact, ArtifactFile
+    from genlight.reporters.uploads.queue import Artifact, ArtifactFile
     from genlight.reporters.uploads.queue import Metrics, Queue
 
     sample = Artifact("x" * 200, (ArtifactFile("a", "a", "a", 1, 1),), 0, 1, "a")

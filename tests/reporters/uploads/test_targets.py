@@ -14,7 +14,7 @@ import pytest
 
 from genlight.adapter.contract.exceptions import UploadError
 from genlight.reporters.uploads.targets import FsspecTarget, HuggingFaceTarget, Shipment, open_target
-from genlight.reporters.uploads.transfers import Interrupted, Refused, TryAgain
+from genlight.reporters.uploads.wire import Interrupted, Refused, TryAgain
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ DELIVER = textwrap.dedent(
     """
     import sys
     from pathlib import Path
-    from genlight.reporters.uploads.transfers import Refused, TryAgain
+    from genlight.reporters.uploads.wire import Refused, TryAgain
     from genlight.reporters.uploads.targets import Shipment, open_target
 
     folder = Path(sys.argv[1])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from genlight.adapter.check.snapshot import snapshot
-from genlight.callbacks.checkpoint.codec.named_types import (
+from genlight.callbacks.checkpoint.codec.state_tree import (
     NAMED_KINDS,
     UnknownTypeError,
     wrapped_tensors,

@@ -17,6 +17,7 @@ CHUNK = 1000
 @pytest.fixture
 def many_chunks(monkeypatch):
     monkeypatch.setattr(file_writing, "_WRITE_CHUNK", CHUNK)
+    monkeypatch.setattr(file_writing, "_JOINED_BUFFER", CHUNK // 10)
 
 
 @pytest.fixture
