@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +16,6 @@ from ...adapter.plumbing.urls import safe_url
 from .wire import Interrupted, Refused, TryAgain, outcome_of_status
 
 __all__ = ["FsspecTarget", "HuggingFaceTarget", "Shipment", "Target", "open_target", "target_fault"]
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Target(Protocol):
 
 
 def open_target(url: str) -> Target:
-    """The target that `url` names: ``hf://owner/name[@revision]``, or any URL that fsspec knows.
+    """The target that `url` names: ``hf://owner/name[@revision]``, or any URL that fsspec knows. Connects to nothing.
 
     Raises:
         ValueError: The URL has no scheme, or names no repository.
@@ -81,23 +79,12 @@ def open_target(url: str) -> Target:
 
 
 def target_fault(url: str) -> str | None:
-    """The fault of `url` as a target, as far as this machine knows; nothing is connected to."""
+    """The fault of `url` as a target, as far as this machine knows."""
     try:
-        if url.startswith("hf://"):
-            open_target(url)
-        else:
-            import fsspec
-
-            fsspec.get_filesystem_class(url.partition("://")[0])
-    except ImportError as error:
-        return f"The upload target {safe_url(url)} needs another package: {error}"
-    except ValueError as error:
-        return f"Invalid upload target {safe_url(url)!r}. {str(error).removesuffix('.')}."
+        open_target(url)
+    except (UploadError, ValueError) as error:
+        return str(error)
     return None
-
-
-def _unreachable(name: str, error: OSError) -> str:
-    return f"the upload target {name} cannot be reached: {error.strerror or type(error).__name__}"
 
 
 class HuggingFaceTarget:
@@ -168,24 +155,23 @@ class FsspecTarget:
     """
 
     def __init__(self, url: str) -> None:
-        self.name = safe_url(url)
-        self._url = url
-        self._fs: Any = None
-        self._root = ""
-        try:
-            self._connect()
-        except ImportError as error:
-            raise UploadError(f"{self.name} needs another package: {error}") from error
-        except ValueError as error:
-            raise ValueError(f"Invalid upload target {self.name!r}. {error}.") from error
-        except OSError as error:  # some file systems connect at once; what is away now may be there in an hour
-            log.warning("%s", _unreachable(self.name, error))
+        import fsspec
 
-    def _connect(self) -> None:
+        self.name, self._url = safe_url(url), url
+        try:
+            fsspec.get_filesystem_class(url.partition("://")[0])
+        except ImportError as error:
+            raise UploadError(f"The upload target {self.name} needs another package: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"Invalid upload target {self.name!r}. {str(error).removesuffix('.')}.") from error
+
+    @functools.cached_property
+    def _place(self) -> tuple[Any, str]:
+        """The file system, some of which connect here, and the folder in it."""
         import fsspec
 
         filesystem, root = fsspec.core.url_to_fs(self._url)
-        self._fs, self._root = filesystem, str(root).rstrip("/")
+        return filesystem, str(root).rstrip("/")
 
     def address(self, run_id: str, folder: str, name: str) -> str:
         """The URL of the target, without credentials, and the path below it."""
@@ -193,16 +179,16 @@ class FsspecTarget:
 
     def deliver(self, shipment: Shipment) -> None:
         """Put the files one by one, each whole or not at all."""
-        if self._fs is None:
-            try:
-                self._connect()
-            except OSError as error:
-                raise TryAgain(_unreachable(self.name, error)) from error
+        try:
+            _, root = self._place
+        except OSError as error:
+            why = error.strerror or type(error).__name__
+            raise TryAgain(f"the upload target {self.name} cannot be reached: {why}") from error
         for name, path in shipment.files:
             if shipment.interrupted():
                 raise Interrupted
             try:
-                self._put(path, f"{self._root}/{folder_name(shipment.run_id)}/{shipment.folder}/{name}")
+                self._put(path, f"{root}/{folder_name(shipment.run_id)}/{shipment.folder}/{name}")
             except PermissionError as error:
                 raise Refused(f"{self.name}: {error.strerror or 'permission denied'}", auth=True) from error
             except Exception as error:
@@ -212,15 +198,13 @@ class FsspecTarget:
 
     def _put(self, path: Path, destination: str) -> None:
         """Object stores show an object once it is whole; file systems need the rename."""
+        filesystem, _ = self._place
         folder, _, last = destination.rpartition("/")
-        self._fs.makedirs(folder, exist_ok=True)
-        arriving = f"{folder}/{temporary_name(last)}" if self._renames() else destination
-        self._fs.put_file(os.fspath(path), arriving)
+        filesystem.makedirs(folder, exist_ok=True)
+        protocols = (filesystem.protocol,) if isinstance(filesystem.protocol, str) else filesystem.protocol
+        arriving = f"{folder}/{temporary_name(last)}" if {"file", "local"} & set(protocols) else destination
+        filesystem.put_file(os.fspath(path), arriving)
         if arriving != destination:
-            self._fs.mv(arriving, destination)
-        if self._fs.size(destination) != path.stat().st_size:
+            filesystem.mv(arriving, destination)
+        if filesystem.size(destination) != path.stat().st_size:
             raise OSError("the target holds another number of bytes")
-
-    def _renames(self) -> bool:
-        protocol = self._fs.protocol
-        return bool({"file", "local"} & set((protocol,) if isinstance(protocol, str) else protocol))

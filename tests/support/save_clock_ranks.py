@@ -17,6 +17,7 @@ from rank_environment import Ranks
 
 from genlight.callbacks import Checkpoint
 from genlight.callbacks.checkpoint import policy
+from genlight.callbacks.hook import cadence
 
 RANK, WORLD_SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 
@@ -50,7 +51,7 @@ class Noting(Checkpoint):
 
 def train(checkpoint: Noting) -> list[int]:
     clock = SimpleNamespace(now=1000.0)
-    policy.time = SimpleNamespace(monotonic=lambda: clock.now)
+    policy.time = cadence.time = SimpleNamespace(monotonic=lambda: clock.now)
     trainer = pl.Trainer(
         strategy=DDPStrategy(cluster_environment=Ranks(RANK, WORLD_SIZE), process_group_backend="gloo"),
         accelerator="cpu",
