@@ -198,20 +198,10 @@ class PositionedLoader(DataLoader[Any]):
             rows = list(islice(order, self._rows, None if is_asked else count))
             drawn = [generator.get_state() for generator in generators]
             begin()
-            rest: DataLoader[Any] = DataLoader(
-                self.dataset,
-                sampler=rows,
-                batch_size=self.batch_size,
-                drop_last=self.drop_last,
-                num_workers=self.num_workers,
-                collate_fn=self.collate_fn,
-                pin_memory=self.pin_memory,
-                timeout=self.timeout,
-                worker_init_fn=self.worker_init_fn,
-                multiprocessing_context=self.multiprocessing_context,
-                generator=self.generator,
-                prefetch_factor=self.prefetch_factor,
-            )
+            rest: DataLoader[Any] = object.__new__(DataLoader)
+            sampler = None if self.batch_size is None else BatchSampler(rows, self.batch_size, self.drop_last)
+            changed = {"sampler": rows, "batch_sampler": sampler, "persistent_workers": False}
+            vars(rest).update(vars(self) | changed)
             batches = iter(rest)
         for generator, state in zip(generators, drawn, strict=True):
             generator.set_state(state)

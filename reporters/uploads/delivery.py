@@ -108,9 +108,14 @@ class Delivery:
         shipment = self._shipment(entry, artifact)
         parts |= {f"to:{name}": functools.partial(target.deliver, shipment) for name, target in self._targets.items()}
         if self._config.url_of(entry.kind) and entry.kind == "sample":  # a picture can be shown by itself
-            parts |= {f"post:{index}": functools.partial(self._post_file, entry, artifact, index) for index in indices}
+            parts |= {
+                f"post:{index}": functools.partial(self._post_about, entry, artifact, index, file.path, file.name)
+                for index, file in enumerate(artifact.files)
+            }
         elif self._config.url_of(entry.kind):
-            parts["post"] = functools.partial(self._post_subject, entry, artifact)
+            path = artifact.local_path
+            name = f"final/{Path(path).name}" if artifact.final else Path(path).name
+            parts["post"] = functools.partial(self._post_about, entry, artifact, artifact.subject, path, name)
         return parts
 
     def _has_arrived(self, entry: Entry, artifact: Artifact, part: str) -> bool:
@@ -135,37 +140,14 @@ class Delivery:
                 raise Refused(error.reason) from error
             raise
 
-    def _post_subject(self, entry: Entry, artifact: Artifact) -> None:
-        facts, uploaded = self._subject(entry, artifact)
-        path = self._root / artifact.local_path
-        record = self._facts_of(artifact, len(artifact.files) - 1)
-        name = f"final/{path.name}" if artifact.final else path.name
-        self._post_artifact(entry, path, facts, uploaded, facts.sha256 or record.sha256, name, final=artifact.final)
-
-    def _post_file(self, entry: Entry, artifact: Artifact, index: int) -> None:
-        file, facts = artifact.files[index], self._facts_of(artifact, index)
-        path, uploaded = file.location(self._root), entry.parts.get(f"put:{index}")
-        self._post_artifact(entry, path, facts, uploaded, facts.sha256, file.name, final=artifact.final)
-
-    def _post_artifact(
-        self,
-        entry: Entry,
-        path: Path,
-        facts: FileFacts,
-        uploaded: UploadedFile | None,
-        digest: str | None,
-        name: str,
-        *,
-        final: bool,
-    ) -> None:
-        payload = artifact_payload(self._config.run_id, entry.kind, entry.step, str(path), facts, uploaded, final=final)
-        self._post(entry, self._config.url_of(entry.kind), encode(payload), digest or "", name)
-
-    def _subject(self, entry: Entry, artifact: Artifact) -> tuple[FileFacts, UploadedFile | None]:
-        """The subject of the message: a file and the store's answer about it, or a directory."""
-        if artifact.subject is None:
-            return FileFacts(artifact.subject_bytes, None), None
-        return self._facts_of(artifact, artifact.subject), entry.parts.get(f"put:{artifact.subject}")
+    def _post_about(self, entry: Entry, artifact: Artifact, index: int | None, path: str, name: str) -> None:
+        """The message about a file of an artifact, or about the directory that it reports."""
+        facts, uploaded = self._facts_of(artifact, index), entry.parts.get(f"put:{index}")
+        where, record = str(self._root / path), self._facts_of(artifact, len(artifact.files) - 1)
+        payload = artifact_payload(
+            self._config.run_id, entry.kind, entry.step, where, facts, uploaded, final=artifact.final
+        )
+        self._post(entry, self._config.url_of(entry.kind), encode(payload), facts.sha256 or record.sha256 or "", name)
 
     def _post(self, entry: Entry, url: str | None, body: bytes, digest: str, name: str) -> None:
         if not url:
@@ -177,7 +159,9 @@ class Delivery:
         files = tuple((file.layout, file.location(self._root)) for file in artifact.files)
         return Shipment(self._config.run_id, f"{entry.kind}s", title, files, self._interrupted)
 
-    def _facts_of(self, artifact: Artifact, index: int) -> FileFacts:
+    def _facts_of(self, artifact: Artifact, index: int | None) -> FileFacts:
+        if index is None:
+            return FileFacts(artifact.subject_bytes, None)
         path = artifact.files[index].location(self._root)
         try:
             found = os.stat(path)
@@ -210,7 +194,8 @@ class Delivery:
         """Under the name that the message reports, and under that of the record, which may differ."""
         content, address = self._content_digest(entry, artifact), self._address(entry, artifact)
         main = len(artifact.files) - 1
-        about = {artifact.local_path: self._subject(entry, artifact)}
+        subject = artifact.subject
+        about = {artifact.local_path: (self._facts_of(artifact, subject), entry.parts.get(f"put:{subject}"))}
         if artifact.main != artifact.local_path and artifact.files[main].layout == Path(artifact.main).name:
             about[artifact.main] = self._facts_of(artifact, main), entry.parts.get(f"put:{main}")
         for path, (facts, uploaded) in about.items():

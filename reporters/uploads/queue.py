@@ -22,9 +22,9 @@ import shutil
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 
@@ -354,9 +354,7 @@ class Queue:
             make_directory(self.directory / DELIVERED)
             self._sweep()
             self._entries = {entry.seq: entry for entry in read_entries(self.directory)}
-            self._of_kind: dict[Kind, dict[int, Entry]] = {kind: {} for kind in get_args(Kind)}
             for entry in self._entries.values():
-                self._of_kind[entry.kind][entry.seq] = entry
                 entry.failure, entry.auth = None, False  # a new start is a new chance
             self._next_seq = count(max(self._entries, default=0) + 1)
             self._drop_links()
@@ -377,7 +375,7 @@ class Queue:
         entry = Entry(self.new_seq() if seq is None else seq, kind, step, body, parts={})
         self.save(entry)
         with self._mutex:
-            self._entries[entry.seq] = self._of_kind[kind][entry.seq] = entry
+            self._entries[entry.seq] = entry
         return entry
 
     def save(self, entry: Entry) -> None:
@@ -403,7 +401,6 @@ class Queue:
             if self._closed:
                 raise UploadError(f"The upload queue {self.directory} is closed.")
             self._entries.pop(entry.seq, None)
-            self._of_kind[entry.kind].pop(entry.seq, None)
             self._drop_file(entry.seq)
         if entry.kind == "checkpoint":
             self.release(entry.seq)
@@ -418,18 +415,16 @@ class Queue:
     def entries(self, kind: Kind | None = None) -> list[Entry]:
         """The entries that wait, oldest first."""
         with self._mutex:
-            return list((self._entries if kind is None else self._of_kind[kind]).values())
+            return [entry for entry in self._entries.values() if kind in (None, entry.kind)]
 
     def head(self, kind: Kind) -> Entry | None:
         """The oldest entry of `kind` that can be tried."""
-        with self._mutex:
-            return next((entry for entry in self._of_kind[kind].values() if entry.failure is None), None)
+        return next((entry for entry in self.entries(kind) if entry.failure is None), None)
 
     def drop_oldest(self, kind: Kind, *, keep: int) -> int:
         """Remove the oldest entries of `kind` beyond the newest `keep`; returns how many these were."""
-        with self._mutex:
-            excess = len(self._of_kind[kind]) - keep
-            oldest = list(islice(self._of_kind[kind].values(), max(excess, 0)))
+        waiting = self.entries(kind)
+        oldest = waiting[: max(len(waiting) - keep, 0)]
         for entry in oldest:
             self.remove(entry)
         return len(oldest)
