@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ...callbacks.checkpoint.contents import read_header
-from ...callbacks.checkpoint.format.layout import name_of, record_path, tensor_file
-from ...callbacks.checkpoint.format.record import CheckpointRecord, FileEntry, read_record
+from ...callbacks.checkpoint.format.record import (
+    CheckpointRecord,
+    FileEntry,
+    name_of,
+    read_record,
+    record_path,
+    tensor_file,
+)
 from ...callbacks.checkpoint.format.tensor_files import PART_FILE, RAW, TORCH_TYPES, SliceEntry, parse_part, rank_of
 from ...callbacks.checkpoint.selection import (
     Listed,

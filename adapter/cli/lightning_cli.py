@@ -26,7 +26,7 @@ from lightning.pytorch.callbacks.timer import Interval
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
-from ...callbacks.checkpoint.format.layout import FINAL_NAME
+from ...callbacks.checkpoint.format.record import FINAL_NAME
 from ...callbacks.checkpoint.policy import Checkpoint
 from ...callbacks.checkpoint.selection import find_checkpoint, find_final, newest_valid
 from ...callbacks.checkpoint.storage.commit import checkpoint_files

@@ -13,8 +13,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...callbacks.checkpoint.format.layout import is_record_of_callback
-from ...callbacks.checkpoint.format.record import CheckpointRecord
+from ...callbacks.checkpoint.format.record import CheckpointRecord, is_record_of_callback
 from ...callbacks.checkpoint.selection import best_first, folder_of_checkpoints, list_checkpoints, monitored
 from ...callbacks.checkpoint.storage.files import verify_files
 from ..contract.exceptions import BrokenCheckpointError

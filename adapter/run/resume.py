@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...callbacks.checkpoint.contents import check_contents
-from ...callbacks.checkpoint.format.layout import is_record_of_callback, record_paths
-from ...callbacks.checkpoint.format.record import CheckpointRecord
+from ...callbacks.checkpoint.format.record import CheckpointRecord, is_record_of_callback, record_paths
 from ...callbacks.checkpoint.selection import FALLS_BACK, find_checkpoint, find_final, newest_valid
 from ...callbacks.checkpoint.storage.commit import checkpoint_files, folders_of_checkpoints
 from ...callbacks.checkpoint.storage.files import verify

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 from typing_extensions import override
 
-from ...callbacks.checkpoint.format.layout import is_record_of_callback, record_paths, step_name, step_of_name
+from ...callbacks.checkpoint.format.record import is_record_of_callback, record_paths, step_name, step_of_name
 from ...callbacks.stop.signals import exit_on_signal
 from ...callbacks.stop.sources import StopSources
 from ...reporters.uploads import TerminalPayload

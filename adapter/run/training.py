@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...callbacks.checkpoint.format.layout import FINAL_NAME
-from ...callbacks.checkpoint.format.record import CheckpointRecord, RecordMeta, read_record
+from ...callbacks.checkpoint.format.record import FINAL_NAME, CheckpointRecord, RecordMeta, read_record
 from ...callbacks.checkpoint.storage.commit import sweep
 from ..contract.exceptions import BrokenCheckpointError, ContractError, StartupContractError
 from ..helpers import seed_everything

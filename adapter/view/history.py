@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ...callbacks.checkpoint.format.layout import name_of
+from ...callbacks.checkpoint.format.record import name_of
 from ...callbacks.checkpoint.selection import Listed, folder_of_checkpoints, list_checkpoints
 from ...callbacks.checkpoint.storage.files import find_file
 from ...reporters.events.event import (

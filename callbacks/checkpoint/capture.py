@@ -38,8 +38,7 @@ from ..finite import are_finite
 from .codec.state_tree import encode
 from .codec.tensor_bytes import as_uint8, bytes_of, content_digests
 from .codec.tensor_table import Entry, Slice, TensorTable, stored_as
-from .format.layout import FROZEN_FILE, MODEL_FILE
-from .format.record import CheckpointRecord, LeftOut, RecordMeta
+from .format.record import FROZEN_FILE, MODEL_FILE, CheckpointRecord, LeftOut, RecordMeta
 from .format.tensor_files import RAW
 from .storage.commit import STATE_MARKER, Staging, stage
 from .storage.files import naming_the_checkpoint

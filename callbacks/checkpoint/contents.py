@@ -19,8 +19,7 @@ from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointErro
 from ...adapter.plumbing.safe_open import UnsafeFileError, open_regular
 from .codec.state_tree import check
 from .format import tensor_files
-from .format.layout import MODEL_FILE, STATE_FILE, TRAINER_FOLDER, tensor_file
-from .format.record import CheckpointRecord, FileEntry
+from .format.record import MODEL_FILE, STATE_FILE, TRAINER_FOLDER, CheckpointRecord, FileEntry, tensor_file
 from .format.tensor_files import ELEMENT_BYTES, TypedShape, check_array, check_tensor, parse_json, rank_of
 from .storage.files import find_file, read_proven
 

@@ -26,8 +26,16 @@ from .capture import CONTRACT_KEY, left_out_tensors, require_base
 from .codec.state_tree import decode
 from .codec.tensor_bytes import as_uint8, element_type, empty_tensor
 from .contents import is_of_tensors, read_contents
-from .format.layout import ARRAYS_FILE, MODEL_FILE, STATE_FILE, record_path, tensor_file
-from .format.record import CheckpointRecord, FileEntry, read_record
+from .format.record import (
+    ARRAYS_FILE,
+    MODEL_FILE,
+    STATE_FILE,
+    CheckpointRecord,
+    FileEntry,
+    read_record,
+    record_path,
+    tensor_file,
+)
 from .format.tensor_files import (
     TORCH_TYPES,
     TypedShape,

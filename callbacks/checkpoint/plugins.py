@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from ..hook.events import callbacks_of
 from ..optimizer_state import map_values
-from .format.layout import is_remote, local_path
+from .format.record import is_remote, local_path
 from .sharded.rank_channel import RankGroups
 from .sharded.slices import keep_sharded, sharded_like, whole
 from .store import CheckpointStore

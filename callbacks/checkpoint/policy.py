@@ -32,8 +32,15 @@ from ..hook.run_context import RunContext
 from ..lightning_internals import checkpoint_connector
 from ..optimizer_state import named_values
 from .capture import ALIGNMENT, CONTRACT_KEY, Frozen, base_of, described, frozen_in
-from .format.layout import FINAL_NAME, TRAINER_FOLDER, is_record_of_callback, local_path, step_name
-from .format.record import CheckpointRecord, RecordMeta
+from .format.record import (
+    FINAL_NAME,
+    TRAINER_FOLDER,
+    CheckpointRecord,
+    RecordMeta,
+    is_record_of_callback,
+    local_path,
+    step_name,
+)
 from .loader_position import forget_positions, keep_positions, put_positions_back, set_positions_aside
 from .plugins import give_back_plugin, install_plugin, rank_groups_of, url_faults
 from .pretrained import keep_configurations
@@ -214,11 +221,11 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._is_warm = self._is_between_batches = self._saves_after_module_hook = False
         self._last_saved_step = None
         self._resume.begin_training(trainer, pl_module)
-        if not self.saves_anything or getattr(trainer, "fast_dev_run", False):
-            return
         listed = list_checkpoints(self.directory) if trainer.is_global_zero else []
         if trainer.is_global_zero:
             sweep(self.directory, claims_of(listed))
+        if not self.saves_anything or getattr(trainer, "fast_dev_run", False):
+            return
         self._check_directory(trainer, pl_module, listed)
         if trainer.is_global_zero:
             self.run = replace(self.run, metadata=self.run.metadata or metadata_of_module(pl_module))

@@ -23,15 +23,16 @@ from ...adapter.contract.exceptions import BrokenCheckpointError
 from ...adapter.plumbing.durable import write_bytes_durably
 from ...adapter.plumbing.safe_open import read_own
 from .contents import check_contents
-from .format.layout import (
+from .format.record import (
     FINAL_NAME,
     SCORES_FILE,
+    CheckpointRecord,
     is_record_of_callback,
     name_of,
+    read_record,
     record_path,
     step_of_name,
 )
-from .format.record import CheckpointRecord, read_record
 from .storage.commit import Listed, is_checkpoint_file, records_in
 from .storage.files import verify_files
 

@@ -24,8 +24,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from ...adapter.contract.exceptions import CheckpointError, ThreadLimitError
 from ...adapter.plumbing.threads import carry_out, started
 from .capture import Captured, Frozen, HostBuffer, capture, described, snapshot
-from .format.layout import record_path
-from .format.record import CheckpointRecord, LeftOut, RecordMeta, is_torch_file, read_record
+from .format.record import CheckpointRecord, LeftOut, RecordMeta, is_torch_file, read_record, record_path
 from .loading import Base, load_record, load_torch_file
 from .selection import find_checkpoint
 from .sharded.rank_channel import ALONE, EndOfSave, RankGroups

@@ -29,8 +29,18 @@ from ...adapter.plumbing.durable import fsync_directory, fsync_file, temporary_n
 from .capture import Captured, FrozenFile, finite_weights, link
 from .codec.tensor_bytes import bytes_of
 from .codec.tensor_table import Entry
-from .format.layout import FROZEN_FILE, STATE_FILE, TRAINER_FOLDER, name_of
-from .format.record import CheckpointRecord, FileEntry, RecordMeta, digest_of, read_record, serialise_record
+from .format.record import (
+    FROZEN_FILE,
+    STATE_FILE,
+    TRAINER_FOLDER,
+    CheckpointRecord,
+    FileEntry,
+    RecordMeta,
+    digest_of,
+    name_of,
+    read_record,
+    serialise_record,
+)
 from .format.tensor_files import (
     PART_FILE,
     SliceEntry,

@@ -9,7 +9,7 @@ import pytest
 
 from genlight.callbacks.checkpoint import RecordMeta, save
 from genlight.callbacks.checkpoint.format import record as record_module
-from genlight.callbacks.checkpoint.format.layout import record_paths
+from genlight.callbacks.checkpoint.format.record import record_paths
 from genlight.callbacks.checkpoint.selection import MOST_WARNINGS, list_checkpoints, newest_valid
 from genlight.callbacks.checkpoint.storage.commit import sweep
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ....adapter.contract.exceptions import UnstorableStateError
-from ..format.layout import ARRAYS_FILE, MODEL_FILE, TENSORS_FILE
+from ..format.record import ARRAYS_FILE, MODEL_FILE, TENSORS_FILE
 from ..format.tensor_files import RAW, TORCH_TYPES
 from ..sharded.slices import Box, is_saved_by_this_rank, is_sharded, slice_of, unsharded
 from .state_tree import Attribute, Path, format_path

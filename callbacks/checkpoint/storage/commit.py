@@ -37,26 +37,30 @@ from pathlib import Path, PurePosixPath
 from ....adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ....adapter.plumbing.durable import fsync_directory, temporary_name
 from ....adapter.plumbing.safe_open import open_regular
-from ..format.layout import (
+from ..format.record import (
     ARRAYS_FILE,
     FROZEN_FILE,
     MODEL_FILE,
+    RECORD_MARKER,
     SCORES_FILE,
     STATE_FILE,
     TENSORS_FILE,
     TRAINER_FOLDER,
     UNCOMMITTED_FILE,
+    CheckpointRecord,
     folder_names,
     is_name_of_callback,
     is_record_of_callback,
     is_temporary,
+    is_torch_file,
+    moved_record,
     name_of,
     name_of_folder,
+    read_record,
     record_path,
     record_paths,
     step_name,
 )
-from ..format.record import RECORD_MARKER, CheckpointRecord, is_torch_file, moved_record, read_record
 from ..format.tensor_files import rank_of
 from .files import verify_files, write_file
 

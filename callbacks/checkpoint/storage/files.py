@@ -24,8 +24,7 @@ from ....adapter.contract.exceptions import (
 )
 from ....adapter.plumbing.durable import start_writeback, write_all
 from ....adapter.plumbing.safe_open import UnsafeFileError, open_regular, read_regular
-from ..format.layout import name_of, record_path
-from ..format.record import CheckpointRecord, FileEntry, digest_of, read_record
+from ..format.record import CheckpointRecord, FileEntry, digest_of, name_of, read_record, record_path
 
 __all__ = [
     "check_file",

@@ -21,7 +21,7 @@ from genlight.callbacks.checkpoint import (
     sweep,
     verify,
 )
-from genlight.callbacks.checkpoint.format.layout import UNCOMMITTED_FILE
+from genlight.callbacks.checkpoint.format.record import UNCOMMITTED_FILE
 
 
 def checkpoint_of(step):

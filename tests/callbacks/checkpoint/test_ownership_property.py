@@ -22,7 +22,7 @@ from genlight.callbacks.checkpoint import (
     sweep,
     verify,
 )
-from genlight.callbacks.checkpoint.format.layout import record_path
+from genlight.callbacks.checkpoint.format.record import record_path
 from genlight.callbacks.checkpoint.selection import Kept, own_records
 from genlight.callbacks.checkpoint.storage import commit
 
