@@ -6,6 +6,7 @@ a killed process leaves either all of it or nothing. What a full disk or a power
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -76,15 +77,16 @@ class LineFile:
             raise EventLogError(f"{self.path} is closed in process {os.getpid()}")
         if self._torn:
             self._cut_off()
-        descriptor, start, count = self._descriptor, self.size, self.lines
+        before = self.size, self.lines
         try:
-            written = os.write(descriptor, line)
-            if written != len(line):
-                write_all(descriptor, line[written:])
-            self.size, self.lines = start + len(line), count + 1
+            write_all(self._descriptor, line)
+            self.size, self.lines = self.size + len(line), self.lines + 1
         except BaseException as error:
             # Also for a KeyboardInterrupt that lands between a write and its bookkeeping.
-            self._agree(start, start + len(line), count)
+            self.size, self.lines = before
+            self._torn = True
+            with contextlib.suppress(EventLogError):  # the next append tries again, or reports that it cannot
+                self._cut_off()
             if isinstance(error, OSError):
                 raise EventLogError(f"cannot write to {self.path}: {error.strerror}") from error
             raise
@@ -123,17 +125,6 @@ class LineFile:
         except OSError as error:
             raise EventLogError(f"cannot cut a torn line off {self.path}: {error.strerror}") from error
         self._torn = False
-
-    def _agree(self, start: int, end: int, count: int) -> None:
-        """Bring the bookkeeping and the file to agree: the line from `start` to `end` is in it, or no byte of it is."""
-        if end == os.fstat(self._descriptor).st_size:
-            self.size, self.lines = end, count + 1
-            return
-        self.size, self.lines = start, count
-        try:
-            os.ftruncate(self._descriptor, start)
-        except OSError:
-            self._torn = True  # the next append cuts it off, or reports that it cannot
 
 
 def _close_in_child() -> None:
