@@ -154,16 +154,8 @@ class TrueUnitScaler(GradScaler):
     @classmethod
     def like(cls, scaler: GradScaler) -> TrueUnitScaler:
         """A scaler with the settings and the progress of `scaler`."""
-        mine = cls(
-            scaler._device,
-            init_scale=scaler.get_scale(),
-            growth_factor=scaler.get_growth_factor(),
-            backoff_factor=scaler.get_backoff_factor(),
-            growth_interval=scaler.get_growth_interval(),
-            enabled=scaler.is_enabled(),
-        )
-        if scaler.is_enabled():
-            mine.load_state_dict(scaler.state_dict())
+        mine = cls("cpu")
+        vars(mine).update(vars(scaler))
         return mine
 
     def inverse_scale(self) -> Tensor:

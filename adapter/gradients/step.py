@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -35,6 +35,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ...callbacks.hook.events import callbacks_of
 from ...callbacks.lightning_internals import ddp_settings
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered, check_devices
@@ -464,11 +465,11 @@ class StepHooks(StepPart):
     Hooks around a backward call see the loss without a scale, and gradients of all ranks in true units.
 
     Args:
-        hooks: By their names, what is called for each that is overridden.
+        hooks: By their names, what is called for each, in order; nothing for one that is not overridden.
     """
 
-    def __init__(self, **hooks: Callable[..., None] | None) -> None:
-        self._hooks = {name: hook for name, hook in hooks.items() if hook is not None}
+    def __init__(self, **hooks: Sequence[Callable[..., None]]) -> None:
+        self._hooks = {name: called for name, called in hooks.items() if called}
 
     def __bool__(self) -> bool:
         return bool(self._hooks)
@@ -479,8 +480,8 @@ class StepHooks(StepPart):
 
     def call(self, name: str, *args: Any) -> None:
         """Call the hook `name`, if it is overridden."""
-        if name in self._hooks:
-            self._hooks[name](*args)
+        for hook in self._hooks.get(name, ()):
+            hook(*args)
 
     @override
     def before_backward(self, call: BackwardCall) -> None:
@@ -499,24 +500,13 @@ class StepHooks(StepPart):
 def step_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> StepHooks:
     """The overridden hooks among Lightning's four that happen inside a step, callbacks first, as Lightning does."""
     names = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
-    return StepHooks(**{name: _hook(trainer, module, name) for name in names})
+    found: dict[str, list[Callable[..., None]]] = {}
+    for name in names:
+        callbacks = [callback for callback in callbacks_of(trainer) if _overrides(callback, name, pl.Callback)]
+        found[name] = [functools.partial(getattr(callback, name), trainer, module) for callback in callbacks]
+        found[name] += [getattr(module, name)] if _overrides(module, name, pl.LightningModule) else []
+    return StepHooks(**found)
 
 
-def _hook(trainer: pl.Trainer, module: pl.LightningModule, name: str) -> Callable[..., None] | None:
-    plain = getattr(pl.Callback, name).__code__
-    callbacks = [
-        functools.partial(method, trainer, module)
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-        if getattr(method := getattr(callback, name), "__code__", None) is not plain
-    ]
-    method = getattr(module, name)
-    if getattr(method, "__code__", None) is not getattr(pl.LightningModule, name).__code__:
-        callbacks.append(method)
-    if not callbacks:
-        return None
-
-    def call(*args: Any) -> None:
-        for callback in callbacks:
-            callback(*args)
-
-    return call
+def _overrides(owner: object, name: str, base: type) -> bool:
+    return getattr(getattr(owner, name), "__code__", None) is not getattr(base, name).__code__

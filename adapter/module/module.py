@@ -46,7 +46,7 @@ from .plugin_loading import (
     optional_hook,
 )
 from .rollout import RolloutBatches
-from .state import ToRestore, TrainerState, collect_from_ranks, rank_channel_of
+from .state import PHASE, STATE, ToRestore, TrainerState, collect_from_ranks, rank_channel_of
 from .step_metrics import named_scalars, validated_result, values_on_device
 from .supported import (
     check_trainer_arguments,
@@ -179,7 +179,7 @@ class ContractModule(pl.LightningModule):
             checkpoint_dir: For ``load_checkpoint``, where the trainer has it; None does not call it.
         """
         self._start_step = step
-        self._to_restore = ToRestore(payload, checkpoint_dir)
+        self._to_restore = ToRestore({} if payload is None else {STATE: payload}, checkpoint_dir)
 
     @property
     def contract_state(self) -> Any:
@@ -470,7 +470,7 @@ class ContractModule(pl.LightningModule):
             assert self._state is not None
             self._state.restore(waiting, self.ctx, self._router)
             if self._rollouts is not None:
-                self._rollouts.restore(waiting.phase)
+                self._rollouts.restore(waiting.parts.get(PHASE, {}))
 
     def restore_rng(self) -> None:
         """Continue the random numbers of the checkpoint: before the first batch is fetched, which may draw some."""

@@ -8,9 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from ...callbacks.hook.cadence import NEVER
 from ...callbacks.hook.events import callbacks_of
-from ...callbacks.hook.hook import order_callbacks, skippable
+from ...callbacks.hook.hook import order_callbacks
 from ...callbacks.trainer_hooks import TrainerHookAdapter, trainer_state_of
 from ..contract.exceptions import ContractError
 from ..contract.types import StepContext
@@ -34,21 +33,17 @@ class OwnHookAdapter(TrainerHookAdapter):
     def __init__(self, hook: Any) -> None:
         super().__init__(hook)
         self.critical, self.ranks = True, "all"
-        self._hears_of_minibatches = "on_mb_end" in self._events
 
     @override
     def forwarded_hooks(self) -> Mapping[str, str]:
         return {event: event for event in self._events if event != "on_mb_end"}
 
-    @skippable
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._hears_of_minibatches:
+        if "on_mb_end" in self._events:
             self.callback.on_mb_end(trainer_state_of(trainer, pl_module))
-        else:
-            self.next_due_step = NEVER
 
 
 def own_hooks(plugin: Any, state: Any, ctx: StepContext) -> list[Any]:

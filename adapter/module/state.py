@@ -44,12 +44,16 @@ from .trainer_files import trainer_directory
 if TYPE_CHECKING:
     from ..gradients.step import StepRouter
 
-__all__ = ["PHASE", "ToRestore", "TrainerState", "collect_from_ranks", "rank_channel_of", "take_own_part"]
+__all__ = ["PHASE", "STATE", "ToRestore", "TrainerState", "collect_from_ranks", "rank_channel_of", "take_own_part"]
 
 log = logging.getLogger(__name__)
 
+STATE = "state"
+"""The member of a checkpoint's contract part that holds what the trainer's ``state_dict`` returned."""
 PHASE = "phase"
-"""The member of a checkpoint's contract part that holds what `RolloutBatches.save` puts there."""
+"""The member that holds what `RolloutBatches.save` puts there."""
+_UNMANAGED = "unmanaged"
+"""The member that holds, by path, the states of what Lightning does not save."""
 _AVERAGING = "averaging"
 """The member that holds what the averaging of gradients goes by."""
 _ON_DEVICE = "on_device"
@@ -63,7 +67,7 @@ _RESIZED = "resized"
 _OF_RANKS = "of_ranks"
 """The member that holds, for each rank, what it has otherwise than rank zero."""
 _OF_THE_DUMP = ("state_dict", "optimizer_states", "lr_schedulers")
-_OF_THE_CONTRACT = ("state", _ON_DEVICE, "unmanaged", _GENERATORS, PHASE)
+_OF_THE_CONTRACT = (STATE, _ON_DEVICE, _UNMANAGED, _GENERATORS, PHASE)
 _NAMED_AT_MOST = 8
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
@@ -73,24 +77,12 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, f
 class ToRestore:
     """What the trainer is handed before the first step of a resumed run."""
 
-    payload: dict[str, Any] | None
-    """For the trainer's ``load_state_dict``; None does not call it."""
+    parts: Mapping[str, Any]
+    """Members of a checkpoint's contract part, by name; without `STATE`, ``load_state_dict`` is not called."""
     trainer_directory: Path | None
     """For the trainer's ``load_checkpoint``; None does not call it."""
-    on_device: Sequence[bool] = ()
-    """Of each tensor of the payload, whether it was on a device; the checkpoint was read into host memory."""
-    unmanaged: Mapping[str, Any] = field(default_factory=dict)
-    """By path, the states of what Lightning does not save."""
-    generators: Mapping[str, Any] = field(default_factory=dict)
-    """By path, the states of generators of random numbers."""
     own_weights: Mapping[str, Any] = field(default_factory=dict)
     """Weights that this rank has otherwise than rank zero."""
-    averaging: Mapping[str, Any] = field(default_factory=dict)
-    """What the averaging of gradients goes by."""
-    phase: Mapping[str, Any] = field(default_factory=dict)
-    """The rollout that is being trained, and the state of environments."""
-    built: Mapping[str, Mapping[str, str]] | None = None
-    """The settings with which optimizers, schedulers and scalers were built; None where that is not known."""
 
 
 class TrainerState:
@@ -170,7 +162,7 @@ class TrainerState:
         trainer, now = self.module.trainer, self.check_unchanged()
         parts = checkpoint.setdefault(CONTRACT_KEY, {})
         with keep_sharded_for(trainer.strategy), whole_numbers():
-            parts["state"] = payload = self.payload()
+            parts[STATE] = payload = self.payload()
         if on_device := self._on_device(payload):
             parts[_ON_DEVICE] = on_device
         parts[_BUILT] = self._built_settings.record()
@@ -184,7 +176,7 @@ class TrainerState:
         if "lr_schedulers" in checkpoint:  # not where weights alone are saved
             kinds = [config.scheduler for config in trainer.lr_scheduler_configs]
             checkpoint["lr_schedulers"] = list(map(_without_functions, kinds, checkpoint["lr_schedulers"]))
-        parts["unmanaged"] = {path: _without_functions(kept, kept.state_dict()) for path, kept in self._unmanaged()}
+        parts[_UNMANAGED] = {path: _without_functions(kept, kept.state_dict()) for path, kept in self._unmanaged()}
         numbers = {name: value for name, value in metrics.items() if value.numel() == 1}
         parts["metrics"] = {name: float(value) for name, value in numbers.items() if not value.is_complex()}
 
@@ -197,7 +189,7 @@ class TrainerState:
             differing
             for of_rank in of_ranks
             for differing in of_rank
-            if differing.path[0] == "state" and _has_fractions(differing.value) and str(differing) not in rank_local
+            if differing.path[0] == STATE and _has_fractions(differing.value) and str(differing) not in rank_local
         ]
         if found:
             self._warned_of_ranks = True
@@ -224,17 +216,8 @@ class TrainerState:
         parts = checkpoint[CONTRACT_KEY]
         _check_optimizers(self.discovered.optimizers, checkpoint.get("optimizer_states", ()))
         _fit_buffers(self.module, checkpoint["state_dict"], parts.get(_RESIZED, ()))
-        return ToRestore(
-            payload=parts.get("state"),
-            trainer_directory=trainer_directory(trainer.ckpt_path, self.plugin),
-            on_device=parts.get(_ON_DEVICE, ()),
-            unmanaged=parts.get("unmanaged", {}),
-            generators=parts.get(_GENERATORS, {}),
-            own_weights=own_weights,
-            averaging=parts.get(_AVERAGING, {}),
-            phase=parts.get(PHASE, {}),
-            built=parts.get(_BUILT),
-        )
+        kept = {name: part for name, part in parts.items() if name != _OF_RANKS}
+        return ToRestore(kept, trainer_directory(trainer.ckpt_path, self.plugin), own_weights)
 
     def load_weights(self, checkpoint: Mapping[str, Any], path: Any, *, strict: bool) -> ToRestore:
         """Load the weights of a checkpoint at `path` without a Lightning trainer; what the trainer is to get then.
@@ -246,34 +229,35 @@ class TrainerState:
         if weights is not None:
             _fit_buffers(self.module, weights, parts.get(_RESIZED, ()))
             self.module.load_state_dict(weights, strict=strict)
-        return ToRestore(parts.get("state"), trainer_directory(path, self.plugin), parts.get(_ON_DEVICE, ()))
+        kept = {name: parts[name] for name in (STATE, _ON_DEVICE) if name in parts}
+        return ToRestore(kept, trainer_directory(path, self.plugin))
 
     def restore(self, waiting: ToRestore, ctx: StepContext, router: StepRouter | None) -> None:
         """Hand the trainer, and what Lightning does not restore, what `waiting` holds."""
-        if router is not None and router.averaging is not None and waiting.averaging:
-            router.averaging.load_state_dict(waiting.averaging)
+        parts, directory = waiting.parts, waiting.trainer_directory
+        if router is not None and router.averaging is not None and _AVERAGING in parts:
+            router.averaging.load_state_dict(parts[_AVERAGING])
         _warn_of_scripted_modules(self.discovered)
         if waiting.own_weights:
             self.module.load_state_dict(waiting.own_weights, strict=False)
-        if waiting.unmanaged:
-            for path, kept in self._unmanaged():
-                if path in waiting.unmanaged:
-                    kept.load_state_dict(waiting.unmanaged[path])
-        payload, directory = waiting.payload, waiting.trainer_directory
+        unmanaged = parts.get(_UNMANAGED, {})
+        for path, kept in self._unmanaged() if unmanaged else ():
+            if path in unmanaged:
+                kept.load_state_dict(unmanaged[path])
+        payload = parts.get(STATE)
         if payload is not None:
-            _bring_back(payload, waiting.on_device, ctx.device)
+            _bring_back(payload, parts.get(_ON_DEVICE, ()), ctx.device)
             self.plugin.load_state_dict(self.value, payload, ctx)
         load_checkpoint = optional_hook(self.plugin, "load_checkpoint")
         if directory is not None and load_checkpoint is not None:
             load_checkpoint(state=self.value, checkpoint_dir=str(directory), payload=payload or {}, ctx=ctx)
         if attached_trainer(self.module) is not None:  # else no optimizer was restored
-            self._built_settings.restored(waiting.built, says=self.module.global_rank == 0)
-        if not waiting.generators:
-            return
-        now = discover(self.value, self.plugin, reserved=dir(self.module), host=self.module)
+            self._built_settings.restored(parts.get(_BUILT), says=self.module.global_rank == 0)
+        states = parts.get(_GENERATORS, {})
+        now = discover(self.value, self.plugin, reserved=dir(self.module), host=self.module) if states else Discovered()
         for found in now.generators:  # last: those that the class restores by itself have this state already
-            if found.path in waiting.generators:
-                _set_random_state(found.value, waiting.generators[found.path])
+            if found.path in states:
+                _set_random_state(found.value, states[found.path])
 
     def _on_device(self, payload: Mapping[str, Any]) -> list[bool]:
         """Of each tensor of the payload, whether it has to be on the device again; empty where none has.

@@ -17,7 +17,7 @@ from ...adapter.contract.exceptions import ReplicaDriftError
 from ...adapter.plumbing.devices import LateCopy, gather_objects, host_group
 from ..checkpoint.codec.state_tree import wrapped_tensors
 from ..hook.cadence import Boundaries, StepCadence
-from ..hook.hook import Hook, skippable
+from ..hook.hook import Hook
 from ..optimizer_state import named_values, settings_and_counters
 from .digest import digest, digest_of_all
 
@@ -82,13 +82,12 @@ class ReplicaGuard(Hook):
         # Of its own, so that ranks which part ways meet in what they exchange for training, and are told there.
         self._group = host_group() if _has_process_group(trainer) else None
 
-    @skippable
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        is_due = self._boundaries.crosses(step)  # which sets the step of the next call
+        is_due = self._boundaries.crosses(step)
         self._trains = self._is_to_compare(trainer)
         if not self._trains:
             return
@@ -98,12 +97,7 @@ class ReplicaGuard(Hook):
                 self._read(pl_module)
         if is_due or (self.doubles and step >= self._next_double):
             self._begin(trainer, pl_module)
-        if self.doubles:
-            self._next_double = _next_double(step, self._first_step)
-            self.next_due_step = min(self.next_due_step, self._next_double)
-        if self._pending is not None:
-            until = STEPS_UNTIL_SENT if self._pending.work is None else STEPS_UNTIL_READ
-            self.next_due_step = min(self.next_due_step, self._pending.step + until)
+        self._next_double = _next_double(step, self._first_step)
 
     @override
     def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -118,7 +112,6 @@ class ReplicaGuard(Hook):
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         if self._trains and self.doubles and trainer.global_step > self._compared_step:
             self._begin(trainer, pl_module)
-            self.next_due_step = min(self.next_due_step, trainer.global_step + STEPS_UNTIL_SENT)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

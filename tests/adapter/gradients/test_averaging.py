@@ -227,7 +227,7 @@ def test_a_step_that_fails_averages_nothing_more_and_leaves_plain_parameters(ave
 
 
 def test_a_callback_that_looks_after_each_backward_sees_averages_each_time(averaged):
-    run = Run(StepHooks(on_after_backward=lambda: None))
+    run = Run(StepHooks(on_after_backward=[lambda: None]))
 
     with run.router:
         run.backward()

@@ -45,10 +45,10 @@ class Run:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.discovered = discover({"model": self.model, "optimizer": self.optimizer})
         hooks = StepHooks(
-            on_before_backward=lambda loss: self.events.append(f"before_backward {loss.dim()}"),
-            on_after_backward=lambda: self.events.append("after_backward"),
-            on_before_optimizer_step=lambda _: self.events.append("before_optimizer_step"),
-            on_before_zero_grad=lambda _: self.events.append("before_zero_grad"),
+            on_before_backward=[lambda loss: self.events.append(f"before_backward {loss.dim()}")],
+            on_after_backward=[lambda: self.events.append("after_backward")],
+            on_before_optimizer_step=[lambda _: self.events.append("before_optimizer_step")],
+            on_before_zero_grad=[lambda _: self.events.append("before_zero_grad")],
         )
         self.router = StepRouter(
             self.discovered,
