@@ -6,8 +6,6 @@ Exit codes: 0 equal within --rtol, 1 different, or the class failed, 2 usage, or
 from __future__ import annotations
 
 import argparse
-import contextlib
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rtol",
-        type=_tolerance,
+        type=at_least(0, float),
         default=None,
         help="relative difference that counts as equal; by default 1e-5, or 0.05 in half precision; 0 wants equal bits",
     )
@@ -78,13 +76,6 @@ def _compare(args: argparse.Namespace) -> Comparison | None:
     from ..check.compare import compare_job
 
     return compare_job(config, steps=args.steps, against=args.against, rtol=args.rtol, seed=args.seed)
-
-
-def _tolerance(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if math.isfinite(float(text)) and float(text) >= 0:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"expected a finite number >= 0, but received {text}")
 
 
 def _refuse(text: str) -> int:

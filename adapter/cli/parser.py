@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from typing_extensions import override
 
@@ -15,6 +17,8 @@ from ..plumbing.text import nearest
 from .terminal import visible
 
 __all__ = ["CommandParser", "add_overrides", "at_least", "folder_of_runs", "offered_name", "refuse", "run_folder"]
+
+Number = TypeVar("Number", int, float)
 
 LONGEST_USAGE = 10
 """Lines; Lightning's usage has forty, and would scroll the error's own beginning away."""
@@ -96,13 +100,14 @@ def add_overrides(parser: argparse.ArgumentParser, help_text: str) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help_text)
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """The type of an argument that is an integer of at least `least`."""
+def at_least(least: int, kind: type[Number] = int) -> Callable[[str], Number]:
+    """The type of an argument that is a finite number of at least `least`."""
 
-    def convert(text: str) -> int:
-        if not text.removeprefix("-").isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected a number >= {least}, but received {text}")
-        return int(text)
+    def convert(text: str) -> Number:
+        with contextlib.suppress(ValueError):
+            if least <= kind(text) < math.inf:
+                return kind(text)
+        raise argparse.ArgumentTypeError(f"expected a number >= {least}, but received {text}")
 
     return convert
 

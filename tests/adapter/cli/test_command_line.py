@@ -231,7 +231,7 @@ def test_a_completion_script_knows_commands_and_their_options():
         (["check", "m:T", "--steps", "0"], "argument --steps: expected a number >= 1, but received 0"),
         (["run", "job.json", "--shadow", "0"], "argument --shadow: expected a number >= 1, but received 0"),
         (["compare", "job.json", "--seed", "-1"], "argument --seed: expected a number >= 0, but received -1"),
-        (["compare", "job.json", "--rtol", "nan"], "argument --rtol: expected a finite number >= 0, but received nan"),
+        (["compare", "job.json", "--rtol", "nan"], "argument --rtol: expected a number >= 0, but received nan"),
         (["run", "job.json", "--fesh"], "unrecognized arguments: --fesh. Did you mean `--fresh`?"),
         (["checkpoints", "lst", "x"], "Did you mean `list`?"),
         (["uploads", "rety", "x"], "Did you mean `retry`?"),
