@@ -19,13 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ..plumbing.text import printable, size_text
-from ..view.summary import RunSummary, find_runs, summary_of
+from ..view.summary import STYLES, RunSummary, figures_of, find_runs, summary_of
 from .parser import folder_of_runs
 from .terminal import complain, say
 
 __all__ = ["add_arguments", "run"]
-
-_STYLES = {"running": "cyan", "completed": "green", "stopped": "yellow", "failed": "red", "lost": "bold red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,22 +85,22 @@ def _table(runs: list[RunSummary], folder: Path) -> Table:
     now_ms = time.time() * 1000
     for each in runs:
         name = str(each.path.relative_to(folder) if each.path != folder else each.path)
-        steps = f"{each.step}/{each.max_steps}" if each.max_steps else str(each.step)
+        figures = figures_of(each.as_json())
         score = "" if each.score is None else f"{each.score[0]} {each.score[1]:.4g}"
         texts = [
             name,
             each.state,
-            steps,
+            figures["steps"],
             age_text((now_ms - each.alive_at_ms) / 1000),
-            "" if each.steps_per_s is None else f"{each.steps_per_s:.3g}/s",
-            "" if each.loss is None else f"{each.loss:.4g}",
+            figures["speed"],
+            figures["loss"],
             score,
             size_text(each.size_bytes),
-            f"{each.waiting_uploads} wait" if each.waiting_uploads else "",
+            figures["uploads"],
             each.detail,
         ]
         cells = [Text(printable(text)) for text in texts]
-        cells[1].style = _STYLES[each.state]
+        cells[1].style = STYLES[each.state]
         table.add_row(*cells)
     return table
 

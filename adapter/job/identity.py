@@ -26,6 +26,7 @@ __all__ = [
     "changes_between",
     "differing_fields",
     "digest_of_fields",
+    "leaves",
     "numbers_of",
     "sealed_fields",
     "spec_fields",
@@ -65,7 +66,7 @@ def spec_fields(job: JobSpec, folder: Path) -> dict[str, str]:
         "dataset_parquet_refs": [_reference(ref, folder) for ref in inputs.dataset_parquet_refs],
         "resume_checkpoint_ref": _reference(inputs.resume_checkpoint_ref, folder),
     }
-    return {name: _digest(value)[:FIELD_DIGEST_LENGTH] for name, value in _leaves("", identity)}
+    return {name: _digest(value)[:FIELD_DIGEST_LENGTH] for name, value in leaves(identity)}
 
 
 def digest_of_fields(fields: Mapping[str, str]) -> str:
@@ -81,7 +82,7 @@ def numbers_of(job: JobSpec) -> dict[str, float | bool | str]:
     size = {} if job.dataset is None else {_BATCH_SIZE: job.dataset.batch_size}
     numbers = {
         name: value
-        for name, value in _leaves("", {"hyperparams": _public(job.hyperparams)})
+        for name, value in leaves({"hyperparams": _public(job.hyperparams)})
         if isinstance(value, (int, float))
     }
     return {**numbers, **size, _PRECISION: str(job.lightning.get("precision", "32-true"))}
@@ -180,12 +181,12 @@ def _reference(reference: str | None, folder: Path) -> str | None:
     return None if reference is None else without_credentials(reference.removeprefix(f"{folder}/"))
 
 
-def _leaves(prefix: str, value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted names and values; neither an absent value nor an empty one is a leaf."""
     for name, inner in value.items():
         dotted = f"{prefix}.{name}" if prefix else name
         if isinstance(inner, Mapping):
-            yield from _leaves(dotted, inner)
+            yield from leaves(inner, dotted)
         elif inner not in (None, [], ()):
             yield dotted, inner
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..job.identity import leaves
 from ..job.resolved import read_job
 from .summary import RunSummary
 
@@ -48,7 +49,7 @@ def facts_of_run(summary: RunSummary) -> dict[str, Any]:
         **summary.as_json(),
         "metadata": metadata,
         "packages": packages if isinstance(packages, dict) else {},
-        "job": None if job is None else dict(_leaves("", job)),
+        "job": None if job is None else {name: _short(value) for name, value in leaves(job)},
     }
 
 
@@ -89,22 +90,9 @@ def _facts(run: Mapping[str, Any], *, is_whole: bool) -> Iterator[tuple[tuple[Ab
         yield ("results", f"best {score['name']}"), score["value"]
 
 
-def _leaves(prefix: str, value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Dotted names and values; an empty object is a value, and so is a list."""
-    for name, inner in value.items():
-        dotted = f"{prefix}.{name}" if prefix else name
-        if isinstance(inner, Mapping) and inner:
-            yield from _leaves(dotted, inner)
-        elif inner not in ({}, None):
-            yield dotted, _short(inner)
-
-
 def _short(value: Any) -> Any:
     text = json.dumps(value)
     if not isinstance(value, list | str) or len(text) <= _LONGEST_VALUE:
         return value
-    return f"{len(value):,} {'characters' if isinstance(value, str) else 'entries'}, sha256:{_digest(text)}"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return f"{len(value):,} {'characters' if isinstance(value, str) else 'entries'}, sha256:{digest}"

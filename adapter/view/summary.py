@@ -33,9 +33,11 @@ from ..plumbing.file_lock import is_held
 from ..plumbing.safe_open import open_regular
 from ..run.artifacts_lock import LOCK_NAME, last_holder
 
-__all__ = ["RunSummary", "Starts", "State", "find_runs", "is_run", "loss_among", "summary_of"]
+__all__ = ["STYLES", "RunSummary", "Starts", "State", "figures_of", "find_runs", "is_run", "loss_among", "summary_of"]
 
 State = Literal["running", "stopped", "completed", "failed", "lost"]
+STYLES = {"running": "cyan", "completed": "green", "stopped": "yellow", "failed": "red", "lost": "bold red"}
+"""How a terminal shows a state."""
 
 _BLOCK_BYTES = 1 << 20
 TAIL_BYTES = 32 << 10
@@ -118,6 +120,18 @@ class RunSummary:
             "score": None if self.score is None else {"name": self.score[0], "value": self.score[1]},
             "left_s": self.left_s,
         }
+
+
+def figures_of(run: Mapping[str, Any]) -> dict[str, str]:
+    """Steps, speed, loss and uploads of a run, as `RunSummary.as_json` has them, as texts of a table."""
+    of = f"/{run['max_steps']}" if run["max_steps"] else ""
+    loss, speed = run["loss"], run["steps_per_s"]
+    return {
+        "steps": f"{run['step']}{of}",
+        "speed": "" if speed is None else f"{speed:.3g}/s",
+        "loss": "" if loss is None else f"{loss:.4g}" if isinstance(loss, float) else str(loss),
+        "uploads": f"{run['waiting_uploads']} wait" if run["waiting_uploads"] else "",
+    }
 
 
 def is_run(folder: Path) -> bool:

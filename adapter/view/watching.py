@@ -23,7 +23,7 @@ from typing_extensions import override
 from ..plumbing.text import printable, size_text
 from ..run.artifacts_lock import request_stop
 from .history import Budget, History, history_of
-from .summary import Starts, is_run
+from .summary import STYLES, Starts, figures_of, is_run
 
 __all__ = ["WatchRuns"]
 
@@ -32,7 +32,6 @@ NEWEST = 4
 """How many checkpoints, steps with samples and findings are shown."""
 SMOOTHING = (0.0, 0.6, 0.9, 0.97, 0.99)
 COLOURS = ("cyan", "orange", "green", "magenta", "red", "blue")
-STYLES = {"running": "cyan", "completed": "green", "stopped": "yellow", "failed": "red", "lost": "bold red"}
 BAR_COLUMNS = 12
 
 
@@ -218,15 +217,15 @@ def _cells(run: Mapping[str, Any]) -> list[Text]:
     steps, score = run["max_steps"], run["score"]
     share = min(run["step"] / steps, 1.0) if steps else 0.0
     bar = "█" * round(share * BAR_COLUMNS)
-    loss = run["loss"]
+    figures = figures_of(run)
     texts = [
-        f"{run['step']}/{steps}" if steps else str(run["step"]),
+        figures["steps"],
         f"{bar:░<{BAR_COLUMNS}}" if steps else "",
-        "" if run["steps_per_s"] is None else f"{run['steps_per_s']:.3g}/s",
+        figures["speed"],
         "" if run["left_s"] is None else str(timedelta(seconds=round(run["left_s"]))),
-        "" if loss is None else f"{loss:.4g}" if isinstance(loss, float) else str(loss),
+        figures["loss"],
         "" if score is None else f"{score['value']:.4g}",
-        f"{run['waiting_uploads']} wait" if run["waiting_uploads"] else "",
+        figures["uploads"],
     ]
     return [Text(run["state"], style=STYLES[run["state"]]), *(Text(printable(text)) for text in texts)]
 
