@@ -107,10 +107,10 @@ def _watched_ranks(session: Session, trainer: pl.Trainer) -> Iterator[None]:
         checks.append(killed_on_this_node(processes))
     else:
         announced = RankZero.announced()
-        elsewhere = dict if session.notes is None else session.notes.processes
+        elsewhere = dict if session.rank_files is None else session.rank_files.processes
         checks.append(paused_ranks(lambda: elsewhere() | processes.ids(), session.stop))
-        if session.notes is not None:
-            failures = [failed_ranks(session.notes, processes), lost_ranks(session.notes)]
+        if session.rank_files is not None:
+            failures = [failed_ranks(session.rank_files, processes), lost_ranks(session.rank_files)]
             checks += failures if session.reports_at_once else [after(ENDS_BY_ITSELF_S, each) for each in failures]
             session.before_exit += [lambda error: _end_logs(trainer, error), lambda _: kill_paused(elsewhere())]
     try:

@@ -169,8 +169,8 @@ def _open_session(config: RunConfig, options: RunOptions, signals: StopSignals) 
                 raise StartupContractError("startup.artifacts_in_use", str(error)) from error
             unless_it_opens.pop_all()
     session.place(config.artifacts_dir, config.checkpoints_dir)
-    if session.is_rank_zero and session.notes is not None:
-        stop.add_check(session.notes.stop_reason)
+    if session.is_rank_zero and session.rank_files is not None:
+        stop.add_check(session.rank_files.stop_reason)
     return session
 
 

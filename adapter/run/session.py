@@ -36,7 +36,7 @@ from ..plumbing.failures import (
 from ..plumbing.redaction import traceback_of
 from .artifacts_lock import STOP_NAME, withdraw_stop
 from .failure_report import FAILURES_DIRECTORY, log_failure
-from .ranks.notes import RankNotes
+from .ranks.rank_files import RankFiles
 from .ranks.this_rank import this_rank
 from .ranks.watch import FailedElsewhere, RankProcesses, RankWatch, RankZero, first_cause, paused_ranks
 from .results import shown_path
@@ -114,7 +114,7 @@ class Session:
         self.deadline_s = deadline_s
         self.folder: Path | None = None
         self.checkpoints_dir: Path | None = None
-        self.notes: RankNotes | None = None
+        self.rank_files: RankFiles | None = None
         """The files by which ranks inform each other."""
         self.event_log: EventLog | None = None
         """The log of this attempt, open; None where a logger of the fit keeps its own, and on the other ranks."""
@@ -168,7 +168,7 @@ class Session:
             checkpoints_dir: Where it saves; None where it saves nothing that a later one can go on from.
         """
         self.folder, self.checkpoints_dir = folder, checkpoints_dir
-        self.notes = None if folder is None else RankNotes(folder)
+        self.rank_files = None if folder is None else RankFiles(folder)
         if folder is not None and self.is_rank_zero:
             withdraw_stop(folder)  # It was meant for an earlier attempt.
             self.stop.cancel_files.append(folder / STOP_NAME)
@@ -286,10 +286,10 @@ class Session:
 
     def first_cause(self, own: Failure) -> Failure:
         """The failure to report: `own`, or an earlier one of another rank that caused it; asks once."""
-        if not self.expects_ranks or self.notes is None or own.exit_code == EXIT_STOPPED:
+        if not self.expects_ranks or self.rank_files is None or own.exit_code == EXIT_STOPPED:
             return own
         if self._cause_elsewhere is None:
-            self._cause_elsewhere = first_cause(own, time.time(), self.notes, self.processes)
+            self._cause_elsewhere = first_cause(own, time.time(), self.rank_files, self.processes)
         is_own = self._cause_elsewhere.text == own.text
         return own if is_own else replace(self._cause_elsewhere, resumable=own.resumable)
 
@@ -329,11 +329,11 @@ class Session:
 
     def _inform_ranks(self, exit_code: int) -> None:
         """Let the other ranks end, with this exit code; also removes what a rank of a killed attempt has left."""
-        notes = self.notes
-        if notes is not None:
-            if self.expects_ranks or notes.name_others():
-                notes.leave_exit_code(exit_code)
-            notes.clear()
+        files = self.rank_files
+        if files is not None:
+            if self.expects_ranks or files.name_others():
+                files.leave_exit_code(exit_code)
+            files.clear()
 
     # uploads and the terminal message
 
@@ -393,10 +393,10 @@ class FollowerSession(Session):
     @override
     def place(self, folder: Path | None, checkpoints_dir: Path | None) -> None:
         super().place(folder, checkpoints_dir)
-        if folder is not None and self.notes is not None:
+        if folder is not None and self.rank_files is not None:
             self._rank_zero = RankZero(folder)
             if not self._rank_zero.started_this_process:  # else it sees the process
-                self.hold(self.notes.present(this_rank()))
+                self.hold(self.rank_files.present(this_rank()))
             self.hold(self.watch.looking(self._rank_zero.check, paused_ranks(self._rank_zero.processes, self.stop)))
 
     @override
@@ -420,28 +420,28 @@ class FollowerSession(Session):
 
     @override
     def _report(self, error: BaseException, failure: Failure) -> int:
-        """Leave a note of what ended this rank, and stay until it was read."""
-        notes, rank_zero = self.notes, self._rank_zero
-        if notes is None or rank_zero is None:
+        """Leave a record of what ended this rank, and stay until it was read."""
+        files, rank_zero = self.rank_files, self._rank_zero
+        if files is None or rank_zero is None:
             self._log_end(error, failure)
             return failure.exit_code
         if rank_zero.is_gone() and isinstance(error, RankFailedError):
             log.error("%s", error)
-            code = notes.exit_code()
+            code = files.exit_code()
             return EXIT_FAILED if code is None else code
         self._log_end(error, failure)
         if not rank_zero.has_exited():  # else the next attempt would take this for a failure of its own
-            notes.leave(this_rank(), failure)
+            files.leave(this_rank(), failure)
             if self.reports_at_once:
-                rank_zero.wait_for_end(notes, within_s=ACKNOWLEDGED_WITHIN_S, at_most_s=ACKNOWLEDGED_WITHIN_S)
+                rank_zero.wait_for_end(files, within_s=ACKNOWLEDGED_WITHIN_S, at_most_s=ACKNOWLEDGED_WITHIN_S)
         return failure.exit_code
 
     def _exit_code_of_rank_zero(self) -> tuple[int | None, bool]:
         """Wait for rank zero, which still settles and reports; its exit code, and whether it is known to be gone."""
         exit_on_signal(EXIT_STOPPED)  # this rank is done, and the next start finds what rank zero has left
-        if self._rank_zero is None or self.notes is None:
+        if self._rank_zero is None or self.rank_files is None:
             return None, False
-        code = self._rank_zero.wait_for_end(self.notes, within_s=self.deadline_s + REPORTED_WITHIN_S)
+        code = self._rank_zero.wait_for_end(self.rank_files, within_s=self.deadline_s + REPORTED_WITHIN_S)
         return code, bool(self._rank_zero.is_gone())
 
 

@@ -25,7 +25,7 @@ from genlight.adapter.plumbing.safe_open import (
 )
 from genlight.adapter.run.artifact_dirs import prepare_artifact_dirs, untrusted_dirs
 from genlight.adapter.run.artifacts_lock import lock_artifacts, lock_holder
-from genlight.adapter.run.ranks.notes import RankNotes
+from genlight.adapter.run.ranks.rank_files import RankFiles
 from genlight.adapter.run.run import log_of_failed_start
 from genlight.callbacks.stop.sources import cancel_file_is_set
 from genlight.reporters.events.event_log import EventLog
@@ -404,7 +404,7 @@ def test_a_file_system_without_locks_is_told_in_our_own_words(config_of, tmp_pat
     ],
 )
 def test_a_note_that_no_rank_can_have_written_is_ignored_with_a_warning(tmp_path, caplog, content):
-    ranks = RankNotes(tmp_path)
+    ranks = RankFiles(tmp_path)
     ranks.folder.mkdir()
     (ranks.folder / "rank-1.json").write_bytes(content)
     assert ranks.failures() == []
@@ -416,14 +416,14 @@ def test_a_note_that_no_rank_can_have_written_is_ignored_with_a_warning(tmp_path
 
 
 def test_a_note_of_another_user_is_ignored(tmp_path, stranger):
-    ranks = RankNotes(tmp_path)
+    ranks = RankFiles(tmp_path)
     ranks.leave(1, Failure("input", "input:x", resumable=False, exit_code=1))
     os.chown(ranks.folder / "rank-1.json", stranger, -1)
     assert ranks.failures() == []
 
 
 def test_a_note_that_is_a_pipe_or_a_link_is_not_waited_for(tmp_path):
-    ranks = RankNotes(tmp_path)
+    ranks = RankFiles(tmp_path)
     ranks.folder.mkdir()
     os.mkfifo(ranks.folder / "rank-1.json")
     (ranks.folder / "rank-2.json").symlink_to("/dev/zero")

@@ -21,7 +21,7 @@ from typing_extensions import override
 from ....callbacks.checkpoint.sharded.rank_channel import Channel
 from ...contract.exceptions import StartupContractError
 from ...plumbing.safe_open import PRIVATE_FILE, make_directory
-from .notes import FOLDER, host_name
+from .rank_files import FOLDER, host_name
 
 __all__ = ["NodeCheck", "NodeFacts", "clock_differences", "node_faults"]
 

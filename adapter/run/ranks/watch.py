@@ -6,7 +6,7 @@ to the attempt, which names the rank and ends within a bounded time:
 =================================  ====================================================  ===============
 check                              finds                                                 looks on
 =================================  ====================================================  ===============
-`failed_ranks`                     a note of a failure; a process that ended             rank zero
+`failed_ranks`                     a record of a failure; a process that ended           rank zero
 `lost_ranks`                       a rank of another launcher that was killed            rank zero
 `killed_on_this_node`              a process that was killed on a further node           its first rank
 `paused_ranks`                     a stop that a paused process does not answer          all
@@ -35,7 +35,7 @@ from ...contract.exceptions import RankFailedError, StopReason, TrainingCanceled
 from ...plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
 from ...plumbing.threads import started
 from ..artifacts_lock import lock_holder, locking_process
-from .notes import RankNotes
+from .rank_files import RankFiles
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -226,11 +226,11 @@ class RankZero:
         is_over = self._gone_at is not None and now - self._gone_at >= RANK_ZERO_PATIENCE_S
         return RankFailedError("rank 0 has ended, so this rank ends as well") if is_over else None
 
-    def wait_for_end(self, notes: RankNotes, *, within_s: float, at_most_s: float | None = None) -> int | None:
+    def wait_for_end(self, files: RankFiles, *, within_s: float, at_most_s: float | None = None) -> int | None:
         """Stay until it has ended, which a launcher that sees another rank leave with an error may end too early.
 
         Args:
-            notes: Where it leaves its exit code.
+            files: Where it leaves its exit code.
             within_s: How long to wait for that code where its end cannot be seen.
             at_most_s: How long to wait for that code although it lives; None waits for its end.
 
@@ -240,7 +240,7 @@ class RankZero:
         began = time.monotonic()
         while True:
             gone, waited_s = self.is_gone(), time.monotonic() - began
-            code = notes.exit_code()
+            code = files.exit_code()
             is_bounded = gone is None or at_most_s is not None
             limit_s = within_s if at_most_s is None else at_most_s
             if gone or (is_bounded and (code is not None or waited_s >= limit_s)):
@@ -257,11 +257,11 @@ def agent_check() -> Callable[[], StopReason | None]:
     return lambda: "preempted" if agent is not None and os.getppid() != agent else None
 
 
-def failed_ranks(notes: RankNotes, processes: RankProcesses) -> Check:
+def failed_ranks(files: RankFiles, processes: RankProcesses) -> Check:
     """Finds the oldest failure that a rank noted, or a process that died without a word."""
 
     def check() -> Exception | None:
-        failure = first_failure(notes, processes)
+        failure = first_failure(files, processes)
         if failure is None:
             return None
         stopped = failure.exit_code == EXIT_STOPPED
@@ -270,10 +270,10 @@ def failed_ranks(notes: RankNotes, processes: RankProcesses) -> Check:
     return check
 
 
-def first_failure(notes: RankNotes, processes: RankProcesses | None) -> Failure | None:
+def first_failure(files: RankFiles, processes: RankProcesses | None) -> Failure | None:
     """The oldest failure that a rank noted; of a process that died without a word where none did."""
-    for note in notes.failures():
-        return note.failure
+    for record in files.failures():
+        return record.failure
     dead = None if processes is None else processes.failed()
     return None if dead is None else _lost(f"rank {dead[0]} {_how_it_ended(dead[1])}")
 
@@ -292,7 +292,7 @@ def after(seconds: float, check: Check) -> Check:
     return patient
 
 
-def lost_ranks(notes: RankNotes) -> Check:
+def lost_ranks(files: RankFiles) -> Check:
     """Finds a rank of another launcher that was killed, or whose node was: each that was seen once all had met."""
     note_at = ask_at = 0.0
 
@@ -300,32 +300,32 @@ def lost_ranks(notes: RankNotes) -> Check:
         nonlocal note_at, ask_at
         now = time.monotonic()
         if now >= note_at and have_met():
-            notes.note_who_is_present()
+            files.remember_who_is_present()
             note_at = now + NOTE_PRESENT_EVERY_S
         if now < ask_at:
             return None
         ask_at = now + ASK_FOR_LOCKS_EVERY_S
-        failure = first_lost(notes)
+        failure = first_lost(files)
         return None if failure is None else FailedElsewhere(failure)
 
     return check
 
 
-def first_cause(own: Failure, at_s: float, notes: RankNotes, processes: RankProcesses | None) -> Failure:
+def first_cause(own: Failure, at_s: float, files: RankFiles, processes: RankProcesses | None) -> Failure:
     """The failure to report where rank zero failed with `own` at `at_s` (seconds since 1970): it, or an older one."""
     end = time.monotonic() + HEARD_WITHIN_S
-    other = first_lost(notes)
+    other = first_lost(files)
     while other is None and time.monotonic() < end:
-        heard = first_failure(notes, processes)
-        came_later = any(note.failure == heard for note in notes.failures() if note.at_s >= at_s)
+        heard = first_failure(files, processes)
+        came_later = any(record.failure == heard for record in files.failures() if record.at_s >= at_s)
         other = None if came_later else heard
         time.sleep(LOOK_EVERY_S)
     return own if other is None else dataclasses.replace(other, resumable=own.resumable)
 
 
-def first_lost(notes: RankNotes) -> Failure | None:
+def first_lost(files: RankFiles) -> Failure | None:
     """A rank that ended without a word; the others fail because of that."""
-    for rank, host in notes.lost().items():
+    for rank, host in files.lost().items():
         return _lost(f"rank {rank} on {host} ended without a word: it was killed, or its node was lost")
     return None
 

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from genlight.adapter.plumbing.failures import Failure
-from genlight.adapter.run.ranks.notes import RankNotes
+from genlight.adapter.run.ranks.rank_files import RankFiles
 from genlight.adapter.run.run import RunOptions, run_job
 from genlight.callbacks.checkpoint import read_record, verify
 from genlight.callbacks.stop.sources import process_age_s
@@ -420,7 +420,7 @@ def test_a_finished_run_is_freed_of_what_a_kill_left_after_its_last_checkpoint(w
 
 def test_a_finished_run_is_freed_of_what_a_rank_of_a_killed_attempt_noted(write_job):
     job = write_job()
-    ranks = RankNotes(job.parent / "out")
+    ranks = RankFiles(job.parent / "out")
     ranks.leave(1, Failure("train-step", "train-step:RuntimeError: connection closed", resumable=True, exit_code=1))
 
     assert run(job) == 0

@@ -15,7 +15,7 @@ import pytest
 from genlight.adapter.contract.exceptions import RankFailedError, TrainingCanceled
 from genlight.adapter.plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
 from genlight.adapter.run.ranks import watch
-from genlight.adapter.run.ranks.notes import RankNotes
+from genlight.adapter.run.ranks.rank_files import RankFiles
 from genlight.adapter.run.ranks.watch import (
     RankWatch,
     RankZero,
@@ -35,7 +35,7 @@ OWN = Failure("train-step", "train-step:RuntimeError: Connection closed", resuma
 
 @pytest.fixture
 def notes(tmp_path):
-    return RankNotes(tmp_path)
+    return RankFiles(tmp_path)
 
 
 def processes(*codes):
@@ -73,7 +73,7 @@ def test_an_earlier_failure_elsewhere_is_the_cause_and_a_later_one_is_not(notes,
     earlier = first_cause(OWN, time.time(), notes, processes())
     assert (earlier.text, earlier.resumable) == ("train-step:ValueError: bad row (rank 1)", True)
     assert first_cause(OWN, time.time() - 60, notes, processes()) == OWN
-    assert "rank 1 was killed" in first_cause(OWN, time.time(), RankNotes(notes.folder), processes(-9)).text
+    assert "rank 1 was killed" in first_cause(OWN, time.time(), RankFiles(notes.folder), processes(-9)).text
 
 
 def test_a_finding_counts_once_it_has_stood_and_the_others_are_looked_at_meanwhile():
@@ -168,8 +168,8 @@ def test_one_that_is_gone_without_a_code_or_cannot_be_seen_is_not_waited_for_in_
 RANK = """
 import sys
 from pathlib import Path
-from genlight.adapter.run.ranks.notes import RankNotes
-with RankNotes(Path(sys.argv[1])).present(3):
+from genlight.adapter.run.ranks.rank_files import RankFiles
+with RankFiles(Path(sys.argv[1])).present(3):
     print("there", flush=True)
     sys.stdin.read()
 """

@@ -1,8 +1,8 @@
 """Files by which the ranks of a run inform each other: that they live, why they failed, how rank zero ended.
 
 What breaks on one rank is seen by the others as a connection that closed, or as a collective that never ends. A rank
-that fails therefore leaves a note, and rank zero reports the oldest one. A rank holds a lock while it lives. Rank zero
-leaves its exit code, with which the others end too: launchers look at the code of every process.
+that fails therefore leaves a record, and rank zero reports the oldest one. A rank holds a lock while it lives. Rank
+zero leaves its exit code, with which the others end too: launchers look at the code of every process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...plumbing.failures import EXIT_STOPPED, Failure
 from ...plumbing.file_lock import FileLock, holding_process, is_held
 from ...plumbing.safe_open import PRIVATE_FILE, make_directory, read_own
 
-__all__ = ["FOLDER", "LAUNCH_ID", "RankNotes", "host_name"]
+__all__ = ["FOLDER", "LAUNCH_ID", "RankFiles", "host_name"]
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -48,7 +48,7 @@ LONGEST_BYTES = 1 << 20
 ExitCode = Annotated[int, msgspec.Meta(ge=0, le=255)]
 
 
-class Note(msgspec.Struct, frozen=True):
+class FailureRecord(msgspec.Struct, frozen=True):
     """Why a rank failed."""
 
     category: FailureCategory | StopReason
@@ -68,7 +68,7 @@ class Note(msgspec.Struct, frozen=True):
         return Failure(self.category, text, self.resumable, self.exit_code)
 
 
-class ExitNote(msgspec.Struct, frozen=True):
+class ExitRecord(msgspec.Struct, frozen=True):
     """How rank zero ended."""
 
     exit_code: ExitCode
@@ -76,13 +76,13 @@ class ExitNote(msgspec.Struct, frozen=True):
     at_s: float
 
 
-class RankNotes:
-    """The notes of one launch. Where ranks share no folder, a failure is only seen by the connection that it closes.
+class RankFiles:
+    """The files of one launch. Where ranks share no folder, a failure is only seen by the connection that it closes.
 
     Args:
         artifacts_dir: The run's folder.
-        began_s: When this process began, in seconds since 1970; None asks the system. What an attempt noted that was
-            killed before does not count.
+        began_s: When this process began, in seconds since 1970; None asks the system. Records of an attempt that was
+            killed before do not count.
     """
 
     def __init__(self, artifacts_dir: Path, *, began_s: float | None = None) -> None:
@@ -96,19 +96,21 @@ class RankNotes:
     # failures
 
     def leave(self, rank: int, failure: Failure) -> None:
-        """Note why this rank failed."""
+        """Record why this rank failed."""
         make_directory(self.folder)
-        note = Note(**dataclasses.asdict(failure), rank=rank, at_s=time.time(), launch=_launch(), restart=_restart())
-        write_bytes_durably(self.folder / f"rank-{rank}.json", msgspec.json.encode(note), mode=PRIVATE_FILE)
+        record = FailureRecord(
+            **dataclasses.asdict(failure), rank=rank, at_s=time.time(), launch=_launch(), restart=_restart()
+        )
+        write_bytes_durably(self.folder / f"rank-{rank}.json", msgspec.json.encode(record), mode=PRIVATE_FILE)
 
-    def failures(self) -> list[Note]:
+    def failures(self) -> list[FailureRecord]:
         """The failures that ranks of this launch recorded, the oldest first."""
-        notes = filter(None, (self._read(path, Note) for path in self.folder.glob("rank-*.json")))
-        return sorted((note for note in notes if self._is_of_this_launch(note)), key=lambda note: note.at_s)
+        records = filter(None, (self._read(path, FailureRecord) for path in self.folder.glob("rank-*.json")))
+        return sorted((record for record in records if self._is_of_this_launch(record)), key=lambda record: record.at_s)
 
-    def _is_of_this_launch(self, note: Note) -> bool:
-        is_certain = note.launch and note.restart == _restart()
-        return note.launch == _launch() and note.at_s >= self._began_s - (LAUNCHED_WITHIN_S if is_certain else 0.0)
+    def _is_of_this_launch(self, record: FailureRecord) -> bool:
+        is_certain = record.launch and record.restart == _restart()
+        return record.launch == _launch() and record.at_s >= self._began_s - (LAUNCHED_WITHIN_S if is_certain else 0.0)
 
     def stop_reason(self) -> str | None:
         """Why another rank was asked to stop before the ranks had met; None while none was."""
@@ -136,7 +138,7 @@ class RankNotes:
             path.unlink(missing_ok=True)
             lock.release()
 
-    def note_who_is_present(self) -> None:
+    def remember_who_is_present(self) -> None:
         """Remember which locks are held: one that never was proves nothing, as some file systems show none."""
         held = [path for path in self.folder.glob("rank-*.lock") if is_held(path)]
         self._seen |= set(held)
@@ -148,8 +150,8 @@ class RankNotes:
         return self._processes
 
     def lost(self) -> dict[int, str]:
-        """The hosts of the ranks that ended without removing their lock, by rank, without those that left a note."""
-        noted = {note.rank for note in self.failures()}
+        """The hosts of the ranks that ended without removing their lock, by rank, without those that left a record."""
+        noted = {record.rank for record in self.failures()}
         gone = {_rank_of(path): path for path in sorted(self._seen) if _is_abandoned(path)}
         return {rank: _host_in(path) for rank, path in gone.items() if rank not in noted}
 
@@ -162,19 +164,19 @@ class RankNotes:
     def leave_exit_code(self, exit_code: int) -> None:
         """Leave the exit code of rank zero for the other ranks; without it, to them it was killed."""
         try:
-            note = msgspec.json.encode(ExitNote(exit_code, _launch(), time.time()))
-            write_bytes_durably(self._exit_file, note, mode=PRIVATE_FILE)
+            record = msgspec.json.encode(ExitRecord(exit_code, _launch(), time.time()))
+            write_bytes_durably(self._exit_file, record, mode=PRIVATE_FILE)
         except OSError as error:
             log.warning("the end of the run could not be reported to the other ranks: %s", error)
 
     def exit_code(self) -> int | None:
         """The exit code that rank zero left since this process began; None where it left none."""
-        note = self._read(self._exit_file, ExitNote)
-        is_of_this_launch = note is not None and note.launch == _launch() and note.at_s >= self._began_s
-        return note.exit_code if note is not None and is_of_this_launch else None
+        record = self._read(self._exit_file, ExitRecord)
+        is_of_this_launch = record is not None and record.launch == _launch() and record.at_s >= self._began_s
+        return record.exit_code if record is not None and is_of_this_launch else None
 
     def clear(self) -> None:
-        """Remove all notes but the exit code; a folder that holds anything else stays."""
+        """Remove all files but the exit code; a folder that holds anything else stays."""
         for path in self.folder.glob("rank-*"):
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -182,7 +184,7 @@ class RankNotes:
             self.folder.rmdir()
 
     def _read(self, path: Path, kind: type[T]) -> T | None:
-        """A note; None, with a warning, for what no rank of ours can have written."""
+        """A record; None, with a warning, for what no rank of ours can have written."""
         try:
             return msgspec.json.decode(read_own(path, limit=LONGEST_BYTES), type=kind)
         except FileNotFoundError:  # cleared meanwhile

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from genlight.adapter.plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
-from genlight.adapter.run.ranks.notes import EXIT_FILE, RankNotes
+from genlight.adapter.run.ranks.rank_files import EXIT_FILE, RankFiles
 from genlight.adapter.run.ranks.watch import first_cause
 
 FAILURE = Failure("train-step", "train-step:ValueError: bad row", resumable=False, exit_code=EXIT_FAILED)
@@ -22,8 +22,8 @@ OWN = Failure("train-step", "train-step:RuntimeError: Connection reset by peer",
 RANK = """
 import sys, time
 from pathlib import Path
-from genlight.adapter.run.ranks.notes import RankNotes
-with RankNotes(Path(sys.argv[1])).present(3):
+from genlight.adapter.run.ranks.rank_files import RankFiles
+with RankFiles(Path(sys.argv[1])).present(3):
     print("there", flush=True)
     sys.stdin.read()
 """
@@ -36,7 +36,7 @@ def first(ranks):
 
 @pytest.fixture
 def ranks(tmp_path):
-    return RankNotes(tmp_path)
+    return RankFiles(tmp_path)
 
 
 def test_a_failure_is_told_with_its_rank_and_a_stop_as_it_is(ranks):
@@ -63,13 +63,13 @@ def test_only_a_stop_of_another_rank_is_a_reason_to_stop(ranks):
 
 def test_what_a_killed_attempt_noted_does_not_count(ranks, tmp_path):
     ranks.leave(1, FAILURE)
-    assert first(RankNotes(tmp_path, began_s=time.time() + 1)) is None
+    assert first(RankFiles(tmp_path, began_s=time.time() + 1)) is None
 
 
 def test_of_a_launch_whose_ranks_begin_apart_a_note_from_just_before_rank_zero_counts(ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     ranks.leave(1, FAILURE)
-    assert first(RankNotes(tmp_path, began_s=time.time() + 1)) is not None
+    assert first(RankFiles(tmp_path, began_s=time.time() + 1)) is not None
 
 
 def test_what_another_launch_noted_does_not_count(ranks, monkeypatch):
@@ -88,7 +88,7 @@ def test_a_rank_whose_agent_of_torchrun_came_later_is_heard_but_no_attempt_befor
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     ranks.leave(1, FAILURE)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    later = RankNotes(tmp_path, began_s=time.time() + (1 if is_earlier else -1))
+    later = RankFiles(tmp_path, began_s=time.time() + (1 if is_earlier else -1))
     assert (first(later) is None) == is_earlier
 
 
@@ -96,7 +96,7 @@ def test_the_exit_code_of_rank_zero_is_there_for_ranks_that_began_before_it_ende
     assert ranks.exit_code() is None
     ranks.leave_exit_code(75)
     assert ranks.exit_code() == 75
-    assert RankNotes(tmp_path, began_s=time.time() + 1).exit_code() is None
+    assert RankFiles(tmp_path, began_s=time.time() + 1).exit_code() is None
 
 
 def test_what_another_launch_or_another_program_has_left_is_no_code(ranks, tmp_path, monkeypatch):
@@ -124,8 +124,8 @@ def rank(tmp_path):
 
 
 def test_a_rank_that_is_killed_is_the_cause_with_its_host(tmp_path, rank):
-    ranks = RankNotes(tmp_path)
-    ranks.note_who_is_present()
+    ranks = RankFiles(tmp_path)
+    ranks.remember_who_is_present()
     assert ranks.lost() == {}
     os.kill(rank.pid, signal.SIGKILL)
     rank.wait()
@@ -136,8 +136,8 @@ def test_a_rank_that_is_killed_is_the_cause_with_its_host(tmp_path, rank):
 
 
 def test_a_rank_that_leaves_or_was_never_seen_is_not(tmp_path, rank):
-    seen, unseen = RankNotes(tmp_path), RankNotes(tmp_path)
-    seen.note_who_is_present()
+    seen, unseen = RankFiles(tmp_path), RankFiles(tmp_path)
+    seen.remember_who_is_present()
     rank.communicate("")
     assert rank.returncode == 0
     assert seen.lost() == unseen.lost() == {}
@@ -146,18 +146,18 @@ def test_a_rank_that_leaves_or_was_never_seen_is_not(tmp_path, rank):
 def test_what_a_killed_attempt_left_is_not_taken_for_a_rank(tmp_path, rank):
     os.kill(rank.pid, signal.SIGKILL)
     rank.wait()
-    presence = RankNotes(tmp_path)
-    presence.note_who_is_present()
+    presence = RankFiles(tmp_path)
+    presence.remember_who_is_present()
     assert presence.lost() == {}
     with presence.present(3):
-        presence.note_who_is_present()
+        presence.remember_who_is_present()
         assert presence.lost() == {}
     assert presence.lost() == {}
 
 
 def test_a_rank_that_noted_its_failure_is_reported_by_its_note(tmp_path, rank):
-    ranks = RankNotes(tmp_path)
-    ranks.note_who_is_present()
+    ranks = RankFiles(tmp_path)
+    ranks.remember_who_is_present()
     ranks.leave(3, Failure("train-step", "train-step:ValueError: bad row", resumable=False, exit_code=EXIT_FAILED))
     os.kill(rank.pid, signal.SIGKILL)
     rank.wait()
