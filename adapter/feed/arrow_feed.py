@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+import pkgutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -57,7 +57,7 @@ class ArrowFeed:
             ``.feather``), which are mapped into memory; tables or record batches; a data frame (pandas, polars, …,
             read whole into memory); a Hugging Face dataset; a `Source`.
         batch_size: Rows a step and rank. The last step of an epoch may have fewer; see `plan`.
-        readahead: Decoded chunks kept ready by a background thread; 0 decodes in the training thread.
+        readahead: Decoded chunks of up to 32 MiB kept ready by a background thread; 0 decodes in the training thread.
         columns: Columns to read, in this order; None means all.
         filters: `[[column, operator, value], …]` (all must hold), a list of such lists (any must), or an Arrow
             expression.
@@ -480,22 +480,16 @@ def imported(
         TypeError: It is neither a callable nor the name of one.
         ValueError: The name cannot be imported.
     """
-    found = _named(function, setting) if isinstance(function, str) else function
+    found: Any = function
+    if isinstance(function, str) and not {".", ":"}.isdisjoint(function):
+        try:
+            found = pkgutil.resolve_name(function)
+        except Exception as error:  # a module may raise anything while it is imported
+            reason = (
+                f"{error}" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
+            )
+            raise ValueError(f"Invalid `{setting}`. {function!r} cannot be imported: {reason}.") from error
     if not callable(found):
         raise TypeError(f"Invalid `{setting}`. Expected {expected}, but received {function!r}.")
-    return found
-
-
-def _named(path: str, setting: str) -> Any:
-    """The object of a name; `path` itself where it is none."""
-    module, _, name = path.rpartition(":" if ":" in path else ".")
-    if not module or not name:
-        return path
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"Invalid `{setting}`. {path!r} cannot be imported: {error}.") from None
-    except Exception as error:  # a module may raise anything while it is imported
-        raise ValueError(
-            f"Invalid `{setting}`. {path!r} cannot be imported: {type(error).__name__}: {error}."
-        ) from error
+    called: Callable[..., Any] = found
+    return called

@@ -20,8 +20,13 @@ from .sources import Source
 
 __all__ = ["Block", "CLOSED", "ReadAhead", "Spec", "Supply", "ThreadSupply", "batches_of", "blocks"]
 
-_FULL_SIZE = 1 << 20
-_SMALL_WEIGHT = 1 / 64
+CHUNK_BYTES = 32 << 20
+FIRST_CHUNK_BYTES = 1 << 18
+LEAST_COST = CHUNK_BYTES // 64
+"""What a small chunk counts for, in bytes: each is an object, and handing it over takes time."""
+READAHEAD_BYTES = 256 << 20
+"""Decoded bytes kept ready at most, beyond the chunk that is in use and the one being decoded."""
+CLOSED = "The feed was closed or iterated again while one of its iterators was in use."
 
 
 class ReadAhead:
@@ -30,22 +35,20 @@ class ReadAhead:
     It hands over large chunks, so that the cost of a hand-over is paid once per thousands of rows. An error travels in
     the same queue and is raised when the consumer comes to the place where the data should have been.
 
-    At most `max_items` chunks of more than 1 MiB, or as many more smaller ones, wait at a time, and together at most
-    `max_bytes`, one chunk excepted: a chunk that is larger by itself is handed over when nothing else waits. With
-    ``max_items=0`` there is no thread.
+    Chunks of at most `max_bytes` wait at a time, a small one counted as `LEAST_COST`. One that is larger by itself is
+    handed over when nothing else waits. With ``max_bytes=0`` there is no thread.
 
     Args:
         make: Makes the iterator that decodes; called in the thread. It must not refer to the consumer.
-        max_items: Chunks kept ready.
         max_bytes: Bytes kept ready.
     """
 
-    def __init__(self, make: Callable[[], Iterator[Chunk]], max_items: int, max_bytes: int) -> None:
+    def __init__(self, make: Callable[[], Iterator[Chunk]], max_bytes: int) -> None:
         self.wait_seconds = 0.0
-        self._direct = make() if max_items == 0 else None
+        self._direct = make() if max_bytes == 0 else None
         self._ready: deque[Chunk] = deque()
         if self._direct is None:
-            self._queue = _Queue(max_items, max_bytes)
+            self._queue = _Queue(max_bytes)
             filling = threading.Thread(target=_fill, args=(self._queue, make), name="genlight-feed", daemon=True)
             thread = started(filling)
             # Also at interpreter exit: a thread that decodes while Arrow is torn down would crash the process.
@@ -87,31 +90,25 @@ class _Queue:
     two threads would otherwise wait for each other, and for the interpreter lock, at every single one.
     """
 
-    def __init__(self, max_items: int, max_bytes: int) -> None:
-        self._max_items, self._max_bytes = max_items, max_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._chunks: deque[Chunk] = deque()
         self._end: BaseException | None = None
-        self._weight = 0.0
         self._bytes = 0
         self._changed = threading.Condition()
         self._stopped = False
 
     def put(self, chunk: Chunk) -> bool:
         """Wait for room, then append; False when the consumer has gone."""
-        size = chunk.batch.nbytes
+        cost = _cost(chunk)
         with self._changed:
-            while not self._stopped and self._weight and self._is_too_much(size):
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._stopped or not self._bytes or self._bytes + cost <= self._max_bytes)
             if self._stopped:
                 return False
             self._chunks.append(chunk)
-            self._bytes += size
-            self._weight += _weight(size)
+            self._bytes += cost
             self._changed.notify_all()
             return True
-
-    def _is_too_much(self, size: int) -> bool:
-        return self._bytes + size > self._max_bytes or self._weight + _weight(size) > self._max_items
 
     def end(self, reason: BaseException) -> None:
         """No more chunks; the consumer gets `reason` raised after the last one."""
@@ -122,23 +119,19 @@ class _Queue:
     def take_all(self) -> deque[Chunk]:
         """Everything that is ready, at least one chunk; at the end its reason is raised, each time."""
         with self._changed:
-            while not self._chunks:
-                if self._stopped:
-                    raise StopIteration
-                if self._end is not None:
-                    raise self._end
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._chunks or self._stopped or self._end is not None)
+            if not self._chunks:
+                raise self._end if self._end is not None and not self._stopped else StopIteration
             taken, self._chunks = self._chunks, deque()
             return taken
 
     def release(self, chunk: Chunk) -> None:
         """`chunk` is in use and no longer counts as waiting."""
-        size = chunk.batch.nbytes
+        cost = _cost(chunk)
         with self._changed:
-            self._bytes -= size
-            self._weight -= _weight(size)
+            self._bytes -= cost
             # Waking the decoder for each of many small chunks would be the ping-pong that this avoids.
-            if size >= _FULL_SIZE or self._weight <= self._max_items / 2:
+            if cost > LEAST_COST or self._bytes <= self._max_bytes / 2:
                 self._changed.notify_all()
 
     def stop(self) -> None:
@@ -149,9 +142,8 @@ class _Queue:
             self._changed.notify_all()
 
 
-def _weight(size: int) -> float:
-    """How much of a full-sized chunk this is; powers of two, so that sums of them are exact."""
-    return 1.0 if size >= _FULL_SIZE else _SMALL_WEIGHT
+def _cost(chunk: Chunk) -> int:
+    return max(int(chunk.batch.nbytes), LEAST_COST)
 
 
 def _fill(queue: _Queue, make: Callable[[], Iterator[Chunk]]) -> None:
@@ -170,13 +162,6 @@ def _stop(queue: _Queue, thread: threading.Thread) -> None:
     # Garbage may be collected in any thread, in the decoding one too.
     if thread is not threading.current_thread():
         thread.join()
-
-
-CHUNK_BYTES = 32 << 20
-FIRST_CHUNK_BYTES = 1 << 18
-READAHEAD_BYTES = 256 << 20
-"""Decoded bytes kept ready, beyond the chunk that is in use and the one being decoded."""
-CLOSED = "The feed was closed or iterated again while one of its iterators was in use."
 
 
 @dataclass(frozen=True)
@@ -327,8 +312,7 @@ class ThreadSupply:
         size = ChunkSize(CHUNK_BYTES, FIRST_CHUNK_BYTES)
         self._reader = ReadAhead(
             lambda: (chunk for block in blocks(spec, position) for chunk in chunks_of(spec, block, size)),
-            spec.readahead,
-            READAHEAD_BYTES,
+            min(spec.readahead * CHUNK_BYTES, READAHEAD_BYTES),
         )
         self._cutter = Cutter(self._reader, spec.rank)
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from genlight.adapter.feed import ArrowDataModule, ArrowFeed, batching
-from genlight.adapter.feed.batching import ReadAhead
+from genlight.adapter.feed.batching import LEAST_COST, ReadAhead
 from genlight.adapter.feed.decode import Chunk
 
 
@@ -56,13 +56,13 @@ class Decoding:
 
 
 @pytest.mark.parametrize(
-    ("items", "size", "limit", "made"),
-    [(2, 2 << 20, 1 << 30, 3), (4, 2 << 20, 1 << 30, 5), (4, 2 << 20, 4 << 20, 3), (1, 2 << 20, 1, 2)],
+    ("size", "limit", "made"),
+    [(2 << 20, 8 << 20, 5), (2 << 20, 5 << 20, 3), (2 << 20, 1, 2), (80, 2 * LEAST_COST, 3)],
 )
-def test_decoding_stops_at_the_number_of_chunks_and_of_bytes(items, size, limit, made):
+def test_decoding_stops_at_the_number_of_bytes(size, limit, made):
     """One chunk more than may wait is made: the one that waits for room."""
     decoding = Decoding(10, size)
-    reader = ReadAhead(decoding, items, limit)
+    reader = ReadAhead(decoding, limit)
     try:
         assert decoding.settles_at(made)
         next(reader)
@@ -72,7 +72,7 @@ def test_decoding_stops_at_the_number_of_chunks_and_of_bytes(items, size, limit,
 
 
 def test_everything_comes_out_in_order_however_small_the_limits():
-    reader = ReadAhead(Decoding(50, 80), 1, 100)
+    reader = ReadAhead(Decoding(50, 80), 100)
     assert [c.at for c in reader] == list(range(50))
     with pytest.raises(StopIteration):
         next(reader)
@@ -83,7 +83,7 @@ def test_an_error_comes_after_what_was_decoded_before_it_and_stays():
         yield chunk(0, 80)
         raise OSError("the disk is gone")
 
-    reader = ReadAhead(failing, 2, 1000)
+    reader = ReadAhead(failing, 1000)
     assert next(reader).at == 0
     for _ in range(2):
         with pytest.raises(OSError, match="the disk is gone"):
