@@ -137,6 +137,8 @@ class Session:
         """Whether there are other ranks."""
         self.processes: RankProcesses | None = None
         """Those of other ranks that this one started, which end with it."""
+        self.before_report: list[Callable[[], None]] = []
+        """Called before `end_now` reports: what the training thread would have reported first."""
         self.before_exit: list[Callable[[BaseException], None]] = []
         """Called before `end_now` ends the process."""
         self.cause: BaseException | None = None
@@ -245,6 +247,11 @@ class Session:
         if not self._claim.acquire(blocking=False):
             _wait_for_the_end()
         code = EXIT_FAILED
+        for report in self.before_report:
+            try:
+                report()
+            except Exception:
+                log.exception("not all of what the training did could be reported")
         try:
             code = self._report(error, self._describe(error))
             for act in self.before_exit:

@@ -492,7 +492,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             Exception: It could not be written.
         """
         self.wait_until_durable()
-        self._report(trainer)
+        self.report_durable(trainer)
 
     def wait_until_durable(self) -> None:
         """Return when the save in flight is durable; all callbacks hear of it after a later step.
@@ -506,12 +506,15 @@ class Checkpoint(Hook, LightningCheckpoint):
     def poll(self, trainer: pl.Trainer) -> None:
         """Report what became durable since the last call, and raise what a save in the background raised."""
         if self._durable:
-            self._report(trainer)
+            self.report_durable(trainer)
         if self._store is not None:
             self._store.poll()
 
-    def _report(self, trainer: pl.Trainer) -> None:
-        """Tell all callbacks what became durable; only then may older checkpoints go."""
+    def report_durable(self, trainer: pl.Trainer) -> None:
+        """Tell all callbacks what became durable; only then may older checkpoints go.
+
+        The training does so after a step. A session that ends the process while training hangs in one does it before.
+        """
         while self._durable:
             record, seconds = self._durable.popleft()
             run_state_of(trainer).latest_checkpoint_uri = str(record.path)

@@ -1,5 +1,6 @@
 """A signal in any phase of a run, processes that die, and ranks that do: no hang, one terminal event, the exit code."""
 
+import os
 import signal
 import threading
 import time
@@ -157,6 +158,8 @@ TWO = {
     "devices": 2,
     "strategy": "ddp",
 }
+HANGS = [{"class_path": "genlight.callbacks.watch_hangs.WatchHangs", "init_args": {"floor_s": 5.0, "end_run": True}}]
+"""Longer than a busy machine takes for the first step of two ranks."""
 
 
 def many(job, plan):
@@ -173,6 +176,28 @@ def test_a_rank_that_dies_ends_the_run_in_seconds(job, start):
     assert failed["category"] == "train-step"
     assert "rank 1 ended with exit code 9" in failed["error"]
     assert failed["error"] == told(job)
+
+
+@pytest.mark.parametrize("lost", ["a rank", "the time"])
+def test_a_checkpoint_that_was_whole_before_is_reported_before_the_failure(job, start, lost):
+    """The training hangs in the next step, after which it would have reported it."""
+    job.write(
+        plan={"at": "train_step:11", "holds": 600.0},
+        lightning={**TWO, "callbacks": HANGS if lost == "the time" else []},
+        max_steps=200,
+        mock_batches=list(range(400)),
+        checkpoint_every=5,
+        uploads={f"{kind}_url": f"SERVER/{kind}" for kind in ("terminal", "checkpoint")},
+    )
+    process = start()
+    job.wait_until(lambda: job.reached(1) and (job.out / "checkpoints/step-00000010.json").exists(), process)
+    if lost == "a rank":
+        os.kill(int((job.folder / "reached-1").read_text()), signal.SIGKILL)
+
+    assert process.wait(120) == 1
+    assert [event["step"] for event in job.events() if event["event"] == "checkpoint"] == [5, 10]
+    assert job.terminal_event()["category"] == "train-step"
+    assert [posted["step"] for posted in job.server.posted("/checkpoint")] == [5, 10]
 
 
 def test_a_rank_that_fails_is_the_one_that_is_reported(job, start):
@@ -205,10 +230,6 @@ def test_a_signal_to_one_rank_stops_all(job, start):
     failed = job.terminal_event()
     assert failed["error"] == told(job) == "preempted"
     assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists()
-
-
-HANGS = [{"class_path": "genlight.callbacks.watch_hangs.WatchHangs", "init_args": {"floor_s": 5.0, "end_run": True}}]
-"""Longer than a busy machine takes for the first step of two ranks."""
 
 
 @pytest.mark.parametrize("devices", [1, 2])
