@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..discovery.children import below
-from ..discovery.discover import walk
+from ..discovery.discover import walk_both
 from ..module.module import ContractModule
 from ..module.plugin_loading import optional_hook
 from ..plumbing.counted_dict import CountedDict
@@ -190,8 +190,7 @@ def check_rank_state(subject: Subject, whole: Trained, differing: Collection[str
 @torch.no_grad()
 def _change(state: Any, trainer: object, paths: Collection[str]) -> None:
     """Give the numbers at `paths` other values; those that cannot be reached stay."""
-    seen: dict[int, Any] = {}
-    for path, node in (*walk(state, "state", seen=seen, without=trainer), *walk(trainer, "trainer", seen=seen)):
+    for path, node in list(walk_both(state, trainer)):
         if isinstance(node, Tensor):
             if path in paths and node.is_floating_point():
                 node.mul_(1.5)

@@ -30,7 +30,7 @@ from ...callbacks.checkpoint.codec.state_tree import is_wrapper, wrapped_tensors
 from ...callbacks.checkpoint.codec.tensor_bytes import as_uint8
 from ...callbacks.optimizer_state import named_values
 from ..discovery.children import key_text, uncompiled
-from ..discovery.discover import Discovered, Found, discover, walk
+from ..discovery.discover import Discovered, Found, discover, walk_both
 
 __all__ = [
     "EVERYTHING",
@@ -122,8 +122,7 @@ def snapshot(
             if not (kind == "optimizer state" and "value" in values and _has_own_state_dict(found.value)):
                 add(kind, path, value)
     if "value" in values:
-        seen: dict[int, Any] = {id(host): host}
-        for path, node in (*walk(state, "state", seen=seen, without=trainer), *walk(trainer, "trainer", seen=seen)):
+        for path, node in walk_both(state, trainer, host=host):
             if isinstance(node, LRScheduler | GradScaler) or _has_own_state_dict(node):
                 values["value"] |= flatten(node.state_dict(), path)["value"]
             elif id(node) not in names and not isinstance(node, Mapping | list | tuple | deque):

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..contract.exceptions import ContractError
 from .children import ATOMS, GENERATORS, Reference, below, uncompiled
 
-__all__ = ["Discovered", "Found", "check_devices", "check_unchanged", "discover", "walk"]
+__all__ = ["Discovered", "Found", "check_devices", "check_unchanged", "discover", "walk", "walk_both"]
 
 T = TypeVar("T")
 
@@ -153,13 +153,8 @@ def discover(
     Raises:
         ContractError: A set holds modules or optimizers that nothing tells apart, so ranks could not agree on them.
     """
-    seen: dict[int, Any] = {id(host): host}
     aliases: list[Reference] = []
-    # A bound method or a back reference in the state leads to the trainer; what is there is named after the trainer.
-    found = [
-        *walk(state, "state", seen=seen, without=trainer, tensors=aliases),
-        *walk(trainer, "trainer", seen=seen, tensors=aliases),
-    ]
+    found = list(walk_both(state, trainer, host=host, tensors=aliases))
     modules = _outermost([(path, uncompiled(value)) for path, value in found if isinstance(value, nn.Module)])
     optimizers = _of(found, Optimizer)
     optimized = {id(p) for _, optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -280,6 +275,18 @@ def _changed_groups(before: Discovered) -> Iterator[str]:
             yield f"{found.path} had groups of {list(had)} parameters after `configure` and has {list(has)}"
 
 
+def walk_both(
+    state: Any, trainer: object, *, host: nn.Module | None = None, tensors: list[Reference] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Everything that can be reached from a trainer's state and from itself; the arguments are those of `discover`.
+
+    A bound method or a back reference in the state leads to the trainer; what is there is named after the trainer.
+    """
+    seen: dict[int, Any] = {id(host): host}
+    yield from walk(state, "state", seen=seen, without=trainer, tensors=tensors)
+    yield from walk(trainer, "trainer", seen=seen, tensors=tensors)
+
+
 def walk(
     root: Any,
     path: str,
@@ -367,17 +374,15 @@ def _fault(found: Found[Any], device: torch.device, *, moved: bool, world_size: 
 
 def _check_no_view_is_left_behind(discovered: Discovered, device: torch.device) -> None:
     """Refuse tensors that have their memory in common with what is about to move without them."""
-    outside: dict[int, tuple[str, Tensor]] = {}
-    for found in (*discovered.parameters, *discovered.tensors):
-        for path, tensor in _with_gradient(found.path, found.value):
-            if _is_on_host(tensor):
-                outside[tensor.untyped_storage().data_ptr()] = (path, tensor)
+    outside = {
+        memory: (path, tensor)
+        for found in (*discovered.parameters, *discovered.tensors)
+        for memory, path, tensor in _on_host(found.path, found.value)
+    }
     for module in discovered.modules:
         for name, parameter in module.value.named_parameters():
-            for path, tensor in _with_gradient(f"{module.path}.{name}", parameter):
-                other, whole = outside.get(
-                    tensor.untyped_storage().data_ptr() if _is_on_host(tensor) else 0, ("", tensor)
-                )
+            for memory, path, tensor in _on_host(f"{module.path}.{name}", parameter):
+                other, whole = outside.get(memory, ("", tensor))
                 if whole is not tensor:
                     raise ContractError(
                         f"{other} and {path} are views of the same memory on the host. genlight moves the module to "
@@ -386,17 +391,17 @@ def _check_no_view_is_left_behind(discovered: Discovered, device: torch.device) 
                     )
 
 
-def _with_gradient(path: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    yield path, tensor
-    if tensor.is_leaf and tensor.grad is not None:
-        yield f"{path}.grad", tensor.grad
+def _on_host(path: str, tensor: Tensor) -> Iterator[tuple[int, str, Tensor]]:
+    """Where the plain memory of a tensor and of its gradient begins on the host, with the path of each.
 
-
-def _is_on_host(tensor: Tensor) -> bool:
-    """Whether it has plain memory there; parts of a sharded tensor, quantised ones and such have not."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-        return False
-    return tensor.device.type == "cpu" and tensor.numel() > 0
+    Parts of a sharded tensor, quantised ones and such have none.
+    """
+    gradient = tensor.grad if tensor.is_leaf else None
+    for where, each in ((path, tensor), (f"{path}.grad", gradient)):
+        if each is None or type(each) not in (Tensor, nn.Parameter) or each.layout is not torch.strided:
+            continue
+        if each.device.type == "cpu" and each.numel() > 0:
+            yield each.untyped_storage().data_ptr(), where, each
 
 
 def _is_skeleton(module: nn.Module, optimized: Collection[int]) -> bool:

@@ -254,7 +254,7 @@ def _add_unscaled(had: list[tuple[DTensor, Tensor | None]], inverse_scale: Tenso
         parameter.grad = before
 
 
-def _register_first(parameter: Tensor, hook: Callable[[Tensor | None], Tensor | None]) -> RemovableHandle:
+def _register_first(parameter: Tensor, hook: Callable[[Tensor | None], Tensor | None]) -> None:
     """Register a gradient hook that runs before those of the trainer, which expect true units."""
     handle: RemovableHandle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
     hooks = parameter._backward_hooks
@@ -264,4 +264,3 @@ def _register_first(parameter: Tensor, hook: Callable[[Tensor | None], Tensor | 
     hooks.clear()
     hooks[handle.id] = hook
     hooks.update(others)
-    return handle

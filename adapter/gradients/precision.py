@@ -29,6 +29,8 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _DTYPES = {"32": "fp32", "bf16": "bf16", "16": "fp16", "64": "fp64"}
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+"""Of weights that are not in fp32."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,8 @@ def step_precision(plugin: Precision, discovered: Discovered) -> StepPrecision:
             autocast_device=plugin.device,
             scaler=_scaler(plugin, discovered),
         )
-    if isinstance(plugin, HalfPrecision):
-        half = torch.bfloat16 if dtype == "bf16" else torch.float16
-        return StepPrecision(dtype=dtype, context=plugin.forward_context, cast_inputs_to=half)
-    if isinstance(plugin, DoublePrecision):
-        return StepPrecision(dtype=dtype, context=plugin.forward_context, cast_inputs_to=torch.float64)
-    return StepPrecision(dtype=dtype)
+    of_weights = _TYPES.get(dtype)
+    return StepPrecision(dtype, plugin.forward_context if of_weights is not None else None, cast_inputs_to=of_weights)
 
 
 def _scaler(plugin: MixedPrecision, discovered: Discovered) -> TrueUnitScaler | None:
@@ -103,8 +101,8 @@ def _scaler(plugin: MixedPrecision, discovered: Discovered) -> TrueUnitScaler | 
     return plugin.scaler
 
 
-def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> list[Any]:
-    """Let `modules` take floating inputs of any precision; returns the handles that undo it.
+def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    """Let `modules` take floating inputs of any precision.
 
     So do torch's own layers in them, which insist on inputs of their weights' type: a trainer may call a part of a
     module, or a method, and not the module.
@@ -122,8 +120,9 @@ def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> list[Any]:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return cast(args), cast(kwargs)
 
-    entered = {id(m): m for module in modules for m in (module, *filter(_insists_on_its_type, module.modules()))}
-    return [module.register_forward_pre_hook(hook, with_kwargs=True) for module in entered.values()]
+    entered = {m for module in modules for m in (module, *filter(_insists_on_its_type, module.modules()))}
+    for module in entered:
+        module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _insists_on_its_type(module: nn.Module) -> bool:

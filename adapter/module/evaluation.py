@@ -60,28 +60,26 @@ def host_evaluation(module: ContractModule) -> None:
     called = _KINDS.get(trainer.state.fn) if trainer.state.fn is not None else None
     if called is None:
         return
-    plugin = module.plugin
+    class_name = type(module.plugin).__name__
+    can_evaluate = callable(getattr(module.plugin, "evaluate", None))
     if trainer.state.fn == TrainerFn.FITTING:
-        if is_overridden("validation_step", module):
-            return
         is_told = _is_told_when(trainer)
-        if not is_told and any(isinstance(callback, Evaluate) for callback in callbacks_of(trainer)):
+        has_own_cadence = any(isinstance(callback, Evaluate) for callback in callbacks_of(trainer))
+        if is_overridden("validation_step", module) or (not is_told and (has_own_cadence or not can_evaluate)):
             return
-        if not callable(getattr(plugin, "evaluate", None)):
-            if not is_told:
-                return
+        if not can_evaluate:
             log.warning(
                 "val_check_interval=%r and check_val_every_n_epoch=%r have no effect: %s has no `evaluate(state, ctx)`",
                 trainer.val_check_interval,
                 trainer.check_val_every_n_epoch,
-                type(plugin).__name__,
+                class_name,
             )
             return
-    if not callable(getattr(plugin, "evaluate", None)):
+    elif not can_evaluate:
         raise StartupContractError(
             "startup.invalid_trainer",
-            f"{type(plugin).__name__} has no `evaluate(state, ctx)` to validate or test with. Add one that returns a "
-            "mapping of scores.",
+            f"{class_name} has no `evaluate(state, ctx)` to validate or test with. Add one that returns a mapping of "
+            "scores.",
         )
     # Only now: Lightning goes by whether a module has them, and would look for validation data in every training.
     for name, hook in zip(_hooks(called), (_nothing, _nothing, partial(_report, module)), strict=True):
