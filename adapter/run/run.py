@@ -18,7 +18,6 @@ from pathlib import Path
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import StopSources, cancel_file_is_set
 from ...reporters.events.event_log import EventLog
-from ...reporters.events.goodput import account_of
 from ...reporters.uploads import Uploader
 from ..contract.exceptions import EventLogError, GenlightError, StartupContractError
 from ..contract.types import JobLifecycleClient
@@ -270,23 +269,10 @@ def _show_results(config: RunConfig, completion: Completion) -> None:
     stopped = f" ({completion.stopped})" if completion.stopped else ""
     if not completion.finite:
         stopped += ", but its final weights are not finite (nan or infinite)"
-    spent = _time_spent(config.events_path)
     show_results(
-        f"run {config.run_id} completed at step {completion.step}{stopped}{spent}",
+        f"run {config.run_id} completed at step {completion.step}{stopped}",
         final=completion.final_checkpoint,
         checkpoints=config.checkpoints_dir,
         samples=config.samples_dir,
         logs={"events": config.events_path},
     )
-
-
-def _time_spent(events_path: Path) -> str:
-    """A sentence about the time of a completed run; empty where its log, of an earlier attempt say, is damaged."""
-    try:
-        account = account_of(events_path)
-    except EventLogError as error:
-        log.warning("what this run spent its time on is not known: %s", error)
-        return ""
-    if account is None or not account.is_measured:
-        return ""
-    return f"; {account.goodput:.0%} of {account.wall_s:,.0f} s were steps whose work was kept"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import msgspec
-from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
+from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 
 from ...callbacks.lightning_internals import metric_name, set_run_of_logger
 from ..plumbing.durable import write_bytes_durably
@@ -44,7 +44,7 @@ def continue_runs(trainer: pl.Trainer, directory: Path, *, resumes: bool) -> Non
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / RUNS_FILE
     known = _read(path) if resumes else {}
-    names = _names(loggers)
+    names = {f"{type(logger).__name__}-{index}": logger for index, logger in enumerate(loggers)}
     found = [(logger, _go_on(logger, name, known[name])) for name, logger in names.items() if name in known]
     runs = {name: _run_of(logger) for name, logger in names.items()}
     write_bytes_durably(path, msgspec.json.encode(runs) + b"\n", mode=PRIVATE_FILE)
@@ -53,15 +53,6 @@ def continue_runs(trainer: pl.Trainer, directory: Path, *, resumes: bool) -> Non
             logger.log_metrics = functools.partial(  # type: ignore[method-assign]
                 _log_metrics, logger, steps, max(steps.values())
             )
-
-
-def _names(loggers: Iterable[Logger]) -> dict[str, Logger]:
-    """The loggers by class and, of several of a class, number."""
-    names: dict[str, Logger] = {}
-    for logger in loggers:
-        of_class = sum(type(other) is type(logger) for other in names.values())
-        names[f"{type(logger).__name__}-{of_class}"] = logger
-    return names
 
 
 def _read(path: Path) -> dict[str, str]:

@@ -130,7 +130,7 @@ def test_a_run_that_is_killed_twice_is_one_run_with_each_step_once_and_in_order(
     assert run["batch"] == [[step, batch] for step, _, batch in expected]
     metrics = tmp_path / "runs" / "tracked" / "metrics"
     runs = json.loads((metrics / RUNS_FILE).read_text())
-    assert runs == {"WandbLogger-0": found["wandb"][0], "MLFlowLogger-0": run["id"]}
+    assert runs == {"WandbLogger-0": found["wandb"][0], "MLFlowLogger-1": run["id"]}
     assert [event["event"] for event in read_events(metrics / "events.jsonl")].count("started") == 3
 
 
