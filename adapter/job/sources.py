@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -403,7 +404,6 @@ def _refuse_constant(name: str) -> Any:
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"the key {twice!r} appears twice in one object")
     return found
