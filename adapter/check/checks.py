@@ -7,6 +7,7 @@ is skipped and says so.
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -291,7 +292,11 @@ def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Find
             yield Finding("ranks", "fail", f"replicas drift apart ({name} rows): {drifted[0]}", remedy)
             return
     distance, path = _furthest(results["same"][0], expected)
-    halved = _furthest(results["halves"][0], expected) if "halves" in results else None
+    halved = None
+    if "halves" in results:
+        halved = _furthest(results["halves"][0], expected)
+        if halved[0] > SAME:
+            halved = _furthest(results["halves"][0], expected, noise=_of_rounding(subject, expected, dropout=False))
     # A sum over ranks counts the same rows twice, and is right where each rank has rows of its own.
     if distance > SAME and (halved is None or halved[0] > SAME):
         text = f"two processes with the same rows end {distance:.1e} away from one, at {path}"
@@ -317,7 +322,7 @@ def _sharded_finding(subject: Subject, sharded: Snapshot, of_ddp: Snapshot, expe
         return Finding("sharded", "warn", text, "Use ddp, or do what the message says.")
     distance, path = _furthest(sharded, expected)
     if distance > SAME:
-        distance, path = _furthest(sharded, expected, noise=_of_rounding(subject, of_ddp))
+        distance, path = _furthest(sharded, expected, noise=_of_rounding(subject, of_ddp, dropout=False))
     if distance > SAME:
         text = f"sharded over two processes it ends {distance:.1e} away from DDP on the same rows, at {path}"
         remedy = "Use ddp; look for code that reads or changes weights outside of forward, backward and updates."
@@ -339,8 +344,12 @@ def _as_on_ranks(subject: Subject, whole: Trained) -> Trained:
 
 def check_bf16(subject: Subject, whole: Trained) -> Iterator[Finding]:
     """Whether bf16-mixed stays finite and near fp32."""
-    half = subject.train(bf16=True).reached("weight")
-    distance, path = _furthest(half, whole.reached("weight"), kinds=("weight",))
+    half, expected = subject.train(bf16=True).reached("weight"), whole.reached(*TRAINED)
+    distance, path = _furthest(half, expected, kinds=("weight",))
+    if distance > CLOSE:
+        rounding = _of_rounding(subject, expected, dropout=True)
+        by_rounding_alone = {path: math.inf for path, size in rounding.items() if size > SAME}
+        distance, path = _furthest(half, expected, kinds=("weight",), noise=by_rounding_alone)
     broken = [path for path, tensor in half["weight"].items() if not torch.isfinite(tensor).all()]
     if broken:
         remedy = "Compute losses, norms and logarithms in fp32."
@@ -353,11 +362,11 @@ def check_bf16(subject: Subject, whole: Trained) -> Iterator[Finding]:
         yield Finding("bf16-mixed", "pass", f"finite, and {distance:.1e} away from fp32")
 
 
-def _of_rounding(subject: Subject, of_one: Snapshot) -> Mapping[str, float]:
+def _of_rounding(subject: Subject, of_one: Snapshot, *, dropout: bool) -> Mapping[str, float]:
     """How far one process ends from `of_one`, by path, whose first weights are rounded otherwise.
 
-    A bias before batch statistics has a gradient of nothing but rounding. Adam makes whole steps of it, and the running
-    mean follows.
+    A bias of keys in attention, or before batch statistics, has a gradient of nothing but rounding. Adam makes whole
+    steps of it, and the running mean follows.
     """
     random = torch.Generator().manual_seed(subject.seed)
 
@@ -369,7 +378,7 @@ def _of_rounding(subject: Subject, of_one: Snapshot) -> Mapping[str, float]:
                         signs = torch.randint(-1, 2, weight.shape, generator=random)
                         weight.mul_(1 + torch.finfo(weight.dtype).eps * signs)
 
-    ended = subject.train(dropout=False, at_step=round_otherwise).reached(*TRAINED)
+    ended = subject.train(dropout=dropout, at_step=round_otherwise).reached(*TRAINED)
     return dict(_distances(ended, of_one, TRAINED))
 
 

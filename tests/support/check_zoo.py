@@ -137,6 +137,34 @@ class BiasBeforeBatchNorm(Sound):
         return SimpleNamespace(model=model, opt=torch.optim.Adam(model.parameters(), lr=0.01), count=0)
 
 
+class Attends(Sound):
+    """Attention, whose bias of keys has a gradient of nothing but rounding, which Adam makes steps of."""
+
+    def configure(self, ctx):
+        embed, attention = nn.Linear(1, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+        model = nn.ModuleDict({"embed": embed, "attention": attention, "head": nn.Linear(8, 1)}).to(ctx.device)
+        nn.init.normal_(attention.in_proj_bias, std=0.02)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        return SimpleNamespace(model=model, opt=optimizer)
+
+    def train_step(self, batch, state, ctx):
+        x, y = batch
+        tokens = state.model["embed"](x[..., None])
+        attended, _ = state.model["attention"](tokens, tokens, tokens, need_weights=False)
+        loss = nn.functional.mse_loss(state.model["head"](attended.mean(1)), y)
+        state.opt.zero_grad()
+        loss.backward()
+        state.opt.step()
+        return StepResult(metrics={"loss": loss.detach()})
+
+    def state_dict(self, state):
+        return {"model": state.model.state_dict(), "opt": state.opt.state_dict()}
+
+    def load_state_dict(self, state, payload, ctx):
+        state.model.load_state_dict(payload["model"])
+        state.opt.load_state_dict(payload["opt"])
+
+
 class SharpnessAware(Sound):
     """Two backward calls for an update (SAM), the first of which moves the weights by gradients; its state is a dict.
 

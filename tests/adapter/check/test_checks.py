@@ -222,16 +222,20 @@ GOOD = (
     "gan:SpectralGan",
     "gan:CriticThreeTimes",
     "language:CausalLm",
+    "language:LmWithWarmupAndDecayGroups",
     "language:LowRankAdapter",
     "language:PreferenceOptimization",
     "moe:DenseMixture",
+    "optimizers:AdamWithClosure",
     "optimizers:Lion",
     "optimizers:Lookahead",
     "optimizers:MuonAndAdam",
     "rl:ClippedPolicy",
+    "rl:WorldModel",
     "self_supervised:Byol",
     "self_supervised:MaskedAutoencoder",
     "vision:ResNetGroupNorm",
+    "vision:PatchTransformer",
     "vision:UNet",
 )
 
@@ -302,6 +306,15 @@ def test_what_sharded_sums_round_otherwise_is_no_difference_to_ddp():
     rows = tuple({"x": rng.normal(size=(32, 2)).tolist(), "y": rng.normal(size=(32, 1)).tolist()} for _ in range(6))
     found = run_checks(Subject("check_zoo:SharpnessAware", rows, steps=3, search_path=(HERE,)))
     assert [finding.level for finding in found if finding.check == "sharded"] == ["pass"]
+
+
+@pytest.mark.slow
+def test_weights_that_rounding_alone_moves_are_no_finding():
+    rng = np.random.default_rng(0)
+    rows = tuple({"x": rng.normal(size=(8, 2)).tolist(), "y": rng.normal(size=(8, 1)).tolist()} for _ in range(8))
+    found = list(run_checks(Subject("check_zoo:Attends", rows, steps=4, search_path=(HERE,))))
+    assert {"ranks", "sharded", "batch size", "bf16-mixed"} <= {finding.check for finding in found}
+    assert [finding for finding in found if finding.level in ("warn", "fail")] == []
 
 
 @pytest.fixture
