@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -13,7 +13,7 @@ from typing_extensions import override
 from ..adapter.contract.exceptions import MonitorError
 from ..adapter.plumbing.text import nearest
 from .health.recover import Recover
-from .hook.cadence import NEVER, crossed, next_multiple
+from .hook.cadence import NEVER, Boundaries
 from .hook.events import callbacks_of
 from .hook.hook import Hook, skippable
 
@@ -75,13 +75,13 @@ class EarlyStopping(Hook):
         """The step that had it; before the first value, the one that the count began at."""
         self._wants_stop = False
         self._names: set[str] = set()
-        self._step = 0
+        self._votes = Boundaries(self, every=AGREE_EVERY)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._wants_stop = False
         self._names.clear()
-        self._step = trainer.global_step
+        self._votes = Boundaries(self, trainer.global_step, every=AGREE_EVERY)
         if self.best is None:
             self.best_step = trainer.global_step
 
@@ -110,21 +110,18 @@ class EarlyStopping(Hook):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.global_step
         logs_by_itself = not hasattr(pl_module, "step_result")
-        if crossed(self._step, step, AGREE_EVERY):
+        if not logs_by_itself and trainer.world_size == 1:
+            self.next_due_step = NEVER
+        elif self._votes.crosses(trainer.global_step):
             if logs_by_itself:
-                self._judge(trainer, _numbers(trainer), step)
+                self._judge(trainer, _numbers(trainer), trainer.global_step)
             if trainer.world_size > 1 and trainer.strategy.reduce_boolean_decision(self._wants_stop, all=False):
                 trainer.should_stop = True
-        self._step = step
-        is_called_again = logs_by_itself or trainer.world_size > 1
-        self.next_due_step = next_multiple(step, AGREE_EVERY) if is_called_again else NEVER
 
     @override
     def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._wants_stop = False
-        self._step = trainer.global_step
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -191,8 +188,4 @@ def _evaluates(trainer: pl.Trainer) -> bool:
 
 
 def _numbers(trainer: pl.Trainer) -> dict[str, float]:
-    return {name: float(value) for name, value in _of_one_element(trainer.callback_metrics.items())}
-
-
-def _of_one_element(metrics: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
-    return ((name, value) for name, value in metrics if value.numel() == 1)
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}

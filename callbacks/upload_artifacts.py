@@ -23,7 +23,7 @@ from ..reporters.uploads.targets import target_fault
 from .checkpoint.format.record import CheckpointRecord, read_record
 from .checkpoint.policy import Checkpoint, wait_after_failure
 from .checkpoint.selection import find_checkpoint, never_queued
-from .hook.cadence import crossed
+from .hook.cadence import Boundaries
 from .hook.events import callbacks_of, run_state_of
 from .hook.hook import Hook
 
@@ -112,7 +112,7 @@ class UploadArtifacts(Hook):
         self._newest: CheckpointRecord | None = None
         self._awaits_newest = False
         self._seen_files: dict[str, tuple[int, int] | None] = {}
-        self._last_step = 0
+        self._metrics_due = Boundaries(self, every=metric_every)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class UploadArtifacts(Hook):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._hears_metrics = False
-        self._last_step = trainer.global_step
+        self._metrics_due = Boundaries(self, trainer.global_step, every=self.metric_every)
         self._newest, self._awaits_newest = None, False
         if not trainer.strategy.restore_checkpoint_after_setup:
             self._take_over(trainer)
@@ -223,14 +223,9 @@ class UploadArtifacts(Hook):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        if not self._hears_metrics and crossed(self._last_step, step, self.metric_every):
+        if self._metrics_due.crosses(step) and not self._hears_metrics:
             self._queue_metrics(trainer.callback_metrics, step)
-        self._last_step = step
         self._note_arrival(trainer)
-
-    @override
-    def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._last_step = trainer.global_step
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

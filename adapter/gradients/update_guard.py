@@ -20,7 +20,7 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from ...callbacks.finite import are_finite
-from ...callbacks.health.faults import UpdateFigures, as_maximum, from_maximum
+from ...callbacks.health.faults import as_maximum, from_maximum
 from ...callbacks.health.recover import Recover
 from ...callbacks.health.watch_nonfinite import WatchNonfinite
 from ...callbacks.hook.events import callbacks_of
@@ -43,8 +43,14 @@ class UpdateJudge(Protocol):
     rate_factor: float
     """By what the learning rate of each update is multiplied."""
 
-    def may_update(self, figures: UpdateFigures) -> bool:
-        """Whether an update is made; asked with the same figures on all ranks."""
+    def may_update(self, loss: float | None, gradient_norm: float | None) -> bool:
+        """Whether an update is made; asked with the same figures on all ranks.
+
+        Args:
+            loss: The largest loss of the backward calls of this step so far; None where nobody judges losses.
+            gradient_norm: L2 norm of all gradients; None where nobody judges norms and all are finite. Of both
+                ``nan`` says that one is not finite.
+        """
         ...
 
     def note_loss(self, loss: float | None, *, is_scaled: bool) -> None:
@@ -148,7 +154,7 @@ class UpdateGuard(StepPart):
         is_shared = id(optimizer) in self._shared
         if is_shared and (self._judge.judges_losses or any(map(self._is_of_this_rank, parameters))):
             figures = self._largest(figures, parameters[0])
-        may_update = self._judge.may_update(UpdateFigures(from_maximum(figures[1]), from_maximum(figures[0])))
+        may_update = self._judge.may_update(from_maximum(figures[1]), from_maximum(figures[0]))
         self._has_left_out = self._has_left_out or not may_update
         return may_update
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from ..hook.cadence import NEVER, crossed, next_multiple
+from ..hook.cadence import NEVER, Boundaries
 from ..hook.events import callbacks_of
 from ..hook.hook import Hook, order_callbacks, skippable
 from ..hook.stand_in import StandIn
@@ -47,7 +47,7 @@ class CallbackList(Hook):
         self.defaults = defaults
         self.callbacks: list[Any] = []
         self._adapters: list[pl.Callback] = []
-        self._step = 0
+        self._votes = Boundaries(self, every=AGREE_EVERY)
         for callback in callbacks:
             self.append(callback)
 
@@ -75,6 +75,7 @@ class CallbackList(Hook):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        self._votes = Boundaries(self, trainer.global_step, every=AGREE_EVERY)
         present = [callback for callback in callbacks_of(trainer) if callback not in self._adapters]
         view = view_of(trainer, pl_module)
         hosted = [*self.callbacks, *self._missing(trainer)]
@@ -105,17 +106,10 @@ class CallbackList(Hook):
         if trainer.world_size == 1:
             self.next_due_step = NEVER
             return
-        step = trainer.global_step
-        if crossed(self._step, step, AGREE_EVERY):
+        if self._votes.crosses(trainer.global_step):
             wants_stop = view_of(trainer, pl_module).wants_stop
             if trainer.strategy.reduce_boolean_decision(wants_stop, all=False):
                 trainer.should_stop = True
-        self._step = step
-        self.next_due_step = next_multiple(step, AGREE_EVERY)
-
-    @override
-    def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._step = trainer.global_step
 
     # The six hooks, called by a loop of one's own. Lightning and genlight call two of these names, with a module.
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import math
 import os
 import shlex
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,10 +19,9 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import EvaluationError
 from ...adapter.plumbing.redaction import hide_secrets
-from ...adapter.plumbing.threads import DaemonThreads
 from ..checkpoint.format.record import CheckpointRecord
 from ..checkpoint.policy import Checkpoint
-from ..hook.cadence import NEVER, StepCadence, crossed
+from ..hook.cadence import NEVER, Pace, StepCadence, crossed
 from ..hook.events import callbacks_of, publish_scores
 from ..hook.hook import Hook, skippable
 from ..stop.stop_requests import StopRequests
@@ -36,7 +31,7 @@ __all__ = ["EvaluateCommand"]
 LONGEST_OUTPUT = 1 << 20
 """Bytes of standard output, or of standard error, after which a command is killed."""
 POLL_S = 0.05
-"""How often a running command is polled, in seconds."""
+"""About how often a running command is polled, in seconds; between two steps."""
 GRACE_S = 2.0
 """How long a command may take to heed SIGTERM, in seconds; SIGKILL follows."""
 QUOTED = 500
@@ -50,14 +45,6 @@ _OF_A_RANK = frozenset(
     )
 )
 _PREFIXES_OF_A_RANK = ("TORCHELASTIC_", "SLURM_STEP_", "PMI_", "PMIX_", "OMPI_")
-WAIT_S = 0.1
-"""How often the end of a fit looks whether a stop was asked for, in seconds."""
-
-
-@dataclass(frozen=True)
-class _Running:
-    record: CheckpointRecord
-    scores: Future[dict[str, float]]
 
 
 class EvaluateCommand(Hook):
@@ -74,7 +61,7 @@ class EvaluateCommand(Hook):
     Args:
         command: Program and arguments, as a list or as one string that is split as a shell splits it. No shell runs it.
         every_n_steps: Score the first checkpoint after every so many steps, and the final one; 1 scores each, 0 none.
-        time_limit_s: After how many seconds a command is killed.
+        time_limit_s: After how many seconds a command is killed, between two steps.
         critical: Whether a failure ends the run.
 
     Raises:
@@ -85,10 +72,9 @@ class EvaluateCommand(Hook):
 
     writes = ("eval_scores",)
     every_n_steps = StepCadence()
-    _of_this_process = frozenset({"_running", "_waiting", "_canceled"})
-    _running: _Running | None = None
+    _of_this_process = frozenset({"_running", "_waiting"})
+    _running: tuple[CheckpointRecord, ScoreCommand] | None = None
     _waiting: CheckpointRecord | None = None
-    _canceled: threading.Event | None = None
     _not_events = Hook._not_events | {"on_fit_start"}
     # A run in which nothing could ever be scored is refused, also where a failing evaluation would be forgiven.
 
@@ -120,6 +106,9 @@ class EvaluateCommand(Hook):
         self.critical = critical
         self._step = 0
         self._begun_step: int | None = None
+        self._pace = Pace(POLL_S)
+        self._has_failed = False
+        """Whether training has failed, after which a checkpoint may still become durable."""
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -135,17 +124,17 @@ class EvaluateCommand(Hook):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._running = self._waiting = self._begun_step = None
-        self._canceled = threading.Event()
+        self._has_failed = False
         self._step = trainer.global_step
         self.next_due_step = 0
 
     @override
     def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._step = trainer.global_step
-        records = (self._running.record if self._running is not None else None, self._waiting)
+        records = (self._running[0] if self._running is not None else None, self._waiting)
         if any(record is not None and record.step > self._step for record in records):
             self._end()  # its scores would be taken for those of the step that comes again
-            self._canceled, self._begun_step = threading.Event(), None
+            self._begun_step = None
 
     @override
     def on_checkpoint_durable(
@@ -154,7 +143,7 @@ class EvaluateCommand(Hook):
         is_due = crossed(self._step, record.step, self.every_n_steps)
         self._step = max(self._step, record.step)
         is_last = record.final and self.every_n_steps > 0 and record.step != self._begun_step
-        if is_due or is_last:
+        if (is_due or is_last) and not self._has_failed:
             self._waiting = record
             self._begin_next()
 
@@ -163,30 +152,26 @@ class EvaluateCommand(Hook):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.next_due_step = NEVER  # before the look, which sees what ends meanwhile
-        if self._running is not None and self._running.scores.done():
-            self._report(trainer, self._running)
+        self.next_due_step = NEVER if self._running is None else self._pace.next_look(trainer.global_step)
+        self._report(trainer)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         stops = [callback for callback in callbacks_of(trainer) if isinstance(callback, StopRequests)]
         errors: list[EvaluationError] = []
-        while self._running is not None:
-            concurrent.futures.wait([self._running.scores], timeout=WAIT_S)
-            if not self._running.scores.done():
-                if any(stop.requested() is not None for stop in stops):
-                    break
-                continue
+        while self._running is not None and all(stop.requested() is None for stop in stops):
             try:
-                self._report(trainer, self._running)
+                self._report(trainer)
             except EvaluationError as error:
                 errors.append(error)
+            time.sleep(POLL_S)
         self._end()
         if errors:
             raise errors[0]
 
     @override
     def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._has_failed = True
         self._end()
 
     @override
@@ -197,29 +182,27 @@ class EvaluateCommand(Hook):
     def _begin_next(self) -> None:
         if self._running is not None or self._waiting is None:
             return
-        record = self._waiting
-        scores = DaemonThreads(1, "genlight-evaluation").submit(
-            run_score_command,
-            command_for(self.command, record.path, record.step),
-            time_limit_s=self.time_limit_s,
-            canceled=self._canceled,
-        )
-        self._running, self._waiting, self._begun_step = _Running(record, scores), None, record.step
-        scores.add_done_callback(self._wake)
-
-    def _wake(self, _: object) -> None:
+        record, self._waiting = self._waiting, None
+        self._begun_step = record.step
+        command = command_for(self.command, record.path, record.step)
+        self._running = record, ScoreCommand(command, time_limit_s=self.time_limit_s)
         self.next_due_step = 0
 
-    def _report(self, trainer: pl.Trainer, running: _Running) -> None:
+    def _report(self, trainer: pl.Trainer) -> None:
         """Report the scores of a command that has ended, and begin the next one."""
+        if self._running is None:
+            return
+        record, command = self._running
         try:
-            scores = running.scores.result()
-        except Exception as error:
+            scores = command.poll()
+        except EvaluationError as error:
             self._running = None
             self._begin_next()
-            raise EvaluationError(f"{error} (checkpoint of step {running.record.step})") from error
+            raise EvaluationError(f"{error} (checkpoint of step {record.step})") from error
+        if scores is None:
+            return
         try:
-            publish_scores(trainer, scores, running.record.step)
+            publish_scores(trainer, scores, record.step)
         finally:
             self._running = None  # retention leaves the checkpoint until its score is known
             self._begin_next()
@@ -228,14 +211,12 @@ class EvaluateCommand(Hook):
         """End what runs, and forget what waits; returns once no process is left."""
         running, self._running, self._waiting = self._running, None, None
         if running is not None:
-            if self._canceled is not None:
-                self._canceled.set()
-            concurrent.futures.wait([running.scores])
+            running[1].end()
 
     def _files_in_use(self) -> Collection[Path]:
         """The files that retention must keep; asked in the thread that writes."""
         waiting, running = self._waiting, self._running
-        return [record.path for record in (waiting, running.record if running else None) if record is not None]
+        return [record.path for record in (waiting, running[0] if running else None) if record is not None]
 
 
 def command_for(command: Sequence[str], checkpoint: Path, step: int) -> list[str]:
@@ -245,50 +226,84 @@ def command_for(command: Sequence[str], checkpoint: Path, step: int) -> list[str
     return [argument.replace("{checkpoint}", str(checkpoint)).replace("{step}", str(step)) for argument in arguments]
 
 
-def run_score_command(
-    arguments: Sequence[str], *, time_limit_s: float, canceled: threading.Event | None = None
-) -> dict[str, float]:
-    """Run a command in a process group of its own, and return the scores that it prints.
+class ScoreCommand:
+    """A command that prints scores, in a process group of its own, which is killed when it ends or is ended.
 
-    It gets no standard input, and none of the variables that make a process a rank of this run. What is left of its
-    process group is killed when this returns.
+    It gets no standard input, and none of the variables that make a process a rank of this run.
 
     Args:
         arguments: Program and arguments; no shell reads them.
-        time_limit_s: After how many seconds it is ended: SIGTERM, and SIGKILL 2 s later.
-        canceled: Ends it when set.
+        time_limit_s: After how many seconds it is ended.
 
     Raises:
-        EvaluationError: It could not be started, failed, took too long, printed too much, or printed no scores.
+        EvaluationError: It could not be started.
     """
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _OF_A_RANK and not name.startswith(_PREFIXES_OF_A_RANK)
-    }
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+
+    def __init__(self, arguments: Sequence[str], *, time_limit_s: float) -> None:
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in _OF_A_RANK and not name.startswith(_PREFIXES_OF_A_RANK)
+        }
+        self._time_limit_s = time_limit_s
+        self._ends_at = time.monotonic() + time_limit_s
+        self._output, self._errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - `_close`
         try:
-            process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 arguments,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=errors,
+                stdout=self._output,
+                stderr=self._errors,
                 env=environment,
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
+            self._close()
             raise EvaluationError(f"the evaluation command {arguments[0]!r} cannot be started: {error}") from error
-        try:
-            problem = _wait(process, time_limit_s, canceled, (output, errors))
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)  # also what the command left behind
-            process.wait()
-        if problem is None and process.returncode:
-            problem = _ending(process.returncode)
-        if problem is not None:
-            said = hide_secrets(_end_of(errors, 16 * QUOTED)).strip()[-QUOTED:]
-            raise EvaluationError(f"the evaluation command {problem}{f': {said}' if said else ''}")
-        return parse_scores(_end_of(output, LONGEST_OUTPUT))
+
+    def has_ended(self) -> bool:
+        """Whether it has, without reaping it: as long as it is not, no other process group can get its number."""
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def poll(self) -> dict[str, float] | None:
+        """The scores, once it has ended, which is to be asked for until then; None while it runs.
+
+        Raises:
+            EvaluationError: It failed, took too long, printed too much, or printed no scores.
+        """
+        has_ended, problem = self.has_ended(), ""
+        if max(os.fstat(file.fileno()).st_size for file in (self._output, self._errors)) > LONGEST_OUTPUT:
+            problem = f"printed more than {LONGEST_OUTPUT:,} bytes"
+        elif not has_ended and time.monotonic() >= self._ends_at:
+            problem = f"did not end within {self._time_limit_s:g} s and was killed"
+        elif not has_ended:
+            return None
+        self._kill()
+        with self._output, self._errors:
+            if self._process.returncode and not problem:
+                problem = _ending(self._process.returncode)
+            if problem:
+                said = hide_secrets(_end_of(self._errors, 16 * QUOTED)).strip()[-QUOTED:]
+                raise EvaluationError(f"the evaluation command {problem}{f': {said}' if said else ''}")
+            return parse_scores(_end_of(self._output, LONGEST_OUTPUT))
+
+    def end(self) -> None:
+        """End it; returns once no process of it is left."""
+        self._kill()
+        self._close()
+
+    def _close(self) -> None:
+        self._output.close()
+        self._errors.close()
+
+    def _kill(self) -> None:
+        if not self.has_ended():
+            os.killpg(self._process.pid, signal.SIGTERM)
+            killed_at = time.monotonic() + GRACE_S
+            while not self.has_ended() and time.monotonic() < killed_at:
+                time.sleep(POLL_S)
+        os.killpg(self._process.pid, signal.SIGKILL)  # also what the command left behind
+        self._process.wait()
 
 
 def parse_scores(text: str) -> dict[str, float]:
@@ -308,38 +323,6 @@ def parse_scores(text: str) -> dict[str, float]:
         f"the evaluation command printed {problem}; its last line must be a JSON object of finite numbers, such as "
         '{"val/loss": 0.25}'
     )
-
-
-def _wait(
-    process: subprocess.Popen[bytes], time_limit_s: float, canceled: threading.Event | None, files: Sequence[IO[bytes]]
-) -> str | None:
-    """Return when `process` has ended, or was told to: why, or None where it ended by itself."""
-    deadline = time.monotonic() + time_limit_s
-    while True:
-        has_ended = _has_ended(process)  # first: what it prints until then counts
-        if max(os.fstat(file.fileno()).st_size for file in files) > LONGEST_OUTPUT:
-            problem = f"printed more than {LONGEST_OUTPUT:,} bytes"
-        elif has_ended:
-            return None
-        elif time.monotonic() >= deadline:
-            problem = f"did not end within {time_limit_s:g} s and was killed"
-        elif canceled is not None and canceled.is_set():
-            problem = "was ended with the run"
-        else:
-            time.sleep(POLL_S)
-            continue
-        break
-    if not has_ended:
-        os.killpg(process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + GRACE_S
-        while not _has_ended(process) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-    return problem
-
-
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it has, without reaping it: as long as it is not, no other process group can get its number."""
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _ending(code: int) -> str:

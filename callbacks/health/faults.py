@@ -19,7 +19,6 @@ __all__ = [
     "Limits",
     "Reading",
     "Rung",
-    "UpdateFigures",
     "as_maximum",
     "from_maximum",
 ]
@@ -145,13 +144,6 @@ class History:
             before, self.rate = self.rate, reading.highest_rate
             self.rate_has_fallen = self.rate_has_fallen or (before is not None and self.rate < before)
 
-    def add_update(self, loss: float | None, gradient_norm: float | None) -> None:
-        """Have later updates be judged by one without a fault, too."""
-        if loss is not None and math.isfinite(loss):
-            self.losses.append(loss)
-        if gradient_norm is not None and math.isfinite(gradient_norm):
-            self.largest_norms.append(gradient_norm)
-
     def spread(self) -> tuple[float, float] | None:
         """Median of the losses before this check, and their standard deviation by the median of the deviations.
 
@@ -162,16 +154,6 @@ class History:
         median = statistics.median(self.losses)
         deviation = statistics.median(abs(loss - median) for loss in self.losses)
         return median, 1.4826 * deviation
-
-
-@dataclass(frozen=True)
-class UpdateFigures:
-    """An update before it is made, over all ranks."""
-
-    loss: float | None = None
-    """The largest loss of the backward calls of this step so far, ``nan`` where one is not finite; None without one."""
-    gradient_norm: float | None = None
-    """L2 norm of all gradients, ``nan`` where one is not finite; None where nobody asks."""
 
 
 def as_maximum(value: float | None) -> float:

@@ -31,13 +31,12 @@ from .faults import (
     History,
     Limits,
     Rung,
-    UpdateFigures,
     as_maximum,
     from_maximum,
 )
 from .readings import scaled_by
 from .roll_back import Target, abandon_later, last_good_checkpoint, position_of_data, restore
-from .rules import faults_of_update
+from .rules import faults_of_update, reading_of_update
 from .watch_nonfinite import WatchNonfinite
 
 __all__ = ["Attempt", "Ladder", "Recover"]
@@ -256,17 +255,21 @@ class Recover(Hook):
 
     # What the guard of updates asks, within a step.
 
-    def may_update(self, figures: UpdateFigures) -> bool:
+    def may_update(self, loss: float | None, gradient_norm: float | None) -> bool:
         """Whether an update is made; asked with the same figures on all ranks."""
         assert self._trainer is not None
         if self._leaves_out_next:
             self._leaves_out_next, self._has_left_out = False, True
             return False
-        found = faults_of_update(figures, self._trainer.global_step + 1, self.history, self.limits, self.faults)
+        found = self._faults_of(self._trainer.global_step + 1, loss, gradient_norm)
         self._found += found
-        self._norm = figures.gradient_norm if self._norm is None else max(self._norm, figures.gradient_norm or 0.0)
+        self._norm = gradient_norm if self._norm is None else max(self._norm, gradient_norm or 0.0)
         self._has_left_out = self._has_left_out or bool(found)
         return not found
+
+    def _faults_of(self, step: int, loss: float | None, gradient_norm: float | None) -> list[Fault]:
+        reading = reading_of_update(step, loss, gradient_norm)
+        return faults_of_update(reading, self.history, self.limits, self.faults)
 
     def note_loss(self, loss: float | None, *, is_scaled: bool) -> None:
         """A step has ended, of which this is the largest loss on this rank; ``nan`` where one is not finite."""
@@ -278,13 +281,12 @@ class Recover(Hook):
     ) -> None:
         step = trainer.global_step
         loss = self._loss if trainer.world_size == 1 else _of_all_ranks(trainer, self._loss)
-        of_loss = faults_of_update(UpdateFigures(loss), step, self.history, self.limits, self.faults)
-        found = {fault.kind: fault for fault in (*of_loss, *self._found)}
+        found = {fault.kind: fault for fault in (*self._faults_of(step, loss, None), *self._found)}
         if found and not self._has_left_out:
             # Gradients that wait for the end of a window; a scaler leaves out its updates by itself.
             self._leaves_out_next = not scaled_by(trainer, pl_module)
         if not self._has_left_out and not found:
-            self.history.add_update(loss if self.judges_losses else None, self._norm)
+            self.history.add(reading_of_update(step, loss if self.judges_losses else None, self._norm))
         self._forget_step()
         if found:
             self._climb(trainer, list(found.values()))

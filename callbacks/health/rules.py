@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .faults import FAULT_KINDS, Fault, History, Limits, Reading, UpdateFigures
+from .faults import FAULT_KINDS, Fault, History, Limits, Reading
 
-__all__ = ["faults_of_update", "find_faults"]
+__all__ = ["faults_of_update", "find_faults", "reading_of_update"]
 
 MOST_NAMES = 5
 NORMS_FOR_MEDIAN = 5
@@ -295,15 +295,17 @@ _ALL = "all parameters"
 """How a figure names the gradient of everything that an optimizer updates."""
 
 
-def faults_of_update(
-    figures: UpdateFigures, step: int, history: History, limits: Limits, kinds: Collection[str]
-) -> list[Fault]:
-    """The faults of `kinds` that an update of `step` would have."""
-    reading = Reading(
+def reading_of_update(step: int, loss: float | None, gradient_norm: float | None) -> Reading:
+    """The reading of an update before it is made; None is what nobody has measured."""
+    return Reading(
         step=step,
-        losses=() if figures.loss is None else ((step, figures.loss),),
-        gradient_norms={} if figures.gradient_norm is None else {_ALL: figures.gradient_norm},
+        losses=() if loss is None else ((step, loss),),
+        gradient_norms={} if gradient_norm is None else {_ALL: gradient_norm},
     )
+
+
+def faults_of_update(reading: Reading, history: History, limits: Limits, kinds: Collection[str]) -> list[Fault]:
+    """The faults of `kinds` that an update with this reading would have."""
     rules = [rule for kind in FAULT_KINDS if kind in kinds for rule in _RULES_OF_UPDATES[kind]]
     return list(find_faults(reading, history, limits, rules=rules))
 

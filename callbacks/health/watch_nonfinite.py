@@ -16,7 +16,6 @@ from ..finite import are_finite
 from ..hook.cadence import Boundaries, StepCadence
 from ..hook.events import log_to_loggers
 from ..hook.hook import Hook, ending_the_run, skippable
-from .faults import UpdateFigures
 from .readings import scaled_by
 
 __all__ = ["NONFINITE_STEP", "WatchNonfinite"]
@@ -91,10 +90,10 @@ class WatchNonfinite(Hook):
             self._left_out = self._left_out_in_a_row = self._first_left_out_at = 0
             self._has_spoken = False
 
-    def may_update(self, figures: UpdateFigures) -> bool:
-        """Whether an update is made, by the gradients of all ranks."""
-        self._count(left_out=figures.gradient_norm is not None)
-        return figures.gradient_norm is None
+    def may_update(self, loss: float | None, gradient_norm: float | None) -> bool:
+        """Whether an update is made, by the gradients of all ranks, which have a norm only if one is not finite."""
+        self._count(left_out=gradient_norm is not None)
+        return gradient_norm is None
 
     def note_loss(self, loss: float | None, *, is_scaled: bool) -> None:
         """A step has ended; where a gradient scaler leaves out updates, its loss alone says whether it did."""

@@ -47,15 +47,16 @@ class StepCadence:
 
 
 class Boundaries:
-    """Which boundaries of its ``every_n_steps`` a hook has seen, so that it acts once for each.
+    """Which boundaries of a cadence a hook has seen, so that it acts once for each; a roll-back rewinds them.
 
     Args:
         hook: Gets the step it waits for, as ``next_due_step``.
         step: The step that was completed last; boundaries before it are over.
+        every: The cadence; None is the ``every_n_steps`` of the hook.
     """
 
-    def __init__(self, hook: Any, step: int = 0) -> None:
-        self._hook, self._step = hook, step
+    def __init__(self, hook: Any, step: int = 0, *, every: int | None = None) -> None:
+        self._hook, self._step, self._every = hook, step, every
 
     def rewind(self, step: int) -> None:
         """Wait for the boundaries after `step` again."""
@@ -63,7 +64,7 @@ class Boundaries:
 
     def crosses(self, step: int) -> bool:
         """Whether a boundary lies behind the last step that was given here and not behind `step`."""
-        every = self._hook.every_n_steps
+        every: int = self._hook.every_n_steps if self._every is None else self._every
         self._hook.next_due_step = next_multiple(step, every)
         previous, self._step = self._step, step
         return crossed(previous, step, every)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-import queue
-import threading
-from collections.abc import Mapping
+import time
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,8 +13,7 @@ import psutil
 import torch
 from typing_extensions import override
 
-from ...adapter.plumbing.threads import started
-from ..hook.cadence import NEVER
+from ..hook.cadence import Pace
 from ..hook.events import FIGURES_FIELD, publish_figures
 from ..hook.hook import Hook, skippable
 
@@ -26,8 +24,6 @@ log = logging.getLogger(__name__)
 
 class SystemMonitor(Hook):
     """Sends the load of rank zero's machine to every logger as ``system/…``.
-
-    A background thread samples; steps only publish its last reading.
 
     - ``cpu_percent`` of all processors together, ``memory_percent`` and ``memory_used_bytes`` of the machine, and
       ``disk_free_bytes`` where ``default_root_dir`` lies.
@@ -43,78 +39,34 @@ class SystemMonitor(Hook):
     """
 
     writes = (FIGURES_FIELD,)
-    _of_this_process = frozenset({"_thread", "_stopped"})
-    _thread: threading.Thread | None = None
+    _of_this_process = frozenset({"_machine"})
+    _machine: _Machine | None = None
 
     def __init__(self, every_s: float = 10.0) -> None:
-        if not 0 < every_s < threading.TIMEOUT_MAX:
+        if not 0 < every_s < math.inf:
             raise ValueError(f"Invalid `every_s`. Expected a positive number of seconds, but received {every_s!r}.")
         self.every_s = every_s
-        self._newest: Mapping[str, float] = {}
-        self._has_news = False
-        self._failure: Exception | None = None
+        self._pace = Pace(every_s)
+        self._next_at = 0.0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end()
-        self.next_due_step = NEVER
         device = trainer.strategy.root_device
         gpus = _gpus_of_this_machine(trainer, device) if device.type == "cuda" else ()
-        self._newest, self._has_news, self._failure = {}, False, None
-        # Not an Event: an interrupt inside of its `set` can leave its lock held for ever.
-        self._stopped: queue.SimpleQueue[None] = queue.SimpleQueue()
-        machine = _Machine(trainer.default_root_dir, gpus)
-        thread = threading.Thread(target=self._watch, args=(machine,), name="genlight-system-monitor", daemon=True)
-        self._thread = started(thread)
+        self._machine = _Machine(trainer.default_root_dir, gpus)
+        self._pace = Pace(self.every_s)
+        self._next_at = time.monotonic() + self.every_s
 
     @skippable
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.next_due_step = NEVER  # before the look, which sees what is read meanwhile
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-        has_news, self._has_news = self._has_news, False
-        if has_news:
-            publish_figures(trainer, self._newest)
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end()
-
-    @override
-    def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._end()
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().teardown(trainer, pl_module, stage)
-        self._end()
-
-    def _end(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._stopped.put(None)
-            thread.join()
-
-    def _watch(self, machine: _Machine) -> None:
-        """In the thread: read the machine, and have the next step publish it, until the end or a failure."""
-        while self._failure is None:
-            try:
-                self._stopped.get(timeout=self.every_s)
-            except queue.Empty:
-                pass
-            else:
-                return
-            try:
-                self._newest, self._has_news = machine.read(), True
-            except Exception as error:  # noqa: BLE001  # raised in the training thread, under the policy of the hook
-                self._failure = error
-                return
-            finally:
-                self.next_due_step = 0
+        self.next_due_step = self._pace.next_look(trainer.global_step)
+        now = time.monotonic()
+        if now >= self._next_at and self._machine is not None:
+            self._next_at = now + self.every_s
+            publish_figures(trainer, self._machine.read())
 
 
 class _Machine:

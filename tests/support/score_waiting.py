@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from genlight.callbacks import EvaluateCommand, Hook
 
 PATIENCE_S = 120.0
@@ -14,5 +16,7 @@ class WaitsForScores(Hook):
         self.evaluate = evaluate
 
     def on_train_batch_start(self, *_):
-        if self.evaluate._running is not None:
-            self.evaluate._running.scores.exception(timeout=PATIENCE_S)
+        end = time.monotonic() + PATIENCE_S
+        while self.evaluate._running is not None and not self.evaluate._running[1].has_ended():
+            assert time.monotonic() < end
+            time.sleep(0.01)

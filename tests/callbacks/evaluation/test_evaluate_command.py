@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from genlight.adapter import EvaluationError
 from genlight.callbacks import Checkpoint, EvaluateCommand, Hook, LogMetrics
-from genlight.callbacks.evaluation.evaluate_command import parse_scores, run_score_command
+from genlight.callbacks.evaluation.evaluate_command import ScoreCommand, parse_scores
 from genlight.callbacks.hook.events import run_state_of
 from support.score_waiting import WaitsForScores
 
@@ -27,6 +27,13 @@ def program(folder: Path, body: str) -> list[str]:
     path = folder / "score.py"
     path.write_text("import json, os, signal, sys, time\n" + textwrap.dedent(body))
     return [sys.executable, str(path)]
+
+
+def run_score_command(arguments: list[str], *, time_limit_s: float) -> dict[str, float]:
+    command = ScoreCommand(arguments, time_limit_s=time_limit_s)
+    while (scores := command.poll()) is None:
+        time.sleep(0.01)
+    return scores
 
 
 class Heard(Hook):
