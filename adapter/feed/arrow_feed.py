@@ -53,8 +53,9 @@ class ArrowFeed:
     ranks and may be loaded on another number of ranks or with another batch size.
 
     Args:
-        source: Paths, folders, patterns or URLs of Parquet files; tables or record batches; a data frame (pandas,
-            polars, …, read whole into memory); a Hugging Face dataset; a `Source`.
+        source: Paths, folders, patterns or URLs of Parquet files, or of Arrow IPC files (``.arrow``, ``.ipc``,
+            ``.feather``), which are mapped into memory; tables or record batches; a data frame (pandas, polars, …,
+            read whole into memory); a Hugging Face dataset; a `Source`.
         batch_size: Rows a step and rank. The last step of an epoch may have fewer; see `plan`.
         readahead: Decoded chunks of up to 32 MiB kept ready by a background thread; 0 decodes in the training thread.
         columns: Columns to read, in this order; None means all.

@@ -1,4 +1,4 @@
-"""Where Parquet files lie: local paths, folders, patterns, and URLs of any file system.
+"""Where Parquet and Arrow files lie: local paths, folders, patterns, and URLs of any file system.
 
 A plain path is local, and so is a ``file:`` URL, in which ``%20`` is a blank. Any other URL goes to the file system
 that Arrow has for it (``s3://``, ``gs://``, ``hdfs://``), else to the one that fsspec has (``hf://``, ``memory://``,
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -28,8 +28,7 @@ __all__ = ["DataFile", "PathLike", "expand"]
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
-DATA_SUFFIXES = (".parquet", ".parq")
-"""What counts as data in a folder."""
+DATA_SUFFIXES = (".parquet", ".parq", ".arrow", ".ipc", ".feather")
 _ARROW_SCHEMES = ("s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss")
 _PATTERN = frozenset("*?[")
 
@@ -81,8 +80,10 @@ class DataFile:
         return f"; there is no folder {folder}"
 
 
-def expand(paths: PathLike | Iterable[PathLike], *, filesystem: Any = None) -> list[DataFile]:
-    """The files behind `paths`: a folder stands for its files of `DATA_SUFFIXES`, a pattern for its matches.
+def expand(
+    paths: PathLike | Iterable[PathLike], *, filesystem: Any = None, suffixes: Sequence[str] = DATA_SUFFIXES
+) -> list[DataFile]:
+    """The files behind `paths`: a folder stands for the files in it with one of `suffixes`, a pattern for its matches.
 
     Folders and patterns come sorted by path, so that every rank sees the same order. A path that does not exist is
     returned as it is; reading its metadata tells.
@@ -90,6 +91,7 @@ def expand(paths: PathLike | Iterable[PathLike], *, filesystem: Any = None) -> l
     Args:
         paths: One or many paths or URLs.
         filesystem: A `pyarrow.fs.FileSystem` or fsspec file system that all paths belong to; None finds it from each.
+        suffixes: What counts as data in a folder.
 
     Raises:
         InputError: No path was given, a pattern or folder matches nothing, or the scheme of the URL is unknown.
@@ -97,21 +99,21 @@ def expand(paths: PathLike | Iterable[PathLike], *, filesystem: Any = None) -> l
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not given:
         raise InputError("No data files: `parquet_paths` is empty.")
-    return [file for path in given for file in _expand_one(os.fspath(path), filesystem)]
+    return [file for path in given for file in _expand_one(os.fspath(path), filesystem, suffixes)]
 
 
-def _expand_one(name: str, filesystem: Any) -> list[DataFile]:
+def _expand_one(name: str, filesystem: Any, suffixes: Sequence[str]) -> list[DataFile]:
     with _naming(name):
         system, path = _locate(name, filesystem)
         if _PATTERN & set(path) and system.get_file_info(path).type == fs.FileType.NotFound:
             matches = _matches(system, path)
-            found = [p for match, folder in matches for p in (_data_in(system, match) if folder else [match])]
+            found = [p for match, folder in matches for p in (_data_in(system, match, suffixes) if folder else [match])]
         elif system.get_file_info(path).type == fs.FileType.Directory:
-            found = _data_in(system, path)
+            found = _data_in(system, path, suffixes)
         else:
             return [DataFile(name, system, path)]
     if not found:
-        raise InputError(f"{name} matches no file that ends in {' or '.join(DATA_SUFFIXES)}")
+        raise InputError(f"{name} matches no file that ends in {' or '.join(suffixes)}")
     local = isinstance(system, fs.LocalFileSystem)
     return [DataFile(p if local else _renamed(name, p), system, p) for p in found]
 
@@ -144,9 +146,9 @@ def _renamed(name: str, path: str) -> str:
     return f"{scheme}://{path.lstrip('/')}" if separator else path
 
 
-def _data_in(system: fs.FileSystem, folder: str) -> list[str]:
+def _data_in(system: fs.FileSystem, folder: str, suffixes: Sequence[str]) -> list[str]:
     infos = system.get_file_info(fs.FileSelector(folder, recursive=True))
-    files = [info.path for info in infos if info.type == fs.FileType.File and info.path.endswith(DATA_SUFFIXES)]
+    files = [info.path for info in infos if info.type == fs.FileType.File and info.path.endswith(tuple(suffixes))]
     return sorted(path for path in files if not _is_hidden(path.removeprefix(folder)))
 
 

@@ -61,12 +61,13 @@ class Source(Protocol):
 
 
 class TableSource:
-    """Tables and record batches; without filters nothing is copied.
+    """Tables and record batches in memory, or mapped into it; without filters nothing is copied.
 
     Args:
         tables: Name and table or record batch; each chunk becomes a group. Names are what errors say.
         columns: Columns to hand out, in this order; None means all.
         filters: See `as_expression`; rows for which it is not true are left out.
+        files: The file behind each table, where there is one, and its stamp when it was opened.
 
     Raises:
         InputError: A column is missing, schemas differ, or the tables hold no rows.
@@ -78,8 +79,10 @@ class TableSource:
         *,
         columns: Sequence[str] | None = None,
         filters: Any = None,
+        files: Mapping[str, tuple[DataFile, tuple[int, int]]] | None = None,
     ) -> None:
         given = list(tables)
+        self._files = dict(files or {})
         self.schema, errors = project([(name, table.schema) for name, table in given], columns)
         expression = as_expression(filters)
         if expression is not None and not errors:
@@ -92,7 +95,9 @@ class TableSource:
         if not sum(self.group_rows):
             raise input_error([f"no rows {'pass the filters' if filters is not None else ''} in {given[0][0]}"])
         self.row_bytes = sum(batch.nbytes for batch in self._groups) / sum(self.group_rows)
-        self.fingerprint = fingerprint([str(self.group_rows), *([] if expression is None else [str(expression)])])
+        facts = [f"{os.path.basename(file.path)}:{size}" for file, (size, _) in self._files.values()]
+        filtered = [] if expression is None else [str(expression)]
+        self.fingerprint = fingerprint([*facts, str(self.group_rows), *filtered])
 
     def _decoded(self, table: pa.Table | pa.RecordBatch, expression: Any) -> Iterator[pa.RecordBatch]:
         for batch in table.to_batches() if isinstance(table, pa.Table) else [table]:
@@ -104,8 +109,16 @@ class TableSource:
         return False
 
     def read(self, first: int, last: int, max_bytes: int, skip: int = 0) -> Iterator[pa.RecordBatch]:
-        """See `Source`; a group is handed out whole, because that costs nothing."""
-        yield from self._groups[first : last + 1]
+        """See `Source`; a group is handed out whole, because that costs nothing.
+
+        Raises:
+            InputError: The file behind it has changed, and its rows, which are mapped into memory, with it.
+        """
+        for group in range(first, last + 1):
+            if self._names[group] in self._files:
+                file, stamp = self._files[self._names[group]]
+                file.require(stamp, self.label(group))
+            yield self._groups[group]
 
     def label(self, group: int) -> str:
         """See `Source`."""
@@ -382,10 +395,7 @@ def _read_footer(file: DataFile, columns: Sequence[str] | None) -> _Footer | str
         number = error.errno if isinstance(error, OSError) else None  # Arrow has some of its own, without a number
         if number is not None:
             return f"{file.name}: cannot be read: {os.strerror(number)}"
-        hint = ""
-        if file.path.endswith((".arrow", ".ipc", ".feather")):
-            hint = "; write it by `pyarrow.parquet.write_table`, or give the feed its table"
-        return f"{file.name}: not a complete Parquet file ({error}){hint}"
+        return f"{file.name}: not a complete Parquet file ({error})"
     except Exception as error:  # noqa: BLE001 - each file system has errors of its own
         return f"{file.name}: {type(error).__name__}: {error}"
 
@@ -403,6 +413,7 @@ def _group_bytes(metadata: pq.FileMetaData, columns: Sequence[str] | None) -> tu
 
 _PATHS = (str, os.PathLike)
 _TABLES = (pa.Table, pa.RecordBatch)
+_IPC_SUFFIXES = (".arrow", ".ipc", ".feather")
 
 
 def open_source(given: Any, *, columns: Sequence[str] | None, filters: Any, filesystem: Any) -> Source:
@@ -425,7 +436,13 @@ def open_source(given: Any, *, columns: Sequence[str] | None, filters: Any, file
     if items and isinstance(items[0], _TABLES):
         named = [(f"table {i}", item) for i, item in enumerate(items)]
         return TableSource(named, columns=columns, filters=filters)
-    return ParquetSource(expand(items, filesystem=filesystem), columns=columns, filters=filters)
+    files = expand(items, filesystem=filesystem)
+    mapped = [file.path.endswith(_IPC_SUFFIXES) for file in files]
+    if all(mapped):
+        return _ipc_source(files, columns, filters)
+    if any(mapped):
+        raise InputError("Arrow IPC files and Parquet files cannot be mixed in one feed.")
+    return ParquetSource(files, columns=columns, filters=filters)
 
 
 def _items(given: Any) -> list[Any]:
@@ -458,3 +475,26 @@ def _hugging_face_table(dataset: Any) -> pa.Table:
     # A dataset that was shuffled or selected from keeps its table and a list of indices.
     whole = dataset.flatten_indices() if getattr(dataset, "_indices", None) is not None else dataset
     return whole.data.table
+
+
+def _ipc_source(files: Iterable[DataFile], columns: Sequence[str] | None, filters: Any) -> TableSource:
+    tables, opened, errors = [], {}, []
+    for file in files:
+        try:
+            opened[file.name] = file, file.stamp()
+            tables.append((file.name, _ipc_table(file)))
+        except InputError as error:
+            errors.append(str(error))
+        except (pa.ArrowException, OSError) as error:
+            errors.append(f"{file.name}: not a complete Arrow IPC file ({error})")
+    if errors:
+        raise input_error(errors)
+    return TableSource(tables, columns=columns, filters=filters, files=opened)
+
+
+def _ipc_table(file: DataFile) -> pa.Table:
+    handle = pa.memory_map(file.path) if file.local else file.filesystem.open_input_file(file.path)
+    if handle.read(6) == b"ARROW1":
+        return pa.ipc.open_file(handle).read_all()
+    handle.seek(0)
+    return pa.ipc.open_stream(handle).read_all()

@@ -80,14 +80,55 @@ def test_tables_and_record_batches_are_handed_out_without_a_copy():
     assert all_ids([table, table]) == [*range(6), *range(6)]
 
 
-def test_a_file_of_arrow_is_no_parquet_and_its_table_can_be_given(tmp_path):
-    path, table = tmp_path / "data.arrow", pa.table({"id": np.arange(6)})
+@pytest.mark.parametrize("kind", ["file", "stream"])
+def test_arrow_ipc_files_are_mapped_into_memory(tmp_path, kind):
+    table = pa.table({"id": np.arange(6)})
+    path = tmp_path / "data.arrow"
+    with (pa.ipc.new_file if kind == "file" else pa.ipc.new_stream)(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+    before = pa.total_allocated_bytes()
+    feed = ArrowFeed(path, batch_size=2, epochs=1)
+    batches = list(feed)
+    assert pa.total_allocated_bytes() == before
+    assert [i for b in batches for i in b.column("id").to_pylist()] == list(range(6))
+
+
+def write_ipc(path, ids):
+    table = pa.table({"id": ids})
     with pa.ipc.new_file(path, table.schema) as writer:
         writer.write_table(table, max_chunksize=4)
-    with pytest.raises(InputError, match=r"data\.arrow: not a complete Parquet file .*; .* or give the feed its table"):
-        ArrowFeed(path).check()
-    mapped = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-    assert all_ids(mapped) == list(range(6))
+    return path
+
+
+def test_an_ipc_file_that_changes_while_it_is_mapped_is_an_error_and_not_other_rows(tmp_path):
+    path = write_ipc(tmp_path / "data.arrow", np.arange(400))
+    batches = iter(ArrowFeed(path, batch_size=4, epochs=1, readahead=0))
+    assert next(batches).column("id").to_pylist() == [0, 1, 2, 3]
+    write_ipc(path, np.arange(400)[::-1].copy())
+    with pytest.raises(InputError, match=r"data\.arrow, chunk 1: the file changed while it was read"):
+        next(batches)
+
+
+def test_a_position_is_refused_on_another_ipc_file_of_as_many_rows(tmp_path):
+    state = ArrowFeed(write_ipc(tmp_path / "a.arrow", np.arange(8))).state_dict()
+    with pytest.raises(InputError, match="other data"):
+        ArrowFeed(write_ipc(tmp_path / "b.arrow", np.arange(8))).load_state_dict(state)
+
+
+def test_a_truncated_ipc_file_is_an_input_error(tmp_path):
+    table = pa.table({"id": np.arange(1000)})
+    with pa.ipc.new_file(tmp_path / "data.arrow", table.schema) as writer:
+        writer.write_table(table)
+    whole = (tmp_path / "data.arrow").read_bytes()
+    (tmp_path / "data.arrow").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match=r"data\.arrow: not a complete Arrow IPC file"):
+        ArrowFeed(tmp_path / "data.arrow").check()
+
+
+def test_ipc_and_parquet_files_do_not_mix(rows_file, tmp_path):
+    (tmp_path / "x.arrow").write_bytes(b"")
+    with pytest.raises(InputError, match="cannot be mixed"):
+        ArrowFeed([rows_file(1), tmp_path / "x.arrow"]).check()
 
 
 def test_a_hugging_face_dataset_gives_its_arrow_table():
