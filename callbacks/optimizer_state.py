@@ -9,9 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["map_values", "named_values", "settings_and_counters", "with_step_hooks"]
+__all__ = ["map_values", "named_values", "parameters_of", "settings_and_counters", "with_step_hooks"]
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The tensors that `optimizer` holds now, in the order of its groups; one in two groups comes twice."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def named_values(entry: Any) -> Iterator[tuple[str, Any]]:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from ...callbacks.checkpoint import list_checkpoints, load, save
 from ...callbacks.checkpoint.capture import CONTRACT_KEY
+from ...callbacks.optimizer_state import parameters_of
 from ..contract.exceptions import ContractError, UnstorableStateError
 from ..contract.types import REQUIRED_HOOKS
 from ..discovery.discover import Found, check_unchanged
@@ -81,7 +82,7 @@ def _dynamic(subject: Subject, folder: Path) -> Iterator[Finding]:
     found_gradients: dict[int, bool] = {}
 
     def at_update(optimizer: Optimizer) -> None:
-        found = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        found = any(p.grad is not None for p in parameters_of(optimizer))
         found_gradients[id(optimizer)] = found or found_gradients.get(id(optimizer), False)
 
     try:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...callbacks.optimizer_state import parameters_of
 from ..discovery.children import below
 from ..discovery.discover import walk_both
 from ..module.module import ContractModule
@@ -97,7 +98,7 @@ def check_gradients(subject: Subject) -> Iterator[Finding]:
     stale: set[int] = set()
 
     def after(optimizer: Optimizer) -> None:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for parameter in parameters_of(optimizer):
             gradient = parameter.grad
             if gradient is None or gradient.layout is not torch.strided:
                 continue

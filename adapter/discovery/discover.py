@@ -21,6 +21,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ...callbacks.optimizer_state import parameters_of
 from ..contract.exceptions import ContractError
 from .children import ATOMS, GENERATORS, Reference, below, uncompiled
 
@@ -89,13 +90,8 @@ class Discovered:
 
     def optimized(self) -> Iterator[Tensor]:
         """Every tensor that an optimizer holds at this moment, each once, in the optimizers' order."""
-        seen: set[int] = set()
-        for found in self.optimizers:
-            for group in found.value.param_groups:
-                for parameter in group["params"]:
-                    if id(parameter) not in seen:
-                        seen.add(id(parameter))
-                        yield parameter
+        held = (parameter for found in self.optimizers for parameter in parameters_of(found.value))
+        yield from {id(parameter): parameter for parameter in held}.values()
 
     def not_optimized(self) -> list[Tensor]:
         """What a trainer may update itself, beside its optimizers: parameters and leaf tensors, each once."""
@@ -157,7 +153,7 @@ def discover(
     found = list(walk_both(state, trainer, host=host, tensors=aliases))
     modules = _outermost([(path, uncompiled(value)) for path, value in found if isinstance(value, nn.Module)])
     optimizers = _of(found, Optimizer)
-    optimized = {id(p) for _, optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    optimized = {id(p) for _, optimizer in optimizers for p in parameters_of(optimizer)}
     modules = [(path, module) for path, module in modules if not _is_skeleton(module, optimized)]
     tensors = _of(found, Tensor)
     known = {id(p) for _, module in modules for p in module.parameters()}

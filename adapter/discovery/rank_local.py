@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...callbacks.optimizer_state import named_values, settings_and_counters
+from ...callbacks.optimizer_state import named_values, parameters_of, settings_and_counters
 from ..contract.exceptions import ContractError
 from .discover import Discovered, Found
 
@@ -79,7 +79,7 @@ class RankLocal:
         local = self.ids(discovered)
         for found in discovered.optimizers:
             has_own_state = self.covers_state_of(found)
-            held = [p for group in found.value.param_groups for p in group["params"] if id(p) not in local]
+            held = [p for p in parameters_of(found.value) if id(p) not in local]
             for i, parameter in enumerate(held):
                 if id(parameter) not in paths:
                     paths[id(parameter)] = f"parameter {i} of {found.path}"
@@ -102,9 +102,7 @@ class RankLocal:
         """The optimizers that hold a parameter that is equal on all ranks."""
         local = self.ids(discovered)
         return tuple(
-            found
-            for found in discovered.optimizers
-            if any(id(p) not in local for group in found.value.param_groups for p in group["params"])
+            found for found in discovered.optimizers if any(id(p) not in local for p in parameters_of(found.value))
         )
 
     def ids(self, discovered: Discovered) -> set[int]:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...callbacks.checkpoint.sharded.slices import sharded_like, whole
-from ...callbacks.optimizer_state import map_values, named_values
+from ...callbacks.optimizer_state import map_values, named_values, parameters_of
 from .discover import Discovered, Found, walk
 
 __all__ = ["KeptByWrapper", "kept_by_wrappers", "known_parts", "with_inner_optimizers"]
@@ -38,7 +38,7 @@ class KeptByWrapper:
         Sharded ones are whole in looks, as everywhere in a checkpoint.
         """
         state = self.optimizer.state
-        entries = {place: state[p] for place, p in enumerate(self._parameters()) if p in state}
+        entries = {place: state[p] for place, p in enumerate(parameters_of(self.optimizer)) if p in state}
         return {"state": {place: map_values(whole, entry) for place, entry in entries.items()}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -47,16 +47,13 @@ class KeptByWrapper:
         named = {key: value for key, value in state.items() if isinstance(key, str)}  # of no parameter
         state.clear()
         state.update(named)
-        for place, parameter in enumerate(self._parameters()):
+        for place, parameter in enumerate(parameters_of(self.optimizer)):
             if place in saved["state"]:
                 entry = saved["state"][place]
                 values = {name: _beside(parameter, name, value) for name, value in named_values(entry)}
                 state[parameter] = values if isinstance(entry, Mapping) else values.popitem()[1]
         if self.shares_groups:
             self.optimizer.param_groups = self.wrapper.param_groups
-
-    def _parameters(self) -> Iterator[torch.Tensor]:
-        return (p for group in self.optimizer.param_groups for p in group["params"])
 
 
 def kept_by_wrappers(optimizers: tuple[Found[Optimizer], ...]) -> list[KeptByWrapper]:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from ...callbacks.optimizer_state import parameters_of
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 from .step_part import BackwardCall, StepPart
@@ -59,8 +60,7 @@ class Fp16(StepPart):
         self._averages = averages
         self._cannot_skip = not discovered.optimizers and any(True for _ in discovered.updated())
         self._by_hand = discovered.not_optimized()
-        held = ((optimizer, p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-        sharded = {id(optimizer) for optimizer, p in held if isinstance(p, DTensor)}
+        sharded = {id(each) for each in optimizers if any(isinstance(p, DTensor) for p in parameters_of(each))}
         self._checked_at_once = [each for each in optimizers if id(each) in sharded]
         self._checked_when_averaged = [each for each in optimizers if id(each) not in sharded]
         self._hooked: dict[int, Tensor] = {}
@@ -116,7 +116,7 @@ class Fp16(StepPart):
     @override
     def before_foreign_update(self, optimizer: Optimizer) -> None:
         """Refuse to update parameters that the step made: their gradients have the scale of the loss."""
-        if any(id(p) not in self._hooked for group in optimizer.param_groups for p in group["params"]):
+        if any(id(p) not in self._hooked for p in parameters_of(optimizer)):
             raise ContractError(
                 f"`train_step` updates by a {type(optimizer).__name__} that it made, by gradients that have the scale "
                 "of 16-mixed. Use bf16-mixed or 32-true."
@@ -167,7 +167,7 @@ class TrueUnitScaler(GradScaler):
     @torch.no_grad()
     def check(self, optimizer: Optimizer) -> None:
         """Remember whether a gradient of `optimizer` is not finite, without waiting for the device."""
-        found = _overflowed([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
+        found = _overflowed([p.grad for p in parameters_of(optimizer) if p.grad is not None])
         if found is None:
             return
         by_hand = self._found_by_hand

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...callbacks.lightning_internals import SUPPORTED
+from ...callbacks.optimizer_state import parameters_of
 from ..contract.exceptions import ContractError
 
 __all__ = [
@@ -121,6 +122,6 @@ def explained(error: BaseException, what: str = "`train_step`") -> ContractError
 
 def about_sharded_update(error: BaseException, optimizer: Optimizer) -> ContractError | None:
     """The same for an error of ``optimizer.step``; None where its parameters are not sharded."""
-    if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+    if not any(isinstance(p, DTensor) for p in parameters_of(optimizer)):
         return None
     return explained(error, f"{type(optimizer).__name__}.step()")

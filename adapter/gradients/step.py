@@ -37,6 +37,7 @@ from typing_extensions import override
 
 from ...callbacks.hook.events import callbacks_of
 from ...callbacks.lightning_internals import ddp_settings
+from ...callbacks.optimizer_state import parameters_of
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered, check_devices
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
@@ -344,7 +345,7 @@ class StepRouter:
                 "nor on the trainer, so that ranks would drift apart and overflows of fp16 would not be seen. "
                 "Build every module and optimizer in `configure`, and keep it in the state or on the trainer."
             )
-        if any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
+        if any(id(p) in self._parameters for p in parameters_of(optimizer)):
             raise ContractError(
                 f"`train_step` updates a module by a {type(optimizer).__name__} that was not there after "
                 "`configure`, so the strategy does not know it. Build every optimizer in `configure`, and keep it "

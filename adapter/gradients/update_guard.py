@@ -24,6 +24,7 @@ from ...callbacks.health.faults import as_maximum, from_maximum
 from ...callbacks.health.recover import Recover
 from ...callbacks.health.watch_nonfinite import WatchNonfinite
 from ...callbacks.hook.events import callbacks_of
+from ...callbacks.optimizer_state import parameters_of
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 from .step_part import BackwardCall, StepPart
@@ -145,7 +146,7 @@ class UpdateGuard(StepPart):
 
     def _is_to_be_made(self, optimizer: Optimizer) -> bool:
         """Whether the update of `optimizer` is made, on all ranks alike."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = list(parameters_of(optimizer))
         gradients = [_dense(p.grad) for p in parameters if p.grad is not None]
         is_finite = are_finite(gradients)
         norm = _norm(gradients) if is_finite and self._judge.judges_norms else None

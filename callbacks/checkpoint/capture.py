@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from ...adapter.contract.exceptions import CheckpointError, UnstorableStateError
 from ...adapter.plumbing.text import size_text
 from ..finite import are_finite
+from ..optimizer_state import parameters_of
 from .codec.state_tree import encode
 from .codec.tensor_bytes import as_uint8, bytes_of, content_digests
 from .codec.tensor_table import Entry, Slice, TensorTable, stored_as
@@ -198,7 +199,7 @@ _NAMED = 5
 
 def frozen_in(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
     """By name, the finite parameters of `module` that require no gradient and that none of `optimizers` holds."""
-    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    held = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
     parameters = module.named_parameters(remove_duplicate=False)
     found: dict[str, torch.Tensor] = {
         name: p for name, p in parameters if not p.requires_grad and id(p) not in held and _is_plain(p)

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..hook.events import callbacks_of
-from ..optimizer_state import map_values
+from ..optimizer_state import map_values, parameters_of
 from .format.record import is_remote, local_path
 from .sharded.rank_channel import RankGroups
 from .sharded.slices import keep_sharded, sharded_like, whole
@@ -260,7 +260,7 @@ def _placed(value: Any, parameter: torch.Tensor | None) -> Any:
 
 def _by_place(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """`state` with a parameter's number where it has its address, which differs between ranks and processes."""
-    places = {id(p): number for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    places = {id(p): number for number, p in enumerate(parameters_of(optimizer))}
 
     def renamed(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -274,7 +274,7 @@ def _by_place(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
 def _placed_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     if "state" not in state:  # a wrapper's own form of a state dict
         return state
-    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    parameters = dict(enumerate(parameters_of(optimizer)))
     placed = {
         number: map_values(functools.partial(_placed, parameter=parameters.get(number)), entry)
         for number, entry in state["state"].items()

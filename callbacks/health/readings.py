@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from ..optimizer_state import with_step_hooks
+from ..optimizer_state import parameters_of, with_step_hooks
 from .faults import Reading
 
 __all__ = ["Probe", "merged", "scaled_by"]
@@ -84,7 +84,7 @@ class Probe:
         given: Sequence[Any] = trainer.optimizers
         optimizers = [optimizer for optimizer in given if isinstance(optimizer, Optimizer)]
         self._optimizers = with_step_hooks(optimizers)
-        updated = {id(p) for optimizer in optimizers for p in _parameters(optimizer)}
+        updated = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
         named = {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) in updated}
         self._names = list(named)
         self._index = {id(p): index for index, p in enumerate(named.values())}
@@ -239,7 +239,7 @@ class Probe:
         self._is_updated = True
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         self._highest_rate = max([*rates, *([] if self._highest_rate is None else [self._highest_rate])], default=None)
-        used = [p for p in _parameters(optimizer) if id(p) in self._index and p.grad is not None]
+        used = [p for p in parameters_of(optimizer) if id(p) in self._index and p.grad is not None]
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = defaultdict(list)
         for parameter in used:
             gradient = _local(parameter.grad)
@@ -408,10 +408,6 @@ def _deviation(name: str, value: Sequence[float]) -> float:
     return math.inf if math.isnan(number) else max(number, 0.0) ** LATENT_METRICS[name.rpartition("/")[2]]
 
 
-def _parameters(optimizer: Optimizer) -> list[torch.nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _local(tensor: Any) -> torch.Tensor:
     """This rank's part of a gradient, dense."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -420,7 +416,7 @@ def _local(tensor: Any) -> torch.Tensor:
     return dense
 
 
-def _sample(parameter: torch.nn.Parameter) -> torch.Tensor:
+def _sample(parameter: torch.Tensor) -> torch.Tensor:
     """A view of some elements of a weight, evenly spread; empty where it cannot be viewed as one row."""
     local = _local(parameter)
     if not local.is_floating_point() or not local.is_contiguous():

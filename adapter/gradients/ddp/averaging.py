@@ -49,6 +49,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from ....callbacks.optimizer_state import parameters_of
 from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered
 from ...discovery.rank_local import EVERYTHING_SHARED, RankLocal
@@ -204,7 +205,7 @@ class Averaging(StepPart):
     @override
     def before_update(self, optimizer: Optimizer) -> bool:
         self._update_line = users_line()
-        first = next((p for group in optimizer.param_groups for p in group["params"]), "nothing")
+        first = next(parameters_of(optimizer), "nothing")
         self._wanted(Why.UPDATE, first)
         if id(optimizer) in self._updated:  # what is in its gradients now was written in place
             self._average(Why.UPDATE, first)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ....callbacks.optimizer_state import parameters_of
 from ...discovery.discover import Discovered, Found
 from ...discovery.rank_local import RankLocal
 
@@ -51,9 +52,7 @@ class AveragedParameters:
 
     def refresh(self) -> bool:
         """Follow parameters that were added, or that took the place of others with the same names; whether any did."""
-        in_groups = [
-            p for found in self._discovered.optimizers for group in found.value.param_groups for p in group["params"]
-        ]
+        in_groups = [p for found in self._discovered.optimizers for p in parameters_of(found.value)]
         before = self._in_groups
         if (
             before is not None

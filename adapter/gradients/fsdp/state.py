@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from ....callbacks.checkpoint.sharded.slices import WholeTensor, sharded_like, whole
-from ....callbacks.optimizer_state import map_values
+from ....callbacks.optimizer_state import map_values, parameters_of
 from .tensors import is_in_step
 
 __all__ = ["like", "whole_metrics", "whole_optimizer_states", "whole_payload", "whole_state_dicts"]
@@ -91,7 +91,7 @@ def _whole_optimizer_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str
 
 
 def _sharded_optimizer_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    numbered = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    numbered = dict(enumerate(parameters_of(optimizer)))
     state = {
         i: map_values(functools.partial(like, parameter=numbered[i]), entry) if i in numbered else entry
         for i, entry in state_dict["state"].items()

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from ....callbacks.checkpoint.sharded.slices import Box, slice_of
+from ....callbacks.optimizer_state import parameters_of
 from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered
 from ..rank_check import BACKWARD, END_OF_STEP, UPDATE, USED, RankAgreement
@@ -238,12 +239,7 @@ class ShardedStep(StepPart):
         self._backward = contextlib.ExitStack()
         """What ends with the backward call that runs."""
         self._had: list[bool] = []
-        self._updates_shards = any(
-            isinstance(p, DTensor)
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-        )
+        self._updates_shards = any(isinstance(p, DTensor) for each in optimizers for p in parameters_of(each))
         self._several_ranks, self._group, self._device = several_ranks, group, device
         self._agreement: RankAgreement | None = None
         self._has_failed = self._in_update = False
