@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,32 +48,19 @@ TRAINER_HOOK_EVENTS = (
     "on_training_end",
 )
 _ATTRIBUTE = "_genlight_trainer_state"
-_FACTS = {
-    "agent_step": "agent_step",
-    "epoch": "epoch",
-    "update_epoch": "update_epoch",
-    "mb_idx": "minibatch_index",
-    "rollout_stats": "rollout_stats",
-    "loss_stats": "loss_stats",
-    "eval_scores": "eval_scores",
-    "latest_checkpoint_uri": "latest_checkpoint_uri",
-    "stop_rollout": "stop_rollout",
-    "stop_update_epoch": "stop_update_epoch",
-}
+_FACTS = {each.name: each.name for each in fields(RunState)} | {"mb_idx": "minibatch_index"}
 """Fields that are facts of the run state, with their names there."""
 _EXTRA: Mapping[str, Any] = {"latest_wandb_uri": None}
 """Fields that are facts without a field of their own in the run state, with what they are at first."""
 _LIVE = ("optimizer", "policy", "experience", "stats_tracker", "timer", "training_env_id")
 """Fields that are live objects, which no checkpoint holds."""
-_ALWAYS_THERE = frozenset(_LIVE)
 
 
 class TrainerState:
     """The state that trainer hooks share: a view of the run state, and the live objects of the training.
 
-    Facts are read from and written to the `RunState`, which checkpoints hold: ``agent_step, epoch, update_epoch,
-    mb_idx`` (its ``minibatch_index``), ``stop_rollout, stop_update_epoch, rollout_stats, loss_stats, eval_scores,
-    latest_checkpoint_uri``, and ``latest_wandb_uri`` in its ``extra``.
+    Facts are read from and written to the `RunState`, which checkpoints hold: all of its fields, ``mb_idx`` (its
+    ``minibatch_index``), and ``latest_wandb_uri`` in its ``extra``.
 
     Live objects are ``policy`` (the trainer's ``policy`` or ``model``, else its only module, else the LightningModule),
     ``optimizer`` (the first), and ``experience``, ``timer``, ``stats_tracker`` and ``training_env_id``, as the state of
@@ -89,16 +77,11 @@ class TrainerState:
         AttributeError: A field that there is not; offers the nearest.
     """
 
-    __slots__ = ("_losses_of_step", "_module", "_own", "_run_state", "_trainer")
-
     def __init__(
         self, trainer: pl.Trainer | None = None, pl_module: pl.LightningModule | None = None, **fields: Any
     ) -> None:
-        object.__setattr__(self, "_trainer", trainer)
-        object.__setattr__(self, "_module", pl_module)
-        object.__setattr__(self, "_own", {})
-        object.__setattr__(self, "_losses_of_step", None)
-        object.__setattr__(self, "_run_state", RunState() if trainer is None else None)
+        run_state = RunState() if trainer is None else None
+        vars(self).update(_trainer=trainer, _module=pl_module, _own={}, _losses_of_step=None, _run_state=run_state)
         for name, value in fields.items():
             setattr(self, name, value)
 
@@ -128,12 +111,12 @@ class TrainerState:
         trainer = self._trainer
         if trainer is None or self._losses_of_step == trainer.global_step:
             return
-        object.__setattr__(self, "_losses_of_step", trainer.global_step)
+        vars(self)["_losses_of_step"] = trainer.global_step
         self.run_state.loss_stats = step_metrics(trainer, self._module) or self.run_state.loss_stats
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "loss_stats" and self._trainer is not None:
-            object.__setattr__(self, "_losses_of_step", self._trainer.global_step)
+            vars(self)["_losses_of_step"] = self._trainer.global_step
         if name in _FACTS:
             setattr(self.run_state, _FACTS[name], value)
         elif name in _EXTRA:
@@ -229,8 +212,9 @@ class TrainerHookAdapter(StandIn):
         self.ranks: Literal["zero", "all"] = "all" if getattr(hook, "run_on_all_ranks", False) else "zero"
         reads = _fields_of(hook, "reads")
         # What is always there needs no hook that writes it.
-        self.reads = [field for field in reads if field not in _ALWAYS_THERE]
-        self.optional_reads = [*_fields_of(hook, "optional_reads"), *_ALWAYS_THERE.intersection(reads)]
+        self.reads = [field for field in reads if field not in _LIVE]
+        live = [field for field in reads if field in _LIVE]
+        self.optional_reads = [*_fields_of(hook, "optional_reads"), *live]
         self.writes = _fields_of(hook, "writes")
 
         super().__init__(hook)

@@ -23,12 +23,24 @@ from .torch_checkpoint import load_checkpoint, save_checkpoint
 __all__ = ["TrainerView", "view_of"]
 
 _ATTRIBUTE = "_genlight_trainer_view"
+_OF_LIGHTNING = {
+    "global_step": "global_step",
+    "epoch": "current_epoch",
+    "current_epoch": "current_epoch",
+    "max_steps": "max_steps",
+    "total_steps": "max_steps",
+    "is_main_process": "is_global_zero",
+    "logger": "logger",
+}
+"""Names of this style for attributes of the Lightning trainer."""
 
 
 class TrainerView:
     """The trainer of the six-hook style.
 
-    ``state`` is this object again, for callbacks that say ``trainer.state.global_step``.
+    ``state`` is this object again, for callbacks that say ``trainer.state.global_step``. Of the Lightning trainer it
+    has ``global_step`` and ``epoch`` (what is completed), ``max_steps`` or ``total_steps``, ``is_main_process`` and
+    ``logger``.
 
     Attributes:
         lightning: The Lightning trainer.
@@ -57,33 +69,9 @@ class TrainerView:
         return self
 
     @property
-    def global_step(self) -> int:
-        """Completed steps."""
-        return self.lightning.global_step
-
-    @property
-    def epoch(self) -> int:
-        """Completed epochs."""
-        return self.lightning.current_epoch
-
-    current_epoch = epoch
-
-    @property
-    def max_steps(self) -> int:
-        """The step limit; -1 where there is none."""
-        return self.lightning.max_steps
-
-    total_steps = max_steps
-
-    @property
     def device(self) -> torch.device:
         """What trains."""
         return self.lightning.strategy.root_device
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank zero."""
-        return self.lightning.is_global_zero
 
     @property
     def run_id(self) -> str:
@@ -94,11 +82,6 @@ class TrainerView:
     def output_dir(self) -> Path:
         """Where the run puts its files."""
         return Path(self.lightning.default_root_dir)
-
-    @property
-    def logger(self) -> Any:
-        """The first logger of the Lightning trainer, or None."""
-        return self.lightning.logger
 
     @property
     def model(self) -> torch.nn.Module:
@@ -224,7 +207,9 @@ class TrainerView:
         return named.get("loss", named.get("train/loss"))
 
     def __getattr__(self, name: str) -> Any:
-        known = [known for known in dir(type(self)) if not known.startswith("_")]
+        if name in _OF_LIGHTNING:
+            return getattr(self.lightning, _OF_LIGHTNING[name])
+        known = [*_OF_LIGHTNING, *(known for known in dir(type(self)) if not known.startswith("_"))]
         raise AttributeError(f"the trainer of this style has no {name!r}.{nearest(name, known)}")
 
     def _checkpoint(self) -> dict[str, Any]:
