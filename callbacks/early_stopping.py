@@ -89,7 +89,7 @@ class EarlyStopping(Hook):
     def on_metrics(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: Mapping[str, float], step: int
     ) -> None:
-        self._judge(trainer, metrics, step)
+        self.judge(trainer, metrics, step)
         # Nothing but metrics will come where nothing evaluates.
         if self.best is None and not _evaluates(trainer):
             raise self._missing(f"the metrics of step {step} do not have it")
@@ -98,12 +98,12 @@ class EarlyStopping(Hook):
     def on_scores(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, scores: Mapping[str, float], step: int
     ) -> None:
-        self._judge(trainer, scores, step)
+        self.judge(trainer, scores, step)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking and not hasattr(pl_module, "step_result"):
-            self._judge(trainer, _numbers(trainer), trainer.global_step)
+            self.judge(trainer, _numbers(trainer), trainer.global_step)
 
     @skippable
     @override
@@ -115,7 +115,7 @@ class EarlyStopping(Hook):
             self.next_due_step = NEVER
         elif self._votes.crosses(trainer.global_step):
             if logs_by_itself:
-                self._judge(trainer, _numbers(trainer), trainer.global_step)
+                self.judge(trainer, _numbers(trainer), trainer.global_step)
             if trainer.world_size > 1 and trainer.strategy.reduce_boolean_decision(self._wants_stop, all=False):
                 trainer.should_stop = True
 
@@ -136,7 +136,7 @@ class EarlyStopping(Hook):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best, self.best_step = state_dict["best"], state_dict["best_step"]
 
-    def _judge(self, trainer: pl.Trainer, values: Mapping[str, float], step: int) -> None:
+    def judge(self, trainer: pl.Trainer, values: Mapping[str, float], step: int) -> None:
         """Look whether the monitored one of `values` has improved at `step`; end training where it no longer does.
 
         Raises:

@@ -14,6 +14,7 @@ from ..hook.events import callbacks_of
 from ..hook.hook import Hook, order_callbacks, skippable
 from ..hook.stand_in import StandIn
 from .named import CheckpointCallback, LoggingCallback
+from .own_loop import OwnLoop
 from .six_hooks import HOOKS, Callback
 from .trainer_view import TrainerView, view_of
 
@@ -26,9 +27,8 @@ AGREE_EVERY = 10
 class CallbackList(Hook):
     """Calls the six hooks of its callbacks in order, as a Lightning callback that works in any ``Trainer``.
 
-    You can also call it from your own loop: each of the six methods passes your trainer object on to your callbacks.
-    Of this package `LoggingCallback`, `EvalCallback` and ``CheckpointCallback(format="pt")`` work there, too, with a
-    trainer that has their `global_step`, `metrics`, `model` and ``save_checkpoint(path)``; the others need Lightning's.
+    You can also call it from your own loop: each of the six methods takes your trainer object and passes it on. What
+    the callbacks of this package look at there, and do, is said in `own_loop`.
 
     Args:
         callbacks: Callbacks of the six-hook style.
@@ -47,6 +47,7 @@ class CallbackList(Hook):
         self.defaults = defaults
         self.callbacks: list[Any] = []
         self._adapters: list[pl.Callback] = []
+        self._own_loop: OwnLoop | None = None
         self._votes = Boundaries(self, every=AGREE_EVERY)
         for callback in callbacks:
             self.append(callback)
@@ -114,15 +115,23 @@ class CallbackList(Hook):
     # The six hooks, called by a loop of one's own. Lightning and genlight call two of these names, with a module.
 
     def _dispatch(self, hook: str, trainer: Any) -> None:
+        if self._own_loop is None or self._own_loop.trainer is not trainer:
+            self._own_loop = OwnLoop(trainer)
+        if hook == "on_step_end":
+            self._own_loop.step_ended()
         for callback in self.callbacks:
             if getattr(callback, "needs_lightning", False):
                 raise TypeError(
                     f"{type(callback).__name__} needs a Lightning trainer, and this loop has none: leave it out, or "
                     "train with `Trainer(callbacks=[CallbackList([…])])`"
                 )
-            method = getattr(callback, hook, None)
-            if method is not None:
+            act = getattr(callback, "act_in_own_loop", None)  # of ours, which else stand for Lightning callbacks
+            if act is None and (method := getattr(callback, hook, None)) is not None:
                 method(trainer)
+            elif act is not None and hook == "on_train_begin":
+                callback.on_train_begin(self._own_loop)  # counts from this step on
+            elif act is not None and hook == "on_step_end":
+                act(self._own_loop)
 
     on_train_begin = functools.partialmethod(_dispatch, "on_train_begin")
     on_epoch_begin = functools.partialmethod(_dispatch, "on_epoch_begin")

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from ..hook.cadence import crossed
 from ..hook.events import callbacks_of, log_to_loggers, run_state_of
 from ..job_progress import JobProgress
 from ..telemetry.heartbeat import Heartbeat
+from .own_loop import OwnLoop
 from .six_hooks import Callback
 from .trainer_view import TrainerView
 
@@ -53,12 +55,12 @@ class _Periodic(Callback):
         self._step = trainer.global_step
 
     @override
-    def on_step_end(self, trainer: TrainerView) -> None:
+    def on_step_end(self, trainer: TrainerView | OwnLoop) -> None:
         before, self._step = self._step, trainer.global_step
         if crossed(before, self._step, self._every):
             self.act(trainer)
 
-    def act(self, trainer: TrainerView) -> None:
+    def act(self, trainer: Any) -> None:
         """A step has ended at which this is due."""
         raise NotImplementedError
 
@@ -103,10 +105,14 @@ class LoggingCallback(_Periodic):
                 named = WandbLogger(self.wandb_run_name, trainer.output_dir, project=self.wandb_project)
                 trainer.lightning.loggers = [*loggers, named]
 
+    def act_in_own_loop(self, loop: OwnLoop) -> None:
+        """Write the metrics of a step, where it is due."""
+        self.on_step_end(loop)
+
     @override
-    def act(self, trainer: TrainerView) -> None:
+    def act(self, trainer: TrainerView | OwnLoop) -> None:
         metrics = trainer.metrics
-        shown = "  ".join(f"{name} {float(value):.4g}" for name, value in sorted(metrics.items()))
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
         sys.stderr.write(f"step {self._step}  {shown}\n")
         if not hasattr(getattr(trainer, "module", None), "step_result"):  # whose metrics are sent by `LogMetrics`
             _send(trainer, metrics, self._step)
@@ -147,7 +153,6 @@ class CheckpointCallback(_Periodic):
         self.max_checkpoints = max_checkpoints
         self.output_dir = None if output_dir is None else Path(output_dir)
         self.format = format
-        self.needs_lightning = format == "genlight"
         self._best = math.inf
         self._written: list[Path] = []
 
@@ -166,14 +171,18 @@ class CheckpointCallback(_Periodic):
             )
         ]
 
+    def act_in_own_loop(self, loop: OwnLoop) -> None:
+        """Have the trainer's own ``save_checkpoint(path)`` write the files of this style, where it is due."""
+        self.on_step_end(loop)
+
     @override
-    def act(self, trainer: TrainerView) -> None:
-        if self.format != "pt":
+    def act(self, trainer: TrainerView | OwnLoop) -> None:
+        if self.format != "pt" and not isinstance(trainer, OwnLoop):
             return
-        folder = self.output_dir or Path(trainer.output_dir) / "checkpoints"
+        folder = self.output_dir or trainer.output_dir / "checkpoints"
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"checkpoint_{self._step}.pt"
-        loss = float(trainer.metrics.get("loss", math.inf))  # first: reading it updates the best loss, which is saved
+        loss = trainer.metrics.get("loss", math.inf)  # first: reading it updates the best loss, which is saved
         trainer.save_checkpoint(path)
         self._written.append(path)
         while self.max_checkpoints is not None and len(self._written) > self.max_checkpoints:
@@ -223,9 +232,7 @@ class EvalCallback(_Periodic):
 class _StandsFor(Callback):
     """Stands for one of genlight's own callbacks."""
 
-    needs_lightning = True
-
-    def __init__(self, callback: pl.Callback, run_id: str | None = None) -> None:
+    def __init__(self, callback: Any, run_id: str | None = None) -> None:
         self.callback = callback
         self.run_id = run_id
 
@@ -251,6 +258,10 @@ class EarlyStoppingCallback(_StandsFor):
     def __init__(self, patience: int = 5000, *, min_delta: float = 1e-4, monitor: str = "loss") -> None:
         super().__init__(EarlyStopping(monitor, patience, min_delta=min_delta))
 
+    def act_in_own_loop(self, loop: OwnLoop) -> None:
+        """Set the trainer's ``should_stop`` once the metric no longer improves."""
+        loop.stop_early(self.callback)
+
 
 class ProgressCallback(_StandsFor):
     """Shows step, loss, speed and remaining time; see `JobProgress`.
@@ -261,11 +272,18 @@ class ProgressCallback(_StandsFor):
 
     def __init__(self, desc: str = "Training") -> None:
         super().__init__(JobProgress(description=desc))
+        self._shown_at = time.monotonic()
 
     @override
     def lightning_callbacks(self, trainer: TrainerView) -> list[pl.Callback]:
         is_shown = any(isinstance(callback, JobProgress) for callback in callbacks_of(trainer.lightning))
         return [] if is_shown else [self.callback]
+
+    def act_in_own_loop(self, loop: OwnLoop) -> None:
+        """Write the step about once a second."""
+        if time.monotonic() - self._shown_at >= 1:
+            self._shown_at = time.monotonic()
+            sys.stderr.write(f"{self.callback.description}: step {loop.global_step}\n")
 
 
 class HeartbeatCallback(_StandsFor):
@@ -290,6 +308,10 @@ class HeartbeatCallback(_StandsFor):
         metrics_path: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(Heartbeat(interval_steps, scenario, path=metrics_path), run_id)
+
+    def act_in_own_loop(self, loop: OwnLoop) -> None:
+        """Write a heartbeat, where it is due."""
+        loop.beat(self.callback, self.run_id)
 
 
 class DiagnosisCallback(_StandsFor):
@@ -319,6 +341,10 @@ class DiagnosisCallback(_StandsFor):
     ) -> None:
         limits = (gradient_min_norm, latent_std_min)
         super().__init__(Diagnosis(check_interval, *limits, scenario=scenario, path=metrics_path), run_id)
+
+    def act_in_own_loop(self, loop: OwnLoop) -> None:
+        """Look at the losses and the gradients of the trainer's ``model``, where it is due."""
+        loop.diagnose(self.callback, self.run_id)
 
 
 class TrainingReportCallback(Callback):

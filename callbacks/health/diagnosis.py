@@ -196,9 +196,9 @@ class Diagnosis(Hook):
         if failure is not None:
             raise failure
         shares_data = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1) < trainer.world_size
-        self._judge(trainer, merged([each for each in readings if each is not None], shares_data=shares_data))
+        self.judge(trainer, merged([each for each in readings if each is not None], shares_data=shares_data))
 
-    def _judge(self, trainer: pl.Trainer, reading: Reading) -> None:
+    def judge(self, trainer: pl.Trainer, reading: Reading) -> None:
         """Report the faults that begin or end with a reading of all ranks."""
         changed = self.fault_log.update(find_faults(reading, self.history, self.limits), reading.step)
         self.history.add(reading)

@@ -96,7 +96,7 @@ class Heartbeat(Hook):
             raise ValueError("Invalid `scenario`. Expected a non-empty string, but received ''.")
         self.interval_steps = interval_steps
         self.count_flops = count_flops
-        self._events = RunEvents(scenario, path)
+        self.events = RunEvents(scenario, path)
         self._set_up_at = time.monotonic()
         self._first_step_s: float | None = None
         self._window = self._attempt = _Counts(self._set_up_at, 0)
@@ -180,7 +180,7 @@ class Heartbeat(Hook):
             "watts": watts,
             **_memory(trainer.strategy.root_device),
         }
-        self._events.write(
+        self.events.write(
             trainer,
             event="heartbeat",
             success=True,
