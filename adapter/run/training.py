@@ -65,15 +65,13 @@ def train(config: RunConfig, session: Session, *, allow_changed: bool = False, s
     session.stop.raise_if_signalled()
     from_ref = config.inputs.resume_checkpoint_ref is not None
     session.preparing = "input"
-    start = Start() if from_ref else decide_start(config, allow_changed=allow_changed)
-    for warning in start.warnings:
-        log.warning(warning)
+    start = Start() if from_ref else _logged(decide_start(config, allow_changed=allow_changed))
     if start.is_finished:
         return _already_finished(config, session, start)
     session.stop.raise_if_stopped()
     inputs = materialize_inputs(config, progress=log_progress(), raise_if_stopped=session.stop.raise_if_stopped)
     if from_ref:
-        start = decide_start(config, resume_checkpoint=inputs.resume_checkpoint, allow_changed=allow_changed)
+        start = _logged(decide_start(config, resume_checkpoint=inputs.resume_checkpoint, allow_changed=allow_changed))
     if start.record is not None and session.is_rank_zero:
         place = shown_path(start.record.path)
         log.info("going on after step %d of %d, from %s", start.record.step, config.job.max_steps, place)
@@ -83,11 +81,14 @@ def train(config: RunConfig, session: Session, *, allow_changed: bool = False, s
     with on_sys_path([path for path in (config.spec_dir, working_directory()) if path is not None]):
         plugin = make_trainer(imported_trainer(config))
         loadable = start_that_loads(config, start, allow_changed=allow_changed)
-        if loadable is not start:
-            start = loadable
-            for warning in start.warnings:
-                log.warning(warning)
+        start = start if loadable is start else _logged(loadable)
         return _fit(config, session, plugin, inputs, start.record, shadow)
+
+
+def _logged(start: Start) -> Start:
+    for warning in start.warnings:
+        log.warning(warning)
+    return start
 
 
 def _already_finished(config: RunConfig, session: Session, start: Start) -> Completion:

@@ -559,6 +559,19 @@ def test_a_named_checkpoint_is_resumed_from(write_job, named):
     assert read_record(job.parent / "out" / "checkpoints" / "final.json").state["total"] == sum(range(20))
 
 
+def test_what_changed_since_a_checkpoint_that_the_inputs_bring_is_said_too(write_job, caplog):
+    assert run(write_job(max_steps=2)) == 0
+    job = write_job(
+        max_steps=3,
+        dataset={"parquet_paths": ["x.parquet"], "batch_size": 2},
+        inputs={"resume_checkpoint_ref": "moved/checkpoints/final.json"},
+    )
+    (job.parent / "out").rename(job.parent / "moved")
+    assert run(job) == 0
+    assert "The job has changed since final, from which the run goes on: " in caplog.text
+    assert "dataset.batch_size (4 before, 2 now)" in caplog.text
+
+
 def test_a_record_of_an_older_runtime_is_resumed_from(write_job):
     """It holds the trainer's state alone; the step is its own."""
     job = write_job(resume_checkpoint_path="old.json")
