@@ -70,13 +70,18 @@ def likely_cause(
     a, b = plain[kind].get(name), hosted[kind].get(name)
     if "weight before" in plain.values:
         return _of_update(kind, step, a, b, how)
+    ranks = how.world_size
     if a is None or b is None:
-        return (
-            f"Only {'genlight' if a is None else 'the plain loop'} has it: the class looks at ctx.device, ctx.dtype, "
-            "ctx.rank or ctx.world_size, or at something outside of itself, and does another thing."
-        )
+        only = "genlight" if a is None else "the plain loop"
+        text = "has it: the class looks at ctx.device, ctx.dtype, ctx.rank or ctx.world_size, or at something outside"
+        return f"Only {only} {text} of itself, and does another thing."
+    if step == 0 and kind == "weight" and how.is_half and "true" in how.precision:
+        return f"Weights are kept in half precision ({how.precision}); judge it with a larger --rtol."
     if step == 0:
-        return _before_the_first_step(kind, how)
+        return (
+            "`configure` builds another thing the second time, with the same random numbers: it reads a clock or a "
+            "variable of its module or class, or depends on ctx.device, ctx.rank or ctx.world_size."
+        )
     if kind == "setting":
         return (
             "The class or its scheduler sets it from something that differs, such as ctx.world_size or ctx.dtype, or "
@@ -87,15 +92,20 @@ def likely_cause(
             f"The gradient scaler of 16-mixed skipped {how.overflow_steps} updates whose gradients overflowed, which "
             "it does until its scale fits. Compare with --set lightning.precision=bf16-mixed, or more --steps."
         )
-    if how.world_size > 1 and before is not None and _is_share(kind, name, plain, hosted, before, how.world_size):
+    if ranks > 1 and before is not None and _is_share(kind, name, plain, hosted, before, ranks):
         return (
-            f"Gradients are 1/{how.world_size} of those of the plain loop: the loss is a sum over rows. Each of "
-            f"{how.world_size} ranks sums over its own rows and the sums are averaged; take the mean over rows."
+            f"Gradients are 1/{ranks} of those of the plain loop: the loss is a sum over rows. Each of {ranks} ranks "
+            "sums over its own rows and the sums are averaged; take the mean over rows."
         )
-    if how.world_size > 1 and how.batch_statistics:
+    if ranks > 1 and how.batch_statistics:
         return "Layers normalise by the rows of one rank. Set lightning.sync_batchnorm, or use another normalisation."
+    if ranks > 1 and how.draws:
+        return "The step draws random numbers, which each rank draws for itself; compare on one device."
     if how.draws:
-        return _random(how)
+        return (
+            "The step draws random numbers, and the two loops drew others: a callback or the data draws too, or a "
+            "generator lives in a module or class and went on from where the plain loop had left it."
+        )
     if how.is_half:
         return how.rounding
     if kind == "metric":
@@ -103,30 +113,10 @@ def likely_cause(
             "The forward pass gives something else with the same weights and rows: it reads a clock, a file or a "
             "variable of its module or class, which the plain loop changed before."
         )
-    return (
-        "The update differs: look for a loss that is not a mean over the rows, or code that depends on ctx.rank or "
-        "ctx.world_size."
-        if how.world_size > 1
-        else "The update differs: look for state outside of the trainer, such as a variable of its module or class."
-    )
-
-
-def _before_the_first_step(kind: str, how: Circumstances) -> str:
-    if kind == "weight" and how.is_half and "true" in how.precision:
-        return f"Weights are kept in half precision ({how.precision}); judge it with a larger --rtol."
-    return (
-        "`configure` builds another thing the second time, with the same random numbers: it reads a clock or a "
-        "variable of its module or class, or depends on ctx.device, ctx.rank or ctx.world_size."
-    )
-
-
-def _random(how: Circumstances) -> str:
-    if how.world_size > 1:
-        return "The step draws random numbers, which each rank draws for itself; compare on one device."
-    return (
-        "The step draws random numbers, and the two loops drew others: a callback or the data draws too, or a "
-        "generator lives in a module or class and went on from where the plain loop had left it."
-    )
+    where = "state outside of the trainer, such as a variable of its module or class"
+    if ranks > 1:
+        where = "a loss that is not a mean over the rows, or code that depends on ctx.rank or ctx.world_size"
+    return f"The update differs: look for {where}."
 
 
 def _is_share(kind: str, name: str, plain: Snapshot, hosted: Snapshot, before: Snapshot, world_size: int) -> bool:
@@ -147,18 +137,17 @@ def _is_share(kind: str, name: str, plain: Snapshot, hosted: Snapshot, before: S
 def _of_update(kind: str, update: int, a: Any, b: Any, how: Circumstances) -> str:
     """The same for an update of an old training function, which had `a` where the class had `b`."""
     if a is None or b is None:
-        return (
-            f"Only {'genlight' if a is None else 'the function'} has it: the optimizers hold other parameters, or "
-            "some of them are frozen or unused in one of the two."
-        )
+        only = "genlight" if a is None else "the function"
+        text = "has it: the optimizers hold other parameters, or some of them are frozen or unused in one of the two."
+        return f"Only {only} {text}"
     if as_numbers(a).shape != as_numbers(b).shape:
         return "The two build another model, or hand its parameters to the optimizer in another order."
+    if kind == "weight before" and update > 1:
+        return "Something other than an optimizer changed the weights between two updates in one of the two."
     if kind == "weight before":
         return (
             "The weights differ from the start: seed both the same way right before the model is built, and build it "
             "in the same order."
-            if update == 1
-            else "Something other than an optimizer changed the weights between two updates in one of the two."
         )
     if kind == "gradient":
         return _about_gradient(a, b, how)

@@ -293,11 +293,7 @@ def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Find
             yield Finding("ranks", "fail", f"replicas drift apart ({name} rows): {drifted[0]}", remedy)
             return
     distance, path = _furthest(results["same"][0], expected)
-    halved = None
-    if "halves" in results:
-        halved = _furthest(results["halves"][0], expected)
-        if halved[0] > SAME:
-            halved = _furthest(results["halves"][0], expected, noise=_of_rounding(subject, expected, dropout=False))
+    halved = _beyond_rounding(subject, results["halves"][0], expected, expected) if "halves" in results else None
     # A sum over ranks counts the same rows twice, and is right where each rank has rows of its own.
     if distance > SAME and (halved is None or halved[0] > SAME):
         text = f"two processes with the same rows end {distance:.1e} away from one, at {path}"
@@ -321,9 +317,7 @@ def _sharded_finding(subject: Subject, sharded: Snapshot, of_ddp: Snapshot, expe
     if refusal := sharded[REFUSED]:
         text = f"FSDP 2 over two processes: {refusal[REFUSED]}"
         return Finding("sharded", "warn", text, "Use ddp, or do what the message says.")
-    distance, path = _furthest(sharded, expected)
-    if distance > SAME:
-        distance, path = _furthest(sharded, expected, noise=_of_rounding(subject, of_ddp, dropout=False))
+    distance, path = _beyond_rounding(subject, sharded, expected, of_ddp)
     if distance > SAME:
         text = f"sharded over two processes it ends {distance:.1e} away from DDP on the same rows, at {path}"
         remedy = "Use ddp; look for code that reads or changes weights outside of forward, backward and updates."
@@ -381,6 +375,14 @@ def _of_rounding(subject: Subject, of_one: Snapshot, *, dropout: bool) -> Mappin
 
     ended = subject.train(dropout=dropout, at_step=round_otherwise).reached(*TRAINED)
     return dict(_distances(ended, of_one, TRAINED))
+
+
+def _beyond_rounding(subject: Subject, found: Snapshot, expected: Snapshot, of_one: Snapshot) -> tuple[float, str]:
+    """As `_furthest`; where that is beyond `SAME`, without what rounding makes of `of_one`, which takes a training."""
+    furthest = _furthest(found, expected)
+    if furthest[0] > SAME:
+        furthest = _furthest(found, expected, noise=_of_rounding(subject, of_one, dropout=False))
+    return furthest
 
 
 def _furthest(
