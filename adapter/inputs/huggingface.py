@@ -6,11 +6,14 @@ count as huggingface_hub has them.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from ..contract.exceptions import AuthError, InputError
+from ..plumbing.failures import causes_of
 from ..plumbing.http import failure_text
 from ..plumbing.retry import RetryPolicy, TransientError, is_transient, with_retries
 from ..plumbing.text import HUB_LOGIN
@@ -59,29 +62,21 @@ def probe_hub(ref: HubRef, kind: Literal["model", "dataset"], timeout_s: float) 
         AuthError: The hub refused the credentials, or the repository is gated.
         InputError: There is no such repository or revision, or the hub does not answer in time.
     """
-    import httpx2
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
     try:
-        api.repo_info(ref.repo_id, repo_type=kind, revision=ref.revision, timeout=timeout_s)
-    except HfHubHTTPError as error:
-        problem = _http_error(ref, kind, error)
-        raise problem if isinstance(problem, InputError) else InputError(f"{ref.label}: {problem}.") from None
-    except HFValidationError as error:
-        raise InputError(f"{ref.label} is not the name of a repository: {error}.") from None
-    except (httpx2.HTTPError, OfflineModeIsEnabled) as error:
-        raise InputError(f"{ref.label}: the hub cannot be asked: {failure_text(error)}.") from None
+        with _errors_of_hub(ref, kind):
+            api.repo_info(ref.repo_id, repo_type=kind, revision=ref.revision, timeout=timeout_s)
+    except TransientError as error:
+        raise InputError(f"{ref.label}: the hub cannot be asked: {error}.") from None
 
 
 def _snapshot(ref: HubRef, kind: str, patterns: list[str] | None, tracker: Tracker) -> Path:
     """One attempt; the files that are there already are not fetched again."""
-    import httpx2
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    try:
+    with _errors_of_hub(ref, kind):
         folder = snapshot_download(
             ref.repo_id,
             repo_type=kind,
@@ -90,15 +85,32 @@ def _snapshot(ref: HubRef, kind: str, patterns: list[str] | None, tracker: Track
             endpoint=os.environ.get("HF_ENDPOINT") or None,
             tqdm_class=_progress_bar(ref.label, tracker),
         )
-    except HFValidationError as error:
+    return Path(folder)
+
+
+@contextlib.contextmanager
+def _errors_of_hub(ref: HubRef, kind: str) -> Iterator[None]:
+    """Errors of huggingface_hub as ours.
+
+    Its own wrapper for "no answer and nothing in the cache" is looked through: its causes know what the answer was.
+    """
+    import httpx2
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.HFValidationError as error:
         raise InputError(f"{ref.label} is not the name of a repository: {error}.") from None
-    except HfHubHTTPError as error:
-        raise _http_error(ref, kind, error) from None
-    except LocalEntryNotFoundError as error:
-        raise _unreachable(ref, kind, error) from None
+    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        for cause in causes_of(error):
+            if isinstance(cause, errors.HfHubHTTPError):
+                raise _http_error(ref, kind, cause) from None
+            if isinstance(cause, errors.OfflineModeIsEnabled):
+                text = f"{ref.label} is not in the hub's cache, and `HF_HUB_OFFLINE` forbids asking the hub."
+                raise InputError(text) from None
+        raise TransientError("the hub cannot be reached, and its cache has no complete copy") from None
     except httpx2.HTTPError as error:
         raise TransientError(failure_text(error)) from None
-    return Path(folder)
 
 
 def _http_error(ref: HubRef, kind: str, error: Any) -> Exception:
@@ -122,20 +134,6 @@ def _http_error(ref: HubRef, kind: str, error: Any) -> Exception:
     if is_transient(status):
         return TransientError(f"the hub answered with status {status}")
     return InputError(f"{ref.label} cannot be fetched: the hub answered with status {status}.")
-
-
-def _unreachable(ref: HubRef, kind: str, error: BaseException) -> Exception:
-    """The hub's own wrapper for "no answer and nothing in the cache"; its causes know what the answer was."""
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, HfHubHTTPError):
-            return _http_error(ref, kind, cause)
-        if isinstance(cause, OfflineModeIsEnabled):
-            return InputError(f"{ref.label} is not in the hub's cache, and `HF_HUB_OFFLINE` forbids asking the hub.")
-        cause = cause.__cause__
-    return TransientError("the hub cannot be reached, and its cache has no complete copy")
 
 
 def _progress_bar(name: str, tracker: Tracker) -> Any:

@@ -21,6 +21,7 @@ from typing import Any
 import httpx2
 
 from ..contract.exceptions import StartupContractError
+from .failures import causes_of
 from .urls import origin_text, safe_url
 
 __all__ = ["build_client", "failure_text"]
@@ -42,11 +43,9 @@ def _connected_origin(url: httpx2.URL) -> str | None:
 
 def failure_text(error: BaseException) -> str:
     """An error on the wire, in words that hold no URL, header or body: the types and the system's own text."""
-    root: BaseException | None = error
-    while root is not None and not (isinstance(root, OSError) and root.strerror):
-        root = root.__cause__ or root.__context__
+    said = [part for part in causes_of(error) if isinstance(part, OSError) and part.strerror]
     name = type(error).__name__
-    return f"{name}: {root.strerror}" if isinstance(root, OSError) and root is not error else name
+    return f"{name}: {said[0].strerror}" if said and said[0] is not error else name
 
 
 class _OriginAuth(httpx2.Auth):

@@ -159,20 +159,19 @@ def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 
 
 def _end(begin: RunBeginContext, error: BaseException | None, output: Path | None) -> RunEndContext:
+    failed: dict[str, Any] = {}
+    if error is not None:
+        kind = SystemExit.__name__ if isinstance(error, SystemExit) else type(error).__name__
+        lines = traceback.format_exception(error)
+        failed = {"error_type": kind, "error_message": str(error), "traceback": "".join(lines)}
     return RunEndContext(
-        **{each.name: getattr(begin, each.name) for each in fields(begin)},
-        status="success" if error is None else "failure",
+        **vars(begin),
+        **failed,
+        status="failure" if failed else "success",
         exit_code=_exit_code(error),
-        error_type=None if error is None else _kind(error),
-        error_message=None if error is None else str(error),
-        traceback=None if error is None else "".join(traceback.format_exception(error)),
         duration=time.time() - begin.started_at,
         output_file=output,
     )
-
-
-def _kind(error: BaseException) -> str:
-    return SystemExit.__name__ if isinstance(error, SystemExit) else type(error).__name__
 
 
 def _exit_code(error: BaseException | None) -> int:
@@ -185,8 +184,8 @@ def _exit_code(error: BaseException | None) -> int:
 
 
 def _completed(end: RunEndContext) -> CompletedContext:
-    names = {each.name for each in fields(CompletedContext)} & {each.name for each in fields(end)}
-    return CompletedContext(**{name: getattr(end, name) for name in names})
+    names = {each.name for each in fields(CompletedContext)}
+    return CompletedContext(**{name: value for name, value in vars(end).items() if name in names})
 
 
 if __name__ == "__main__":

@@ -39,32 +39,31 @@ class RunBeginContext:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunEndContext(RunBeginContext):
-    """The function has returned or failed, or could not be called."""
+class Outcome:
+    """What came of the function."""
 
     status: Status
     exit_code: int
     error_type: str | None = None
     error_message: str | None = None
-    traceback: str | None = None
     duration: float
-    """Seconds since `started_at`."""
+    """Seconds since `started_at`; of the client, since it began to wait."""
     output_file: Path | None = None
     """Holds the result; None after a failure, and on ranks other than 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompletedContext:
+class RunEndContext(Outcome, RunBeginContext):
+    """The function has returned or failed, or could not be called."""
+
+    traceback: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletedContext(Outcome):
     """The runner is done, and its process ends after this; or, from the client, Slurm says that the job has ended."""
 
     job_context: JobContext | None
-    status: Status
-    exit_code: int
-    error_type: str | None = None
-    error_message: str | None = None
-    duration: float
-    """Seconds; of the client, since it began to wait."""
-    output_file: Path | None = None
     pre_submission_id: str | None = None
     emitted_by: Literal["runner", "client"] = "runner"
 
