@@ -38,7 +38,7 @@ from ..finite import are_finite
 from ..optimizer_state import parameters_of
 from .codec.state_tree import encode
 from .codec.tensor_bytes import as_uint8, bytes_of, content_digests
-from .codec.tensor_table import Entry, Slice, TensorTable, stored_as
+from .codec.tensor_table import WEIGHTS, Entry, Slice, TensorTable, stored_as
 from .format.record import FROZEN_FILE, MODEL_FILE, CheckpointRecord, LeftOut, RecordMeta
 from .format.tensor_files import RAW
 from .storage.commit import STATE_MARKER, Staging, stage
@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 CONTRACT_KEY = "genlight"
 """The member of a Lightning checkpoint that holds what the trainer contract adds; its ``state`` is the payload."""
 
-_WEIGHTS = "state_dict"
+_WEIGHTS = WEIGHTS[1]
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,9 @@ def capture(checkpoint: Mapping[str, Any], meta: RecordMeta, staging: Staging | 
     rest = {name: value for name, value in checkpoint.items() if name not in (_WEIGHTS, CONTRACT_KEY)}
     encoded = {}
     if _WEIGHTS in checkpoint:
-        encoded[_WEIGHTS] = _encode_weights(checkpoint[_WEIGHTS], table)
+        weights = checkpoint[_WEIGHTS]
+        plain = dict(weights) if isinstance(weights, Mapping) else weights
+        encoded[_WEIGHTS] = encode(plain, table, root=WEIGHTS)
     encoded |= {name: encode(value, table, root=("checkpoint", name)) for name, value in rest.items()}
     contract = dict(checkpoint.get(CONTRACT_KEY, {}))
     state = encode(contract.pop("state", {}), table, root="state")
@@ -161,25 +163,6 @@ def finite_weights(captured: Captured) -> bool | None:
 
 def _are_finite(entries: Iterable[Entry]) -> bool:
     return are_finite([entry.source for entry in entries])
-
-
-def _encode_weights(weights: Any, table: TensorTable) -> Any:
-    """Like `encode`, with the model's own names for its tensors."""
-    import torch
-
-    if not isinstance(weights, Mapping) or not all(type(name) is str for name in weights):
-        return encode(weights, table, root=("checkpoint", _WEIGHTS))
-    return {
-        "$dict": [
-            [
-                name,
-                {"$tensor": table.add_model_tensor(name, value, ("checkpoint", _WEIGHTS, name))}
-                if isinstance(value, torch.Tensor) and value.layout == torch.strided
-                else encode(value, table, root=("checkpoint", _WEIGHTS, name)),
-            ]
-            for name, value in weights.items()
-        ]
-    }
 
 
 def _check_json(value: Mapping[str, Any] | None) -> None:

@@ -106,11 +106,6 @@ class SettleResult:
         """Whether every required upload was acknowledged."""
         return not self.undelivered
 
-    @property
-    def auth(self) -> bool:
-        """Whether credentials were refused."""
-        return any(item.auth for item in self.undelivered)
-
     def error(self) -> UploadError | None:
         """The exception that a run ends with, or None. Its text is safe."""
         if self.ok:
@@ -121,7 +116,7 @@ class SettleResult:
         kept = "; kept for the next start"
         if self.disk_refusal:
             kept = f", nor kept for the next start, since the queue cannot be written: {self.disk_refusal}"
-        return UploadError(f"{first}{others} not delivered{kept}", auth=self.auth)
+        return UploadError(f"{first}{others} not delivered{kept}", auth=first.auth)
 
 
 class _Lane:

@@ -26,8 +26,10 @@ from .state_tree import Attribute, Path, format_path
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Entry", "Slice", "TensorTable", "refuse_unknown", "stored_as"]
+__all__ = ["WEIGHTS", "Entry", "Slice", "TensorTable", "refuse_unknown", "stored_as"]
 
+WEIGHTS = ("checkpoint", "state_dict")
+"""Where a checkpoint has the model's tensors, by their names."""
 _LARGEST_ELEMENT = 16
 """Bytes of a ``complex128``."""
 
@@ -99,12 +101,10 @@ class TensorTable:
         self.wholes: dict[tuple[str, str], Slice] = {}
         """All sharded tensors, by file and key."""
 
-    def add_model_tensor(self, name: str, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
-        """Like `add_tensor`, under exactly the key `name` in the model's file."""
-        return self._add(tensor, MODEL_FILE, name, path)
-
     def add_tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
-        """A reference to `tensor`, completed by `entries`."""
+        """A reference to `tensor`, completed by `entries`; one of the model has its own name in the model's file."""
+        if path[:-1] == WEIGHTS and type(path[-1]) is str:
+            return self._add(tensor, MODEL_FILE, path[-1], path)
         return self._add(tensor, TENSORS_FILE, self._free_key(TENSORS_FILE, _dotted(path)), path)
 
     def add_array(self, array: Any, path: Path) -> dict[str, Any]:

@@ -59,7 +59,6 @@ __all__ = [
     "STATE_FILE",
     "TENSORS_FILE",
     "TRAINER_FOLDER",
-    "UNCOMMITTED_FILE",
     "digest_of",
     "folder_names",
     "is_name_of_callback",
@@ -92,8 +91,6 @@ TRAINER_FOLDER = "trainer"
 """What the trainer's own ``save_checkpoint`` hook wrote."""
 SCORES_FILE = "scores.json"
 """Scores that came after the record was written, which therefore does not list it."""
-UNCOMMITTED_FILE = ".uncommitted"
-"""Marks a data folder that no record names yet, or no longer: what a killed process leaves with it is debris."""
 
 FINAL_NAME = "final"
 RECORD_SUFFIXES = (".json", ".ckpt")

@@ -3,13 +3,13 @@
 1. All files are written into a temporary folder inside the destination directory, each followed by ``fsync``, and each
    is read back and compared with the digest that was taken from memory before the write. A file that is shared with
    earlier checkpoints is linked.
-2. The record is written there in the same way, under a temporary name. The folder is marked, renamed to its name, and
-   the directory synced. Without a record it means nothing yet.
+2. The record is written there in the same way, under a temporary name, which marks the folder as one without a record.
+   The folder is renamed to its name, and the directory synced.
 3. The record is renamed out of the folder to its own name, and the directory synced. This is the commit: a rename
-   within a file system is atomic. The mark goes.
+   within a file system is atomic.
 
-Deleting goes the other way round: the folder is marked, and the record goes first. What a killed process leaves is
-either temporary or a marked folder that no record names; `sweep` removes both, and nothing else. What belongs to
+Deleting goes the other way round: the folder gets such a mark, and the record goes first. What a killed process leaves
+is either temporary or a marked folder that no record names; `sweep` removes both, and nothing else. What belongs to
 checkpoints in a directory:
 
 - A file is a record if it says so itself. Under the name ``.ckpt``, a file of ``torch.save`` counts as well, because
@@ -46,7 +46,6 @@ from ..format.record import (
     STATE_FILE,
     TENSORS_FILE,
     TRAINER_FOLDER,
-    UNCOMMITTED_FILE,
     CheckpointRecord,
     folder_names,
     is_name_of_callback,
@@ -199,7 +198,7 @@ def is_debris(path: Path, claims: Claims) -> bool:
     """Whether a killed process left the data folder `path`, so that it may be removed."""
     if path.name in claims or not is_data_folder(path):
         return False
-    return (path / UNCOMMITTED_FILE).exists() or is_name_of_callback(name_of_folder(path.name))
+    return is_name_of_callback(name_of_folder(path.name)) or any(is_temporary(name) for name in os.listdir(path))
 
 
 def data_of(record: Path, claims: Claims | None = None) -> list[DataFolder]:
@@ -304,7 +303,7 @@ def foreign_in(folder: DataFolder) -> list[Path]:
 
 
 def _is_own(name: str, listed: Collection[str] | None) -> bool:
-    if name in (UNCOMMITTED_FILE, SCORES_FILE) or is_temporary(name):
+    if name == SCORES_FILE or is_temporary(name):
         return True
     if listed is not None:
         return name in listed
@@ -384,7 +383,6 @@ def commit(staging: Staging, folder: str, record: bytes) -> None:
     replaced = data_of(staging.record) if os.path.lexists(staging.record) else []
     named = temporary_name(staging.record.name)
     write_file(staging.path / named, [record])
-    _mark(staging.path)
     for path, _, _ in os.walk(staging.path, topdown=False):
         fsync_directory(path)
     if os.path.lexists(target):
@@ -400,7 +398,6 @@ def commit(staging: Staging, folder: str, record: bytes) -> None:
         try_to_remove_data(DataFolder(target, None))
         raise
     fsync_directory(directory)
-    _try_to_unmark(target)
     for old in replaced:
         try_to_remove_data(old)
 
@@ -557,8 +554,6 @@ def sweep(directory: str | os.PathLike[str], claims: Claims | None = None) -> li
         elif is_debris(path, claims):
             remove_data(DataFolder(path, None))
             swept.append(name)
-        elif name in claims.folders and is_data_folder(path):
-            _try_to_unmark(path)
     if swept:
         log.info("Removed what an interrupted run had left in %s: %s", directory, ", ".join(swept))
     return swept
@@ -566,15 +561,7 @@ def sweep(directory: str | os.PathLike[str], claims: Claims | None = None) -> li
 
 def _mark(folder: Path) -> None:
     """Have a sweep know the folder should this process die while no record names it."""
-    os.close(os.open(folder / UNCOMMITTED_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644))
-
-
-def _try_to_unmark(folder: Path) -> None:
-    """A mark in a folder that a record names means nothing, so a failure is only logged."""
-    try:
-        (folder / UNCOMMITTED_FILE).unlink(missing_ok=True)
-    except OSError as error:
-        log.warning("Could not remove the mark of %s: %s", folder, error)
+    os.close(os.open(folder / temporary_name("record"), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
 
 
 def _remove_temporary(path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from genlight.adapter.contract.exceptions import CheckpointError
+from genlight.adapter.plumbing.durable import temporary_name
 from genlight.callbacks.checkpoint import (
     Checkpoint,
     DurableCheckpointIO,
@@ -21,7 +22,6 @@ from genlight.callbacks.checkpoint import (
     sweep,
     verify,
 )
-from genlight.callbacks.checkpoint.format.record import UNCOMMITTED_FILE
 
 
 def checkpoint_of(step):
@@ -154,7 +154,7 @@ def test_what_a_kill_left_is_reused_but_not_with_a_file_of_others_in_it(tmp_path
     for name in "ab":
         save(tmp_path / name, checkpoint_of(1))
         (tmp_path / f"{name}.json").unlink()
-        (tmp_path / name / UNCOMMITTED_FILE).touch()
+        (tmp_path / name / temporary_name("record")).touch()
     (tmp_path / "b" / "model.gguf").write_text("mine")
     for name in "ab":
         save(tmp_path / name, checkpoint_of(2))

@@ -83,7 +83,7 @@ def test_another_client_error_is_final_at_once_and_is_seen_by_the_run(chaos, upl
     result = uploader.settle()
     assert len(chaos.requests()) == 1
     assert len(result.undelivered) == 1
-    assert not result.auth
+    assert not result.error().auth
     assert f"HTTP {status}" in str(result.error())
     assert (
         str(uploader.failure) == f"checkpoint of step 1 (step-00000001.json): HTTP {status} from {chaos.url}/checkpoint"
@@ -97,7 +97,6 @@ def test_refused_credentials_are_final_and_told_apart(chaos, uploader_for, write
     record, files = write_checkpoint(1)
     uploader.enqueue_checkpoint(record, files, step=1)
     result = uploader.settle()
-    assert result.auth
     assert result.error().auth
 
 
@@ -110,7 +109,7 @@ def test_a_token_that_expired_is_final_and_the_next_start_with_a_new_one_deliver
         record, files = write_checkpoint(step)
         uploader.enqueue_checkpoint(record, files, step=step)
     uploader.enqueue_metrics({"a": 1.0}, 3)
-    assert uploader.settle().auth
+    assert uploader.settle().error().auth
     uploader.close()
     uploader = uploader_for(chaos, token="new")
     record, files = write_checkpoint(4)
@@ -393,7 +392,7 @@ def test_the_terminal_message_is_tried_again_until_it_is_acknowledged(chaos, upl
 def test_a_terminal_message_that_is_refused_is_not_tried_again(chaos, uploader_for):
     chaos.control(script=["403"])
     result = uploader_for(chaos).deliver_terminal(TerminalPayload("completed", 1))
-    assert result.auth
+    assert result.error().auth
     assert len(chaos.requests("/terminal")) == 1
 
 
