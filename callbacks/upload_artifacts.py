@@ -22,7 +22,7 @@ from ..reporters.uploads.config import ENVIRONMENT
 from ..reporters.uploads.targets import target_fault
 from .checkpoint.format.record import CheckpointRecord, read_record
 from .checkpoint.policy import Checkpoint, wait_after_failure
-from .checkpoint.selection import find_checkpoint, never_queued
+from .checkpoint.selection import enqueue, find_checkpoint, never_queued
 from .hook.cadence import Boundaries
 from .hook.events import callbacks_of, run_state_of
 from .hook.hook import Hook
@@ -145,7 +145,7 @@ class UploadArtifacts(Hook):
         if record is None:
             self._uploader.enqueue_checkpoint(path, step=step, final=final)
         else:
-            _enqueue(self._uploader, record)
+            enqueue(self._uploader, record)
 
     def queue_samples(self, paths: Sequence[str | os.PathLike[str]], *, step: int) -> None:
         """Queue samples that are durable: each JSON or text with the files that follow it.
@@ -296,7 +296,7 @@ class UploadArtifacts(Hook):
         if not record.path.exists():
             log.warning("%s was deleted before it could be queued for upload; keep more checkpoints", record.path)
             return
-        _enqueue(self._uploader, record)
+        enqueue(self._uploader, record)
         config = self._uploader.config
         self._awaits_newest = config.stores_files() or bool(config.targets)
 
@@ -341,12 +341,6 @@ class UploadArtifacts(Hook):
         if self._uploader is not None:
             self._uploader.close()
             self._uploader = None
-
-
-def _enqueue(uploader: Uploader, record: CheckpointRecord) -> None:
-    """Queue a checkpoint of genlight's own format with all its files."""
-    files = [record.path.parent / file.path for file in record.files]
-    uploader.enqueue_checkpoint(record.path, files, record.step, record.final, record.primary_path)
 
 
 def _paths_of(trainer: pl.Trainer) -> list[str]:

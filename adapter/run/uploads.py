@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ...callbacks.checkpoint.format.record import CheckpointRecord
-from ...callbacks.checkpoint.selection import never_queued
+from ...callbacks.checkpoint.selection import enqueue, never_queued
 from ...reporters.uploads import QUEUE_DIRECTORY, UploadConfig, Uploader
 from ...reporters.uploads.queue import read_entries
 from ..contract.exceptions import StartupContractError, UploadError
@@ -86,15 +86,5 @@ def queue_record(uploader: Uploader, record: CheckpointRecord) -> None:
 
     One that has arrived is known by its content.
     """
-    for older in never_queued(uploader, record):
-        _queue(uploader, older)
-    _queue(uploader, record)
-
-
-def _queue(uploader: Uploader, record: CheckpointRecord) -> None:
-    files = [record.path.parent / file.path for file in record.files]
-    named = record.primary_path  # an older runtime's record may name what is gone
-    primary = named if named is not None and named.exists() else None
-    # An older runtime has reported its end to its receiver itself; a file store never got the files.
-    if not (record.is_old and record.final and uploader.config.checkpoint_url is not None):
-        uploader.enqueue_checkpoint(record.path, files, record.step, record.final, primary)
+    for each in (*never_queued(uploader, record), record):
+        enqueue(uploader, each)

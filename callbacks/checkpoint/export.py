@@ -5,21 +5,17 @@ Each is whole or absent, like a checkpoint; the checkpoint is proven before anyt
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import re
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import safetensors
 import safetensors.torch
 import torch
 
 from ...adapter.contract.exceptions import CheckpointError
-from ...adapter.plumbing.durable import TEMPORARY_PREFIX, fsync_directory, temporary_name, write_bytes_durably
+from ...adapter.plumbing.durable import fsync_directory, fsync_file, temporary_name, write_bytes_durably
 from .capture import CONTRACT_KEY
 from .codec.tensor_bytes import bytes_of
 from .format.tensor_files import TORCH_TYPES, build_header
@@ -32,8 +28,6 @@ __all__ = ["export_lightning", "export_pretrained", "export_safetensors", "read_
 
 
 _PRETRAINED_WEIGHTS = "model.safetensors"
-_STALE_S = 600
-"""How long nothing was written to a temporary file whose process may be one of another machine."""
 
 
 def export_safetensors(
@@ -120,7 +114,7 @@ def export_lightning(path: str | os.PathLike[str], target: Path, *, base: Base |
         BrokenCheckpointError: The checkpoint is not whole.
     """
     checkpoint = {name: value for name, value in load(path, base=base).items() if name != CONTRACT_KEY}
-    return _whole(target, lambda temporary: _save_and_sync(checkpoint, temporary))
+    return _whole(target, lambda temporary: torch.save(checkpoint, temporary))
 
 
 def read_base(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
@@ -148,34 +142,14 @@ def _write_weights(target: Path, weights: Mapping[str, torch.Tensor]) -> None:
     write_file(target, [build_header(facts, {"format": "pt"}), *(bytes_of(tensor) for _, tensor in ordered)])
 
 
-def _save_and_sync(value: Any, target: Path) -> None:
-    with open(target, "wb") as file:
-        torch.save(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _remove_stale(target: Path) -> None:
-    """Remove what an export to `target` left that was killed: its process is gone, and nobody writes there."""
-    own = re.compile(rf"{re.escape(TEMPORARY_PREFIX + target.name)}-(\d+)-[0-9a-f]{{8}}")
-    for path in target.parent.iterdir():
-        match = own.fullmatch(path.name)
-        if match is None or path.is_symlink() or time.time() - path.stat().st_mtime < _STALE_S:
-            continue
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(int(match.group(1)), 0)
-            continue
-        path.unlink()
-
-
 def _whole(target: Path, write: Callable[[Path], None]) -> Path:
     """Run `write` on a temporary name beside `target`, and rename the result."""
     target = target.absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(target)
     temporary = target.with_name(temporary_name(target.name))
     try:
         write(temporary)
+        fsync_file(temporary)
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)

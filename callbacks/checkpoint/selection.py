@@ -47,6 +47,7 @@ __all__ = [
     "add_score",
     "best_first",
     "best_path",
+    "enqueue",
     "find_checkpoint",
     "find_final",
     "folder_of_checkpoints",
@@ -400,3 +401,15 @@ def never_queued(uploader: Uploader, record: CheckpointRecord) -> list[Checkpoin
             return found[::-1]
         found.append(older)
     return []
+
+
+def enqueue(uploader: Uploader, record: CheckpointRecord) -> None:
+    """Queue the checkpoint of `record` for upload, with all its files.
+
+    Raises:
+        UploadError: A file is missing, or the queue cannot be written.
+    """
+    # An older runtime has reported its end to its receiver itself; a file store never got the files.
+    if not (record.is_old and record.final and uploader.config.checkpoint_url is not None):
+        files = [record.path.parent / file.path for file in record.files]
+        uploader.enqueue_checkpoint(record.path, files, record.step, record.final, record.reported_path)

@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ....adapter.contract.exceptions import CheckpointError, UnstorableStateError
 from ....adapter.plumbing.counted_dict import CountedDict, uncounted
+from ..format.tensor_files import array_type
 
 if TYPE_CHECKING:
     import torch
@@ -240,12 +241,6 @@ def _numpy_dtype_apart(value: Any) -> str:
     return str(value.str)
 
 
-def _numpy_dtype(name: str) -> Any:
-    import numpy as np
-
-    return np.dtype(name)
-
-
 def _omegaconf(name: str) -> Any:
     if name not in ("DictConfig", "ListConfig"):
         raise UnknownTypeError(f"OmegaConf has no container {name!r}")
@@ -304,7 +299,7 @@ _CODECS = [
     Codec("$device", "torch:device", str, lambda name: _torch().device(name)),
     Codec("$size", "torch:Size", list, _size),
     Codec("$npscalar", "numpy:generic", _numpy_scalar_apart, _numpy_scalar),
-    Codec("$npdtype", "numpy:dtype", _numpy_dtype_apart, _numpy_dtype),
+    Codec("$npdtype", "numpy:dtype", _numpy_dtype_apart, array_type),
     *(
         Codec("$omegaconf", f"omegaconf.{kind.lower()}:{kind}", _config_apart, _config)
         for kind in ("DictConfig", "ListConfig")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from safetensors import safe_open
 
 from genlight.adapter.contract.exceptions import BrokenCheckpointError, UnstorableStateError
 from genlight.callbacks.checkpoint import RecordMeta, load, read_record, save, stage, verify
-from genlight.callbacks.checkpoint.export import export_safetensors
 
 
 @pytest.fixture
@@ -172,25 +170,3 @@ def test_a_record_that_names_files_outside_of_its_folder_is_refused(tmp_path):
     (tmp_path / "c" / "a.json").write_bytes(data)
     with pytest.raises(BrokenCheckpointError, match="outside"):
         verify(tmp_path / "c" / "a.json")
-
-
-def test_an_export_removes_what_a_killed_one_left_and_nothing_else(tmp_path):
-    save(tmp_path / "a", {"state_dict": {"w": torch.ones(2)}, "global_step": 1})
-    process = subprocess.Popen(["true"])
-    process.wait()
-    left = tmp_path / f".tmp-w.safetensors-{process.pid}-0123abcd"
-    others = [
-        tmp_path / f".tmp-w.safetensors-{os.getpid()}-0123abcd",  # is being written
-        tmp_path / f".tmp-v.safetensors-{process.pid}-0123abcd",  # of another file
-        tmp_path / ".tmp-w.safetensors-notes",
-    ]
-    fresh = tmp_path / f".tmp-w.safetensors-{process.pid}-ffffffff"  # maybe of another machine
-    for path in (left, *others, fresh):
-        path.write_bytes(b"half")
-    for path in (left, *others):
-        os.utime(path, (0, 0))
-
-    export_safetensors(tmp_path / "a", tmp_path / "w.safetensors")
-
-    assert not left.exists()
-    assert all(path.exists() for path in (*others, fresh))
