@@ -26,18 +26,6 @@ ENVIRONMENT = {
 """Which variable sets which field of `UploadConfig`."""
 
 
-def token_origins_in(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The origins that ``TRAINER_TOKEN_ORIGINS`` adds to those that may be sent the token.
-
-    Raises:
-        ValueError: It holds something that is not an origin.
-    """
-    try:
-        return parse_origins(environ.get("TRAINER_TOKEN_ORIGINS", ""))
-    except ValueError as error:
-        raise ValueError(f"Invalid `TRAINER_TOKEN_ORIGINS`. Expected {error}.") from None
-
-
 @dataclass(frozen=True)
 class UploadConfig:
     """Destinations, credentials and limits of a run's uploads; a destination that is not set is not used.
@@ -109,14 +97,15 @@ class UploadConfig:
         found: dict[str, Any] = {
             name: text for name, key in ENVIRONMENT.items() if (text := environ.get(key, "").strip())
         }
-        if environ.get("TRAINER_TOKEN_ORIGINS", "").strip():
-            found["token_origins"] = token_origins_in(environ)
+        try:
+            found["token_origins"] = parse_origins(environ.get("TRAINER_TOKEN_ORIGINS", ""))
+        except ValueError as error:
+            raise ValueError(f"Invalid `TRAINER_TOKEN_ORIGINS`. Expected {error}.") from None
         return cls(**{**found, **{name: value for name, value in given.items() if value is not None}})
 
     def urls(self) -> dict[str, str]:
         """The contract's destinations that are set, by field name."""
-        names = ("metrics_url", "checkpoint_url", "sample_url", "terminal_url", "file_store_url")
-        return {name: url for name in names if (url := getattr(self, name))}
+        return {name: url for name in ENVIRONMENT if name != "token" and (url := getattr(self, name))}
 
     def origins(self) -> frozenset[str]:
         """Origins that may be sent the token."""
