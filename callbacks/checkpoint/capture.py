@@ -94,7 +94,7 @@ class Captured:
     entries: list[Entry]
     slices: list[Entry] = field(default_factory=list)
     """What this rank holds of sharded tensors."""
-    wholes: dict[tuple[str, str], Slice] = field(default_factory=dict)
+    sharded_tensors: dict[tuple[str, str], Slice] = field(default_factory=dict)
     """All sharded tensors, by file and key."""
     staging: Staging | None = None
     """Where it is made; holds the files of the trainer's own hook, and the link to `linked`."""
@@ -134,7 +134,7 @@ def capture(checkpoint: Mapping[str, Any], meta: RecordMeta, staging: Staging | 
     metadata = encode(getattr(checkpoint.get(_WEIGHTS), "_metadata", None), table, root="state_dict._metadata")
     content = {"format_version": 1, "weights_metadata": metadata, "checkpoint": {"$dict": list(encoded.items())}}
     state_file = STATE_MARKER + b"," + json.dumps(content, separators=(",", ":"), allow_nan=False)[1:].encode()
-    return Captured(meta, step, state, state_file, entries, table.slices, table.wholes, staging)
+    return Captured(meta, step, state, state_file, entries, table.slices, table.sharded_tensors, staging)
 
 
 def snapshot(captured: Captured, buffer: HostBuffer) -> Captured:

@@ -175,10 +175,10 @@ def gradients_of_rank(parts: list[dict[str, torch.Tensor]], rank: int, world_siz
     """
     if not parts or len(parts) == world_size:
         return parts[0] | parts[rank] if parts else {}
-    wholes = [parts[0] | part for part in parts]
-    names = dict.fromkeys(name for whole in wholes for name in whole)
-    found = {name: [whole[name] for whole in wholes if name in whole] for name in names}
-    return {name: functools.reduce(torch.add, of_ranks) / len(wholes) for name, of_ranks in found.items()}
+    complete = [parts[0] | part for part in parts]
+    names = dict.fromkeys(name for whole in complete for name in whole)
+    found = {name: [whole[name] for whole in complete if name in whole] for name in names}
+    return {name: functools.reduce(torch.add, of_ranks) / len(complete) for name, of_ranks in found.items()}
 
 
 def clear_gradients(module: pl.LightningModule) -> None:

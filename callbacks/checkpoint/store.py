@@ -145,9 +145,10 @@ class CheckpointStore:
     ) -> Captured:
         """`state` taken apart, once the save before it has ended."""
         captured = capture(state, meta if groups is None else replace(meta, world_size=groups.training.size), staging)
-        if captured.wholes and groups is None:
+        if captured.sharded_tensors and groups is None:
+            _, name = next(iter(captured.sharded_tensors))
             raise CheckpointError(
-                f"{next(iter(captured.wholes))[1]} is sharded over several ranks, which save it together: use the "
+                f"{name} is sharded over several ranks, which save it together: use the "
                 "Checkpoint callback under ModelParallelStrategy, or gather it first with full_tensor()"
             )
         # Here, not in the background: a caller may put a link beside the checkpoint (``save_last="link"``).

@@ -103,7 +103,7 @@ def plan_save(
                 record.parent.mkdir(parents=True, exist_ok=True)
                 require_space(record.parent, whole + SPACE_FOR_THE_REST)
                 captured.staging = captured.staging or stage(record)
-                plan = Plan(captured.staging.path, bool(captured.wholes))
+                plan = Plan(captured.staging.path, bool(captured.sharded_tensors))
         except Exception as error:  # noqa: BLE001 - it is raised below, after the others know
             problem, plan = error, f"rank 0 could not start {name_of(record)}: {text_of(error)}"
     decided = channel.share(plan)
@@ -287,7 +287,7 @@ def _try_to_write_part(
         _wait_until_seen(staging.path, channel.rank)
         with naming_the_checkpoint(staging.record, _own_bytes(captured, channel.rank)):
             files = _write_files(staging, captured) if channel.rank == 0 else []
-            return files + (_write_slices(staging, channel, captured.slices) if captured.wholes else []), None
+            return files + (_write_slices(staging, channel, captured.slices) if captured.sharded_tensors else []), None
     except Exception as error:  # noqa: BLE001 - the caller raises it, once rank zero knows
         return [], error
 
@@ -353,7 +353,7 @@ def _commit_and_tell(
 
 def _check_parts(staging: Staging, captured: Captured, files: list[FileEntry]) -> None:
     """Prove that rank zero sees all parts, and that they make the sharded tensors whole."""
-    found: dict[tuple[str, str], list[SliceEntry]] = {key: [] for key in captured.wholes}
+    found: dict[tuple[str, str], list[SliceEntry]] = {key: [] for key in captured.sharded_tensors}
     for file in files:
         rank = rank_of(file.path)
         if rank is None:
@@ -367,7 +367,7 @@ def _check_parts(staging: Staging, captured: Captured, files: list[FileEntry]) -
             for entry in parse_part(data):
                 found.setdefault((entry.file, entry.key), []).append(entry)
     for (file_name, key), slices in found.items():
-        expected = captured.wholes.get((file_name, key))
+        expected = captured.sharded_tensors.get((file_name, key))
         boxes = [Box(entry.offset, entry.shape) for entry in slices]
         facts = {(entry.whole, entry.dtype) for entry in slices}
         if expected is None or facts - {(expected.whole, expected.dtype)} or not make_whole(expected.whole, boxes):

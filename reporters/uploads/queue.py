@@ -3,7 +3,7 @@
 ::
 
     uploads/000000012.json          one thing to deliver, and how far its delivery has come
-    uploads/held/000000012/…        hard links to its files, where these may be deleted before they have arrived
+    uploads/links/000000012/…       hard links to its files, where these may be deleted before they have arrived
     uploads/delivered/<digest>.json a receipt of a delivery, which outlives its entry
     uploads/about.json              whose queue it is
     uploads/lock                    held by the process that delivers
@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 ABOUT = "about.json"
 DELIVERED = "delivered"
-HELD = "held"
+LINKS = "links"
 LOCK = "lock"
 MAX_RECEIPTS = 1024
 LARGEST_ENTRY_BYTES = 1 << 26
@@ -453,7 +453,7 @@ class Queue:
             self._receipts[key] = receipt
         return self._receipts[key]
 
-    def hold(self, seq: int, main: Path, files: Iterable[Path]) -> Path:
+    def link_files(self, seq: int, main: Path, files: Iterable[Path]) -> Path:
         """A folder of hard links to `files`, for the entry `seq`; `remove` drops it.
 
         Retention deletes checkpoints whether they have arrived or not. A link keeps the bytes at no cost; a file system
@@ -463,7 +463,7 @@ class Queue:
         Raises:
             OSError: A file is missing, or cannot be copied.
         """
-        folder = self.directory / HELD / _name(seq)
+        folder = self.directory / LINKS / _name(seq)
         try:
             for file in dict.fromkeys(files):
                 link = folder / layout_of(file, main)
@@ -479,7 +479,7 @@ class Queue:
 
     def release(self, seq: int) -> None:
         """Drop the links of the entry `seq`."""
-        shutil.rmtree(self.directory / HELD / _name(seq), ignore_errors=True)
+        shutil.rmtree(self.directory / LINKS / _name(seq), ignore_errors=True)
 
     def describe(self, description: Description) -> None:
         """Write down whose queue it is, for the next start and for commands; `read_description` gives it back."""
@@ -534,10 +534,10 @@ class Queue:
 
     def _drop_links(self) -> None:
         """Of a process that died before it added their entry."""
-        held = self.directory / HELD
-        for name in os.listdir(held) if held.is_dir() else ():
+        links = self.directory / LINKS
+        for name in os.listdir(links) if links.is_dir() else ():
             if not (name.isdecimal() and int(name) in self._entries):
-                shutil.rmtree(held / name, ignore_errors=True)
+                shutil.rmtree(links / name, ignore_errors=True)
 
 
 def queue_of_run(directory: Path, run_id: str) -> Path:

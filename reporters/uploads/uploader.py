@@ -355,7 +355,7 @@ class Uploader:
     def _links(self, seq: int, main: Path, files: Sequence[Path]) -> Path | None:
         """The folder with links to `files`; None where the file system does not have them."""
         try:
-            return self.queue.hold(seq, main, files)
+            return self.queue.link_files(seq, main, files)
         except OSError as error:
             log.warning("%s can't be kept from being deleted before it is uploaded: %s", main, error.strerror)
             return None

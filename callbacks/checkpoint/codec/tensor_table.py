@@ -98,7 +98,7 @@ class TensorTable:
         self._sharded: dict[Any, dict[str, Any]] = {}
         self.slices: list[Entry] = []
         """What this rank holds of sharded tensors."""
-        self.wholes: dict[tuple[str, str], Slice] = {}
+        self.sharded_tensors: dict[tuple[str, str], Slice] = {}
         """All sharded tensors, by file and key."""
 
     def add_tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class TensorTable:
         if memory not in self._sharded or file == MODEL_FILE:
             self._keys.add((file, key))
             part = Slice(box, whole, dtype)
-            self.wholes[file, key] = part
+            self.sharded_tensors[file, key] = part
             if is_saved_by_this_rank(sharded):
                 stored, shape = stored_as(local)
                 self.slices.append(Entry(file, key, stored, shape, local.nbytes, local, part))

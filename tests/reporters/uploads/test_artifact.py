@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from genlight.adapter.contract.exceptions import UploadError
-from genlight.reporters.uploads.queue import HELD, Artifact, Queue, pack
+from genlight.reporters.uploads.queue import LINKS, Artifact, Queue, pack
 
 
 @pytest.fixture
@@ -83,20 +83,20 @@ def test_links_keep_the_bytes_in_their_layout_until_the_entry_is_removed(run):
     files = [root / "c/step/a/b", root / "elsewhere.bin", root / "c/step.json"]
     with contextlib.closing(Queue(root / "uploads")) as queue:
         entry = queue.add("checkpoint", 1, pack(root, root / "c/step.json", files))
-        folder = queue.hold(entry.seq, root / "c/step.json", files)
+        folder = queue.link_files(entry.seq, root / "c/step.json", files)
         for file in files:
             file.unlink()
         assert (folder / "step/a/b").read_text() == "c/step/a/b"
         assert (folder / "elsewhere.bin").read_text() == "elsewhere.bin"
         queue.remove(entry)
-    assert os.listdir(root / "uploads" / HELD) == []
+    assert os.listdir(root / "uploads" / LINKS) == []
 
 
 def test_what_can_only_be_linked_in_part_is_not_linked_at_all(run):
     root = run("c/step.json")
     with contextlib.closing(Queue(root / "uploads")) as queue, pytest.raises(OSError, match="No such file"):
-        queue.hold(1, root / "c/step.json", [root / "c/step.json", root / "c/gone"])
-    assert os.listdir(root / "uploads" / HELD) == []
+        queue.link_files(1, root / "c/step.json", [root / "c/step.json", root / "c/gone"])
+    assert os.listdir(root / "uploads" / LINKS) == []
 
 
 def test_links_of_a_process_that_was_killed_before_it_queued_them_are_dropped(
@@ -104,7 +104,7 @@ def test_links_of_a_process_that_was_killed_before_it_queued_them_are_dropped(
 ):
     record, files = write_checkpoint(1)
     with contextlib.closing(Queue(tmp_path / "run" / "uploads")) as queue:
-        orphan = queue.hold(7, Path(record), [Path(record)])
+        orphan = queue.link_files(7, Path(record), [Path(record)])
     uploader = uploader_for(chaos, start=False)
     uploader.enqueue_checkpoint(record, files, step=1)
     uploader.close()
@@ -113,14 +113,14 @@ def test_links_of_a_process_that_was_killed_before_it_queued_them_are_dropped(
     uploader = uploader_for(chaos)
     assert uploader.settle().ok
     assert chaos.messages("/checkpoint")[0]["local_path"] == str(record)
-    assert os.listdir(tmp_path / "run" / "uploads" / HELD) == []
+    assert os.listdir(tmp_path / "run" / "uploads" / LINKS) == []
 
 
 def test_where_nothing_can_be_kept_the_files_themselves_are_queued(
     chaos, uploader_for, write_checkpoint, tmp_path, caplog
 ):
     uploader = uploader_for(chaos)
-    (tmp_path / "run" / "uploads" / HELD).write_text("stands in the way")
+    (tmp_path / "run" / "uploads" / LINKS).write_text("stands in the way")
     record, files = write_checkpoint(1)
     uploader.enqueue_checkpoint(record, files, step=1)
     assert uploader.settle().ok

@@ -9,7 +9,7 @@ import pytest
 
 from genlight.adapter.contract.exceptions import StartupContractError, UploadError
 from genlight.reporters.uploads import SettleResult, TerminalPayload, UploadConfig
-from genlight.reporters.uploads.queue import HELD, read_entries
+from genlight.reporters.uploads.queue import LINKS, read_entries
 
 PASSING = [
     "500",
@@ -339,7 +339,7 @@ def test_a_file_that_is_gone_fails_its_upload_and_names_it(chaos, uploader_for, 
     uploader = uploader_for(chaos, start=False)
     record, files = write_checkpoint(1)
     uploader.enqueue_checkpoint(record, files, step=1)
-    shutil.rmtree(uploader.queue.directory / HELD)
+    shutil.rmtree(uploader.queue.directory / LINKS)
     result = uploader.settle()
     assert "model.safetensors" in result.undelivered[0].reason
 
@@ -349,7 +349,7 @@ def test_what_vanished_between_two_attempts_is_dropped_with_a_warning(chaos, upl
     record, files = write_checkpoint(1)
     uploader.enqueue_checkpoint(record, files, step=1)
     uploader.close()
-    shutil.rmtree(uploader.queue.directory / HELD)
+    shutil.rmtree(uploader.queue.directory / LINKS)
     assert uploader_for(chaos).settle().ok
     assert "no longer there" in caplog.text
 

@@ -220,7 +220,7 @@ def test_ranks_that_hold_other_sharded_tensors_than_rank_zero_are_refused(sharde
     captured = capture({"state_dict": {"w": sharded}}, RecordMeta())
     channel, record = Channel(), tmp_path / "step-00000001.json"
     plan_save(channel, record, captured)
-    captured.wholes["model.safetensors", "v"] = captured.wholes["model.safetensors", "w"]
+    captured.sharded_tensors["model.safetensors", "v"] = captured.sharded_tensors["model.safetensors", "w"]
 
     with pytest.raises(CheckpointError, match="their slices of v do not make one whole"):
         write(channel, record, captured)
