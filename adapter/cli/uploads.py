@@ -94,9 +94,10 @@ def _facts(entry: Entry, root: Path) -> dict[str, Any]:
         if any(not file.location(root).exists() for file in artifact.files):
             facts["state"] = "lost (files are gone)"
     elif entry.kind == "metrics":
-        facts["name"] = ", ".join(sorted(entry.body.metrics))
+        metrics = entry.body.payload.get("metrics")
+        facts["name"] = ", ".join(sorted(metrics)) if isinstance(metrics, dict) else ""
     else:
-        facts["name"] = str(entry.body.payload["status"])
+        facts["name"] = str(entry.body.payload.get("status", ""))
     return facts
 
 

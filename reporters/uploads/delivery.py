@@ -25,7 +25,6 @@ from .wire import (
     facts_of,
     file_url,
     idempotency_key,
-    metrics_payload,
     remote_name,
 )
 
@@ -77,15 +76,12 @@ class Delivery:
             Refused: It can't succeed.
             Interrupted: The uploader is closing.
         """
-        if entry.kind == "metrics":
-            body = encode(metrics_payload(self._config.run_id, entry.step, entry.body.metrics))
-            self._post(entry, self._config.metrics_url, body, hashlib.sha256(body).hexdigest(), "")
-        elif entry.kind == "terminal":
-            url = self._config.terminal_url or ""
-            self._wire.post(url, encode(entry.body.payload), entry.body.key)
-            self._queue.add_receipt(Receipt(entry.body.key))
-        else:
+        if isinstance(entry.body, Artifact):
             self._deliver_artifact(entry, entry.body)
+            return
+        self._wire.post(self._config.url_of(entry.kind) or "", encode(entry.body.payload), entry.body.key)
+        if entry.kind == "terminal":
+            self._queue.add_receipt(Receipt(entry.body.key))
 
     def _deliver_artifact(self, entry: Entry, artifact: Artifact) -> None:
         if self._is_superseded(entry, artifact) or self._was_delivered(entry, artifact):
@@ -147,12 +143,9 @@ class Delivery:
         payload = artifact_payload(
             self._config.run_id, entry.kind, entry.step, where, facts, uploaded, final=artifact.final
         )
-        self._post(entry, self._config.url_of(entry.kind), encode(payload), facts.sha256 or record.sha256 or "", name)
-
-    def _post(self, entry: Entry, url: str | None, body: bytes, digest: str, name: str) -> None:
-        if not url:
-            raise Refused(f"no URL is set for {entry.kind}")
-        self._wire.post(url, body, idempotency_key(self._config.run_id, entry.kind, entry.step, name, digest))
+        digest = facts.sha256 or record.sha256 or ""
+        key = idempotency_key(self._config.run_id, entry.kind, entry.step, name, digest)
+        self._wire.post(self._config.url_of(entry.kind) or "", encode(payload), key)
 
     def _shipment(self, entry: Entry, artifact: Artifact) -> Shipment:
         title = "final" if artifact.final else f"step-{entry.step:08d}"

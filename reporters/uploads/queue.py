@@ -41,11 +41,10 @@ __all__ = [
     "Description",
     "Entry",
     "Kind",
-    "Metrics",
+    "Message",
     "Queue",
     "QueueInUseError",
     "Receipt",
-    "Terminal",
     "UploadedFile",
     "count_waiting",
     "files_in",
@@ -265,7 +264,7 @@ class Entry(msgspec.Struct):
     kind: Kind
     step: int
     body: Any
-    """An `Artifact`, `Metrics` or a `Terminal`, as the kind says."""
+    """An `Artifact`, or of metrics and the end of the run a `Message`."""
     parts: dict[str, UploadedFile | None] = {}
     """The parts that were delivered, by name, with the store's answer about a file."""
     failure: str | None = None
@@ -297,31 +296,13 @@ class Description(msgspec.Struct, frozen=True):
     stores_files: bool = False
 
 
-class Metrics(msgspec.Struct):
-    """What an entry of metrics holds; a value that is not finite is None."""
-
-    metrics: dict[str, float | None]
-
-
-class Terminal(msgspec.Struct):
-    """What the entry of a terminal message holds."""
+class Message(msgspec.Struct):
+    """What an entry of metrics, or of the end of the run, holds."""
 
     payload: dict[str, Any]
     """What is sent."""
     key: str
     """Its idempotency key."""
-
-    def __post_init__(self) -> None:
-        if "status" not in self.payload:
-            raise ValueError("a terminal message has a status")
-
-
-_BODIES: dict[Kind, type[Any]] = {
-    "metrics": Metrics,
-    "terminal": Terminal,
-    "checkpoint": Artifact,
-    "sample": Artifact,
-}
 
 
 class Queue:
@@ -575,7 +556,9 @@ def read_entries(directory: str | os.PathLike[str]) -> list[Entry]:
             data = read_own(path, limit=LARGEST_ENTRY_BYTES)
             if data.strip():
                 entry = msgspec.json.decode(data, type=Entry)
-                entry.body = msgspec.convert(entry.body, _BODIES[entry.kind])
+                entry.body = msgspec.convert(
+                    entry.body, Artifact if entry.kind in ("checkpoint", "sample") else Message
+                )
                 if entry.seq != int(path.stem):
                     raise ValueError(f"it says that it is number {entry.seq}")
                 entries.append(entry)

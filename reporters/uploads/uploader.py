@@ -7,6 +7,7 @@ order, so that a metrics endpoint that is down does not hold up a checkpoint, no
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import sys
@@ -29,10 +30,9 @@ from .queue import (
     Description,
     Entry,
     Kind,
-    Metrics,
+    Message,
     Queue,
     QueueInUseError,
-    Terminal,
     UploadedFile,
     files_in,
     files_outside,
@@ -48,7 +48,9 @@ from .wire import (
     TerminalPayload,
     TryAgain,
     Wire,
+    encode,
     idempotency_key,
+    metrics_payload,
     terminal_payload,
 )
 
@@ -307,10 +309,13 @@ class Uploader:
         if not self.config.wants("metrics"):
             return
         values = {name: float(value) for name, value in metrics.items()}
+        payload = metrics_payload(self.config.run_id, step, values)
+        digest = hashlib.sha256(encode(payload)).hexdigest()
+        message = Message(payload, idempotency_key(self.config.run_id, "metrics", step, "", digest))
         with self.condition:
             for _ in range(self.queue.drop_oldest("metrics", keep=self.config.max_pending_metrics - 1)):
                 self._count_lost_metrics("too many wait for an endpoint that is away")
-            self.queue.add("metrics", step, Metrics(dict(values)))
+            self.queue.add("metrics", step, message)
             self.condition.notify_all()
 
     def enqueue_checkpoint(
@@ -453,7 +458,7 @@ class Uploader:
             return SettleResult()
         for stale in self.queue.entries("terminal"):
             self.queue.remove(stale)
-        self.queue.add("terminal", payload.step, Terminal(terminal_payload(self.config.run_id, payload), key))
+        self.queue.add("terminal", payload.step, Message(terminal_payload(self.config.run_id, payload), key))
         return self.deliver_waiting_terminal(deadline_s)
 
     def deliver_waiting_terminal(self, deadline_s: float | None = None) -> SettleResult:

@@ -27,7 +27,7 @@ def sound(tmp_path_factory):
     open_uploader(folder).close()
     queue = Queue(folder / "uploads")
     queue.add("checkpoint", 1, pack(folder, folder / "a.json", [folder / "a.json"]))
-    queue.add("metrics", 1, {"metrics": {"a": 1.0}})
+    queue.add("metrics", 1, {"payload": {"metrics": {"a": 1.0}}, "key": "k"})
     queue.add("terminal", 1, {"payload": {"status": "failed", "step": 1}, "key": "k"})
     queue.add_receipt(Receipt("checkpoint:b", "c", None, "s", 2))
     queue.close()

@@ -19,7 +19,7 @@ from genlight.reporters.uploads.queue import (
     Artifact,
     ArtifactFile,
     Description,
-    Metrics,
+    Message,
     Queue,
     Receipt,
     UploadedFile,
@@ -48,12 +48,12 @@ def artifact(name="a"):
 
 
 def metrics(value):
-    return Metrics({"a": value})
+    return Message({"metrics": {"a": value}}, "key")
 
 
 def _names(entries):
     """The value of metrics, or the name of a file, of each entry."""
-    return [entry.body.metrics["a"] if entry.kind == "metrics" else entry.body.main for entry in entries]
+    return [entry.body.payload["metrics"]["a"] if entry.kind == "metrics" else entry.body.main for entry in entries]
 
 
 def _files(queue):
@@ -202,12 +202,12 @@ WRITER = textwrap.dedent(
     """
     import sys
     from genlight.reporters.uploads.queue import Artifact, ArtifactFile
-    from genlight.reporters.uploads.queue import Metrics, Queue
+    from genlight.reporters.uploads.queue import Message, Queue
 
     sample = Artifact("x" * 200, (ArtifactFile("a", "a", "a", 1, 1),), 0, 1, "a")
     queue = Queue(sys.argv[1])
     for step in range(int(sys.argv[2]), 10**9):
-        queue.add(*(("metrics", step, Metrics({"x" * 200: 1.0})) if step % 3 else ("sample", step, sample)))
+        queue.add(*(("metrics", step, Message({"x" * 200: 1.0}, "key")) if step % 3 else ("sample", step, sample)))
         print(step, flush=True)
     """
 )
@@ -285,7 +285,7 @@ def test_a_receipt_that_cannot_be_read_counts_as_none(open_queue, caplog):
 def test_every_file_of_the_queue_is_json(open_queue):
     queue = open_queue()
     queue.add("metrics", 1, metrics(float("nan")))
-    assert json.loads(_files(queue)[0].read_text())["body"] == {"metrics": {"a": None}}
+    assert json.loads(_files(queue)[0].read_text())["body"]["payload"] == {"metrics": {"a": None}}
 
 
 def test_a_run_gets_the_first_folder_in_which_no_other_run_waits(tmp_path, caplog):
