@@ -125,6 +125,10 @@ class Checkpoint(Hook, LightningCheckpoint):
     optional_reads = ("stop_reason", "loss_stats", "eval_scores", "rolls_back")
     writes = ("latest_checkpoint_uri",)
     every_n_steps = StepCadence()
+    _of_this_process = frozenset({"_store", "_channel", "_run_state"})
+    _store: CheckpointStore | None = None
+    _channel = ALONE
+    _run_state: RunState | None = None
 
     def __init__(
         self,
@@ -168,11 +172,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._clock = SaveClock(self.every_minutes)
         self._kept = Kept(self.retention)
         self._resume = ResumeState()
-        self._store: CheckpointStore | None = None
-        self._channel = ALONE
         self._gives_plugin_back = False
         self._boundaries = Boundaries(self)
-        self._run_state: RunState | None = None
         self._durable: deque[tuple[CheckpointRecord, float]] = deque()
         """Checkpoints that are durable and not reported yet, with the seconds that each took; two threads use it."""
         self._in_use: list[Callable[[], Collection[Path]]] = []
@@ -181,14 +182,7 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        fresh: dict[str, Any] = {
-            "_store": None,
-            "_channel": ALONE,
-            "_run_state": None,
-            "_durable": deque(),
-            "_in_use": [],
-        }
-        return {**super().__getstate__(), **fresh}
+        return {**super().__getstate__(), "_durable": deque(), "_in_use": []}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -30,7 +30,7 @@ from .selection import find_checkpoint
 from .sharded.rank_channel import ALONE, EndOfSave, RankGroups
 from .storage.commit import Staging, claims_in, delete_checkpoint
 from .storage.files import naming_the_checkpoint
-from .writing import only_slices, plan_save, write
+from .writing import plan_save, write
 
 __all__ = ["CheckpointStore", "save"]
 
@@ -128,7 +128,8 @@ class CheckpointStore:
             nothing: Future[CheckpointRecord | None] = Future()
             nothing.set_result(None)
             return nothing
-        share = share if training.rank == 0 else only_slices(share)
+        if training.rank != 0:
+            share = replace(share, entries=[], rest=b"", state=None, linked=None)  # it writes its slices alone
         share.staging = share.staging or Staging(record, plan.staging)
         if plan.is_sharded and asynchronous:
             self._end_of_save = EndOfSave(training)

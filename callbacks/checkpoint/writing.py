@@ -56,7 +56,7 @@ from .sharded.slices import Box, make_whole
 from .storage.commit import SPACE_FOR_THE_REST, Staging, choose_folder, commit, move_older_final, require_space, stage
 from .storage.files import hash_file, naming_the_checkpoint, write_file
 
-__all__ = ["only_slices", "plan_save", "require_shared_directory", "write"]
+__all__ = ["plan_save", "require_shared_directory", "write"]
 
 log = logging.getLogger(__name__)
 
@@ -298,8 +298,7 @@ def _write_slices(staging: Staging, channel: Channel, entries: list[Entry]) -> l
     index: list[SliceEntry] = []
     for file, held in _by_file(entries):
         written.append((file, *_write_tensors(folder / file, held, _indexed(file, held, index))))
-    part = serialise_part(channel.rank, channel.size, index)
-    written.append((PART_FILE, *write_file(folder / PART_FILE, [part])))
+    written.append((PART_FILE, *write_file(folder / PART_FILE, [serialise_part(index)])))
     fsync_directory(folder)
     return [FileEntry(f"{folder.name}/{name}", size, digest) for name, size, digest in written]
 
@@ -400,8 +399,3 @@ def _wait_until_seen(path: Path, rank: int, *, size: int | None = None, made_by:
         "each rank writes its own part of a sharded checkpoint, so the directory must be on a file system that all "
         "nodes share; choose such a `dirpath`, or train without sharding"
     )
-
-
-def only_slices(captured: Captured) -> Captured:
-    """What a rank other than zero writes."""
-    return replace(captured, entries=[], rest=b"", state=None, linked=None)

@@ -12,7 +12,6 @@ import mmap
 import os
 import weakref
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from ...adapter.contract.exceptions import EventLogError
@@ -114,9 +113,7 @@ class LineFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _cut_off(self) -> None:

@@ -214,8 +214,6 @@ class _Part(msgspec.Struct, frozen=True):
 
     format: str
     format_version: int
-    rank: _Offset
-    world_size: _Offset
     slices: list[SliceEntry]
 
 
@@ -236,9 +234,9 @@ def block_digests(data: memoryview) -> tuple[str, ...]:
     return tuple(xxhash.xxh3_128_hexdigest(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK))
 
 
-def serialise_part(rank: int, world_size: int, slices: Iterable[SliceEntry]) -> bytes:
+def serialise_part(slices: Iterable[SliceEntry]) -> bytes:
     """The bytes of a part's index."""
-    return msgspec.json.encode(_Part(_PART, _PART_VERSION, rank, world_size, list(slices)))
+    return msgspec.json.encode(_Part(_PART, _PART_VERSION, list(slices)))
 
 
 def parse_part(data: bytes) -> list[SliceEntry]:
