@@ -61,6 +61,8 @@ log = logging.getLogger(__name__)
 StrPath = str | os.PathLike[str]
 CLOSE_WAIT_S = 2.0
 METRICS_GRACE_S = 5.0
+SHORTEST_TERMINAL_WAIT_S = 0.25
+"""Where other uploads have used up the time."""
 LOOK_EVERY_S = 1.0
 LONGEST_SILENCE_S = 30.0
 """Lines about what is left come after a second, then half as often each time, until they are this far apart."""
@@ -478,7 +480,7 @@ class Uploader:
             with contextlib.suppress(TryAgain):
                 lane.deliver(entry, tries=1)
         else:
-            end = time.monotonic() + limit_s
+            end = time.monotonic() + max(limit_s, SHORTEST_TERMINAL_WAIT_S)
             self._wait_while(lambda: self._deliverable("terminal") and lane.next_try_s < end, end)
         if entry not in self.queue.entries("terminal"):
             return SettleResult()
