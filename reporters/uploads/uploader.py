@@ -345,7 +345,11 @@ class Uploader:
         main, subject = Path(os.path.abspath(record_path)), Path(os.path.abspath(primary_path or record_path))
         seq = self.queue.new_seq()
         wanted = [path for given in (*files, subject, main) for path in files_in(given)]
-        links = self._links(seq, main, wanted)
+        links = None
+        try:
+            links = self.queue.link_files(seq, main, wanted)
+        except OSError as error:
+            log.warning("%s can't be kept from being deleted before it is uploaded: %s", main, error.strerror)
         artifact = pack(self._root, main, wanted, primary=subject, final=final, links=links)
         self._enqueue_artifact("checkpoint", step, artifact, seq)
 
@@ -358,14 +362,6 @@ class Uploader:
         if self.config.wants("sample"):
             artifact = pack(self._root, path, files, kind="sample")
             self._enqueue_artifact("sample", step, artifact, self.queue.new_seq())
-
-    def _links(self, seq: int, main: Path, files: Sequence[Path]) -> Path | None:
-        """The folder with links to `files`; None where the file system does not have them."""
-        try:
-            return self.queue.link_files(seq, main, files)
-        except OSError as error:
-            log.warning("%s can't be kept from being deleted before it is uploaded: %s", main, error.strerror)
-            return None
 
     def _enqueue_artifact(self, kind: Kind, step: int, artifact: Artifact, seq: int) -> None:
         if any(entry.step == step and artifact.is_same(entry.body) for entry in self.queue.entries(kind)):
