@@ -25,9 +25,8 @@ from ...adapter.contract.exceptions import GenlightError, StartupContractError
 from ...adapter.contract.run_state import RunState
 from ...adapter.plumbing.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, Pace, StepCadence, crossed, suppressed
-from ..hook.events import fire, run_state_of
+from ..hook.events import awaits_module_hook, fire, run_state_of
 from ..hook.hook import Hook, ending_the_run, skippable
-from ..hook.module_hook import awaits_module_hook
 from ..hook.run_context import RunContext
 from ..lightning_internals import checkpoint_connector
 from ..optimizer_state import named_values

@@ -13,6 +13,7 @@ from ...adapter.contract.run_state import RunState
 
 __all__ = [
     "FIGURES_FIELD",
+    "awaits_module_hook",
     "callbacks_of",
     "entry_of",
     "fire",
@@ -31,6 +32,7 @@ FIGURES_FIELD = "figures"
 """For the ``writes`` of a hook that publishes figures, so that `LogMetrics` runs after it in the same step."""
 
 _RUN_STATE_ATTRIBUTE = "_genlight_run_state"
+_ANNOUNCES_ATTRIBUTE = "_genlight_announces_its_end"
 
 
 def run_state_of(trainer: pl.Trainer) -> RunState:
@@ -125,3 +127,39 @@ def timed(trainer: pl.Trainer, what: str) -> Iterator[None]:
         yield
     finally:
         fire(trainer, "on_time_spent", what, time.monotonic() - began_s)
+
+
+def awaits_module_hook(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
+    """Whether ``on_module_batch_end`` is still to come in this step; asked from an ``on_train_batch_end``.
+
+    genlight's loop fires that event itself. Lightning's own loop has no such event, so there the module's hook is
+    replaced, until it is called, by one that fires the event afterwards.
+
+    Returns:
+        False where the module has no hook of its own: nothing is then left to wait for.
+    """
+    hook = pl_module.on_train_batch_end
+    if getattr(hook, "__func__", None) is pl.LightningModule.on_train_batch_end:
+        return False
+    is_fired_by_loop: bool | None = getattr(trainer.fit_loop.epoch_loop, "fires_module_batch_end", None)
+    if is_fired_by_loop is not None:
+        return is_fired_by_loop
+    if not hasattr(hook, _ANNOUNCES_ATTRIBUTE):
+        _announce_end_of_hook(trainer, pl_module)
+    return True
+
+
+def _announce_end_of_hook(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    hook = pl_module.on_train_batch_end
+    is_of_instance = "on_train_batch_end" in vars(pl_module)
+
+    def hook_and_event(*args: Any) -> None:
+        if is_of_instance:
+            pl_module.on_train_batch_end = hook  # type: ignore[method-assign]
+        else:
+            del pl_module.on_train_batch_end
+        hook(*args)
+        fire(trainer, "on_module_batch_end")
+
+    setattr(hook_and_event, _ANNOUNCES_ATTRIBUTE, True)
+    pl_module.on_train_batch_end = hook_and_event  # type: ignore[method-assign, assignment]
