@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -96,7 +97,7 @@ def _identity(parameter: Tensor) -> _Identity | None:
 
 def _version(gradient: Tensor) -> tuple[int, float]:
     norm = float(torch.linalg.vector_norm(_local(gradient))) if isinstance(gradient, DTensor) else 0.0
-    return gradient._version, norm
+    return gradient._version, norm if math.isfinite(norm) else -1.0  # nan, of an overflow, would equal nothing
 
 
 def _local(gradient: Tensor) -> Tensor:

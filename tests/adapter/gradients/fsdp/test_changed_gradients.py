@@ -121,3 +121,13 @@ def test_what_bounds_no_rows_is_not_named(run, caplog, between):
         run.step(between)
 
     assert not caplog.messages
+
+
+def test_gradients_that_overflowed_are_not_taken_for_changed(run, caplog):
+    for scale in (float("inf"), 1.0):
+        with run.router:
+            run.optimizer.zero_grad()
+            (run.model(torch.randn(2, 4)).square().mean() * scale).backward()
+            run.optimizer.step()
+
+    assert not caplog.messages
