@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 
 from ...callbacks.checkpoint.sharded.slices import sharded_like, whole
 from ...callbacks.optimizer_state import map_values, named_values, parameters_of
+from .children import Reference
 from .discover import Discovered, Found, walk
 
-__all__ = ["KeptByWrapper", "kept_by_wrappers", "known_parts", "with_inner_optimizers"]
+__all__ = ["KeptByWrapper", "kept_by_wrappers", "walk_optimizer", "with_inner_optimizers"]
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,7 @@ class KeptByWrapper:
 
 def kept_by_wrappers(optimizers: tuple[Found[Optimizer], ...]) -> list[KeptByWrapper]:
     """What to save beside the state dicts of `optimizers`; nothing for torch's own."""
-    kept: list[KeptByWrapper] = []
-    for found in optimizers:
-        kept += _of(found.path, found.value, set())
-    return kept
+    return [kept for found in optimizers for kept in _of(found.path, found.value, set())]
 
 
 def _of(path: str, optimizer: Optimizer, seen: set[int]) -> Iterator[KeptByWrapper]:
@@ -96,14 +94,15 @@ def with_inner_optimizers(discovered: Discovered) -> list[Found[Optimizer]]:
     waiting = list(discovered.optimizers)
     while waiting:
         each = waiting.pop()
-        for path, value in walk(vars(each.value), f"{each.path}.__dict__", seen=known_parts(each.value)):
+        for path, value in walk_optimizer(each):
             if isinstance(value, Optimizer) and id(value) not in found:
                 found[id(value)] = inner = Found(path, each.name, value)
                 waiting.append(inner)
     return list(found.values())
 
 
-def known_parts(optimizer: Optimizer) -> dict[int, Any]:
-    """Groups and state of `optimizer`, by id, which a search of what else it keeps leaves out."""
-    own = vars(optimizer)
-    return {id(own[name]): own[name] for name in ("param_groups", "state", "defaults") if name in own}
+def walk_optimizer(found: Found[Optimizer], *, tensors: list[Reference] | None = None) -> Iterator[tuple[str, Any]]:
+    """Everything that an optimizer keeps beside its groups and its state, with paths; see `walk`."""
+    own = vars(found.value)
+    known = {id(own[name]): own[name] for name in ("param_groups", "state", "defaults") if name in own}
+    return walk(own, f"{found.path}.__dict__", seen=known, tensors=tensors)

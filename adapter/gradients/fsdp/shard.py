@@ -36,8 +36,8 @@ from torch.optim import LBFGS, Optimizer
 from ....callbacks.optimizer_state import map_values
 from ...contract.exceptions import ContractError
 from ...discovery.children import Reference
-from ...discovery.discover import Discovered, Found, walk
-from ...discovery.wrapped_optimizers import known_parts, with_inner_optimizers
+from ...discovery.discover import Discovered, Found
+from ...discovery.wrapped_optimizers import walk_optimizer, with_inner_optimizers
 from ..ddp.buffers import broadcast_from_zero
 from ..refused import REFUSED, WITH_DDP
 from ..torch_internals import post_accumulate_hooks, require_fsdp
@@ -244,7 +244,7 @@ def _kept_by_themselves(discovered: Discovered, optimizers: Sequence[Found[Optim
     """Where trainer and optimizers keep tensors by themselves."""
     found = [*discovered.aliases]
     for each in optimizers:
-        list(walk(vars(each.value), f"{each.path}.__dict__", seen=known_parts(each.value), tensors=found))
+        list(walk_optimizer(each, tensors=found))
     return found
 
 
