@@ -77,6 +77,9 @@ class TrainerState:
         AttributeError: A field that there is not; offers the nearest.
     """
 
+    _own: dict[str, Any]
+    _losses_of_step: int | None
+
     def __init__(
         self, trainer: pl.Trainer | None = None, pl_module: pl.LightningModule | None = None, **fields: Any
     ) -> None:

@@ -484,10 +484,10 @@ def imported(
     if isinstance(function, str) and not {".", ":"}.isdisjoint(function):
         try:
             found = pkgutil.resolve_name(function)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"Invalid `{setting}`. {function!r} cannot be imported: {error}.") from None
         except Exception as error:  # a module may raise anything while it is imported
-            reason = (
-                f"{error}" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
-            )
+            reason = f"{type(error).__name__}: {error}"
             raise ValueError(f"Invalid `{setting}`. {function!r} cannot be imported: {reason}.") from error
     if not callable(found):
         raise TypeError(f"Invalid `{setting}`. Expected {expected}, but received {function!r}.")
