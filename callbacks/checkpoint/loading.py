@@ -24,7 +24,7 @@ from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointErro
 from ...adapter.plumbing.safe_open import open_regular
 from .capture import CONTRACT_KEY, left_out_tensors, require_base
 from .codec.state_tree import decode
-from .codec.tensor_bytes import as_uint8, element_type, empty_tensor
+from .codec.tensor_bytes import as_uint8, bytes_of, element_type
 from .contents import is_of_tensors, read_contents
 from .format.record import (
     ARRAYS_FILE,
@@ -302,4 +302,5 @@ def _allocate(stored: TypedShape, as_arrays: bool) -> tuple[Any, memoryview]:
     if as_arrays:
         array = np.empty(stored.end - stored.begin, np.uint8)
         return array, array.data
-    return empty_tensor(_TYPE_OF_FORMAT[stored.dtype], stored.shape)
+    tensor = torch.empty(stored.shape, dtype=_TYPE_OF_FORMAT[stored.dtype], device="cpu")
+    return tensor, bytes_of(tensor)

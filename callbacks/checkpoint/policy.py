@@ -44,7 +44,7 @@ from .loader_position import forget_positions, keep_positions, put_positions_bac
 from .plugins import give_back_plugin, install_plugin, rank_groups_of, url_faults
 from .pretrained import keep_configurations
 from .rank_state import ResumeState, capture_parts, stands_between_batches
-from .selection import WRITER, Kept, Listed, Retention, best_path, is_named, list_checkpoints, own_records
+from .selection import WRITER, Kept, Listed, Retention, best_first, is_named, list_checkpoints, own_records
 from .sharded.rank_channel import ALONE, Channel
 from .sharded.slices import is_sharded
 from .storage.commit import Staging, claims_of, is_checkpoint_file, require_replaceable, require_space, stage, sweep
@@ -384,7 +384,9 @@ class Checkpoint(Hook, LightningCheckpoint):
     @property
     def best_model_path(self) -> str:
         """The best checkpoint, or the newest without a monitor, which ``ckpt_path="best"`` asks for; empty for none."""
-        return "" if self.dirpath is None else best_path(own_records(list_checkpoints(self.directory)), self.retention)
+        own = [] if self.dirpath is None else own_records(list_checkpoints(self.directory))
+        chosen = best_first(own, self.retention.monitor, self.retention.mode)[:1] or own[-1:]
+        return "".join(str(record.path) for record in chosen)
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:

@@ -46,7 +46,6 @@ __all__ = [
     "Retention",
     "add_score",
     "best_first",
-    "best_path",
     "enqueue",
     "find_checkpoint",
     "find_final",
@@ -276,12 +275,6 @@ def _best(records: Sequence[CheckpointRecord], retention: Retention) -> list[Che
         if value is not None and math.isfinite(value):
             scored.append((sign * value, record.step, record))
     return [record for _, _, record in sorted(scored, key=lambda item: item[:2])[: retention.keep_best]]
-
-
-def best_path(records: Sequence[CheckpointRecord], retention: Retention) -> str:
-    """The best of `records`, or the last where none has a monitored value; empty for none."""
-    chosen = _best(records, retention) or records[-1:]
-    return str(chosen[0].path) if chosen else ""
 
 
 def monitored(records: Sequence[CheckpointRecord]) -> tuple[str | None, Literal["min", "max"] | None]:

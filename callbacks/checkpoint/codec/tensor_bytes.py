@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import xxhash
 
-__all__ = ["as_uint8", "bytes_of", "content_digests", "device_digest", "element_type", "empty_tensor"]
+__all__ = ["as_uint8", "bytes_of", "content_digests", "device_digest", "element_type"]
 
 
 def bytes_of(source: Any) -> memoryview:
@@ -29,7 +29,8 @@ def bytes_of(source: Any) -> memoryview:
         return flat.view(np.uint8).data if flat.size else memoryview(b"")
     if source.numel() == 0:
         return memoryview(b"")
-    return _memory(as_uint8(source.cpu().contiguous()))
+    # Not `numpy()`, for ever after which the storage cannot be resized: observers of torch.ao resize their buffers.
+    return np.from_dlpack(as_uint8(source.cpu().contiguous())).data
 
 
 def as_uint8(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,19 +49,6 @@ def element_type(name: str) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     raise ValueError(f"torch {torch.__version__} has no element type {name!r}")
-
-
-def empty_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.Tensor, memoryview]:
-    """A new tensor on the host, and its memory to be filled."""
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")
-    if tensor.numel() == 0:
-        return tensor, memoryview(bytearray())
-    return tensor, _memory(as_uint8(tensor))
-
-
-def _memory(octets: torch.Tensor) -> memoryview:
-    # Not `numpy()`, for ever after which the storage cannot be resized: observers of torch.ao resize their buffers.
-    return np.from_dlpack(octets).data
 
 
 _CHUNK = 1 << 22

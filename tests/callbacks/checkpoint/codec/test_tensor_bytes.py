@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from genlight.callbacks.checkpoint.codec.tensor_bytes import bytes_of, empty_tensor
+from genlight.callbacks.checkpoint.codec.tensor_bytes import bytes_of
 
 
 def test_a_tensor_whose_bytes_were_read_can_still_be_resized() -> None:
     # As observers of quantization do with their buffers; numpy's view of a tensor would forbid it for good.
-    tensor, memory = torch.tensor([1.0, 2.0]), empty_tensor(torch.float32, (2,))
-    memory[1][:] = bytes_of(tensor)
+    tensor, filled = torch.tensor([1.0, 2.0]), torch.empty(2)
+    bytes_of(filled)[:] = bytes_of(tensor)
 
     assert tensor.resize_(3)[:2].tolist() == [1.0, 2.0]
-    assert memory[0].resize_(3)[:2].tolist() == [1.0, 2.0]
+    assert filled.resize_(3)[:2].tolist() == [1.0, 2.0]
 
 
 def test_bytes_are_a_view_of_the_tensor_where_it_lies_in_order() -> None:
