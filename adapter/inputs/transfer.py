@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,17 +139,17 @@ class Fetcher:
         identity = f"{ref.sha256 or ref.url} {ref.file_name}"
         folder = self.directory / "http" / hashlib.sha256(identity.encode()).hexdigest()[:32]
         if kind == "checkpoint":
-            path = fetch_checkpoint(ref, folder, self.client, retry=self.retry, tracker=self.tracker)
-            return Found(path, ref.label)
-        request = Download(ref.url, folder / ref.file_name, ref.sha256)
-        path = download(request, self.client, retry=self.retry, tracker=self.tracker)
+            return Found(fetch_checkpoint(ref, folder, self._download), ref.label)
+        path = self._download(Download(ref.url, folder / ref.file_name, ref.sha256))
         return Found(folder if kind == "model" else path, ref.label)
+
+    def _download(self, request: Download) -> Path:
+        return download(request, self.client, retry=self.retry, tracker=self.tracker)
 
     def _hub(self, kind: Kind, ref: HubRef) -> Found:
         repository: Literal["model", "dataset"] = "dataset" if kind == "dataset" else "model"
-        folder = fetch_from_hub(
-            ref, kind=repository, patterns=_hub_patterns(kind, ref), retry=self.retry, tracker=self.tracker
-        )
+        patterns = _hub_patterns(kind, ref)
+        folder = fetch_from_hub(ref, kind=repository, patterns=patterns, retry=self.retry, tracker=self.tracker)
         path = folder / (ref.path or ".")
         if kind == "dataset":
             return Found(path, ref.label)
@@ -180,9 +180,7 @@ def _hub_patterns(kind: Kind, ref: HubRef) -> list[str] | None:
     return None
 
 
-def fetch_checkpoint(
-    ref: HttpRef, folder: Path, client: httpx2.Client, *, retry: RetryPolicy, tracker: Tracker
-) -> Path:
+def fetch_checkpoint(ref: HttpRef, folder: Path, fetch: Callable[[Download], Path]) -> Path:
     """Fetch a record by URL and the files that it names, from the same place; the path of the local record.
 
     In a file store the names of files are flat, ``step-00000200-model.safetensors``; everywhere
@@ -192,25 +190,14 @@ def fetch_checkpoint(
         AuthError: The server refused the credentials.
         InputError: The record or a file of it is missing or broken.
     """
-    path = download(
-        Download(ref.url, folder / ref.file_name, ref.sha256, most_bytes=LARGEST_RECORD_BYTES),
-        client,
-        retry=retry,
-        tracker=tracker,
-    )
+    path = fetch(Download(ref.url, folder / ref.file_name, ref.sha256, most_bytes=LARGEST_RECORD_BYTES))
     try:
         record = read_record(path)
     except BrokenCheckpointError as error:
         raise InputError(f"{ref.label} cannot be resumed from: {error}.") from None
     for file in record.files:
-        request = Download(
-            _url_of(ref, record, file.path, record.file_name(file)),
-            folder / file.path,
-            file.sha256,
-            file.xxh3_128,
-            file.size,
-        )
-        download(request, client, retry=retry, tracker=tracker)
+        url = _url_of(ref, record, file.path, record.file_name(file))
+        fetch(Download(url, folder / file.path, file.sha256, file.xxh3_128, file.size))
     return path
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from genlight.adapter.contract.exceptions import AuthError, InputError
+from genlight.adapter.inputs.http import download
 from genlight.adapter.inputs.local import local_checkpoint
 from genlight.adapter.inputs.progress import Tracker
 from genlight.adapter.inputs.refs import parse_ref
@@ -31,7 +34,8 @@ def record(files=FILES, final=False):
 def fetch(server, tmp_path, retry):
     def run(url, token=None):
         with build_client(token, {origin_of(server.url)}) as client:
-            return fetch_checkpoint(parse_ref(url), tmp_path / "cache", client, retry=retry, tracker=Tracker())
+            fetch_one = partial(download, client=client, retry=retry, tracker=Tracker())
+            return fetch_checkpoint(parse_ref(url), tmp_path / "cache", fetch_one)
 
     return run
 
