@@ -6,12 +6,13 @@ No matter which code logs it and which handler shows it. Nothing here raises int
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TextIO
+from typing import Any
 
 from .redaction import hide_secrets, traceback_of
 
@@ -30,29 +31,48 @@ def redacted_logs(secrets: Iterable[str | None], environ: Mapping[str, str] | No
         secrets: Texts that must not be shown.
         environ: Environment whose secrets must not be shown; None takes the process's own.
     """
-    known = tuple(secrets)
+    hide = functools.partial(hide_secrets, secrets=tuple(secrets), environ=environ)
+    handle, show = logging.Logger.handle, warnings.showwarning
+    end_thread, no_caller = threading.excepthook, sys.unraisablehook
 
-    def hide(text: str) -> str:
-        return hide_secrets(text, secrets=known, environ=environ)
+    def handle_redacted(self: logging.Logger, record: logging.LogRecord) -> None:
+        # Where a logger hands a record to its handlers: before that it has no ``extra=`` fields.
+        _redact_record(record, hide)
+        handle(self, record)
 
-    with _redacted_records(hide), _redacted_warnings(hide), _redacted_exceptions(hide):
+    def show_redacted(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+        text = str(message)
+        safe = hide(text)
+        show(message if safe == text else safe, *args, **kwargs)
+
+    def end_thread_redacted(given: threading.ExceptHookArgs) -> None:
+        name = given.thread.name if given.thread is not None else "unknown"
+        if not _show_redacted(given.exc_value, f"Exception in thread {name}", hide):
+            end_thread(given)
+
+    def no_caller_redacted(given: sys.UnraisableHookArgs) -> None:  # as those of destructors
+        if not _show_redacted(given.exc_value, given.err_msg or "Exception without caller", hide):
+            no_caller(given)
+
+    with (
+        _replaced(logging.Logger, "handle", handle_redacted),
+        _replaced(warnings, "showwarning", show_redacted),
+        _replaced(threading, "excepthook", end_thread_redacted),
+        _replaced(sys, "unraisablehook", no_caller_redacted),
+    ):
         yield
 
 
 @contextlib.contextmanager
-def _redacted_records(hide: _Hide) -> Iterator[None]:
-    """Redact where a logger hands a record to its handlers: before that it has no ``extra=`` fields."""
-    handle = logging.Logger.handle
-
-    def handle_redacted(self: logging.Logger, record: logging.LogRecord) -> None:
-        _redact_record(record, hide)
-        handle(self, record)
-
-    logging.Logger.handle = handle_redacted  # type: ignore[method-assign]
+def _replaced(owner: Any, name: str, replacement: Callable[..., None]) -> Iterator[None]:
+    """Another function in place of one, until the end of the block; what others put there meanwhile stays."""
+    before = getattr(owner, name)
+    setattr(owner, name, replacement)
     try:
         yield
     finally:
-        logging.Logger.handle = handle  # type: ignore[method-assign]
+        if getattr(owner, name) is replacement:
+            setattr(owner, name, before)
 
 
 def _redact_record(record: logging.LogRecord, hide: _Hide) -> None:
@@ -97,54 +117,6 @@ def _said(value: Any, hide: _Hide) -> str:
         return hide(str(value))
     except Exception:  # noqa: BLE001 - a class of the user's may raise anything here
         return f"<{type(value).__name__}>"
-
-
-@contextlib.contextmanager
-def _redacted_warnings(hide: _Hide) -> Iterator[None]:
-    show = warnings.showwarning
-
-    def show_redacted(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        text = str(message)
-        safe = hide(text)
-        show(message if safe == text else safe, category, filename, lineno, file, line)
-
-    warnings.showwarning = show_redacted
-    try:
-        yield
-    finally:
-        if warnings.showwarning is show_redacted:
-            warnings.showwarning = show
-
-
-@contextlib.contextmanager
-def _redacted_exceptions(hide: _Hide) -> Iterator[None]:
-    """Exceptions that end a thread, or that have no caller, as those of destructors."""
-    end_thread, no_caller = threading.excepthook, sys.unraisablehook
-
-    def end_thread_redacted(given: threading.ExceptHookArgs) -> None:
-        name = given.thread.name if given.thread is not None else "unknown"
-        if not _show_redacted(given.exc_value, f"Exception in thread {name}", hide):
-            end_thread(given)
-
-    def no_caller_redacted(given: sys.UnraisableHookArgs) -> None:
-        if not _show_redacted(given.exc_value, given.err_msg or "Exception without caller", hide):
-            no_caller(given)
-
-    threading.excepthook, sys.unraisablehook = end_thread_redacted, no_caller_redacted
-    try:
-        yield
-    finally:
-        if threading.excepthook is end_thread_redacted:
-            threading.excepthook = end_thread
-        if sys.unraisablehook is no_caller_redacted:
-            sys.unraisablehook = no_caller
 
 
 def _show_redacted(error: BaseException | None, title: str, hide: _Hide) -> bool:
