@@ -178,6 +178,8 @@ class UploadArtifacts(Hook):
         self._hears_metrics = False
         self._metrics_due = Boundaries(self, trainer.global_step, every=self.metric_every)
         self._newest, self._awaits_newest = None, False
+        for saver in _savers(trainer):
+            saver.keep_while_in_use(self._waiting_files)
         if not trainer.strategy.restore_checkpoint_after_setup:
             self._take_over(trainer)
 
@@ -264,8 +266,7 @@ class UploadArtifacts(Hook):
         """Begin where the run that is resumed ended; its callbacks have their state."""
         self._seen_files = {path: _written(path) for path in _paths_of(trainer)}
         if trainer.ckpt_path is not None:
-            savers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
-            self._queue_resumed(Path(trainer.ckpt_path), [saver.directory for saver in savers])
+            self._queue_resumed(Path(trainer.ckpt_path), [saver.directory for saver in _savers(trainer)])
 
     def _queue_resumed(self, path: Path, own_directories: Sequence[Path]) -> None:
         """Queue what the run resumes from, and what came before: its last process may have been killed before it did.
@@ -299,6 +300,9 @@ class UploadArtifacts(Hook):
         enqueue(self._uploader, record)
         config = self._uploader.config
         self._awaits_newest = config.stores_files() or bool(config.targets)
+
+    def _waiting_files(self) -> set[Path]:
+        return set() if self._uploader is None else self._uploader.waiting_files()
 
     def _note_arrival(self, trainer: pl.Trainer) -> None:
         """Note in the run state where the newest checkpoint has arrived."""
@@ -470,6 +474,10 @@ def await_checkpoints(trainer: pl.Trainer) -> None:
     for callback in callbacks_of(trainer):
         if isinstance(callback, Checkpoint):
             wait_after_failure(functools.partial(callback.wait, trainer))
+
+
+def _savers(trainer: pl.Trainer) -> list[Checkpoint]:
+    return [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
 
 
 def model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:

@@ -437,22 +437,18 @@ class Queue:
     def link_files(self, seq: int, main: Path, files: Iterable[Path]) -> Path:
         """A folder of hard links to `files`, for the entry `seq`; `remove` drops it.
 
-        Retention deletes checkpoints whether they have arrived or not. A link keeps the bytes at no cost; a file system
-        without hard links, or another one than the queue's, gets copies. Files in the folder of `main` and below keep
-        their layout.
+        Retention deletes checkpoints whether they have arrived or not, and a link keeps the bytes at no cost. Files in
+        the folder of `main` and below keep their layout.
 
         Raises:
-            OSError: A file is missing, or cannot be copied.
+            OSError: A file is missing, or the file system has no hard links, or is another one than the queue's.
         """
         folder = self.directory / LINKS / _name(seq)
         try:
             for file in dict.fromkeys(files):
                 link = folder / layout_of(file, main)
                 link.parent.mkdir(parents=True, exist_ok=True)
-                try:
-                    os.link(os.path.realpath(file), link)
-                except OSError:
-                    shutil.copy2(file, link)
+                os.link(os.path.realpath(file), link)
         except OSError:
             self.release(seq)
             raise

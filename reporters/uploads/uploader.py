@@ -26,6 +26,7 @@ from ...adapter.plumbing.urls import safe_url
 from .config import UploadConfig
 from .delivery import Delivery, receipt_key
 from .queue import (
+    LINKS,
     Artifact,
     Description,
     Entry,
@@ -328,7 +329,9 @@ class Uploader:
         final: bool = False,
         primary_path: StrPath | None = None,
     ) -> None:
-        """Queue a checkpoint that is durable; the record goes last. Its files may be deleted from now on.
+        """Queue a checkpoint that is durable; the record goes last.
+
+        Its files may be deleted from now on, but for those that `waiting_files` names.
 
         Args:
             record_path: The commit record, or the checkpoint itself where it is one file.
@@ -349,9 +352,21 @@ class Uploader:
         try:
             links = self.queue.link_files(seq, main, wanted)
         except OSError as error:
-            log.warning("%s can't be kept from being deleted before it is uploaded: %s", main, error.strerror)
+            reason = error.strerror or error
+            log.warning(
+                "%s can't be kept from being deleted, but by `Checkpoint`, until it is uploaded: %s", main, reason
+            )
         artifact = pack(self._root, main, wanted, primary=subject, final=final, links=links)
         self._enqueue_artifact("checkpoint", step, artifact, seq)
+
+    def waiting_files(self) -> set[Path]:
+        """The files of checkpoints that wait and are sent from where they lie.
+
+        They are on another file system than the queue, or on one without hard links.
+        """
+        links = self.queue.directory / LINKS
+        waiting = (file.location(self._root) for e in self.queue.entries("checkpoint") for file in e.body.files)
+        return {path for path in waiting if links not in path.parents}
 
     def enqueue_sample(self, path: StrPath, files: Sequence[StrPath] = (), step: int = 0) -> None:
         """Queue a sample that is durable, with the files it names; each file gets a message, that of `path` comes last.

@@ -3,8 +3,6 @@
 import errno
 import hashlib
 
-import pytest
-
 from genlight.reporters.uploads import TerminalPayload, uploader as uploader_module
 from genlight.reporters.uploads.queue import read_entries
 
@@ -184,19 +182,25 @@ def refuse_link(*_, **__):
     raise PermissionError(errno.EPERM, "a file system without links")
 
 
-@pytest.mark.parametrize("links", [True, False])
-def test_what_is_deleted_before_it_has_arrived_is_sent_all_the_same(
-    chaos, uploader_for, write_checkpoint, links, monkeypatch
-):
-    if not links:
-        monkeypatch.setattr("os.link", refuse_link)
+def test_what_is_deleted_before_it_has_arrived_is_sent_all_the_same(chaos, uploader_for, write_checkpoint):
     uploader = uploader_for(chaos, start=False)
     record, files = write_checkpoint(1)
     uploader.enqueue_checkpoint(record, files, step=1)
+    assert uploader.waiting_files() == set()
     for file in (record, *files):
         file.unlink()
     assert uploader.settle().ok
     assert len(chaos.files()) == 1 + len(files)
+
+
+def test_what_waits_without_links_is_named_until_it_has_arrived(chaos, uploader_for, write_checkpoint, monkeypatch):
+    monkeypatch.setattr("os.link", refuse_link)
+    uploader = uploader_for(chaos, start=False)
+    record, files = write_checkpoint(1)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    assert uploader.waiting_files() == {record, *files}
+    assert uploader.settle().ok
+    assert uploader.waiting_files() == set()
 
 
 def test_a_checkpoint_that_is_queued_twice_waits_once(chaos, uploader_for, write_checkpoint):
