@@ -468,7 +468,7 @@ class ReplayFeed:
     """
 
     begins_anew = True  # a pass has no position but the buffer's
-    told_on_resume = None
+    lost_on_resume = None
 
     def __init__(
         self,

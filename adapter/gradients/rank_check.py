@@ -230,11 +230,11 @@ class RankCheck:
         key = f"{self._key}/waits in step {at.step}"
         # The library aborts the process at its timeout, without the rank's name.
         most = 0.8 * group_timeout(self._group).total_seconds()
-        told = False
+        is_announced = False
         while not copy.is_there():
             waited = time.monotonic() - began
-            if waited > 1.0 and not told:
-                told = _tell(f"{key}/{self._rank}", "here")
+            if waited > 1.0 and not is_announced:
+                is_announced = _tell(f"{key}/{self._rank}", "here")
             if waited > most:
                 silent = _silent(key, self._rank, self._world_size)
                 raise RankFailedError(
@@ -395,7 +395,7 @@ class RankAgreement:
         codes = self._of_all(code).tolist()
         if any(other != code for other in codes):
             self._is_on = False
-            raise self._parted(what)
+            raise self._differ(what)
 
     def note(self, what: str) -> None:
         """Compare `what`, which talks to no other rank but changes a shard, with the next that does."""
@@ -423,7 +423,7 @@ class RankAgreement:
                 others = [rank for rank, code in enumerate(codes) if code != codes[0]]
                 raise refusal("collective", f"in step {step} of this run, ranks {others} and rank 0")
 
-    def _parted(self, what: str) -> ContractError:
+    def _differ(self, what: str) -> ContractError:
         everyone = gather_objects((what, "" if what == END_OF_STEP else users_line()), self._group)
         first = everyone[0]
         others = ((rank, other) for rank, other in enumerate(everyone) if other[0] != first[0])

@@ -230,7 +230,7 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # n
 
 
 class GradientGuard:
-    """Has somebody told before a gradient of a parameter is read, and when one is written.
+    """Calls a function before a gradient of a parameter is read, and when one is written.
 
     For that a parameter is of a subclass of its own class while it is guarded; it stays the object that everybody
     holds. One of a class of the trainer's own cannot be guarded.

@@ -98,7 +98,7 @@ def save_trainable_module_checkpoint(
     paths = {"primary_path": WEIGHTS_FILE}
     if optimizer is not None:
         paths["optimizer_path"] = OPTIMIZER_TENSORS_FILE
-    told = {
+    description = {
         "format": FORMAT,
         "files": [*contents, META_FILE],
         "step": int(step),
@@ -106,9 +106,9 @@ def save_trainable_module_checkpoint(
         "model_name_or_path": str(model_name_or_path),
         **_checked_facts({**(metadata or {}), **facts}),
     }
-    meta = {**told, **paths, "trainable": sorted(weights)}
+    meta = {**description, **paths, "trainable": sorted(weights)}
     _write_all({**contents, META_FILE: _json_bytes(meta)}, directory)
-    return {**told, **{name: str(directory / file) for name, file in paths.items()}}
+    return {**description, **{name: str(directory / file) for name, file in paths.items()}}
 
 
 def load_trainable_module_checkpoint(

@@ -199,7 +199,7 @@ class ContractModule(pl.LightningModule):
     @property
     @override
     def hparams_initial(self) -> AttributeDict:
-        """What loggers are told: the job's hyperparameters, and those that a subclass has saved; without secrets."""
+        """What loggers get: the job's hyperparameters, and those that a subclass has saved; without secrets."""
         return AttributeDict(without_secrets({**uncounted(self.given_job.hyperparams), **super().hparams_initial}))
 
     @property
@@ -291,7 +291,7 @@ class ContractModule(pl.LightningModule):
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
         check_trainer_arguments(self.trainer)
-        # Lightning's word for whether loggers are told. They are not saved: a checkpoint's trainer is built of a job.
+        # Lightning's word for whether loggers get them. They are not saved: a checkpoint's trainer is built of a job.
         self._log_hyperparams = self._log_hyperparams or bool(self.given_job.hyperparams)
         defer_setups(self.trainer)
         host_evaluation(self)

@@ -24,7 +24,7 @@ from .state import PHASE
 if TYPE_CHECKING:
     from .module import ContractModule
 
-__all__ = ["Phase", "RolloutBatches", "collected", "parted"]
+__all__ = ["Phase", "RolloutBatches", "collected", "batches_and_stats"]
 
 log = logging.getLogger(__name__)
 
@@ -63,14 +63,14 @@ class RolloutBatches:
         self._phase: Phase | None = None
         self._lost: str | None = None
         """Why the phase of the checkpoint is not gone on with."""
-        self._told_of_unequal_passes = False
+        self._has_warned_of_unequal_passes = False
         self._counted = 0
         """Environment steps of all ranks that the run state had when they were last summed."""
         self.metrics: dict[str, float] = {}
         """How long the last rollout and the last update took, and environment steps where the trainer counts them."""
 
     @property
-    def told_on_resume(self) -> str | None:
+    def lost_on_resume(self) -> str | None:
         """What a run that is resumed within a phase loses; None where it goes on with that phase."""
         if self._phase is not None:
             return None
@@ -159,8 +159,8 @@ class RolloutBatches:
             yield batch
 
     def _tell_of_unequal_passes(self, phase: Phase, *, has_more: bool) -> None:
-        if has_more and not self._told_of_unequal_passes:
-            self._told_of_unequal_passes = True
+        if has_more and not self._has_warned_of_unequal_passes:
+            self._has_warned_of_unequal_passes = True
             log.warning(
                 "Rank %d has more than the %d minibatches that another rank has for an update epoch: what is left is "
                 "not trained. Collect as many on each rank.",
@@ -177,7 +177,7 @@ class RolloutBatches:
         fire(module.trainer, "on_rollout_start")
         began_s = time.monotonic()
         returned = module.plugin.rollout(module.contract_state, module.ctx)  # type: ignore[attr-defined]
-        batches, run_state.rollout_stats = parted(returned)
+        batches, run_state.rollout_stats = batches_and_stats(returned)
         if isinstance(batches, Iterator) and optional_hook(module.plugin, "rollout_state") is not None:
             batches = collected(batches, run_state)
         if isinstance(batches, list | tuple) and not batches:
@@ -236,7 +236,7 @@ def collected(batches: Iterator[Any], run_state: RunState) -> list[Any]:
     return found
 
 
-def parted(returned: Any) -> tuple[Iterable[Any], dict[str, Any] | None]:
+def batches_and_stats(returned: Any) -> tuple[Iterable[Any], dict[str, Any] | None]:
     """The batches that a rollout gave, and the statistics where it gave a pair.
 
     Raises:

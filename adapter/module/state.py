@@ -128,7 +128,7 @@ class TrainerState:
         return check_unchanged(self.discovered, self.value, self.plugin, host=self.module)
 
     def optimizer_configs(self) -> list[dict[str, Any]]:
-        """What Lightning is told of the optimizers, each with the first scheduler that drives it."""
+        """What Lightning gets of the optimizers, each with the first scheduler that drives it."""
         configs: list[dict[str, Any]] = [{"optimizer": optimizer} for optimizer in self.optimizers]
         for found in self.discovered.schedulers:
             for config in configs:

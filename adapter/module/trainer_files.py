@@ -25,13 +25,13 @@ def checked_result(result: Any, output_dir: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(result, Mapping):
         raise ContractError(f"save_checkpoint returned a {type(result).__qualname__}; it must be a mapping or None")
-    told = {str(name): _relative(value, output_dir) for name, value in result.items()}
-    named = told.get("primary_path")
+    paths = {str(name): _relative(value, output_dir) for name, value in result.items()}
+    named = paths.get("primary_path")
     if named is None or named == "":
-        told.pop("primary_path", None)
-        return told
+        paths.pop("primary_path", None)
+        return paths
     _check_primary_path(named, output_dir)
-    return told
+    return paths
 
 
 def _check_primary_path(named: Any, output_dir: Path) -> None:

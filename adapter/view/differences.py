@@ -20,7 +20,7 @@ _OF_DATA = ("data", "dataset", "inputs", "mock_batches")
 """Keys of a job that say what it trains on."""
 _FIRST_PACKAGES = ("genlight", "lightning", "torch", "numpy", "pyarrow")
 _LONGEST_VALUE = 400
-"""Characters of a list; of a longer one its length and digest are told."""
+"""Characters of a list; of a longer one its length and digest are shown."""
 
 
 @dataclass(frozen=True)

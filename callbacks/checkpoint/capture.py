@@ -365,7 +365,7 @@ class HostBuffer:
         self._made_for = "cpu"
         """The kind of device that copies fast to this memory."""
         self._is_registered = False
-        """Whether the device's runtime was told of it."""
+        """Whether it is registered with the device's runtime."""
         self._layout: list[tuple[torch.dtype, torch.Size]] = []
         self._targets: list[torch.Tensor] = []
         """The parts of the memory that take tensors of `_layout`: most snapshots are like the one before."""
@@ -424,12 +424,13 @@ class HostBuffer:
     def _pin(self, device: torch.device) -> None:
         """Pin the memory for `device`; it stays as it is where that is too much, or refused.
 
-        CUDA is told of just these bytes: torch's own pinned memory is rounded up to a power of two, and kept for good.
+        Just these bytes are registered with CUDA: torch's own pinned memory is rounded up to a power of two, and kept
+        for good.
         """
         nbytes, most = self.nbytes, int(LARGEST_PINNED * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-        told = size_text(nbytes)
+        size = size_text(nbytes)
         if nbytes > most:
-            log.info("Snapshots of %s are taken in pageable memory: at most %s are pinned", told, size_text(most))
+            log.info("Snapshots of %s are taken in pageable memory: at most %s are pinned", size, size_text(most))
             return
         try:
             runtime = _runtime_of(device.type)
@@ -438,9 +439,9 @@ class HostBuffer:
             else:
                 self._memory = self._memory.pin_memory()
         except Exception as error:  # noqa: BLE001 - without it copies are slower, and training goes on
-            log.warning("Snapshots of %s are taken in pageable memory, which is slower: %s", told, error)
+            log.warning("Snapshots of %s are taken in pageable memory, which is slower: %s", size, error)
         else:
-            log.info("%s of host memory are pinned for snapshots of checkpoints", told)
+            log.info("%s of host memory are pinned for snapshots of checkpoints", size)
 
     def _register(self, runtime: Any, device: torch.device) -> None:
         with torch.get_device_module(device).device(device):

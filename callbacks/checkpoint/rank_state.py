@@ -202,14 +202,14 @@ def restore_gradients(module: pl.LightningModule, gradients: dict[str, torch.Ten
 def warn_of_loaders_without_position(trainer: pl.Trainer) -> None:
     """Name the training loaders that have no state, so that they begin with their first batch again.
 
-    One whose ``begins_anew`` is true does so on purpose; its ``told_on_resume``, where it has that, says what is lost.
+    One whose ``begins_anew`` is true does so on purpose; its ``lost_on_resume``, where it has that, says what is lost.
     """
     for loader in CombinedLoader(trainer.train_dataloader).flattened:  # a list of batches is one loader
         is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         if getattr(loader, "begins_anew", False):
-            told = getattr(loader, "told_on_resume", None)
-            if told is not None:
-                log.warning("%s", told)
+            lost = getattr(loader, "lost_on_resume", None)
+            if lost is not None:
+                log.warning("%s", lost)
         elif not is_stateful:
             log.warning(
                 "The run goes on within an epoch, but its %s keeps no position: it begins with its first batch again. "

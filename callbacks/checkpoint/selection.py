@@ -63,7 +63,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 MOST_WARNINGS = 10
-"""How many broken checkpoints are told of one by one."""
+"""How many broken checkpoints are named one by one."""
 
 FALLS_BACK = "; falling back to the one before it"
 """How the warning of a broken checkpoint ends."""

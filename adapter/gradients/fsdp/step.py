@@ -2,11 +2,11 @@
 
 FSDP 2's own hooks gather weights in the call of a unit and reduce gradients in backward. Around them::
 
-    a call of a unit         its parameters are its own; ranks that call other units are told
+    a call of a unit         its parameters are its own; ranks that call other units are named
     autograd.grad with       from here on weights are gathered before each backward of the step and gradients are
     create_graph             reduced after it: the graph of gradients reads weights through no hook
-    backward                 ranks that used other parameters are told; gradients that were not reduced are refused
-    an update                ranks that make another are told
+    backward                 ranks that used other parameters are named; gradients that were not reduced are refused
+    an update                ranks that make another are named
 """
 
 from __future__ import annotations

@@ -62,11 +62,11 @@ class Channel:
         Raises:
             Exception: This rank's own problem, or a `CheckpointError` that tells the one of another.
         """
-        told = self.share(first_problem(self.gather(text_of(problem)), doing))
+        reported = self.share(first_problem(self.gather(text_of(problem)), doing))
         if problem is not None:
             raise problem
-        if told is not None:
-            raise CheckpointError(told)
+        if reported is not None:
+            raise CheckpointError(reported)
 
     def start_largest(self, number: int) -> tuple[torch.Tensor, Any]:
         """Begin to find the largest number of any rank: the tensor that will hold it, and what to wait for."""
@@ -115,7 +115,7 @@ class EndOfSave:
 
 
 def text_of(problem: BaseException | None) -> str | None:
-    """What other ranks are told."""
+    """What other ranks get of a problem."""
     return None if problem is None else f"{type(problem).__name__}: {problem}"
 
 
