@@ -7,6 +7,7 @@ is skipped and says so.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import tempfile
@@ -254,10 +255,11 @@ def _forgotten_values(whole: Trained, again: Trained, resumed: Trained, *, at: i
     anew = [path for path in before.differences(after) if path in in_both and not path.startswith(modules)]
     if anew:
         text = (
-            f"bit-equal, but {anew[0]} was not restored ({len(anew)} values) and came out the same because a later step"
+            f"bit-equal, but {anew[0]} was not restored ({len(anew)} values) and came out the same because a later "
+            "step wrote it"
         )
         remedy = "Save it if it is more than the last step's value, such as the best loss so far."
-        return Finding("resume", "warn", f"{said}: {text} step wrote it", remedy)
+        return Finding("resume", "warn", f"{said}: {text}", remedy)
     return Finding("resume", "pass", f"{said}: bit-equal")
 
 
@@ -293,7 +295,8 @@ def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Find
             yield Finding("ranks", "fail", f"replicas drift apart ({name} rows): {drifted[0]}", remedy)
             return
     distance, path = _furthest(results["same"][0], expected)
-    halved = _beyond_rounding(subject, results["halves"][0], expected, expected) if "halves" in results else None
+    rounded = functools.cache(functools.partial(_rounded_otherwise, subject, dropout=False))
+    halved = _beyond_rounding(results["halves"][0], expected, expected, rounded) if "halves" in results else None
     # A sum over ranks counts the same rows twice, and is right where each rank has rows of its own.
     if distance > SAME and (halved is None or halved[0] > SAME):
         text = f"two processes with the same rows end {distance:.1e} away from one, at {path}"
@@ -302,7 +305,7 @@ def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Find
     distance = min(distance, distance if halved is None else halved[0])
     yield Finding("ranks", "pass", f"two processes agree with one to {distance:.1e}, and with each other bit for bit")
     yield from check_rank_state(subject, whole, apart("value", results["halves"]) if halved is not None else [])
-    yield _sharded_finding(subject, sharded[0], results["same" if halved is None else "halves"][0], expected)
+    yield _sharded_finding(sharded[0], results["same" if halved is None else "halves"][0], expected, rounded)
     if halved is None:
         yield Finding("batch size", "skip", "the raw batches cannot be cut in half")
     elif halved[0] <= SAME:
@@ -313,11 +316,13 @@ def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Find
         yield Finding("batch size", "warn", text, remedy)
 
 
-def _sharded_finding(subject: Subject, sharded: Snapshot, of_ddp: Snapshot, expected: Snapshot) -> Finding:
+def _sharded_finding(
+    sharded: Snapshot, of_ddp: Snapshot, expected: Snapshot, rounded: Callable[[], Snapshot]
+) -> Finding:
     if refusal := sharded[REFUSED]:
         text = f"FSDP 2 over two processes: {refusal[REFUSED]}"
         return Finding("sharded", "warn", text, "Use ddp, or do what the message says.")
-    distance, path = _beyond_rounding(subject, sharded, expected, of_ddp)
+    distance, path = _beyond_rounding(sharded, expected, of_ddp, rounded)
     if distance > SAME:
         text = f"sharded over two processes it ends {distance:.1e} away from DDP on the same rows, at {path}"
         remedy = "Use ddp; look for code that reads or changes weights outside of forward, backward and updates."
@@ -342,8 +347,8 @@ def check_bf16(subject: Subject, whole: Trained) -> Iterator[Finding]:
     half, expected = subject.train(bf16=True).reached("weight"), whole.reached(*TRAINED)
     distance, path = _furthest(half, expected, kinds=("weight",))
     if distance > CLOSE:
-        rounding = _of_rounding(subject, expected, dropout=True)
-        by_rounding_alone = {path: math.inf for path, size in rounding.items() if size > SAME}
+        rounding = _distances(_rounded_otherwise(subject, dropout=True), expected, TRAINED)
+        by_rounding_alone = {path: math.inf for path, size in rounding if size > SAME}
         distance, path = _furthest(half, expected, kinds=("weight",), noise=by_rounding_alone)
     broken = [path for path, tensor in half["weight"].items() if not torch.isfinite(tensor).all()]
     if broken:
@@ -357,8 +362,8 @@ def check_bf16(subject: Subject, whole: Trained) -> Iterator[Finding]:
         yield Finding("bf16-mixed", "pass", f"finite, and {distance:.1e} away from fp32")
 
 
-def _of_rounding(subject: Subject, of_one: Snapshot, *, dropout: bool) -> Mapping[str, float]:
-    """How far one process ends from `of_one`, by path, whose first weights are rounded otherwise.
+def _rounded_otherwise(subject: Subject, *, dropout: bool) -> Snapshot:
+    """Where one process ends whose first weights are rounded otherwise.
 
     A bias of keys in attention, or before batch statistics, has a gradient of nothing but rounding. Adam makes whole
     steps of it, and the running mean follows.
@@ -373,15 +378,16 @@ def _of_rounding(subject: Subject, of_one: Snapshot, *, dropout: bool) -> Mappin
                         signs = torch.randint(-1, 2, weight.shape, generator=random)
                         weight.mul_(1 + torch.finfo(weight.dtype).eps * signs)
 
-    ended = subject.train(dropout=dropout, at_step=round_otherwise).reached(*TRAINED)
-    return dict(_distances(ended, of_one, TRAINED))
+    return subject.train(dropout=dropout, at_step=round_otherwise).reached(*TRAINED)
 
 
-def _beyond_rounding(subject: Subject, found: Snapshot, expected: Snapshot, of_one: Snapshot) -> tuple[float, str]:
-    """As `_furthest`; where that is beyond `SAME`, without what rounding makes of `of_one`, which takes a training."""
+def _beyond_rounding(
+    found: Snapshot, expected: Snapshot, of_one: Snapshot, rounded: Callable[[], Snapshot]
+) -> tuple[float, str]:
+    """As `_furthest`; where that is beyond `SAME`, without what rounding makes of `of_one`: `rounded` trains for it."""
     furthest = _furthest(found, expected)
     if furthest[0] > SAME:
-        furthest = _furthest(found, expected, noise=_of_rounding(subject, of_one, dropout=False))
+        furthest = _furthest(found, expected, noise=dict(_distances(rounded(), of_one, TRAINED)))
     return furthest
 
 

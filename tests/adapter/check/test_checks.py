@@ -126,7 +126,7 @@ FAULTS = (
     ("Forgetful", "resume", "fail", "state.count was not restored"),
     ("ForgetsAverage", "resume", "fail", 'bit-equal, but state.shadow["0.weight"] differs at the end'),
     ("ForgetsLateCounter", "resume", "fail", "state.warm differs at the end"),
-    ("ForgetsBest", "resume", "warn", "state.lowest was not restored (1 values) and came out the same"),
+    ("ForgetsBest", "resume", "warn", "not restored (1 values) and came out the same because a later step wrote it"),
     ("NonPersistent", "resume", "fail", "state.model.seen was not restored"),
     ("HiddenState", "resume", "fail", "though everything in state and trainer was restored"),
     ("Unseeded", "reproducible", "warn", "two runs from the same seed end with a different"),
