@@ -16,9 +16,9 @@ from ..adapter.contract.exceptions import CheckpointError
 from ..adapter.contract.run_state import RunState
 from ..adapter.plumbing.text import nearest
 from .checkpoint.format.record import read_record
-from .checkpoint.policy import Checkpoint
+from .checkpoint.policy import savers_of
 from .hook.cadence import NEVER
-from .hook.events import callbacks_of, entry_of, is_own_loop, model_of, run_state_of, step_metrics
+from .hook.events import entry_of, is_own_loop, model_of, run_state_of, step_metrics
 from .hook.hook import skippable
 from .hook.stand_in import StandIn
 from .log_metrics import rollout_means
@@ -373,8 +373,7 @@ class CheckpointHook(TrainerHook):
         if not should_run(trainer_state.epoch, self.interval):
             return
         trainer = trainer_state.trainer
-        callbacks = [] if trainer is None else callbacks_of(trainer)
-        checkpoint = next((each for each in callbacks if isinstance(each, Checkpoint)), None)
+        checkpoint = next(iter([] if trainer is None else savers_of(trainer)), None)
         if trainer is None or checkpoint is None:
             raise CheckpointError("CheckpointHook has nothing to save with: give the trainer a Checkpoint callback")
         record = checkpoint.save(trainer, trainer.lightning_module)

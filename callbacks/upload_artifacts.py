@@ -21,7 +21,7 @@ from ..reporters.uploads import QUEUE_DIRECTORY, TerminalPayload, UploadConfig, 
 from ..reporters.uploads.config import ENVIRONMENT
 from ..reporters.uploads.targets import target_fault
 from .checkpoint.format.record import CheckpointRecord, read_record
-from .checkpoint.policy import Checkpoint, wait_after_failure
+from .checkpoint.policy import savers_of, wait_after_failure
 from .checkpoint.selection import enqueue, find_checkpoint, never_queued
 from .hook.cadence import Boundaries
 from .hook.events import callbacks_of, run_state_of
@@ -178,7 +178,7 @@ class UploadArtifacts(Hook):
         self._hears_metrics = False
         self._metrics_due = Boundaries(self, trainer.global_step, every=self.metric_every)
         self._newest, self._awaits_newest = None, False
-        for saver in _savers(trainer):
+        for saver in savers_of(trainer):
             saver.keep_while_in_use(self._waiting_files)
         if not trainer.strategy.restore_checkpoint_after_setup:
             self._take_over(trainer)
@@ -266,7 +266,7 @@ class UploadArtifacts(Hook):
         """Begin where the run that is resumed ended; its callbacks have their state."""
         self._seen_files = {path: _written(path) for path in _paths_of(trainer)}
         if trainer.ckpt_path is not None:
-            self._queue_resumed(Path(trainer.ckpt_path), [saver.directory for saver in _savers(trainer)])
+            self._queue_resumed(Path(trainer.ckpt_path), [saver.directory for saver in savers_of(trainer)])
 
     def _queue_resumed(self, path: Path, own_directories: Sequence[Path]) -> None:
         """Queue what the run resumes from, and what came before: its last process may have been killed before it did.
@@ -471,13 +471,8 @@ def _terminal(
 
 def await_checkpoints(trainer: pl.Trainer) -> None:
     """Have checkpoints in flight become durable: after an exception these callbacks get their turn after this one."""
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, Checkpoint):
-            wait_after_failure(functools.partial(callback.wait, trainer))
-
-
-def _savers(trainer: pl.Trainer) -> list[Checkpoint]:
-    return [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
+    for saver in savers_of(trainer):
+        wait_after_failure(functools.partial(saver.wait, trainer))
 
 
 def model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:

@@ -27,7 +27,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from typing_extensions import override
 
 from ...callbacks.checkpoint.format.record import FINAL_NAME
-from ...callbacks.checkpoint.policy import Checkpoint
+from ...callbacks.checkpoint.policy import Checkpoint, savers_of
 from ...callbacks.checkpoint.selection import find_checkpoint, find_final, newest_valid
 from ...callbacks.checkpoint.storage.commit import checkpoint_files
 from ...callbacks.hook.events import callbacks_of
@@ -79,7 +79,7 @@ class UnusableConfigurationError(Exception):
 
 def checkpoints_of(trainer: pl.Trainer) -> Path | None:
     """Where the `Checkpoint` callback keeps them; None without one, or where this run writes none."""
-    callback = next((c for c in callbacks_of(trainer) if isinstance(c, Checkpoint)), None)
+    callback = next(iter(savers_of(trainer)), None)
     return None if callback is None or getattr(trainer, "fast_dev_run", False) else _folder_of(callback, trainer)
 
 
@@ -280,11 +280,10 @@ class GenlightCLI(LightningCLI):
                     "`--resume never`, which moves them aside, or choose another `dirpath`."
                 )
         elif settings["resume"] == "never":
-            for callback in callbacks_of(self.trainer):
-                if isinstance(callback, Checkpoint):
-                    callback.replace_existing = True  # what is not a checkpoint, but has a name that one may get
-                    if self.trainer.is_global_zero:  # else a later `--resume auto` would go on from another training
-                        move_checkpoints_aside(_folder_of(callback, self.trainer))
+            for saver in savers_of(self.trainer):
+                saver.replace_existing = True  # what is not a checkpoint, but has a name that one may get
+                if self.trainer.is_global_zero:  # else a later `--resume auto` would go on from another training
+                    move_checkpoints_aside(_folder_of(saver, self.trainer))
         elif directory is not None and checkpoint_files(directory):
             raise UnusableConfigurationError(
                 f"{str(directory)!r} holds checkpoints already. Go on with `--resume auto`, move them aside with "

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import Logger
 
-from ...callbacks.checkpoint.policy import Checkpoint
+from ...callbacks.checkpoint.policy import savers_of
 from ...callbacks.hook.events import run_state_of
 from ...callbacks.hook.run_context import join_run
 from ...reporters.events.event_logger import EventLogger
@@ -52,8 +52,7 @@ def join(session: Session, trainer: pl.Trainer, module: pl.LightningModule) -> N
     session.stop.run_state = run_state_of(trainer)
     session.count_steps = lambda: int(getattr(module, "failed_step", trainer.global_step))
     join_run(trainer, session)
-    checkpoints = [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]  # type: ignore[attr-defined]
-    session.before_report += [functools.partial(each.report_durable, trainer) for each in checkpoints]
+    session.before_report += [functools.partial(saver.report_durable, trainer) for saver in savers_of(trainer)]
 
 
 def _log_hyperparams(logger: Logger, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:

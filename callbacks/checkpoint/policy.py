@@ -25,7 +25,7 @@ from ...adapter.contract.exceptions import GenlightError, StartupContractError
 from ...adapter.contract.run_state import RunState
 from ...adapter.plumbing.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, Pace, StepCadence, crossed, suppressed
-from ..hook.events import awaits_module_hook, fire, run_state_of
+from ..hook.events import awaits_module_hook, callbacks_of, fire, run_state_of
 from ..hook.hook import Hook, ending_the_run, skippable
 from ..hook.run_context import RunContext
 from ..lightning_internals import checkpoint_connector
@@ -52,7 +52,7 @@ from .storage.files import naming_the_checkpoint
 from .store import CheckpointStore
 from .writing import require_shared_directory
 
-__all__ = ["Checkpoint", "WritesTrainerFiles", "wait_after_failure"]
+__all__ = ["Checkpoint", "WritesTrainerFiles", "savers_of", "wait_after_failure"]
 
 log = logging.getLogger(__name__)
 
@@ -645,6 +645,11 @@ def _size_of_snapshot(trainer: pl.Trainer, module: pl.LightningModule) -> int:
     tensors = (t for t in (*trained, *module.buffers(), *moments) if isinstance(t, torch.Tensor))
     own = (t.to_local() if isinstance(t, DTensor) else t for t in tensors if is_sharded(t) or trainer.is_global_zero)
     return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in own) + ROOM_FOR_OTHERS
+
+
+def savers_of(trainer: pl.Trainer) -> list[Checkpoint]:
+    """The `Checkpoint` callbacks of `trainer`, in their order."""
+    return [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
 
 
 def wait_after_failure(wait: Callable[[], None]) -> None:

@@ -20,7 +20,7 @@ from typing_extensions import override
 from ...adapter.contract.exceptions import EvaluationError
 from ...adapter.plumbing.redaction import hide_secrets
 from ..checkpoint.format.record import CheckpointRecord
-from ..checkpoint.policy import Checkpoint
+from ..checkpoint.policy import savers_of
 from ..hook.cadence import NEVER, Pace, StepCadence, crossed
 from ..hook.events import callbacks_of, publish_scores
 from ..hook.hook import Hook, skippable
@@ -112,7 +112,7 @@ class EvaluateCommand(Hook):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        savers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
+        savers = savers_of(trainer)
         if not any(saver.saves_anything for saver in savers):
             raise EvaluationError(
                 "EvaluateCommand scores checkpoints, and nothing saves one. Add a `Checkpoint` callback that does, "

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import RecoveryError
 from ...reporters.events.event import ROLLED_BACK_METRIC
-from ..checkpoint.policy import Checkpoint
+from ..checkpoint.policy import Checkpoint, savers_of
 from ..checkpoint.writing import require_shared_directory
 from ..hook.cadence import rewind
 from ..hook.events import FIGURES_FIELD, callbacks_of, fire, log_to_loggers, publish_figures, run_state_of
@@ -455,8 +455,7 @@ def _unknown(name: str, given: Sequence[str], known: Sequence[str]) -> Iterator[
 
 def _saver_of(trainer: pl.Trainer) -> Checkpoint | None:
     """The callback whose checkpoints a roll-back goes to: the first that saves while training."""
-    savers = (callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint))
-    return next((each for each in savers if each.saves_while_training), None)
+    return next((each for each in savers_of(trainer) if each.saves_while_training), None)
 
 
 def _start_faults(

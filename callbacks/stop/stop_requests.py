@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import StopReason, TrainingCanceled
 from ...adapter.plumbing.devices import host_group
-from ..checkpoint.policy import Checkpoint
+from ..checkpoint.policy import savers_of
 from ..hook.cadence import Pace, steps_within
 from ..hook.events import callbacks_of, run_state_of
 from ..hook.hook import Hook, skippable
@@ -235,8 +235,7 @@ class StopRequests(Hook):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.sources.signals.on_stop = self._wake
-        saves = any(isinstance(callback, Checkpoint) for callback in callbacks_of(trainer))
-        self.sources.deadline.begin_training(saves=saves)
+        self.sources.deadline.begin_training(saves=bool(savers_of(trainer)))
         if not getattr(trainer.fit_loop, "raises_stops", False):
             self.on_train_batch_start = _raise_if_stopped  # type: ignore[method-assign, assignment]
         self._pace = Pace(self.poll_s)
