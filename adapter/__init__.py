@@ -45,7 +45,6 @@ if TYPE_CHECKING:
         RecoveryError as RecoveryError,
         ReplayWriterError as ReplayWriterError,
         ReplicaDriftError as ReplicaDriftError,
-        ShadowMismatchError as ShadowMismatchError,
         StartupContractError as StartupContractError,
         ThreadLimitError as ThreadLimitError,
         TrainerPathError as TrainerPathError,

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from .early_stopping import EarlyStopping as EarlyStopping
     from .evaluation.evaluate import Evaluate as Evaluate
     from .evaluation.evaluate_command import EvaluateCommand as EvaluateCommand
-    from .evaluation.evaluate_loader import EvaluateLoader as EvaluateLoader
-    from .guarded import Guarded as Guarded
     from .health.diagnosis import Diagnosis as Diagnosis
     from .health.recover import Recover as Recover
     from .health.watch_nonfinite import WatchNonfinite as WatchNonfinite

@@ -6,25 +6,24 @@ import functools
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
+import msgspec
 from typing_extensions import override
 
-from ..adapter.contract.exceptions import BrokenCheckpointError, StartupContractError, ThreadLimitError, UploadError
+from ..adapter.contract.exceptions import BrokenCheckpointError, ThreadLimitError, UploadError
 from ..adapter.plumbing.failures import describe_failure
 from ..adapter.plumbing.redaction import secrets_of_module
+from ..adapter.plumbing.settings import keys_of
 from ..reporters.uploads import QUEUE_DIRECTORY, TerminalPayload, UploadConfig, Uploader
-from ..reporters.uploads.config import ENVIRONMENT
 from ..reporters.uploads.targets import target_fault
 from .checkpoint.format.record import CheckpointRecord, read_record
 from .checkpoint.policy import savers_of, wait_after_failure
 from .checkpoint.selection import enqueue, find_checkpoint, never_queued
 from .hook.cadence import Boundaries
-from .hook.events import callbacks_of, run_state_of
+from .hook.events import callbacks_of
 from .hook.hook import Hook
 
 __all__ = ["UploadArtifacts"]
@@ -35,11 +34,9 @@ log = logging.getLogger(__name__)
 class UploadArtifacts(Hook):
     """Queues every checkpoint, sample and metric of a run for upload without waiting for the network.
 
-    Works with any LightningModule. Files of Lightning's ``ModelCheckpoint`` are kept as hard links until they are
-    delivered, even if ``ModelCheckpoint`` deletes them; checkpoints in genlight's own format are queued with all their
-    files. Metrics are those that genlight's loop reports; for other modules, ``trainer.callback_metrics`` every
-    `metric_every` steps. Once the newest checkpoint is delivered, ``latest_checkpoint_uri`` of the run state is its
-    address in the file store or else in the first of `targets`; until then it is its path.
+    Works with any LightningModule. Checkpoints are those of `Checkpoint`, with all their files, which stay until they
+    are delivered whatever it keeps; files of Lightning's ``ModelCheckpoint`` are not sent. Metrics are those that
+    genlight's loop reports; for other modules, ``trainer.callback_metrics`` every `metric_every` steps.
 
     Args:
         uploader: An uploader that the caller starts, waits for and closes. None creates one for each fit, whose end
@@ -64,8 +61,6 @@ class UploadArtifacts(Hook):
     """
 
     reads = ("loss_stats",)  # or a step could be queued before it is known that genlight's loop reports it
-    optional_reads = ("latest_checkpoint_uri",)
-    writes = ("latest_checkpoint_uri",)
 
     def __init__(
         self,
@@ -110,14 +105,12 @@ class UploadArtifacts(Hook):
         self._hears_metrics = False
         """Whether events bring the metrics of this fit."""
         self._newest: CheckpointRecord | None = None
-        self._awaits_newest = False
-        self._seen_files: dict[str, tuple[int, int] | None] = {}
         self._metrics_due = Boundaries(self, every=metric_every)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         # A copy makes an uploader of its own, with the token of its environment.
-        config = None if self._config is None else replace(self._config, token=None)
+        config = None if self._config is None else msgspec.structs.replace(self._config, token=None)
         return {**super().__getstate__(), "_given": None, "_uploader": None, "_config": config}
 
     @property
@@ -127,25 +120,6 @@ class UploadArtifacts(Hook):
         return 0 if queue is None else len(queue.entries("checkpoint")) + len(queue.entries("sample"))
 
     # what a run reports
-
-    def queue_checkpoint(self, path: str | os.PathLike[str], *, step: int, final: bool = False) -> None:
-        """Queue a checkpoint that is durable; may be called from any thread.
-
-        Args:
-            path: Its commit record, or a checkpoint that is a file or folder of another format.
-            step: Completed steps; a record's own step counts where `path` is one.
-            final: Whether it is the end of the run; a record says so itself.
-
-        Raises:
-            UploadError: A file is missing, or the queue cannot be written.
-        """
-        if self._uploader is None:
-            return
-        record = record_at(Path(path))
-        if record is None:
-            self._uploader.enqueue_checkpoint(path, step=step, final=final)
-        else:
-            enqueue(self._uploader, record)
 
     def queue_samples(self, paths: Sequence[str | os.PathLike[str]], *, step: int) -> None:
         """Queue samples that are durable: each JSON or text with the files that follow it.
@@ -177,9 +151,15 @@ class UploadArtifacts(Hook):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._hears_metrics = False
         self._metrics_due = Boundaries(self, trainer.global_step, every=self.metric_every)
-        self._newest, self._awaits_newest = None, False
-        for saver in savers_of(trainer):
+        self._newest = None
+        savers = savers_of(trainer)
+        for saver in savers:
             saver.keep_while_in_use(self._waiting_files)
+        if not savers and trainer.checkpoint_callbacks and self._uploader and self._uploader.config.wants("checkpoint"):
+            log.warning(
+                "UploadArtifacts sends no file of %s: give the trainer a `Checkpoint` of genlight.callbacks",
+                ", ".join(type(callback).__name__ for callback in trainer.checkpoint_callbacks),
+            )
         if not trainer.strategy.restore_checkpoint_after_setup:
             self._take_over(trainer)
 
@@ -217,8 +197,8 @@ class UploadArtifacts(Hook):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._look_for_files(trainer)  # before the next one, as ModelCheckpoint comes last
-        self._raise_refusal()
+        if self._uploader is not None and self._uploader.failure is not None:
+            raise self._uploader.failure
 
     @override
     def on_train_batch_end(
@@ -227,24 +207,9 @@ class UploadArtifacts(Hook):
         step = trainer.global_step
         if self._metrics_due.crosses(step) and not self._hears_metrics:
             self._queue_metrics(trainer.callback_metrics, step)
-        self._note_arrival(trainer)
-
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._look_for_files(trainer)
-
-    @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._look_for_files(trainer)
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._look_for_files(trainer)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._look_for_files(trainer)
         if self._given is None:
             self._finish(trainer, None)
 
@@ -252,7 +217,6 @@ class UploadArtifacts(Hook):
     def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._uploader is not None and self._given is None:
             await_checkpoints(trainer)
-            self._look_for_files(trainer)
             self._finish(trainer, exception)
 
     @override
@@ -260,11 +224,8 @@ class UploadArtifacts(Hook):
         if self._uploader is not None and self._given is None:
             self._close()
 
-    # looking for what is new
-
     def _take_over(self, trainer: pl.Trainer) -> None:
-        """Begin where the run that is resumed ended; its callbacks have their state."""
-        self._seen_files = {path: _written(path) for path in _paths_of(trainer)}
+        """Begin where the run that is resumed ended."""
         if trainer.ckpt_path is not None:
             self._queue_resumed(Path(trainer.ckpt_path), [saver.directory for saver in savers_of(trainer)])
 
@@ -280,7 +241,6 @@ class UploadArtifacts(Hook):
             found = find_checkpoint(path)
         except FileNotFoundError:
             return
-        self._seen_files.pop(str(path), None)
         record = record_at(found)
         if record is None:
             return
@@ -290,7 +250,6 @@ class UploadArtifacts(Hook):
             self._queue_record(record)
 
     def _queue_record(self, record: CheckpointRecord) -> None:
-        """Queue a checkpoint of genlight's own format; the run state knows of it once it has arrived."""
         if self._uploader is None:
             return
         self._newest = record
@@ -298,78 +257,25 @@ class UploadArtifacts(Hook):
             log.warning("%s was deleted before it could be queued for upload; keep more checkpoints", record.path)
             return
         enqueue(self._uploader, record)
-        config = self._uploader.config
-        self._awaits_newest = config.stores_files() or bool(config.targets)
 
     def _waiting_files(self) -> set[Path]:
         return set() if self._uploader is None else self._uploader.waiting_files()
 
-    def _note_arrival(self, trainer: pl.Trainer) -> None:
-        """Note in the run state where the newest checkpoint has arrived."""
-        if self._awaits_newest and self._uploader is not None and self._newest is not None:
-            address = self._uploader.address_of(self._newest.path)
-            if address is not None:
-                run_state_of(trainer).latest_checkpoint_uri = address
-                self._awaits_newest = False
-
-    def _look_for_files(self, trainer: pl.Trainer) -> None:
-        """Queue what ``ModelCheckpoint`` callbacks have written since the last look."""
-        paths, replaceable = _paths_of(trainer), _replaceable(trainer)
-        for path in paths:
-            if path in self._seen_files and path not in replaceable:
-                continue
-            written = _written(path)
-            if written and self._seen_files.get(path) != written:
-                self.queue_checkpoint(path, step=trainer.global_step)
-            self._seen_files[path] = written
-        if len(self._seen_files) > len(paths):
-            self._seen_files = {path: self._seen_files[path] for path in paths}
-
     def _queue_metrics(self, metrics: Any, step: int) -> None:
         if self._uploader is not None:
             self._uploader.enqueue_metrics({name: float(value) for name, value in metrics.items()}, step)
-
-    def _raise_refusal(self) -> None:
-        if self._uploader is not None and self._uploader.failure is not None:
-            raise self._uploader.failure
 
     def _finish(self, trainer: pl.Trainer, error: BaseException | None) -> None:
         assert self._uploader is not None
         try:
             settle_fit(self._uploader, trainer, error, self._newest)
         finally:
-            self._note_arrival(trainer)
             self._close()
 
     def _close(self) -> None:
         if self._uploader is not None:
             self._uploader.close()
             self._uploader = None
-
-
-def _paths_of(trainer: pl.Trainer) -> list[str]:
-    """The paths that the ``ModelCheckpoint`` callbacks of `trainer` keep, each once."""
-    paths: dict[str, None] = {}
-    for callback in model_checkpoints(trainer):
-        paths.update(dict.fromkeys([*callback.best_k_models, callback.best_model_path, callback.last_model_path]))
-    return [path for path in paths if path]
-
-
-def _replaceable(trainer: pl.Trainer) -> set[str]:
-    """Those that are rewritten under the same name."""
-    return {path for c in model_checkpoints(trainer) for path in (c.best_model_path, c.last_model_path)}
-
-
-def _written(path: str) -> tuple[int, int] | None:
-    """What distinguishes a file or folder at `path` from the next, also where one tick of the kernel's clock saw both.
-
-    None where there is none.
-    """
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ino
 
 
 def _samples_with_files(paths: Sequence[Path]) -> list[tuple[Path, list[Path]]]:
@@ -406,19 +312,13 @@ def open_uploader(trainer: pl.Trainer, directory: Path, settings: UploadConfig |
         StartupContractError: ``startup.invalid_artifact_paths``: the queue cannot be written.
     """
     if isinstance(settings, UploadConfig):
-        config = replace(settings, token=os.environ.get(ENVIRONMENT["token"], "").strip() or None)
+        given = os.environ.get(keys_of(UploadConfig)["token"].variable, "").strip()
+        config = msgspec.structs.replace(settings, token=given or None)
     else:
         folders = [path for callback in callbacks_of(trainer) if (path := getattr(callback, "dirpath", None))]
         arguments = {"roots": [trainer.default_root_dir, *folders], **settings}
         config = UploadConfig.from_environment(os.environ, queue_dir=directory / QUEUE_DIRECTORY, **arguments)
-    try:
-        uploader = Uploader(config)
-    except OSError as error:
-        raise StartupContractError(
-            "startup.invalid_artifact_paths",
-            f"The upload queue {str(config.queue_dir)!r} cannot be written: {error.strerror or error}. "
-            "Choose another `directory`.",
-        ) from error
+    uploader = Uploader(config)
     if lacking := config.lacks_for_files():
         log.warning("%s", lacking)
     try:
@@ -438,7 +338,7 @@ def settle_fit(
         uploader: Stays open.
         trainer: The trainer whose fit has ended.
         error: What ended it; None where it ended as planned.
-        newest: The newest checkpoint of genlight's own format.
+        newest: The newest checkpoint.
 
     Raises:
         UploadError: A required upload, or the terminal message, was not acknowledged, and the fit has no other
@@ -459,9 +359,7 @@ def _terminal(
 ) -> TerminalPayload:
     """How the run ended, with the text that its event log gets too."""
     step = trainer.global_step
-    of_lightning = [callback.last_model_path or callback.best_model_path for callback in model_checkpoints(trainer)]
-    own = None if newest is None else str(newest.reported_path)
-    checkpoint = next(filter(None, of_lightning), own)
+    checkpoint = None if newest is None else str(newest.reported_path)
     if error is None:
         return TerminalPayload("completed", step, checkpoint, attempt=attempt)
     secrets = secrets_of_module(trainer.lightning_module)
@@ -473,11 +371,6 @@ def await_checkpoints(trainer: pl.Trainer) -> None:
     """Have checkpoints in flight become durable: after an exception these callbacks get their turn after this one."""
     for saver in savers_of(trainer):
         wait_after_failure(functools.partial(saver.wait, trainer))
-
-
-def model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
-    """Lightning's own checkpoint callbacks of `trainer`."""
-    return [callback for callback in callbacks_of(trainer) if isinstance(callback, ModelCheckpoint)]
 
 
 def record_at(path: Path) -> CheckpointRecord | None:

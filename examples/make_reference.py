@@ -23,10 +23,10 @@ import msgspec
 import genlight.callbacks
 import genlight.callbacks.compat
 import genlight.reporters
-from genlight.adapter.job.keys import Key, job_keys, key_at, keys_of
 from genlight.adapter.job.sources import VARIABLES
-from genlight.adapter.job.spec import JobSpec, SampleRequest
+from genlight.adapter.job.spec import JobSpec, SampleRequest, key_at
 from genlight.adapter.job.standard_callbacks import STANDARD_CALLBACKS
+from genlight.adapter.plumbing.settings import Key, keys_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA_FILE = ROOT / "adapter" / "job" / "job.schema.json"
@@ -75,7 +75,7 @@ def job_schema() -> dict[str, Any]:
         [JobSpec], ref_template="#/$defs/{name}", schema_hook=lambda _: {"type": "string"}
     )
     root = definitions.pop("JobSpec")
-    blocks = [(root, job_keys()), *((definitions[name], keys_of(key.block)) for name, key in _blocks())]
+    blocks = [(root, keys_of(JobSpec)), *((definitions[name], keys_of(key.block)) for name, key in _blocks())]
     for shape, keys in [*blocks, (definitions["SampleRequest"], keys_of(SampleRequest))]:
         for name, key in keys.items():
             shape["properties"][name] = {"description": key.description, **shape["properties"][name]}
@@ -90,7 +90,7 @@ def job_schema() -> dict[str, Any]:
 
 
 def _blocks() -> Iterator[tuple[str, Any]]:
-    for key in job_keys().values():
+    for key in keys_of(JobSpec).values():
         if key.block is not None:
             yield key.block.__name__, key
 
@@ -102,8 +102,8 @@ def schema_text() -> str:
 
 def job_reference() -> str:
     """Every key of a job as Markdown: type, default, meaning and example, one table for each block."""
-    tables = [("Top level", job_keys())]
-    tables += [(f"`{key.name}`", keys_of(key.block)) for key in job_keys().values() if key.block is not None]
+    tables = [("Top level", keys_of(JobSpec))]
+    tables += [(f"`{key.name}`", keys_of(key.block)) for key in keys_of(JobSpec).values() if key.block is not None]
     tables.append(("Each of `sample_prompts`", keys_of(SampleRequest)))
     return "\n".join(line for title, keys in tables for line in _table(title, keys.values()))
 
@@ -135,7 +135,7 @@ def variables_reference() -> str:
     """Every environment variable as Markdown, with the setting that it gives."""
     lines = ["| variable | setting | meaning |", "|---|---|---|"]
     for variable, setting in VARIABLES.items():
-        in_file = "" if setting.partition(".")[0] in job_keys() else ", not in a job file"
+        in_file = "" if setting.partition(".")[0] in keys_of(JobSpec) else ", not in a job file"
         key = key_at(tuple(setting.split(".")))
         assert key is not None
         lines.append(f"| `{variable}` | `{setting}`{in_file} | {key.description} |")

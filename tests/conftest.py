@@ -58,8 +58,8 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """Put files with slow tests first, the zoo before all others.
 
-    Two processes take whole files in turn (``--dist loadfile --no-loadscope-reorder``), and one that begins a long file
-    last would work alone for minutes.
+    Processes take whole files in turn (``--dist loadfile --no-loadscope-reorder``); one that begins a long file last
+    works alone for minutes.
     """
     with_slow_tests = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (item.path not in with_slow_tests, "zoo" not in item.path.parts))

@@ -245,8 +245,7 @@ def test_a_copy_of_a_module_asks_itself_whether_to_stop(tmp_path: Path, copied: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plugin", [[], ["plugin"]])
-@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
+@pytest.mark.parametrize(("strategy", "plugin"), [("ddp_spawn", ["plugin"]), ("ddp_fork", [])])
 def test_processes_that_are_spawned_or_forked_save_and_hand_their_weights_back(
     tmp_path: Path, strategy: str, plugin: list[str]
 ) -> None:

@@ -18,7 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..plumbing.devices import isolated_random_numbers
 
-__all__ = ["drops", "quiet", "seeded", "turn_off_dropout", "where_raised"]
+__all__ = ["quiet", "seeded", "turn_off_dropout", "where_raised"]
 
 
 def turn_off_dropout(modules: Iterable[nn.Module]) -> None:
@@ -28,15 +28,6 @@ def turn_off_dropout(modules: Iterable[nn.Module]) -> None:
             module.p = 0.0
         elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
             module.dropout = 0.0
-
-
-def drops(modules: Iterable[nn.Module]) -> bool:
-    """Whether one of `modules` is a layer that drops something."""
-    return any(
-        (isinstance(module, _DropoutNd) and module.p > 0)
-        or (isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0)
-        for module in modules
-    )
 
 
 @contextlib.contextmanager

@@ -59,11 +59,10 @@ def _findings(config: RunConfig, stack: contextlib.ExitStack) -> Iterator[Findin
     without = [name for name, value in trained.items() if value.grad is None and torch.equal(value, before[name])]
     if not trained:
         yield Finding("gradients", "warn", "no optimizer was found in what `configure` returned, or on the trainer")
-    elif len(without) == len(trained):
-        text = "no weight of an optimizer has a gradient, and none has changed: is `backward()` called on the loss?"
-        yield Finding("gradients", "warn", text)
     elif without:
-        yield Finding("gradients", "warn", f"no gradient and no change in this step: {_listed(without)}")
+        asked = ": is `backward()` called on the loss?" if len(without) == len(trained) else ""
+        text = f"{len(without)} of {len(trained)} weights have no gradient and no change: {_listed(without)}"
+        yield Finding("gradients", "warn", text + asked)
     else:
         yield Finding("gradients", "pass", f"{len(trained)} weights have gradients, or have changed")
     shown = ", ".join(f"{name} {value:.4g}" for name, value in list(metrics.items())[:MOST_SHOWN])
@@ -95,7 +94,8 @@ def _of_columns(batch: Any) -> Iterator[Finding]:
     nulls = [f"{name!r} ({count} of {batch.num_rows})" for name, count in counts.items()]
     texts = [repr(name) for name, column in columns.items() if pa.types.is_string(column.type)]
     if nulls:
-        yield Finding("batch", "warn", f"nulls in column {_listed(nulls)}: fill them, or leave them out by `filters`")
+        remedy = "fill them, or leave these rows out of the files"
+        yield Finding("batch", "warn", f"nulls in column {_listed(nulls)}: {remedy}")
     if texts:
         yield Finding("batch", "pass", f"text in column {_listed(texts)}: `prepare_batch` must make numbers of it")
 

@@ -5,16 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
-import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...callbacks.checkpoint.sharded.rank_channel import ALONE
 from ...callbacks.hook.events import share_run_state
@@ -25,17 +20,15 @@ from ..contract.types import StepContext, TrainerPlugin
 from ..discovery.discover import discover
 from ..job.config import RunConfig
 from ..module.own_hooks import own_hooks
-from ..module.plugin_loading import make_trainer
+from ..module.plugin_loading import make_trainer, optional_hook
 from ..module.rollout import RolloutBatches
 from ..module.step_metrics import named_scalars, validated_result
-from ..plumbing.devices import accelerator, isolated_random_numbers, random_states as states_of_devices, release_memory
+from ..plumbing.devices import accelerator
 from ..plumbing.redaction import text_of
-from .batches import job_batches
-from .causes import Circumstances
-from .isolation import drops, turn_off_dropout
-from .snapshot import KINDS, Recording, Snapshot, snapshot
+from .batches import NO_DATA
+from .snapshot import KINDS, Snapshot, snapshot
 
-__all__ = ["PlainLoop", "another_trainer", "plain_context", "plain_steps", "random_states", "recorded_plain_loop"]
+__all__ = ["PlainLoop", "another_trainer", "plain_context", "plain_steps"]
 
 
 class PlainLoop:
@@ -56,7 +49,6 @@ class PlainLoop:
         plugin.setup(ctx)
         self.contract_state = plugin.configure(ctx)
         self.discovered = discover(self.contract_state, plugin)
-        self.layers = [layer for found in self.discovered.modules for layer in found.value.modules()]
         self.optimizers = [found.value for found in self.discovered.optimizers]
         stand_in: Any = self
         self.trainer = self.lightning_module = stand_in
@@ -81,6 +73,8 @@ class PlainLoop:
 
     def begin(self, batches: Iterable[Any] | None) -> Iterator[Any]:
         """Begin the run; its `batches`, or where there are none those that the class collects, without end."""
+        if batches is None and optional_hook(self.plugin, "rollout") is None:
+            raise InputError(NO_DATA)
         self.hear("on_new_training_run")
         return self._rollouts() if batches is None else iter(batches)
 
@@ -102,48 +96,21 @@ class PlainLoop:
 
 
 def plain_steps(
-    trainer: TrainerPlugin,
-    ctx: StepContext,
-    batches: Iterable[Any] | None,
-    how: Circumstances,
-    *,
-    steps: int,
-    refuse_dropout: str = "",
+    trainer: TrainerPlugin, ctx: StepContext, batches: Iterable[Any] | None, *, steps: int
 ) -> Iterator[Snapshot]:
     """Step `trainer` on its batches; a snapshot before the first step, then after each.
-
-    For a job of several ranks, which each draw numbers of their own, dropout layers drop nothing.
 
     Args:
         trainer: A trainer that has not been set up.
         ctx: What its hooks get.
         batches: Raw batches; None has the trainer collect its own.
-        how: Filled in with what the loop shows.
         steps: How many at most.
-        refuse_dropout: Why a class with dropout layers cannot be compared on several ranks; empty where it can.
-
-    Raises:
-        ContractError: The class has dropout layers, and these are refused.
     """
     loop = PlainLoop(trainer, ctx)
-    if how.world_size > 1:
-        if refuse_dropout and drops(loop.layers):
-            raise ContractError(refuse_dropout)
-        turn_off_dropout(loop.layers)
-    how.batch_statistics = any(isinstance(layer, _BatchNorm) and layer.training for layer in loop.layers)
     yield snapshot(loop.contract_state, trainer, kinds=KINDS)
-    source, at_first = loop.begin(batches), random_states()
-    for raw in itertools.islice(source, steps):
+    for raw in itertools.islice(loop.begin(batches), steps):
         metrics = loop.step(raw)
-        how.draws = random_states() != at_first
         yield snapshot(loop.contract_state, trainer, metrics, kinds=KINDS)
-
-
-def random_states() -> list[bytes]:
-    """What tells whether anything drew from a global generator."""
-    of_devices = (state for states in states_of_devices().values() for state in states)
-    tensors = [state.cpu().numpy().tobytes() for state in (torch.get_rng_state(), *of_devices)]
-    return [*tensors, repr(random.getstate()).encode(), repr(np.random.get_state()).encode()]
 
 
 def another_trainer(target: Any) -> TrainerPlugin:
@@ -164,57 +131,6 @@ def another_trainer(target: Any) -> TrainerPlugin:
     return copied
 
 
-def recorded_plain_loop(
-    config: RunConfig,
-    target: Any,
-    trainer: pl.Trainer,
-    how: Circumstances,
-    *,
-    steps: int,
-    parquet_paths: Sequence[str] = (),
-    model_handles: Mapping[str, Any] | None = None,
-    look: Callable[[], None] = lambda: None,
-    refuse_dropout: str = "",
-) -> Recording:
-    """Step the trainer class of a job in a plain loop; random numbers are afterwards as they were before.
-
-    Args:
-        config: The job.
-        target: Its trainer class, or an instance of it, which is copied.
-        trainer: The Lightning trainer that runs the job, for its device and number of ranks.
-        how: Filled in with what the loop shows.
-        steps: How many; fewer where the job has fewer steps or batches.
-        parquet_paths: Data files that its inputs brought here; otherwise those that it names.
-        model_handles: What its inputs brought here for the class.
-        look: Called before each step; what it raises ends the loop.
-        refuse_dropout: Why a class with dropout layers cannot be compared on several ranks; empty where it can.
-
-    Raises:
-        ContractError: The class cannot be copied, or it collects its own batches on several ranks, or theirs cannot be
-            put together.
-        InputError: There is no batch.
-    """
-    recording = Recording()
-    try:
-        with isolated_random_numbers(), ExitStack() as stack:
-            plugin, ctx = another_trainer(target), plain_context(config, trainer, model_handles)
-            ctx, batches = job_batches(
-                config, plugin, ctx, stack, world_size=how.world_size, parquet_paths=parquet_paths
-            )
-            steps = min(steps, ctx.job.max_steps or steps)
-            for reached in plain_steps(plugin, ctx, batches, how, steps=steps, refuse_dropout=refuse_dropout):
-                recording.add(reached)
-                look()
-            del plugin, ctx, batches
-        release_memory()  # the training that follows needs it
-        if len(recording) < 2:
-            raise InputError("the source of batches is empty: there is no step to compare; check `dataset`")
-    except BaseException:
-        recording.close()
-        raise
-    return recording
-
-
 def plain_context(
     config: RunConfig, trainer: pl.Trainer | None = None, model_handles: Mapping[str, Any] | None = None
 ) -> StepContext:
@@ -222,8 +138,8 @@ def plain_context(
 
     Args:
         config: The job.
-        trainer: The Lightning trainer that runs it, whose device of rank zero and limit of steps count; else there is
-            the first device that the job may use.
+        trainer: The Lightning trainer that runs it, whose device and limit of steps count; else there is the first
+            device that the job may use.
         model_handles: What the job's inputs brought here for the class.
     """
     job = config.job

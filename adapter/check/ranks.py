@@ -19,7 +19,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from .snapshot import Snapshot
-from .subject import Subject
+from .subject import Subject, Watched
 
 __all__ = ["REFUSED", "SHARDED", "RanksError", "start_rank", "train_on_ranks"]
 
@@ -127,18 +127,19 @@ def main(folder: Path, rank: int) -> int:
 
 def _trained(name: str, subject: Subject, batches: list[Any]) -> Mapping[str, Any]:
     """What a rank has after training; the whole weights under FSDP 2, or the error that says why that cannot be."""
-    ours: dict[str, Any] = {"batches": batches, "dropout": False, "devices": WORLD_SIZE}
-    if name != SHARDED:
-        strategy = DDPStrategy(cluster_environment=LightningEnvironment(), process_group_backend="gloo")
-        reached = subject.train(strategy=strategy, **ours).reached("weight", "optimizer state", "value")
-        numbers = {path: value for path, value in reached["value"].items() if _is_number(value)}
-        return {**reached.values, "value": numbers}
-    sharding = ModelParallelStrategy(WORLD_SIZE, 1, process_group_backend="gloo")
-    sharding.cluster_environment = LightningEnvironment()
+    strategy: Any = DDPStrategy(cluster_environment=LightningEnvironment(), process_group_backend="gloo")
+    if name == SHARDED:
+        strategy = ModelParallelStrategy(WORLD_SIZE, 1, process_group_backend="gloo")
+        strategy.cluster_environment = LightningEnvironment()
     try:
-        return dict(subject.train(strategy=sharding, **ours).reached("weight", "optimizer state").values)
-    except Exception as error:  # noqa: BLE001  # as above
+        watched = subject.train(Watched(dropout=False), batches=batches, devices=WORLD_SIZE, strategy=strategy)
+        reached = watched.reached("weight", "optimizer state", "value")
+    except Exception as error:
+        if name != SHARDED:
+            raise
         return {REFUSED: {REFUSED: f"{type(error).__name__}: {error}"}}
+    numbers = {path: value for path, value in reached["value"].items() if _is_number(value)}
+    return {**reached.values, "value": numbers}
 
 
 def _is_number(value: Any) -> bool:

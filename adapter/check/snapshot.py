@@ -1,6 +1,6 @@
 """Everything that a trainer class keeps, by path, with digests, and how far two such snapshots are apart.
 
-``genlight check``, ``genlight compare`` and ``genlight run --shadow`` judge by it alone.
+``genlight check`` and ``genlight compare`` judge by it alone.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from ...callbacks.checkpoint.codec.tensor_bytes import as_uint8
 from ...callbacks.optimizer_state import named_values
 from ..discovery.children import key_text, uncompiled
 from ..discovery.discover import Discovered, Found, discover, walk_both
+from ..plumbing.devices import random_states
 
 __all__ = [
     "EVERYTHING",
     "KINDS",
-    "Difference",
     "Recording",
     "Snapshot",
-    "StepDistances",
     "as_numbers",
     "compare_snapshots",
     "described",
@@ -48,7 +47,6 @@ __all__ = [
     "live_weights",
     "snapshot",
     "values_of_optimizer",
-    "whole_copy",
 ]
 
 KINDS: Final = ("metric", "setting", "optimizer state", "weight")
@@ -198,7 +196,7 @@ def leaves(path: str, value: Any, *, whole: bool = False) -> Iterator[tuple[str,
             for name, part in wrapped_tensors(path, value):
                 yield from ((n, leaf, not part.is_floating_point()) for n, leaf, _ in leaves(name, part, whole=whole))
         else:
-            yield path, whole_copy(value) if whole or not isinstance(value, DTensor) else _local_copy(value), False
+            yield path, _whole_copy(value) if whole or not isinstance(value, DTensor) else _local_copy(value), False
     elif isinstance(value, np.ndarray):
         yield path, value.copy(), False
     elif isinstance(value, np.generic):
@@ -214,7 +212,7 @@ def leaves(path: str, value: Any, *, whole: bool = False) -> Iterator[tuple[str,
         yield path, value, False
 
 
-def whole_copy(tensor: Tensor) -> Tensor:
+def _whole_copy(tensor: Tensor) -> Tensor:
     """A copy on the CPU, not sparse, and of a sharded tensor all of it, for which every rank has to ask."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
@@ -244,63 +242,20 @@ def _bits(tensor: Tensor) -> bytes:
     return as_uint8(tensor.resolve_conj().resolve_neg().contiguous()).numpy().tobytes()
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The first value that two loops do not share."""
-
-    step: int
-    """Completed steps, or updates where optimizers are compared; 0 is before the first."""
-    kind: str
-    """One of `KINDS`, ``gradient``, or ``steps``."""
-    name: str
-    distance: float
-    """Relative; infinite where one loop lacks the value, or it is not finite in one of them, or of another shape."""
-    plain: str
-    """What the plain loop has, in words."""
-    hosted: str
-    """What genlight has."""
-    cause: str
-    """What it probably comes from, and what to do."""
-
-
-@dataclass(frozen=True)
-class StepDistances:
-    """All distances of one step."""
-
-    step: int
-    distances: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """By kind, then by name."""
-
-    def largest(self, kind: str) -> tuple[str, float] | None:
-        """The name with the largest distance of a kind, and the distance; None where there is none of that kind."""
-        found = self.distances.get(kind)
-        return max(found.items(), key=lambda item: item[1]) if found else None
-
-    def beyond(self, rtol: float) -> tuple[str, str, float] | None:
-        """Kind, name and size of the first distance beyond `rtol`: of the first kind that has one, the largest."""
-        for kind in self.distances:
-            worst = self.largest(kind)
-            if worst is not None and worst[1] > rtol:
-                return kind, *worst
-        return None
-
-
 def compare_snapshots(
-    step: int,
     plain: Snapshot,
     hosted: Snapshot,
     *,
     kinds: Iterable[str] = KINDS,
     exact: bool = True,
     floor: float = 0.0,
-) -> StepDistances:
-    """How far all values of two loops are apart after `step`.
+) -> dict[str, dict[str, float]]:
+    """How far all values of two loops are apart, by kind and name.
 
     A weight, gradient, setting or metric is measured against its own size, an optimizer's state against the largest of
     its name in that optimizer: of a gradient that is zero but for rounding, any two computations have another.
 
     Args:
-        step: Completed steps.
         plain: Of the plain loop.
         hosted: Under genlight.
         kinds: What is compared.
@@ -310,7 +265,7 @@ def compare_snapshots(
     """
     scales = _scales(plain["optimizer state"])
     noise = frozenset[str]() if exact else _moved_by_noise(plain["optimizer state"], scales)
-    distances = {
+    return {
         kind: {
             name: distance(a.get(name), b.get(name), at_least=sizes.get(name, floor))
             for name in dict.fromkeys([*a, *b])
@@ -320,7 +275,6 @@ def compare_snapshots(
         for a, b in [(plain[kind], hosted[kind])]
         for sizes in [scales if kind == "optimizer state" else {}]
     }
-    return StepDistances(step, distances)
 
 
 def distance(a: Any, b: Any, *, at_least: float = 0.0) -> float:
@@ -406,9 +360,23 @@ class Recording:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="genlight-compare-")
         self._count = 0
+        self._first_states: list[Any] = []
+        self.draws = False
+        """Whether the loop drew from the global generators of Python, NumPy or torch after its first snapshot."""
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.cleanup()
 
     def add(self, reached: Snapshot) -> None:
         """Keep the snapshot of the next step; that before the first step comes first."""
+        of_devices = (state for states in random_states().values() for state in states)
+        tensors = [state.cpu().numpy().tobytes() for state in (torch.get_rng_state(), *of_devices)]
+        states = [*tensors, repr(random.getstate()), repr(np.random.get_state())]
+        self._first_states = self._first_states or states
+        self.draws = self.draws or states != self._first_states
         torch.save(dict(reached.values), self._file(self._count))
         self._count += 1
 
@@ -417,10 +385,6 @@ class Recording:
 
     def __getitem__(self, step: int) -> Snapshot:
         return Snapshot(torch.load(self._file(step), weights_only=True))
-
-    def close(self) -> None:
-        """Remove the folder."""
-        self._folder.cleanup()
 
     def _file(self, step: int) -> Path:
         return Path(self._folder.name) / f"{step}.pt"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
@@ -22,16 +22,17 @@ from ..feed.mock import MockDataModule
 from ..module.module import ContractModule
 from ..module.plugin_loading import load_trainer_plugin
 from .isolation import quiet, seeded, turn_off_dropout
-from .snapshot import Snapshot, snapshot
+from .snapshot import EVERYTHING, Snapshot, snapshot
 
-__all__ = ["AfterSteps", "Subject", "Trained"]
+__all__ = ["Subject", "Watched"]
 
 
-class AfterSteps(Hook):
-    """Looks at a hosted training before its first step and after each, before a callback reports or saves that step.
+class Watched(Hook):
+    """A training as it is seen before its first step and after each, before a callback reports or saves that step.
 
     Args:
         at_step: Called with the completed steps and the module.
+        keep: Whether to take snapshots.
         stop_after: Ends the training after so many steps, though the job asks for more: schedules go by its step limit.
         dropout: Whether dropout layers drop anything: which numbers a rank draws is its own affair, and hides whether
             all else agrees.
@@ -39,21 +40,34 @@ class AfterSteps(Hook):
 
     critical = True
     ranks: Literal["zero", "all"] = "all"
+    module: ContractModule
 
     def __init__(
-        self, at_step: Callable[[int, ContractModule], None], *, stop_after: int | None = None, dropout: bool = True
+        self,
+        at_step: Callable[[int, ContractModule], None] = lambda *_: None,
+        *,
+        keep: bool = False,
+        stop_after: int | None = None,
+        dropout: bool = True,
     ) -> None:
-        self.at_step, self.stop_after, self.dropout = at_step, stop_after, dropout
+        self.at_step, self.keep, self.stop_after, self.dropout = at_step, keep, stop_after, dropout
         self.rollouts = 0
         """How many were begun."""
+        self.snapshots: dict[int, Snapshot] = {}
+        """What the trainer kept after each step, and before the first of this run; only where they were to be kept."""
+        self.metrics: list[dict[str, float]] = []
+        """Of each of these steps."""
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.module = pl_module
         if not self.dropout:
             turn_off_dropout(pl_module.modules())
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if self.keep:
+            self.snapshots[trainer.global_step] = self.reached()
         self.at_step(trainer.global_step, pl_module)
 
     def on_rollout_start(self, *_: Any) -> None:
@@ -62,9 +76,22 @@ class AfterSteps(Hook):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        self.at_step(trainer.global_step, pl_module)
+        self.on_train_start(trainer, pl_module)
+        if self.keep:
+            self.metrics.append(pl_module.metrics())
         if self.stop_after is not None and trainer.global_step >= self.stop_after:
             trainer.should_stop = True
+
+    @property
+    def discovered(self) -> Discovered:
+        """What the class built."""
+        assert self.module.discovered is not None
+        return self.module.discovered
+
+    def reached(self, *kinds: str) -> Snapshot:
+        """What the class has now, of these kinds or of all; a collective where it is sharded."""
+        module = self.module
+        return snapshot(module.contract_state, module.plugin, kinds=kinds or EVERYTHING, whole=True, host=module)
 
 
 @dataclass(frozen=True)
@@ -86,44 +113,29 @@ class Subject:
 
     def train(
         self,
+        watched: Watched,
         *,
         batches: Sequence[Any] | None = None,
-        keep: bool = False,
-        at_step: Callable[[int, ContractModule], None] = lambda *_: None,
         at_update: Callable[[Optimizer], None] = lambda _: None,
-        stop_after: int | None = None,
         save_to: Path | None = None,
         resume_from: Path | None = None,
-        bf16: bool = False,
-        dropout: bool = True,
         **trainer_arguments: Any,
-    ) -> Trained:
-        """Train a new instance, from the same seed each time, on the CPU.
+    ) -> Watched:
+        """Train a new instance, from the same seed each time, on the CPU; returns `watched`.
 
         Args:
+            watched: Sees the training.
             batches: Raw batches; None takes those of the subject. Without any the class collects its own.
-            keep: Whether to take snapshots.
-            at_step: Called with the completed steps and the module: after each step, and before the first of this run.
             at_update: Called with an optimizer after each of its steps; what it raises ends the training.
-            stop_after: Leave after so many steps, though the job asks for more.
             save_to: Folder for a checkpoint of the step at which the run is left.
             resume_from: Record of a checkpoint.
-            bf16: Whether to use bf16-mixed instead of fp32.
-            dropout: Whether dropout layers drop anything.
             trainer_arguments: For Lightning's trainer.
         """
         batches = self.batches if batches is None else batches
         max_steps = 2 * self.steps
         job = TrainingJobSpec(run_id="check", max_steps=max_steps, metric_every=0, hyperparams=dict(self.hyperparams))
-        trained = Trained(ContractModule(self.make(), job))
-
-        def look(step: int, module: ContractModule) -> None:
-            if keep:
-                trained.keep(step)
-            at_step(step, module)
-
-        watch = AfterSteps(look, stop_after=stop_after, dropout=dropout)
-        callbacks: list[pl.Callback] = [watch]
+        module = ContractModule(self.make(), job)
+        callbacks: list[pl.Callback] = [watched]
         if save_to is not None:
             callbacks.append(Checkpoint(save_to, every_n_steps=self.steps, save_final=False, keep_last=None))
         handle = register_optimizer_step_post_hook(lambda optimizer, *_: at_update(optimizer))
@@ -132,8 +144,7 @@ class Subject:
             stack.enter_context(quiet())
             stack.enter_context(seeded(self.seed))
             trainer = pl.Trainer(
-                **{"accelerator": "cpu", "devices": 1, **trainer_arguments},
-                plugins=[MixedPrecision("bf16-mixed", "cpu") if bf16 else Precision()],
+                **{"accelerator": "cpu", "devices": 1, "plugins": [Precision()], **trainer_arguments},
                 max_steps=max_steps,
                 max_epochs=1 if batches else -1,
                 callbacks=callbacks,
@@ -145,37 +156,5 @@ class Subject:
                 limit_val_batches=0,
             )
             data = MockDataModule(list(batches)) if batches else None
-            trainer.fit(trained.module, datamodule=data, ckpt_path=None if resume_from is None else str(resume_from))
-        trained.rollouts = watch.rollouts
-        return trained
-
-
-@dataclass
-class Trained:
-    """A module after its training, and what it showed meanwhile."""
-
-    module: ContractModule
-    rollouts: int = 0
-    """How many were begun."""
-    snapshots: dict[int, Snapshot] = field(default_factory=dict)
-    """What the trainer kept after each step, and before the first; only where they were to be kept."""
-    metrics: list[dict[str, float]] = field(default_factory=list)
-    """Of each of these steps."""
-
-    @property
-    def discovered(self) -> Discovered:
-        """What the class built."""
-        assert self.module.discovered is not None
-        return self.module.discovered
-
-    def keep(self, step: int) -> None:
-        """Take a snapshot after a step, with its metrics where this run has trained it."""
-        module = self.module
-        if self.snapshots:
-            self.metrics.append(module.metrics())
-        self.snapshots[step] = snapshot(module.contract_state, module.plugin, host=module)
-
-    def reached(self, *kinds: str) -> Snapshot:
-        """What the class has now, of these kinds alone; a collective where it is sharded."""
-        module = self.module
-        return snapshot(module.contract_state, module.plugin, kinds=kinds, whole=True, host=module)
+            trainer.fit(module, datamodule=data, ckpt_path=None if resume_from is None else str(resume_from))
+        return watched

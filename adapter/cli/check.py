@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
@@ -22,10 +25,8 @@ from .parser import at_least
 from .terminal import complain, say, say_finding
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
-
     from ..check.subject import Subject
-    from ..contract.types import StepContext
+    from ..job.config import RunConfig
 
 __all__ = ["add_arguments", "run"]
 
@@ -72,106 +73,84 @@ def run(args: argparse.Namespace) -> int:
 def _subject(args: argparse.Namespace) -> Subject:
     if args.trainer is not None and args.trainer.endswith((".json", ".yaml", ".yml")):
         raise ValueError(f"{args.trainer} is not a trainer; name one as MODULE:CLASS, or a job by --job {args.trainer}")
-    is_job = not is_configuration_name(args.job)
-    trainer, hyperparams, folders, make_data = _of_job(args) if is_job else _of_configuration(args)
+    config = _job(args)
     # Only now: these load Lightning, which a command that is refused need not wait for.
-    from ..check.batches import rank_feed
+    from ..check.batches import job_batches
+    from ..check.plain_loop import plain_context
     from ..check.subject import Subject
-    from ..contract.types import StepContext, TrainingJobSpec
-    from ..module.plugin_loading import on_sys_path
+    from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path, optional_hook
 
-    count = 2 * args.steps
-    job = TrainingJobSpec(run_id="check", max_steps=count, hyperparams=dict(hyperparams))
-    ctx = StepContext(job, device="cpu", dtype="fp32", is_canceled=lambda: False)
+    ctx, count = dataclasses.replace(plain_context(config), device="cpu"), 2 * args.steps
+    folders = [config.spec_dir, Path.cwd()]
     with on_sys_path(folders), contextlib.ExitStack() as stack:  # a `collate` may be a function of the user's
-        data = make_data()
-        if data is not None:
-            batches = _repeated(rank_feed(data, ctx, stack), count)
-        else:
-            batches = [] if args.job is None else _repeated(_loader_of_class(trainer, ctx), count)
+        _, batches = job_batches(config, None, ctx, stack)
+        if batches is None and args.job is not None:
+            target = find_trainer(config.trainer)
+            if optional_hook(target, "train_loader") is not None:
+                trainer = make_trainer(target)
+                trainer.setup(ctx)
+                _, batches = job_batches(config, trainer, ctx, stack)
+        taken = list(itertools.islice(batches or (), count))
     return Subject(
-        import_path=trainer,
-        batches=tuple(batches),
+        import_path=config.trainer,
+        batches=tuple(taken[i % len(taken)] for i in range(count)) if taken else (),
         steps=args.steps,
         search_path=tuple(map(str, folders)),
-        hyperparams=hyperparams,
+        hyperparams=config.hyperparams,
     )
 
 
-_Source: TypeAlias = tuple[str, Mapping[str, Any], list[Path], Callable[[], "pl.LightningDataModule | None"]]
-"""Trainer, hyperparameters, folders of modules, and what makes the data module."""
-
-
-def _of_job(args: argparse.Namespace) -> _Source:
-    """What a job says, which hands out its data filtered, shuffled and collated as in a run; none need be named."""
+def _job(args: argparse.Namespace) -> RunConfig:
+    """The job that is checked, of so many steps and with the data of the command line; a configuration becomes one."""
     from ..job.config import resolve_run_config
 
+    steps = 2 * args.steps
+    overrides = [] if args.trainer is None else [f"trainer={args.trainer}"]
+    with tempfile.TemporaryDirectory() as folder:
+        path: Any = args.job
+        environ: dict[str, str] | None = None
+        if args.job is None or is_configuration_name(args.job):
+            path, environ = Path(folder) / "job.json", {}
+            spec = {"run_id": "check", "max_steps": steps, "base_dir": str(Path.cwd()), **_of_configuration(args)}
+            path.write_text(json.dumps(spec))
+        job = resolve_run_config(spec_path=path, overrides=overrides, environ=environ)
+    job = msgspec.structs.replace(job, max_steps=steps)
+    if args.data:
+        data = {"dataset": job.dataset or DatasetSpec(), "mock_batches": None, "data": None}
+        job = msgspec.structs.replace(job, **data)
+    dataset = job.dataset
+    if args.batch_size and dataset is not None:
+        dataset = dataclasses.replace(dataset, batch_size=args.batch_size)
+    if args.data and dataset is not None:
+        dataset = dataclasses.replace(dataset, parquet_paths=tuple(args.data))
+    return msgspec.structs.replace(job, dataset=dataset)
+
+
+def _of_configuration(args: argparse.Namespace) -> dict[str, Any]:
+    """Keys of a job that a configuration of a fit has: its class, hyperparameters, and data if genlight makes them."""
     if args.job is None:
         if args.trainer is None:
             raise ValueError("name a trainer, as MODULE:CLASS or by --job JOB.json")
-        return args.trainer, {}, [Path.cwd()], lambda: _data(args, "", {})
-    overrides = [] if args.trainer is None else [f"trainer={args.trainer}"]
-    job = resolve_run_config(spec_path=args.job, overrides=overrides)
-    size = {} if args.batch_size is None else {"batch_size": args.batch_size}
-    paths = {} if not args.data else {"parquet_paths": tuple(args.data)}
-    if paths or (size and job.dataset is not None):
-        dataset = msgspec.structs.replace(job.dataset or DatasetSpec(), **size, **paths)
-        job = msgspec.structs.replace(job, dataset=dataset, mock_batches=None if paths else job.mock_batches)
-    from ..job.lightning_objects import make_data  # loads Lightning
-
-    return job.trainer, job.hyperparams, [job.spec_dir, Path.cwd()], lambda: make_data(job)
-
-
-def _of_configuration(args: argparse.Namespace) -> _Source:
+        return {}
     from .lightning_cli import UnusableConfigurationError, parse_configuration
 
     try:
         fit = parse_configuration(args.job)
     except UnusableConfigurationError as error:
         raise ValueError(str(error)) from error
-    model, given = fit.arguments_of("model")
+    (model, given), (data, options) = fit.arguments_of("model"), fit.arguments_of("data")
     if model != "ContractModule" and args.trainer is None:
         raise ValueError(f"{args.job} has no genlight.adapter.ContractModule; name a trainer, as MODULE:CLASS")
     job = given.get("job") if model == "ContractModule" else None
-    hyperparams = dict(job.get("hyperparams") or {}) if isinstance(job, Mapping) else {}
-    return args.trainer or given["plugin"], hyperparams, [Path.cwd()], lambda: _data(args, *fit.arguments_of("data"))
-
-
-def _data(args: argparse.Namespace, name: str, given: Mapping[str, Any]) -> pl.LightningDataModule | None:
-    """A data module of genlight's with these arguments and those of the command line; None where nothing names data."""
-    from ..feed import ArrowDataModule, FunctionDataModule
-    from ..feed.mock import MockDataModule
-
-    if name == "MockDataModule" and not args.data:
-        return MockDataModule(**given)
-    size = {} if args.batch_size is None else {"batch_size": args.batch_size}
-    if name == "FunctionDataModule" and not args.data:
-        return FunctionDataModule(**{**given, **size})
-    paths = {"parquet_paths": args.data} if args.data else {}
-    arguments = {**(given if name == "ArrowDataModule" else {}), **size, **paths}
-    return ArrowDataModule(**arguments) if arguments.get("parquet_paths") else None
-
-
-def _loader_of_class(import_path: str, ctx: StepContext) -> Iterable[Any]:
-    """What the class's own ``train_loader`` gives; nothing where it has none."""
-    from ..module.plugin_loading import find_trainer, loader_of_class, make_trainer, optional_hook
-
-    target = find_trainer(import_path)
-    if optional_hook(target, "train_loader") is None:
-        return ()
-    trainer = make_trainer(target)
-    trainer.setup(ctx)
-    loader: Iterable[Any] = loader_of_class(trainer, ctx)
-    return loader
-
-
-def _repeated(source: Iterable[Any], count: int) -> list[Any]:
-    batches: list[Any] = []
-    for batch in source:
-        batches.append(batch)
-        if len(batches) == count:
-            break
-    return [batches[i % len(batches)] for i in range(count)] if batches else []
+    spec = {"hyperparams": dict(job.get("hyperparams") or {})} if isinstance(job, Mapping) else {}
+    if args.trainer is None:
+        spec["trainer"] = given["plugin"]
+    options = {name: value for name, value in options.items() if value is not None and name != "val_paths"}
+    if data == "MockDataModule":
+        return {**spec, "mock_batches": options["batches"]}
+    if data == "FunctionDataModule":
+        return {**spec, "data": options.pop("function"), "dataset": options}
+    return {**spec, "dataset": options} if data == "ArrowDataModule" else spec
 
 
 def _print_table(findings: Iterable[Finding]) -> list[Finding]:

@@ -13,16 +13,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ...callbacks.checkpoint.contents import read_header
+from ...callbacks.checkpoint.contents import read_header, sliced_tensors
 from ...callbacks.checkpoint.format.record import (
     CheckpointRecord,
-    FileEntry,
     name_of,
     read_record,
     record_path,
     tensor_file,
 )
-from ...callbacks.checkpoint.format.tensor_files import PART_FILE, RAW, TORCH_TYPES, SliceEntry, parse_part, rank_of
+from ...callbacks.checkpoint.format.tensor_files import RAW, TORCH_TYPES, rank_of
 from ...callbacks.checkpoint.selection import (
     Listed,
     best_first,
@@ -31,7 +30,7 @@ from ...callbacks.checkpoint.selection import (
     list_checkpoints,
     monitored,
 )
-from ...callbacks.checkpoint.storage.files import find_file, read_proven, verify_files
+from ...callbacks.checkpoint.storage.files import find_file, verify_files
 from ..contract.exceptions import BrokenCheckpointError, CheckpointError
 from ..plumbing.text import printable, size_text
 from .terminal import complain, say
@@ -235,22 +234,14 @@ def _tensors(record: CheckpointRecord) -> dict[str, tuple[str, list[int]]]:
     found = {}
     for entry in record.files:
         name = record.file_name(entry)
-        if rank_of(name) is not None and name.endswith(PART_FILE):
-            for part in _parts(record, entry):
-                found[f"{part.file}:{part.key}"] = (TORCH_TYPES.get(part.dtype, RAW), list(part.whole))
         if rank_of(name) is not None or not name.endswith(".safetensors"):
             continue
         for key, stored in read_header(record, entry).items():
             found[f"{tensor_file(name)}:{key}"] = (stored.dtype, list(stored.shape))
+    for sliced in sliced_tensors(record):
+        found[f"{sliced.file}:{sliced.key}"] = (TORCH_TYPES.get(sliced.dtype, RAW), list(sliced.shape))
     found |= {f"left out:{left.key}": (left.dtype, list(left.shape)) for left in record.left_out}
     return found
-
-
-def _parts(record: CheckpointRecord, entry: FileEntry) -> list[SliceEntry]:
-    try:
-        return parse_part(read_proven(record, entry))
-    except ValueError as error:
-        raise BrokenCheckpointError(record.name, f"{entry.path} is malformed: {error}") from error
 
 
 def _outline(state: Any, indent: str) -> list[str]:

@@ -53,7 +53,7 @@ COMMANDS = {
     "report": "write what happened in runs as one HTML file",
     "diff": "say what differs between two runs: configuration, data, code, versions, results",
     "stop": "ask a run to stop after a checkpoint, and wait for it",
-    "doctor": "find the mistakes of a job, or of a configuration, without training",
+    "doctor": "find the mistakes of a job without training",
     "check": "check a trainer class: exact resume, several ranks, half precision",
     "compare": "compare a job's training with a plain Python loop of its class, step by step",
     "checkpoints": "list, verify, show or export checkpoints",

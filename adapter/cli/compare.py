@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-EQUAL, DIFFERENT, USAGE = 0, 1, 2
+EQUAL, DIFFERENT = 0, 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("job", metavar="JOB.json", help="the job spec, whose strategy and precision are compared")
+    parser.add_argument("job", metavar="JOB.json", help="the job spec, whose precision is compared")
     parser.add_argument(
         "--steps", type=at_least(1), default=5, help="number of steps; with --against, number of updates"
     )
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare with an old training function, at each optimizer.step, instead of with the class in a plain loop",
     )
     parser.add_argument("--seed", type=at_least(0), default=0, help="where the random numbers of both begin")
-    add_overrides(parser, "override a setting of the job, such as lightning.devices=2; may be repeated")
+    add_overrides(parser, "override a setting of the job, such as lightning.precision=bf16-mixed; may be repeated")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
 
 
@@ -48,16 +48,14 @@ def run(args: argparse.Namespace) -> int:
     from ..contract.exceptions import ContractError, GenlightError, InputError, StartupContractError
 
     if args.job.endswith((".yaml", ".yml")):
-        return _refuse(f"{args.job} is a configuration of `genlight fit`; name a job (JSON)")
+        return complain("compare", f"{args.job} is a configuration of `genlight fit`; name a job (JSON)")
     try:
         comparison = _compare(args)
     except (StartupContractError, ContractError, InputError, OSError) as error:
-        return _refuse(str(error))
+        return complain("compare", str(error))
     except Exception as error:  # noqa: BLE001  # whatever the class raises is the outcome
         text = str(error) if isinstance(error, GenlightError) else f"{type(error).__name__}: {error}"
         return complain("compare", f"training failed: {text}", DIFFERENT)
-    if comparison is None:  # another rank, which the first one reports for
-        return EQUAL
     if args.json:
         say(comparison.as_json())
     else:
@@ -65,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     return EQUAL if comparison.first is None else DIFFERENT
 
 
-def _compare(args: argparse.Namespace) -> Comparison | None:
+def _compare(args: argparse.Namespace) -> Comparison:
     from ..job.config import resolve_run_config
     from ..module.plugin_loading import find_trainer, on_sys_path
     from ..run.training import check_plugin
@@ -78,19 +76,13 @@ def _compare(args: argparse.Namespace) -> Comparison | None:
     return compare_job(config, steps=args.steps, against=args.against, rtol=args.rtol, seed=args.seed)
 
 
-def _refuse(text: str) -> int:
-    from ..run.ranks.this_rank import is_rank_zero
-
-    return complain("compare", text) if is_rank_zero() else USAGE
-
-
 def _print_table(comparison: Comparison) -> None:
     say(*comparison.notes)
     say("  ".join([f"{'step':>5}", *(f"{kind:>16}" for kind in comparison.kinds)]).rstrip())
-    for step in comparison.steps:
-        cells = [_cell(step.largest(kind)) for kind in comparison.kinds]
-        mark = "  differs" if step.beyond(comparison.rtol) else ""
-        say("  ".join([f"{step.step:>5}", *(f"{cell:>16}" for cell in cells)]) + mark)
+    for step, largest in comparison.steps.items():
+        cells = [_cell(largest.get(kind)) for kind in comparison.kinds]
+        mark = "  differs" if any(size > comparison.rtol for _, size in largest.values()) else ""
+        say("  ".join([f"{step:>5}", *(f"{cell:>16}" for cell in cells)]) + mark)
     first = comparison.first
     if first is None:
         say(f"equal: no relative difference beyond {comparison.rtol:g}")

@@ -10,44 +10,37 @@ import json
 import operator
 import os
 import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ...callbacks.checkpoint.selection import list_checkpoints
-from ...callbacks.checkpoint.storage.commit import checkpoint_files
-from ...callbacks.stop.sources import SAVE_MARGIN, cancel_file_is_set
+from ...callbacks.stop.sources import cancel_file_is_set
 from ...reporters.uploads.targets import target_fault
-from ..contract.exceptions import GenlightError, InputError, StartupContractError
-from ..inputs.local import parquet_files
+from ..contract.exceptions import InputError, StartupContractError
+from ..inputs.local import checked_ref, parquet_files
+from ..inputs.materialize import named_inputs
+from ..inputs.refs import LocalRef
 from ..job.config import RunConfig, read_run_config
 from ..job.errors import ConfigErrors
-from ..job.keys import all_keys
-from ..job.spec import DatasetSpec
-from ..module.plugin_loading import misspelled_hooks, on_sys_path, signature_faults
-from ..plumbing.durable import temporary_name, write_bytes_durably
+from ..job.spec import DatasetSpec, all_keys
+from ..module.plugin_loading import misspelled_hooks, on_sys_path
 from ..plumbing.finding import Finding, Level
 from ..plumbing.redaction import redact, without_secrets
-from ..plumbing.safe_open import PRIVATE_FILE
-from ..plumbing.text import as_list, size_text
+from ..plumbing.text import size_text
 from ..plumbing.urls import has_scheme, safe_url
-from ..run.artifact_dirs import artifact_dir_faults, directory_fault
+from ..run.artifact_dirs import artifact_dir_faults
 from ..run.artifacts_lock import lock_holder
 from ..run.resume import decide_start
 from ..run.training import imported_trainer, prepare_training
-from .config_files import configuration_fault, is_configuration_name
 from .parser import add_overrides
-from .terminal import complain, say, say_finding
+from .terminal import say, say_finding
 
-__all__ = ["add_arguments", "diagnose", "diagnose_fit", "run"]
+__all__ = ["add_arguments", "diagnose", "run"]
 
 SOUND, FAULTY = 0, 2
-NETWORK_PATIENCE_S = 4.0
 LITTLE_SPACE_BYTES = 1 << 30
-MOST_WRITTEN_BYTES = 256 << 20
 LONGEST_VALUE = 100
 LOOPBACK = ("http://127.", "http://localhost:", "http://[::1]:")
 
@@ -58,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "job",
         nargs="?",
         metavar="JOB",
-        help="job spec (JSON), or a configuration of `genlight fit` (YAML); else `TRAINER_JOB_SPEC_PATH`",
+        help="job spec (JSON); else `TRAINER_JOB_SPEC_PATH`",
     )
     add_overrides(parser, "set a field, as for `genlight run`")
     parser.add_argument(
@@ -69,15 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis and return the exit code: 0 when the job could start, 2 when it could not."""
-    if is_configuration_name(args.job):
-        if args.set or args.step:
-            return complain("doctor", "--set and --step are for jobs; write settings into the configuration")
-        return _report(list(diagnose_fit(args.job)))
-    deadline = time.monotonic() + NETWORK_PATIENCE_S
     config, errors = read_run_config(spec_path=args.job, overrides=args.set)
     # Without a job file the table would hold defaults alone.
     table = _table(config, defaults=args.all) if config.given.readable else []
-    findings = list(diagnose(config, errors, deadline))
+    findings = list(diagnose(config, errors))
     if args.step and not any(finding.level == "fail" for finding in findings):
         from ..check.one_step import one_step  # loads torch
 
@@ -85,17 +73,13 @@ def run(args: argparse.Namespace) -> int:
     return _report(findings, table, config.secrets)
 
 
-def diagnose(config: RunConfig, errors: ConfigErrors, deadline: float) -> Iterator[Finding]:
+def diagnose(config: RunConfig, errors: ConfigErrors) -> Iterator[Finding]:
     """Every finding about a job, whatever else is wrong with it; nothing is created, trained or sent.
 
     Args:
         config: What is known of the run.
         errors: What is known to be wrong with its settings.
-        deadline: When to stop waiting for the network, as ``time.monotonic`` counts.
     """
-    from .network_checks import ask_network
-
-    answers = ask_network(config, deadline)
     sound = not errors.found
     if sound:
         yield Finding("settings", "pass", f"{config.spec_path} and environment are sound")
@@ -106,7 +90,6 @@ def diagnose(config: RunConfig, errors: ConfigErrors, deadline: float) -> Iterat
         yield from check_artifacts(config)
     if sound:
         yield from check_start(config)
-        yield from check_grace(config)
         yield from check_stop(config)
     yield from check_targets(config)
     if config.dataset is not None:
@@ -117,7 +100,7 @@ def diagnose(config: RunConfig, errors: ConfigErrors, deadline: float) -> Iterat
     yield from (*about_trainer, *about_devices)
     if sound and not any(finding.level == "fail" for finding in (*about_trainer, *about_devices)):
         yield from check_training(config)
-    yield from answers
+    yield from check_inputs(config)
 
 
 def check_token(config: RunConfig) -> Iterator[Finding]:
@@ -169,49 +152,6 @@ def check_start(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def check_grace(config: RunConfig) -> Iterator[Finding]:
-    """What a save like the run's last one takes on this disk now, against the time that a stop has.
-
-    Says nothing where the grace period is not known, or the run has saved nothing yet.
-    """
-    if not config.stop_grace_seconds:
-        return
-    sizes = [found.record.size_bytes for found in list_checkpoints(config.checkpoints_dir) if found.record is not None]
-    if not sizes:
-        return
-    try:
-        seconds = _save_seconds(config.checkpoints_dir, max(sizes))
-    except OSError as error:
-        yield Finding("grace", "warn", f"no save could be measured in {config.checkpoints_dir}: {error.strerror}")
-        return
-    said = (
-        f"a stop has {config.stop_grace_seconds:g} s (`TRAINER_STOP_GRACE_SECONDS`), and writing a checkpoint of "
-        f"{size_text(max(sizes))} takes {seconds:.2g} s here"
-    )
-    if SAVE_MARGIN * seconds > config.stop_grace_seconds:
-        remedy = f"have the scheduler send its signal at least {SAVE_MARGIN * seconds:.2g} s before the end"
-        yield Finding("grace", "fail", said, remedy)
-    else:
-        yield Finding("grace", "pass", said)
-
-
-def _save_seconds(directory: Path, size_bytes: int) -> float:
-    """How long it takes to write so many bytes to `directory`, durably; of many, a part is written.
-
-    Raises:
-        OSError: Nothing can be written there.
-    """
-    part = min(size_bytes, MOST_WRITTEN_BYTES)
-    content = os.urandom(part)  # which no file system makes smaller
-    path = directory / temporary_name("probe")
-    began = time.monotonic()
-    try:
-        write_bytes_durably(path, content, mode=PRIVATE_FILE)
-    finally:
-        path.unlink(missing_ok=True)
-    return (time.monotonic() - began) * max(size_bytes / max(part, 1), 1.0)
-
-
 def check_stop(config: RunConfig) -> Iterator[Finding]:
     """What would stop the run before its first step."""
     if config.canceled:
@@ -226,6 +166,18 @@ def check_targets(config: RunConfig) -> Iterator[Finding]:
     """Whether this machine knows how to reach further destinations of uploads; none of them is asked."""
     for fault in filter(None, map(target_fault, config.uploads.targets)):
         yield Finding("uploads", "fail", f"`uploads.targets`: {fault}")
+
+
+def check_inputs(config: RunConfig) -> Iterator[Finding]:
+    """Inputs on this machine; of those elsewhere, only whether their references can be read."""
+    for kind, text in named_inputs(config):
+        try:
+            ref = checked_ref(kind, text)
+        except InputError as fault:
+            yield Finding("input", "fail", str(fault))
+        else:
+            where = "is here" if isinstance(ref, LocalRef) else "is fetched when the run starts"
+            yield Finding("input", "pass", f"{ref.label} {where}")
 
 
 def check_dataset(dataset: DatasetSpec) -> Iterator[Finding]:
@@ -243,8 +195,10 @@ def check_dataset(dataset: DatasetSpec) -> Iterator[Finding]:
             yield Finding("dataset", "fail", str(fault))
     if not files:
         return
-    # Batches have findings of their own.
-    feed = ArrowFeed([str(file) for file in files], batch_size=1, columns=dataset.columns, filters=dataset.filters)
+    drops = dataset.drop_last and not remote  # of which there may be more rows
+    feed = ArrowFeed(
+        [str(file) for file in files], batch_size=dataset.batch_size, columns=dataset.columns, drop_last=drops
+    )
     try:
         rows = feed.rows
     except InputError as fault:
@@ -255,26 +209,6 @@ def check_dataset(dataset: DatasetSpec) -> Iterator[Finding]:
         feed.close()
     size, several = size_text(sum(file.stat().st_size for file in files)), "s" * (len(files) > 1)
     yield Finding("dataset", "pass", f"{len(files)} Parquet file{several}, {size}, {rows:,} rows")
-    if not remote:
-        yield from _check_batch_size(dataset, rows)
-
-
-def _check_batch_size(dataset: DatasetSpec, rows: int) -> Iterator[Finding]:
-    """Of one rank, since a job need not say how many there are."""
-    if rows < dataset.batch_size:
-        yield Finding(
-            "dataset",
-            "fail" if dataset.drop_last else "warn",
-            f"`batch_size` is {dataset.batch_size}, and there are {rows:,} rows: no batch is full",
-        )
-    elif rows % dataset.batch_size:
-        last = "is left out" if dataset.drop_last else "is smaller"
-        yield Finding(
-            "dataset",
-            "pass",
-            f"the last batch of an epoch has {rows % dataset.batch_size} of {dataset.batch_size} rows on one rank, and "
-            f"{last}",
-        )
 
 
 def check_trainer(config: RunConfig) -> Iterator[Finding]:
@@ -348,77 +282,6 @@ def check_sharding(trainer: Any) -> Iterator[Finding]:
 
     if isinstance(trainer.strategy, ModelParallelStrategy):
         yield Finding("sharding", "pass", needs())
-
-
-def diagnose_fit(path: str) -> Iterator[Finding]:
-    """Every finding about the LightningCLI configuration `path`, whose objects are built; nothing is trained."""
-    from .lightning_cli import UnusableConfigurationError, parse_configuration  # loads Lightning
-
-    fault = configuration_fault(path)
-    if fault is not None:
-        yield Finding("configuration", "fail", fault)
-        return
-    try:
-        fit = parse_configuration(path)
-    except UnusableConfigurationError as error:
-        yield Finding("configuration", "fail", str(error))
-        return
-    yield Finding("configuration", "pass", f"`genlight fit` can read {path}")
-    data, given = fit.arguments_of("data")
-    if data == "ArrowDataModule":
-        known = {name: given[name] for name in ("batch_size", "columns", "drop_last") if name in given}
-        yield from check_dataset(DatasetSpec(parquet_paths=tuple(as_list(given["parquet_paths"])), **known))
-    try:
-        fit.build()
-    except Exception as error:  # noqa: BLE001 -- a class of the user's may raise anything
-        refusal = error if isinstance(error, (GenlightError, UnusableConfigurationError)) else None
-        yield Finding("training", "fail", str(refusal or f"{type(error).__name__}: {error}"))
-        return
-    yield from _check_built(fit)
-
-
-def _check_built(fit: Any) -> Iterator[Finding]:
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-    from ..module.module import ContractModule
-    from ..module.supported import check_trainer_arguments
-    from .lightning_cli import checkpoints_of
-
-    if isinstance(fit.model, ContractModule):
-        plugin, name = fit.model.plugin, type(fit.model.plugin).__name__
-        faults = signature_faults(plugin)
-        yield Finding("trainer", "fail" if faults else "pass", "; ".join(faults) or f"{name}, with all hooks")
-        yield from (Finding("trainer", "warn", misspelled) for misspelled in misspelled_hooks(plugin))
-        try:
-            check_trainer_arguments(fit.trainer)
-        except (GenlightError, MisconfigurationException) as error:
-            yield Finding("training", "fail", str(error))
-        else:
-            yield Finding("training", "pass", "Lightning's trainer can host a trainer class")
-            yield from check_sharding(fit.trainer)
-    else:
-        yield Finding("model", "pass", f"{type(fit.model).__name__}, a LightningModule")
-    directory = checkpoints_of(fit.trainer)
-    if directory is None:
-        yield Finding(
-            "checkpoints", "warn", "none are kept that `--resume auto` finds; add genlight.callbacks.Checkpoint"
-        )
-        return
-    yield from _check_directory(directory)
-
-
-def _check_directory(directory: Path) -> Iterator[Finding]:
-    fault = directory_fault("dirpath", directory, "Choose another.", create=False)
-    if fault:
-        yield Finding("checkpoints", "fail", fault)
-    elif checkpoint_files(directory):
-        yield Finding(
-            "checkpoints",
-            "warn",
-            f"{directory} holds checkpoints already: `genlight fit` starts with --resume auto, or --resume never",
-        )
-    else:
-        yield Finding("checkpoints", "pass", f"go to {directory}")
 
 
 def _table(config: RunConfig, *, defaults: bool) -> list[tuple[str, str]]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import inspect
 import io
 import itertools
 import logging
 import os
-import re
 import shlex
 import sys
 import warnings
@@ -19,7 +16,7 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BasePredictionWriter, ProgressBar
 from lightning.pytorch.callbacks.timer import Interval
@@ -45,7 +42,7 @@ from ..module.module import ContractModule
 from ..plumbing.failures import EXIT_STARTUP
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.redaction import secrets_in, without_secrets
-from ..plumbing.text import as_list, nearest
+from ..plumbing.text import as_list
 from ..run.artifact_dirs import directory_fault
 from ..run.artifacts_lock import lock_directory
 from ..run.fit import fit, join
@@ -65,6 +62,9 @@ __all__ = [
     "parse_configuration",
     "run_lightning_cli",
 ]
+
+# The options of a feed have their texts below each field.
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 log = logging.getLogger(__name__)
 
@@ -121,34 +121,7 @@ class _Parser(LightningArgumentParser):
         if not self.exit_on_error:
             super().error(message, ex)
         parser, message = getattr(ex, "subcommand_parser", None) or self, shortened(message)
-        refuse(parser, message, _offered_key(parser, message) or offered_name(parser, message))
-
-
-_UNKNOWN_KEY = re.compile(r"Subcommand '(?P<command>[^']*)' does not accept option '(?P<given>[^']*)'")
-_UNKNOWN_ARGUMENT = re.compile(
-    r"class_path '(?P<module>[\w.]+)\.(?P<name>\w+)': Option '(?P<given>[^']*)' is not accepted"
-)
-_BASES = {"LightningModule": "model", "LightningDataModule": "data"}
-"""What a block without a class path stands for: a program of one's own may bind its class, `genlight fit` does not."""
-
-
-def _offered_key(parser: ArgumentParser, message: str) -> str:
-    """A sentence that offers what stands in place of a key or an argument of a class that is not known."""
-    key, argument = _UNKNOWN_KEY.search(message), _UNKNOWN_ARGUMENT.search(message)
-    if argument is not None and argument["name"] in _BASES:
-        block = _BASES[argument["name"]]
-        return f". Name your class: `{block}: {{class_path: module.Class, init_args: {{…}}}}`"
-    if argument is not None:
-        made = getattr(sys.modules.get(argument["module"]), argument["name"], None)
-        offered = nearest(argument["given"], list(inspect.signature(made).parameters) if callable(made) else [])
-    elif key is not None:
-        commands = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
-        command = commands[0].choices[key["command"]] if commands else parser
-        known = [name.removeprefix("--") for each in command._actions for name in each.option_strings]
-        offered = nearest(key["given"], known)
-    else:
-        return ""
-    return f".{offered}" if offered else ""
+        refuse(parser, message, offered_name(parser, message))
 
 
 class GenlightCLI(LightningCLI):
@@ -418,7 +391,7 @@ class GenlightCLI(LightningCLI):
 
 
 class ConfiguredFit(GenlightCLI):
-    """A fit whose configuration was read, and that does not begin; `build` makes its objects."""
+    """A fit whose configuration was read, and whose objects are not made."""
 
     @override
     def instantiate_classes(self) -> None:
@@ -427,14 +400,6 @@ class ConfiguredFit(GenlightCLI):
     @override
     def _run_subcommand(self, subcommand: str) -> None:
         """Nothing is trained."""
-
-    def build(self) -> None:
-        """Make model, data and trainer, as a fit does.
-
-        Raises:
-            UnusableConfigurationError: One of them cannot be made so.
-        """
-        super().instantiate_classes()
 
     def arguments_of(self, block: str) -> tuple[str, dict[str, Any]]:
         """The name of the class of ``model`` or ``data``, and its arguments; empty where there is none."""

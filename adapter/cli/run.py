@@ -10,7 +10,7 @@ import json
 import re
 import textwrap
 
-from .parser import CommandParser, add_overrides, at_least
+from .parser import CommandParser, add_overrides
 
 __all__ = ["add_arguments", "run"]
 
@@ -46,22 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "instead of the checkpoint; may be repeated, and stands for `resume.keep` of the job",
     )
     parser.add_argument(
-        "--shadow",
-        type=at_least(1),
-        metavar="N",
-        help="compare the first N steps with a copy of the class in a plain loop; a difference ends the run with 1",
-    )
-    parser.add_argument(
         "--verbose", action="store_true", help="show the whole traceback of an error in the trainer class"
     )
 
 
 def _keys_of_a_job() -> str:
     """The keys of a job in groups, one in a line with the first sentence about it, for a terminal of 80 columns."""
-    from ..job.keys import job_keys, keys_of
+    from ..job.spec import JobSpec
+    from ..plumbing.settings import keys_of
 
     lines = ["keys of a job, by what they are about"]
-    for name, key in job_keys().items():
+    for name, key in keys_of(JobSpec).items():
         lines += ["", f"{key.group}:"] if key.group else []
         sentence = re.split(r"[.;:](?:\s|$)", key.description, maxsplit=1)[0].replace("`", "")
         lines += _wrapped(sentence, f"  {name}".ljust(_INDENT))
@@ -83,7 +78,6 @@ def run(args: argparse.Namespace) -> int:
         overrides=overrides,
         fresh=args.fresh,
         allow_changed=args.allow_changed,
-        shadow=args.shadow or 0,
         verbose=args.verbose,
         began_with_process=True,
     )

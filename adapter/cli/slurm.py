@@ -9,14 +9,10 @@ for failed, 2 usage.
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
-import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 from ..cluster.batch_script import GPUS, BatchScript
@@ -60,13 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("render", "submit", "wait"))
     parser.add_argument("path", metavar="JOB.json|JOB_ID", help="the job spec; wait: the id that submit printed")
     add_overrides(parser, "override a setting of the job, as in genlight run")
-    parser.add_argument(
-        "--array",
-        action="append",
-        default=[],
-        metavar="KEY=V1,V2",
-        help="one task for each value, with a run id and a folder of its own; may be repeated: every combination",
-    )
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes")
     parser.add_argument("--gpus-per-node", metavar="[TYPE:]N", help="GPUs of each node, one task for each")
     parser.add_argument("--tasks-per-node", type=int, metavar="N", help="default: one for each GPU, else 1")
@@ -120,9 +109,6 @@ def batch_script(args: argparse.Namespace) -> BatchScript:
         ValueError: An argument cannot be used.
     """
     config = resolve_run_config(spec_path=args.path, overrides=args.set)
-    sweep = list(_sweep(args.array, config.run_id))
-    for settings in sweep:
-        resolve_run_config(spec_path=args.path, overrides=[*args.set, *settings])
     if config.capability_token is not None and config.source_of("capability_token") == "--set":
         raise ValueError("the script would show the token; set TRAINER_CAPABILITY_TOKEN in the environment instead")
     requeues = not args.no_requeue
@@ -136,13 +122,12 @@ def batch_script(args: argparse.Namespace) -> BatchScript:
         name=re.sub(r"[^\w.-]", "-", config.run_id, flags=re.ASCII),
         job=config.spec_path,
         artifacts=config.artifacts_dir,
-        events=Path(os.path.relpath(config.events_path, config.artifacts_dir)) if sweep else config.events_path,
+        events=config.events_path,
         tasks_per_node=_count(args.gpus_per_node) if args.tasks_per_node is None else args.tasks_per_node,
         requeues=requeues,
         requeue_after=("preempted",) if has_own_limit else ("preempted", "timeout"),
         program=_program() if not args.container and not args.set_up else "genlight",
         overrides=args.set,
-        array=sweep,
         **{name: getattr(args, name) for name in _OF_THE_SCRIPT},
     )
 
@@ -157,29 +142,6 @@ def _count(gpus: str | None) -> int:
     """GPUs of a node, of which each has a task; 1 where there is none, and where the text is refused later."""
     match = GPUS.fullmatch(gpus or "")
     return 1 if match is None else int(match["count"])
-
-
-def _sweep(arrays: Iterable[str], run_id: str) -> Iterable[list[str]]:
-    """The settings of each task: every combination of the values, and a run id of its own."""
-    axes = []
-    for text in arrays:
-        key, equals, values = text.partition("=")
-        if not key or not equals or not values:
-            raise ValueError(f"Invalid `array`. Expected KEY=V1,V2, but received {text!r}.")
-        axes.append([f"{key}={value}" for value in _values(values)])
-    if axes:
-        for index, settings in enumerate(itertools.product(*axes)):
-            yield [*settings, f"run_id={run_id}-{index}"]
-
-
-def _values(text: str) -> list[str]:
-    """Values between commas, or of a JSON list, where they have commas of their own."""
-    if text.startswith("["):
-        try:
-            return [json.dumps(value) for value in json.loads(text)]
-        except ValueError:
-            raise ValueError(f"Invalid `array`. {text!r} begins as a JSON list and is none.") from None
-    return text.split(",")
 
 
 def _submit(script: BatchScript) -> int:

@@ -13,8 +13,6 @@ __all__ = ["GPUS", "BatchScript"]
 WAIT_S = 600
 """How long after the first task has ended srun ends the others; ranks that lose one end by themselves, and rank 0 stays
 to report and to upload."""
-_TIME = re.compile(r"(?:\d+-)?\d+(?::\d{1,2}){0,2}", re.ASCII)
-_MEMORY = re.compile(r"\d+(?:[KMGT]B?)?", re.ASCII | re.IGNORECASE)
 GPUS = re.compile(r"(?:[\w.-]+:)?(?P<count>[1-9]\d{0,3})", re.ASCII)
 """GPUs of a node, with their type where the cluster has several."""
 
@@ -33,9 +31,9 @@ class BatchScript:
     job: Path
     """The job spec, which all nodes see at this path."""
     artifacts: Path
-    """The run's folder, which all nodes share; of an array, the folder of the tasks' folders."""
+    """The run's folder, which all nodes share."""
     events: Path
-    """The run's event log, whose last line says why a run stopped; of an array, below a task's folder."""
+    """The run's event log, whose last line says why a run stopped."""
     nodes: int = 1
     tasks_per_node: int = 1
     gpus_per_node: str | None = None
@@ -65,8 +63,6 @@ class BatchScript:
     """The command on the nodes."""
     overrides: Sequence[str] = ()
     """``--set`` of every task."""
-    array: Sequence[Sequence[str]] = ()
-    """``--set`` of each task of an array; empty submits a single job."""
     extra: Sequence[str] = ()
     """Further options of sbatch, such as ``--exclusive``."""
 
@@ -78,7 +74,7 @@ class BatchScript:
         ]
         faults += [
             f"Invalid `{name}`. Expected a string without blanks and control characters, but received {text!r}."
-            for name in ("name", "partition", "account", "qos", "output")
+            for name in ("name", "memory", "time", "partition", "account", "qos", "output")
             if (text := getattr(self, name)) is not None and not re.fullmatch(r"[!-~]+", text)
         ]
         faults += [
@@ -87,10 +83,6 @@ class BatchScript:
         if self.gpus_per_node is not None and not GPUS.fullmatch(self.gpus_per_node):
             given = self.gpus_per_node
             faults.append(f"Invalid `gpus_per_node`. Expected a number such as 8 or h100:8, but received {given!r}.")
-        if self.memory is not None and not _MEMORY.fullmatch(self.memory):
-            faults.append(f"Invalid `memory`. Expected a size such as 200G, but received {self.memory!r}.")
-        if self.time is not None and not _TIME.fullmatch(self.time):
-            faults.append(f"Invalid `time`. Expected minutes, HH:MM:SS or D-HH:MM:SS, but received {self.time!r}.")
         if self.mounts and self.container is None:
             faults.append("`mounts` has no effect without `container`.")
         if faults:
@@ -112,8 +104,7 @@ class BatchScript:
             "partition": self.partition,
             "account": self.account,
             "qos": self.qos,
-            "array": f"0-{len(self.array) - 1}" if self.array else None,
-            "output": self.output or str(self.job.parent / f"{self.name}-{'%A_%a' if self.array else '%j'}.out"),
+            "output": self.output or str(self.job.parent / f"{self.name}-%j.out"),
             "open-mode": "append",
             "signal": f"TERM@{self.grace_s}",
         }
@@ -131,30 +122,22 @@ class BatchScript:
         return lines
 
     def _run(self) -> list[str]:
-        words = [self.program, "run", str(self.job), "--set", "resume_from_latest=true"]
-        words += [word for override in self.overrides for word in ("--set", override)]
-        lines = []
-        if self.array:
-            lines = ["case $SLURM_ARRAY_TASK_ID in"]
-            for index, settings in enumerate(self.array):
-                task = [word for setting in settings for word in ("--set", setting)]
-                lines.append(f"  {index}) task=({shlex.join(task)}) ;;")
-            lines += ["esac", f"folder={shlex.quote(str(self.artifacts))}/$SLURM_ARRAY_TASK_ID"]
-            place = ' --set artifacts_dir="$folder" "${task[@]}"'
-        else:
-            lines.append(f"folder={shlex.quote(str(self.artifacts))}")
-            place = ' --set artifacts_dir="$folder"'
+        settings = ("resume_from_latest=true", *self.overrides, f"artifacts_dir={self.artifacts}")
+        words = [self.program, "run", str(self.job), *(word for each in settings for word in ("--set", each))]
         options = ["srun", "--kill-on-bad-exit=0", f"--wait={WAIT_S}"]
         if self.cpus_per_task is not None:
             options.append(f"--cpus-per-task={self.cpus_per_task}")  # which srun does not take from sbatch
         if self.container is not None:
             options.append(f"--container-image={shlex.quote(self.container)}")
             options += [f"--container-mounts={shlex.quote(','.join(self.mounts))}"] if self.mounts else []
-        events = shlex.quote(str(self.events)) if not self.array else f'"$folder"/{shlex.quote(str(self.events))}'
+        lines = []
         if self.requeues:
-            lines += [f"events={events}", """saved() { grep -s '"event":"checkpoint"' "$events" | wc -l; }"""]
-            lines += ["before=$(saved)"]
-        return [*lines, f"{' '.join(options)} \\", f"  {shlex.join(words)}{place}", "code=$?"]
+            lines = [
+                f"events={shlex.quote(str(self.events))}",
+                """saved() { grep -s '"event":"checkpoint"' "$events" | wc -l; }""",
+                "before=$(saved)",
+            ]
+        return [*lines, f"{' '.join(options)} \\", f"  {shlex.join(words)}", "code=$?"]
 
     def _ending(self) -> list[str]:
         if not self.requeues:

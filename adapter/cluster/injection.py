@@ -93,20 +93,12 @@ def _namespace(function: Any) -> dict[str, Any]:
             function = function.func
         elif hasattr(function, "__wrapped__"):
             function = function.__wrapped__
-        elif isinstance(function, types.MethodType):
-            function = function.__func__
-        elif isinstance(function, type):
-            function = vars(function).get("__init__")
-        elif not isinstance(function, types.FunctionType) and isinstance(
-            called := _call_of(function), types.FunctionType
-        ):
-            function = called
-        else:
+        elif hasattr(function, "__globals__"):
             break
+        else:
+            called = vars(function).get("__init__") if isinstance(function, type) else type(function).__call__
+            if not hasattr(called, "__globals__"):
+                break
+            function = called
     known = {"JobContext": JobContext, "Optional": typing.Optional, "Union": typing.Union}
     return {**known, **getattr(function, "__globals__", {})}
-
-
-def _call_of(value: Any) -> Any:
-    """The method by which an object is called."""
-    return inspect.getattr_static(type(value), "__call__", None)

@@ -1,7 +1,6 @@
 """Where a scheduler placed this process, read from its variables and from nothing else.
 
-Those of Slurm count; outside of one of its jobs those that torchrun and the pods of ``examples/kubernetes`` have. Each
-field takes the first of its variables that is set and sound. A look-up that fails is an error and never
+Each field takes the first of Slurm's variables that is set and sound. A look-up that fails is an error and never
 ``localhost``: every node would train a world of its own.
 """
 
@@ -12,14 +11,14 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .hostlist import MOST_HOSTS, expand_hostlist
 
-__all__ = ["JobContext", "build_job_context", "current_job_context", "in_srun_task"]
+__all__ = ["JobContext", "build_job_context", "current_job_context", "derived_port", "in_srun_task"]
 
 _PORTS = range(15_000, 30_000)
 _PER_JOB, _PER_STEP = 7919, 4793
@@ -29,10 +28,6 @@ _SPECIAL_STEPS = 0xFFFF_FFF0
 _TASKS = re.compile(r"(?P<tasks>\d{1,9})(\(x(?P<times>\d{1,9})\))?", re.ASCII)
 _GPUS = re.compile(r"([\w.:-]+[:=])?(?P<count>\d{1,9})(\([^)]*\))?", re.ASCII)
 _KEPT = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "JOB_DIR")
-_LAUNCHER = (
-    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-    "JOB_COMPLETION_INDEX",
-)
 _SECRET = ("SLURM_JWT",)
 
 _T = TypeVar("_T")
@@ -128,19 +123,16 @@ def build_job_context(env: Mapping[str, str]) -> JobContext:
     """
     reader = _Reader(env)
     job_id, output_dir = reader.text("SLURM_JOB_ID", "SLURM_JOBID"), reader.text("JOB_DIR")
-    by_launcher = job_id is None and "LOCAL_WORLD_SIZE" in env
-    known = _of_launcher(reader) if by_launcher else _of_slurm(reader, job_id)
-    tasks = known.pop("tasks", None)
+    known = _of_slurm(reader, job_id)
+    tasks = known.pop("tasks")
     context = JobContext(
         **known,
         job_id=job_id,
-        environment=_kept(env, also=_LAUNCHER if by_launcher else ()),
+        environment=_kept(env),
         output_dir=None if output_dir is None else Path(output_dir),
     )
-    faults = [*reader.faults, *(_beyond_all_ranks(context) if by_launcher else _contradictions(context, tasks))]
-    if faults:
-        whose = "the launcher" if by_launcher else "Slurm"
-        raise ValueError("\n  - ".join([f"The variables of {whose} cannot be used:", *faults]))
+    if faults := [*reader.faults, *_contradictions(context, tasks)]:
+        raise ValueError("\n  - ".join(["The variables of Slurm cannot be used:", *faults]))
     return context
 
 
@@ -164,29 +156,6 @@ def _of_slurm(reader: _Reader, job_id: str | None) -> dict[str, Any]:
         # Not SLURM_SRUN_COMM_PORT, on which srun itself listens.
         "master_port": reader.first(_port, "MASTER_PORT") or _derived_port(job_id, step_id),
         "tasks": tasks,
-    }
-
-
-def _of_launcher(reader: _Reader) -> dict[str, Any]:
-    """Of a process of torchrun, or of a pod, which has no rank of its own but that of its node."""
-    node_rank = reader.first(_count, "NODE_RANK", "GROUP_RANK")
-    here, world_size = reader.first(_positive, "LOCAL_WORLD_SIZE"), reader.first(_positive, "WORLD_SIZE")
-    rank, local_rank = reader.first(_count, "RANK"), reader.first(_count, "LOCAL_RANK")
-    if rank is None and None not in (node_rank, here):
-        local_rank = local_rank or 0  # the first process of a pod starts the others
-        rank = (node_rank or 0) * (here or 1) + local_rank
-    nodes = reader.first(_positive, "GROUP_WORLD_SIZE")
-    if nodes is None and here is not None and world_size is not None and world_size % here == 0:
-        nodes = world_size // here
-    return {
-        "rank": rank,
-        "local_rank": local_rank,
-        "node_rank": node_rank,
-        "world_size": world_size,
-        "num_nodes": nodes,
-        "local_world_size": here,
-        "master_addr": reader.first(_address, "MASTER_ADDR"),
-        "master_port": reader.first(_port, "MASTER_PORT"),
     }
 
 
@@ -268,27 +237,24 @@ def _derived_port(job_id: str | None, step_id: str | None) -> int | None:
     """A port of which all ranks think, and another job or step on the same node does not."""
     if job_id is None:
         return None
-    number = _PER_JOB * _number(job_id) + (_PER_STEP * _number(step_id) if step_id is not None else 0)
-    return _PORTS[number % len(_PORTS)]
+    return derived_port(_number(job_id), 0 if step_id is None else _number(step_id))
+
+
+def derived_port(job: int, start: int) -> int:
+    """A port for one start of a job, of which all ranks think by themselves."""
+    return _PORTS[(_PER_JOB * job + _PER_STEP * start) % len(_PORTS)]
 
 
 def _number(text: str) -> int:
     return int(text) if text.isdecimal() else zlib.crc32(text.encode())
 
 
-def _kept(env: Mapping[str, str], *, also: Sequence[str] = ()) -> dict[str, str]:
+def _kept(env: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in env.items()
-        if (name.startswith(("SLURM_", "SLURMD_")) or name in _KEPT or name in also) and name not in _SECRET
+        if (name.startswith(("SLURM_", "SLURMD_")) or name in _KEPT) and name not in _SECRET
     }
-
-
-def _beyond_all_ranks(context: JobContext) -> list[str]:
-    rank, world_size = context.rank, context.world_size
-    if rank is None or world_size is None or rank < world_size:
-        return []
-    return [f"The rank is {rank}, but there are {world_size} ranks, counted from 0."]
 
 
 def _contradictions(context: JobContext, tasks: list[int] | None) -> list[str]:

@@ -169,6 +169,6 @@ def read_subprocess_contract(path: str | os.PathLike[str]) -> TrainerSubprocessC
 
 def is_truthy(value: object) -> bool:
     """Whether `value` is one of the words 1, true, t, yes and y."""
-    from ..job.sources import is_true
+    from ..plumbing.settings import is_true
 
     return is_true(str(value or ""))

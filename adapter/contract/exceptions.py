@@ -18,7 +18,6 @@
     ├── ReplayWriterError (RuntimeError)  a second writer of a replay buffer
     ├── ThreadLimitError (RuntimeError)  the system has no room for another thread
     ├── ReplicaDriftError         replicas that must be equal are not
-    ├── ShadowMismatchError       a step is not that of a plain loop beside it
     ├── NonfiniteError            a loss, gradients or weights are nan or infinite
     ├── RecoveryError             a training could not be recovered from its faults
     ├── RankFailedError                another rank failed or died
@@ -31,7 +30,6 @@ genlight: everybody may import it.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -55,7 +53,6 @@ __all__ = [
     "RecoveryError",
     "ReplayWriterError",
     "ReplicaDriftError",
-    "ShadowMismatchError",
     "StartupContractError",
     "StopReason",
     "ThreadLimitError",
@@ -187,20 +184,13 @@ class UnwrittenCheckpointError(CheckpointError, OSError):
         file = "" if self.filename is None else f" ({Path(self.filename).name})"
         return (
             f"checkpoint {self.checkpoint}{size} could not be written to {self.directory}: {self.strerror}{file}; "
-            f"{_WAYS_OUT.get(self.errno or 0, '')}choose another directory"
+            "free some space, keep fewer checkpoints, let this user write there, or choose another directory"
         )
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
         facts = (self.checkpoint, self.directory, self.nbytes, self.errno, self.strerror, self.filename)
         return type(self), facts
-
-
-_WAYS_OUT = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, keep fewer checkpoints, or "),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "let this user write there, or "),
-    errno.EIO: "look at the disk, or ",
-}
 
 
 class HookOrderError(GenlightError, ValueError):
@@ -242,10 +232,6 @@ class ThreadLimitError(GenlightError, RuntimeError):
 
 class ReplicaDriftError(GenlightError):
     """Replicas that data parallelism keeps equal have different parameters."""
-
-
-class ShadowMismatchError(GenlightError):
-    """A step of a run is not that of the same class in a plain loop; the message has the first difference."""
 
 
 class RankFailedError(GenlightError):

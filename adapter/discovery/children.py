@@ -41,6 +41,7 @@ _HOSTS = ("lightning.pytorch.", "pytorch_lightning.")
 """Whose objects, callbacks and data modules of users included, lead to the run that hosts the trainer class."""
 _KEPT_ON_CLASSES = (nn.Module, Optimizer, LRScheduler, GradScaler, *GENERATORS, dict, list)
 _CONTAINERS = (list, tuple, deque, set, frozenset)
+_HASHES_OF_ADDRESSES: tuple[Any, ...] = (object.__hash__, Tensor.__hash__)
 
 
 class Reference(NamedTuple):
@@ -177,19 +178,11 @@ def _attributes_of_module(path: str, module: nn.Module) -> Iterator[Reference]:
 
 def _in_fixed_order(path: str, items: set[Any] | frozenset[Any]) -> list[Any]:
     """The items of a set in an order that does not depend on addresses, which differ from rank to rank."""
-    ordered = sorted(items, key=_fingerprint)
-    for a, b in itertools.pairwise(ordered):
-        if _fingerprint(a) == _fingerprint(b) and not isinstance(a, ATOMS):
-            raise ContractError(
-                f"{path} is a set with two {type(a).__name__} which nothing tells apart, so that ranks could not "
-                "agree on them. Use a list."
-            )
-    return ordered
-
-
-def _fingerprint(item: Any) -> str:
-    if isinstance(item, nn.Module):
-        return f"{type(item).__qualname__} {[(n, tuple(p.shape)) for n, p in item.named_parameters()]}"
-    if isinstance(item, Tensor):
-        return f"Tensor {tuple(item.shape)} {item.dtype}"
-    return f"{type(item).__qualname__} {item!r}" if isinstance(item, ATOMS) else type(item).__qualname__
+    leads = [item for item in items if not isinstance(item, ATOMS) or getattr(item, "__closure__", None) is not None]
+    by_address = [item for item in leads if type(item).__hash__ in _HASHES_OF_ADDRESSES]
+    if len(by_address) > 1:
+        raise ContractError(
+            f"{path} is a set with {len(by_address)} objects, such as a {type(by_address[0]).__name__}, whose order "
+            "ranks could not agree on. Use a list."
+        )
+    return [*sorted(items.difference(by_address), key=repr), *by_address]

@@ -63,10 +63,9 @@ class Discovered:
     """Generators of random numbers, of torch, NumPy and Python."""
     roots: tuple[tuple[str, Any], ...] = ()
     """What was searched: the state and the trainer, by the names that paths begin with."""
-    shapes: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
-    """Of the modules' parameters, by path, as they were found; None of a lazy one, which gets its shape later."""
-    groups: tuple[tuple[int, ...], ...] = ()
-    """How many parameters the groups of each optimizer had when it was found."""
+    layout: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
+    """By path the shapes of the modules' parameters as they were found, None of a lazy one, which gets its shape later;
+    and of each optimizer how many parameters its groups had."""
 
     @functools.cached_property
     def trained(self) -> tuple[Found[nn.Module], ...]:
@@ -181,21 +180,21 @@ def discover(
             if isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)  # which has no state
         ),
         roots=(("state", state), ("trainer", trainer)),
-        shapes=_shapes(modules),
-        groups=tuple(_sizes(optimizer) for _, optimizer in optimizers),
+        layout=_layout(modules, optimizers),
     )
 
 
-def _shapes(modules: Iterable[tuple[str, nn.Module]]) -> Mapping[str, tuple[int, ...] | None]:
-    return {
+def _layout(
+    modules: Iterable[tuple[str, nn.Module]], optimizers: Iterable[tuple[str, Optimizer]]
+) -> Mapping[str, tuple[int, ...] | None]:
+    """See `Discovered.layout`."""
+    shapes = {
         f"{path}.{name}": None if isinstance(parameter, UninitializedParameter) else tuple(parameter.shape)
         for path, module in modules
         for name, parameter in module.named_parameters(remove_duplicate=False)  # which may be tied later
     }
-
-
-def _sizes(optimizer: Optimizer) -> tuple[int, ...]:
-    return tuple(len(group["params"]) for group in optimizer.param_groups)
+    sizes = {path: tuple(len(group["params"]) for group in each.param_groups) for path, each in optimizers}
+    return {**shapes, **{f"{path}.param_groups": size for path, size in sizes.items()}}
 
 
 def check_devices(discovered: Discovered, device: torch.device | str, *, world_size: int = 1) -> None:
@@ -242,7 +241,16 @@ def check_unchanged(
             f"{', '.join(new)} appeared after `configure`, so it is neither in checkpoints nor known to the strategy. "
             "Build every module and optimizer in `configure`."
         )
-    faults = [*_changed_parameters(before), *_changed_groups(before)]
+    had = before.layout
+    has = _layout(
+        ((found.path, found.value) for found in before.modules),
+        ((found.path, found.value) for found in before.optimizers),
+    )
+    faults = [
+        f"{path} was {had.get(path, 'not there')} after `configure` and is {has.get(path, 'gone')}"
+        for path in dict.fromkeys([*had, *has])
+        if path not in had or (had[path] is not None and had[path] != has.get(path))
+    ]
     if faults:
         more = f" and {len(faults) - _NAMED_AT_MOST} more" if len(faults) > _NAMED_AT_MOST else ""
         raise ContractError(
@@ -251,24 +259,6 @@ def check_unchanged(
             "that do not require a gradient yet are left alone."
         )
     return now
-
-
-def _changed_parameters(before: Discovered) -> Iterator[str]:
-    had, has = before.shapes, _shapes((found.path, found.value) for found in before.modules)
-    for path in dict.fromkeys([*had, *has]):
-        if path not in has:
-            yield f"{path} is gone since `configure`"
-        elif path not in had:
-            yield f"{path} {has[path]} is new since `configure`"
-        elif had[path] is not None and had[path] != has[path]:
-            yield f"{path} was {had[path]} after `configure` and is {has[path]}"
-
-
-def _changed_groups(before: Discovered) -> Iterator[str]:
-    for found, had in zip(before.optimizers, before.groups, strict=True):
-        has = _sizes(found.value)
-        if had != has:
-            yield f"{found.path} had groups of {list(had)} parameters after `configure` and has {list(has)}"
 
 
 def walk_both(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .minibatches import Minibatches as Minibatches
     from .mock import MockBatches as MockBatches
     from .parquet_feeder import ParquetArrowBatchFeeder as ParquetArrowBatchFeeder
-    from .replay_buffer import NStep as NStep, ReplayBuffer as ReplayBuffer, ReplayFeed as ReplayFeed
+    from .replay_buffer import ReplayBuffer as ReplayBuffer, ReplayFeed as ReplayFeed
     from .sources import Source as Source
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -6,7 +6,7 @@ import logging
 import pkgutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 
 from ..contract.exceptions import InputError
+from ..plumbing.settings import faults_of
 from .batching import Spec, Supply, ThreadSupply
 from .epoch_order import Order
-from .filters import as_expression
+from .options import FeedOptions
 from .position import Layout, Position
-from .row_plan import SHARD_MODES, Shard
 from .schema import checked_columns
 from .sources import Source, open_source
 
@@ -26,23 +26,12 @@ __all__ = ["ArrowFeed", "imported"]
 
 log = logging.getLogger(__name__)
 
-_LARGE_WINDOW = 1 << 30
-
-_LEAST = {
-    "batch_size": 1,
-    "readahead": 0,
-    "seed": 0,
-    "epochs": 1,
-    "world_size": 1,
-    "shuffle_window": 1,
-    "workers": 0,
-}
 
 Collate: TypeAlias = Callable[[pa.RecordBatch], Any]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class ArrowFeed:
+class ArrowFeed(FeedOptions):
     """An iterable of `pyarrow.RecordBatch`, this rank's share of each step.
 
     ``for batch in feed`` starts at the first row, or at the position that was loaded. With ``per_epoch`` one iteration
@@ -52,66 +41,34 @@ class ArrowFeed:
     The position (`state_dict`) is that of the last batch handed out, whatever was decoded ahead. It is the same on all
     ranks and may be loaded on another number of ranks or with another batch size.
 
+    Besides the arguments below it takes the fields of `FeedOptions`: how rows become batches. `collate` may be a
+    function too, which is called with each record batch in the training thread.
+
     Args:
-        source: Paths, folders, patterns or URLs of Parquet files, or of Arrow IPC files (``.arrow``, ``.ipc``,
-            ``.feather``), which are mapped into memory; tables or record batches; a data frame (pandas, polars, …,
-            read whole into memory); a Hugging Face dataset; a `Source`.
-        batch_size: Rows a step and rank. The last step of an epoch may have fewer; see `plan`.
-        readahead: Decoded chunks of up to 32 MiB kept ready by a background thread; 0 decodes in the training thread.
-        columns: Columns to read, in this order; None means all.
-        filters: `[[column, operator, value], …]` (all must hold), a list of such lists (any must), or an Arrow
-            expression.
-        shuffle: Row groups in random order and rows permuted within windows, differently in each epoch.
-        seed: The order depends on this and the number of the epoch alone.
-        epochs: Passes over the data; None repeats without end.
-        drop_last: Leave out the rows of an epoch that do not fill a step of all ranks.
-        shard: ``rows`` or ``row_groups``; see `Share`.
+        source: Paths, folders, patterns or URLs of Parquet files; tables or record batches; a data frame (pandas,
+            polars, …, read whole into memory); a `Source`.
         rank: Which share is ours.
         world_size: Number of shares.
         per_epoch: One iteration is one epoch.
-        shuffle_window: Rows that are permuted among each other; they are in memory meanwhile.
         filesystem: A pyarrow or fsspec file system that all paths belong to; None finds it from each path.
-        collate: Called with each record batch, in the training thread; its result is handed out instead. ``torch`` is
-            `to_torch`, ``module:function`` is imported.
-        workers: Processes that decode and collate, through a torch data loader; 0 does it in this process. Order and
-            position are the same for any number.
-        pin_memory: Hand out tensors of `collate` in pinned memory, from which ``.to(device, non_blocking=True)`` does
-            not wait; None does so where there is an accelerator.
-        copy_ahead: Hand out tensors on this process's accelerator, each batch copied while the step before trains.
-            Needs ``collate="torch"`` or `workers`: another `collate` would be called a step early, and would draw
-            other random numbers after a resume.
 
     Raises:
-        ValueError: Arguments are out of range, `filters` has another form, or `collate` cannot be imported.
-        TypeError: Numbers are not integers, or `collate` is no function.
+        ValueError: Arguments cannot be used, or `collate` cannot be imported.
+        TypeError: `collate` is no function.
     """
 
     source: Any = field(kw_only=False)
-    batch_size: int = 32
-    readahead: int = 2
-    columns: Sequence[str] | None = None
-    filters: Any = None
-    shuffle: bool = False
-    seed: int = 0
-    epochs: int | None = None
-    drop_last: bool = False
-    shard: Shard = "rows"
     rank: int = 0
     world_size: int = 1
     per_epoch: bool = False
-    shuffle_window: int = 65_536
     filesystem: Any = None
-    # The text first: jsonargparse would save it as an instance that cannot be serialized.
-    collate: str | Collate | None = None
-    workers: int = 0
-    pin_memory: bool | None = None
-    copy_ahead: bool = False
 
     def __post_init__(self) -> None:
         self._refuse_out_of_range()
-        self.columns, self.filters = checked_columns(self.columns), as_expression(self.filters)
+        self.columns = checked_columns(self.columns)
         self._collate = _collate_function(self.collate)
-        if self.copy_ahead and (self._collate is None or not self._runs_no_user_code):
+        runs_users_code = not self.workers and getattr(self._collate, "__module__", "") != f"{__package__}.collate"
+        if self.copy_ahead and (self._collate is None or runs_users_code):
             raise ValueError(
                 "Invalid `copy_ahead`. It needs batches of tensors made without code of yours in this process: "
                 "`collate` 'torch', or any `collate` with `workers`."
@@ -126,19 +83,12 @@ class ArrowFeed:
         self._waited = 0.0
 
     def _refuse_out_of_range(self) -> None:
-        given = {name: getattr(self, name) for name in _LEAST if not (name == "epochs" and self.epochs is None)}
-        no_integers = [name for name, value in given.items() if not isinstance(value, int) or isinstance(value, bool)]
-        faults = [
-            f"Invalid `{name}`. Expected an integer >= {_LEAST[name]}, but received {value!r}."
-            for name, value in given.items()
-            if name in no_integers or value < _LEAST[name]
-        ]
-        if "world_size" not in no_integers and not 0 <= self.rank < self.world_size:
-            faults.append(f"Invalid `rank`. Expected 0 <= rank < {self.world_size}, but received {self.rank}.")
-        if self.shard not in SHARD_MODES:
-            faults.append(f"Invalid `shard`. Expected one of {SHARD_MODES}, but received {self.shard!r}.")
+        faults = faults_of(self, FeedOptions)
+        if type(self.world_size) is not int or type(self.rank) is not int or not 0 <= self.rank < self.world_size:
+            given = f"{self.rank!r} of {self.world_size!r}"
+            faults.append(f"Invalid `rank`. Expected 0 <= rank < `world_size`, but received {given}.")
         if faults:
-            raise (TypeError if no_integers else ValueError)(" ".join(faults))
+            raise ValueError(" ".join(faults))
 
     # --- what the data is
 
@@ -191,10 +141,9 @@ class ArrowFeed:
 
     def _opened(self) -> tuple[Source, Layout]:
         if self._source is None or self._layout is None:
-            source = open_source(self.source, columns=self.columns, filters=self.filters, filesystem=self.filesystem)
+            source = open_source(self.source, columns=self.columns, filesystem=self.filesystem)
             layout = self._layout_of(source)
             self._say_short_batches(layout)
-            self._warn_of_memory(source)
             self._source, self._layout = source, layout
         return self._source, self._layout
 
@@ -213,41 +162,17 @@ class ArrowFeed:
     def _say_short_batches(self, layout: Layout) -> None:
         """Say where the batch size that was asked for is not the one that is trained with."""
         share = layout.share(layout.order.rows)
-        rest = share.total % share.step_rows
-        if self.rank or self.drop_last or not rest:
+        if self.rank or self.drop_last or not share.total % share.step_rows:
             return
-        ranks = f" of {self.world_size} ranks" if self.world_size > 1 else ""
         short = [share.consumed(step + 1) - share.consumed(step) for step in range(share.full_steps, share.steps)]
-        is_uneven = any(rows % self.world_size for rows in short)
-        note = "; there some ranks have a row more, and the mean of each rank counts alike" if is_uneven else ""
-        if not share.full_steps and share.steps == 1:
-            log.warning(
-                "the data has %d rows, fewer than the %d of a step%s: each step has them all, and is an epoch%s",
-                share.total,
-                share.step_rows,
-                ranks,
-                note,
-            )
-        elif share.usable < share.total:
-            log.info(
-                "%d rows of each epoch are too few for %d ranks: they come before the rows of the next epoch",
-                rest,
-                self.world_size,
-            )
-        else:
-            last = " and ".join(map(str, short))
-            steps = "steps of each epoch have" if len(short) > 1 else "step of each epoch has"
-            text = "the last %s %s rows, the others %d%s%s; `drop_last` leaves out the last %d"
-            log.info(text, steps, last, share.step_rows, ranks, note, rest)
-
-    def _warn_of_memory(self, source: Source) -> None:
-        size = min(self.shuffle_window, max(source.group_rows)) * source.row_bytes
-        if self.shuffle and size > _LARGE_WINDOW:
-            warnings.warn(
-                f"A `shuffle_window` of {self.shuffle_window} rows of this data takes about {size / 1e9:.1f} "
-                "GB of memory, several times over; a smaller one shuffles within a smaller range.",
-                stacklevel=2,
-            )
+        text = f"an epoch of {share.total} rows has {share.full_steps} steps of {share.step_rows} rows"
+        if short:
+            text += f", then {' and '.join(map(str, short))}, which `drop_last` leaves out"
+        if any(rows % self.world_size for rows in short):
+            text += "; there some ranks have a row more, and the mean of each rank counts alike"
+        if share.usable < share.total:
+            text += f"; {share.total - share.usable} are too few for {self.world_size} ranks: the next epoch has them"
+        log.log(logging.WARNING if share.total < share.step_rows else logging.INFO, text)
 
     # --- iteration
 
@@ -342,8 +267,7 @@ class ArrowFeed:
 
         if self.copy_ahead:
             return copied_ahead(batches)
-        is_wanted = self.pin_memory or accelerator() is not None
-        return map(pinned, batches) if is_wanted else batches
+        return map(pinned, batches) if self.pin_memory or accelerator() is not None else batches
 
     def _supply_from(self, position: Position) -> Supply:
         if self._supply is not None and self._supply.position == position:
@@ -373,12 +297,6 @@ class ArrowFeed:
             readahead=self.readahead,
             collate=self._collate,
         )
-
-    @property
-    def _runs_no_user_code(self) -> bool:
-        """Whether a batch is handed out without a `collate` of the user in this process."""
-        is_ours = self._collate is None or getattr(self._collate, "__module__", None) == f"{__package__}.collate"
-        return is_ours or self.workers > 0
 
     def close(self) -> None:
         """Stop reading and give files back; the position stays."""
@@ -420,7 +338,7 @@ class ArrowFeed:
         source, layout = self._opened()
         if state.get("data", source.fingerprint) != source.fingerprint:
             raise InputError(
-                "The position belongs to other data: files, their sizes, row groups or filters have changed. Resume "
+                "The position belongs to other data: files, their sizes or row groups have changed. Resume "
                 "with the data of the checkpoint, or start a new run."
             )
         self.close()

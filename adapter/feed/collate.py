@@ -8,7 +8,6 @@ A module of its own because it imports torch, which a feed of record batches doe
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,36 +20,7 @@ from torch.utils.dlpack import from_dlpack
 
 from ..contract.exceptions import InputError
 
-__all__ = ["LazyImage", "to_torch"]
-
-
-@dataclass(frozen=True)
-class LazyImage:
-    """An encoded image, decoded when it is asked for.
-
-    Args:
-        data: The encoded bytes, or None when only a path was stored.
-        path: Where the image came from; may be None.
-    """
-
-    data: bytes | None
-    path: str | None = None
-
-    def decode(self) -> Any:
-        """The image as a `PIL.Image`.
-
-        Raises:
-            ModuleNotFoundError: Pillow is not installed.
-        """
-        from PIL import Image
-
-        image = Image.open(io.BytesIO(self.data) if self.data is not None else str(self.path))
-        image.load()
-        return image
-
-    def tensor(self) -> torch.Tensor:
-        """The image as a uint8 tensor of shape height, width, channels."""
-        return torch.from_numpy(np.array(self.decode().convert("RGB")))
+__all__ = ["to_torch"]
 
 
 def to_torch(batch: pa.RecordBatch, *, copy: bool = False) -> dict[str, Any]:
@@ -60,9 +30,9 @@ def to_torch(batch: pa.RecordBatch, *, copy: bool = False) -> dict[str, Any]:
     both without a copy; booleans become bool tensors. Times and dates become integers of the column's own unit and
     width. Lists of varying length, such as token ids, become one tensor as long as the longest row of the batch, filled
     up with zeros behind shorter ones; the column's name with ``_lengths`` has how many values each
-    row has: ``torch.arange(x.shape[1]) < x_lengths[:, None]`` is the mask. Structs become a dictionary,
-    ``{bytes, path}`` structs a list of `LazyImage`, anything else (text, bytes, decimals, lists of lists, …) a list of
-    Python values. Dictionary-encoded columns become what their values would.
+    row has: ``torch.arange(x.shape[1]) < x_lengths[:, None]`` is the mask. Structs become a dictionary, anything
+    else (text, bytes, decimals, lists of lists, …) a list of Python values. Dictionary-encoded columns become what
+    their values would.
 
     Args:
         batch: The rows.
@@ -124,7 +94,7 @@ def _refuse_nulls(name: str, array: pa.Array) -> None:
     if array.null_count:
         raise InputError(
             f"Column {name!r} has {array.null_count} nulls in a batch of {len(array)} rows, for which a tensor has no "
-            "place. Fill them, or leave such rows out with `filters`."
+            "place. Fill them, or write the files without these rows."
         )
 
 
@@ -166,7 +136,4 @@ def _padded(name: str, array: pa.Array, copy: bool) -> _Padded:
 
 def _struct(name: str, array: pa.StructArray, copy: bool) -> Any:
     fields = [array.type.field(i).name for i in range(array.type.num_fields)]
-    if set(fields) == {"bytes", "path"}:
-        rows = array.to_pylist()
-        return [None if row is None else LazyImage(row["bytes"], row["path"]) for row in rows]
     return _columns(f"{name}.", fields, array.flatten(), copy)

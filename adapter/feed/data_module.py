@@ -70,7 +70,7 @@ class ArrowDataModule(_FeedDataModule):
         options: Those of `ArrowFeed`; order and `drop_last` are of the training data alone.
 
     Raises:
-        ValueError: An argument is out of range, `filters` has another form, or `collate` cannot be imported.
+        ValueError: An argument is out of range, or `collate` cannot be imported.
         TypeError: An argument is of another type, or there is no such option.
     """
 

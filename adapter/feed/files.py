@@ -1,4 +1,4 @@
-"""Where Parquet and Arrow files lie: local paths, folders, patterns, and URLs of any file system.
+"""Where Parquet files lie: local paths, folders, patterns, and URLs of any file system.
 
 A plain path is local, and so is a ``file:`` URL, in which ``%20`` is a blank. Any other URL goes to the file system
 that Arrow has for it (``s3://``, ``gs://``, ``hdfs://``), else to the one that fsspec has (``hf://``, ``memory://``,
@@ -28,7 +28,7 @@ __all__ = ["DataFile", "PathLike", "expand"]
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
-DATA_SUFFIXES = (".parquet", ".parq", ".arrow", ".ipc", ".feather")
+DATA_SUFFIXES = (".parquet", ".parq")
 _ARROW_SCHEMES = ("s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss")
 _PATTERN = frozenset("*?[")
 

@@ -44,7 +44,7 @@ __all__ = ["DatasetSource", "RepeatedRead", "call_with_context", "feed_of"]
 log = logging.getLogger(__name__)
 
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_OF_ARROW = ("columns", "filters", "filesystem", "readahead", "shuffle_window")
+_OF_ARROW = ("columns", "filesystem", "readahead", "shuffle_window")
 """Options of a feed that only Arrow data has a use for."""
 
 
@@ -309,7 +309,6 @@ class DatasetSource:
     """
 
     schema = pa.schema([])
-    row_bytes = 0.0
     fingerprint = "dataset"
     """The number of rows is part of each position; what is in them only the user knows."""
 

@@ -26,7 +26,7 @@ class Minibatches:
 
     Raises:
         ValueError: There are no columns, they differ in length, they have no rows, or `batch_size` is below 1 or above
-            what `drop_last` leaves a minibatch of; lists every fault.
+            what `drop_last` leaves a minibatch of.
     """
 
     def __init__(
@@ -36,27 +36,13 @@ class Minibatches:
         self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
         self.order: Tensor | None = None
         """Rows in the order of the pass that was begun last; None before the first and without `shuffle`."""
-        if faults := self._faults():
-            raise ValueError("Minibatches: " + "; ".join(faults))
-        self.rows = len(next(iter(self.columns.values())))
-
-    def _faults(self) -> list[str]:
-        faults = []
-        scalars = [name for name, column in self.columns.items() if column.ndim == 0]
-        lengths = {name: len(column) for name, column in self.columns.items() if column.ndim}
-        if not self.columns:
-            faults.append("there are no columns")
-        if scalars:
-            faults.append(f"columns without a first dimension: {', '.join(scalars)}")
-        if len(set(lengths.values())) > 1:
-            faults.append(f"columns differ in length: {', '.join(f'{name} {n}' for name, n in lengths.items())}")
-        elif 0 in lengths.values():
-            faults.append("the columns have no rows")
-        if self.batch_size < 1:
-            faults.append(f"Invalid `batch_size`. Expected a number >= 1, but received {self.batch_size}")
-        elif self.drop_last and lengths and max(lengths.values()) < self.batch_size:
-            faults.append(f"`drop_last` leaves nothing of {max(lengths.values())} rows in batches of {self.batch_size}")
-        return faults
+        lengths = {name: len(column) if column.ndim else 0 for name, column in self.columns.items()}
+        self.rows = min(lengths.values(), default=0)
+        if not self.rows or len(set(lengths.values())) > 1:
+            raise ValueError(f"Minibatches: expected columns of one length >= 1, but received the lengths {lengths}")
+        if not 1 <= batch_size <= (self.rows if drop_last else batch_size):
+            most = f" and, with `drop_last`, at most {self.rows}" if drop_last else ""
+            raise ValueError(f"Minibatches: expected a `batch_size` of at least 1{most}, but received {batch_size}")
 
     def __len__(self) -> int:
         return self.rows // self.batch_size if self.drop_last else -(-self.rows // self.batch_size)

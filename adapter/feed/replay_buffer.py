@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from ..contract.exceptions import InputError, ReplayWriterError
 from .replay_files import ReplayFiles, ReplayMeta
 
-__all__ = ["NStep", "ReplayBuffer", "ReplayFeed", "SumTree"]
+__all__ = ["ReplayBuffer", "ReplayFeed", "SumTree"]
 
 FANOUT = 32
 """Children of a node: a level is a few operations of torch for a whole batch."""
@@ -93,22 +92,6 @@ def _first_above(ends: Tensor, targets: Tensor) -> Tensor:
     return places
 
 
-@dataclass(frozen=True)
-class NStep:
-    """How rows that follow each other become one: the discounted sum of rewards until an episode or the rows end.
-
-    A sample has the sum in `reward`, `following` and `ends` of the last row that was summed, and the number of rows in
-    ``steps``: a target is ``reward + discount**steps * value(next_observation)`` where it was not terminated.
-    """
-
-    steps: int
-    discount: float
-    reward: str = "reward"
-    following: tuple[str, ...] = ("next_observation",)
-    ends: tuple[str, ...] = ("terminated", "truncated")
-    """Columns of booleans; a row with any of them is the last of its episode."""
-
-
 class ReplayBuffer:
     """The newest `capacity` rows that were written, in columns that are allocated once.
 
@@ -118,13 +101,11 @@ class ReplayBuffer:
         capacity: Rows that it holds.
         row: A row by column, for names, dtypes and shapes.
         seed: Of the generator that samples are drawn with, which belongs to the buffer.
-        streams: Environments whose rows take turns, one of each; the rows that `NStep` sums are of the same one.
-        n_step: What is summed when sampling; None samples rows as they are.
         priority_exponent: Rows are drawn in proportion to their priority to this power (Schaul et al. 2016); None draws
             all alike.
 
     Raises:
-        ValueError: Arguments are out of range, or `n_step` names columns that are not there; lists every fault.
+        ValueError: Arguments are out of range; lists every fault.
     """
 
     def __init__(
@@ -133,15 +114,12 @@ class ReplayBuffer:
         row: Mapping[str, Tensor],
         *,
         seed: int = 0,
-        streams: int = 1,
-        n_step: NStep | None = None,
         priority_exponent: float | None = None,
     ) -> None:
         self._row, faults = _as_tensors(row)
-        if faults := [*faults, *_faults(capacity, self._row, streams, n_step, priority_exponent)]:
+        if faults := [*faults, *_faults(capacity, self._row, priority_exponent)]:
             raise ValueError("ReplayBuffer: " + "; ".join(faults))
-        self.capacity, self.streams, self.n_step = capacity, streams, n_step
-        self.priority_exponent = priority_exponent
+        self.capacity, self.priority_exponent = capacity, priority_exponent
         self._columns = {
             name: torch.zeros((capacity, *value.shape), dtype=value.dtype, device="cpu")
             for name, value in self._row.items()
@@ -179,7 +157,7 @@ class ReplayBuffer:
         """
         self._claim()
         given, faults = _as_tensors(rows)
-        if faults := faults or _row_faults(given, self._row, self.capacity, self.streams):
+        if faults := faults or _row_faults(given, self._row, self.capacity):
             raise ValueError("ReplayBuffer.extend: " + "; ".join(faults))
         count = len(next(iter(given.values())))
         with self._changed:
@@ -235,8 +213,8 @@ class ReplayBuffer:
     def sample(self, batch_size: int, *, importance_exponent: float = 0.4) -> dict[str, Tensor]:
         """Rows drawn with replacement, as new tensors.
 
-        Beside the columns there are ``index``, the numbers of the rows (int64) for `update_priorities`; ``steps`` with
-        `NStep`; and ``weight`` with priorities: importance weights to the power of `importance_exponent`, at most 1.
+        Beside the columns there are ``index``, the numbers of the rows (int64) for `update_priorities`, and ``weight``
+        with priorities: importance weights to the power of `importance_exponent`, at most 1.
 
         Raises:
             ValueError: `batch_size` is below 1, or more than there are rows.
@@ -252,7 +230,7 @@ class ReplayBuffer:
                 index = torch.randint(self._oldest, self._written, (batch_size,), generator=generator, device="cpu")
             else:
                 index, weight = self._drawn_by_priority(self._tree, batch_size, importance_exponent)
-            drawn = self._rows(index) if self.n_step is None else self._summed(index, self.n_step)
+            drawn = self._rows(index)
         return {**drawn, "index": index, **({} if weight is None else {"weight": weight})}
 
     def _drawn_by_priority(self, tree: SumTree, batch_size: int, exponent: float) -> tuple[Tensor, Tensor]:
@@ -266,27 +244,9 @@ class ReplayBuffer:
         index = newest - (newest - places) % self.capacity
         return torch.from_numpy(index), torch.from_numpy(weights / weights.max()).float()
 
-    def _rows(self, index: Tensor, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    def _rows(self, index: Tensor) -> dict[str, Tensor]:
         places = index % self.capacity
-        return {name: self._columns[name][places] for name in names or self._columns}
-
-    def _summed(self, index: Tensor, n_step: NStep) -> dict[str, Tensor]:
-        column = self._columns[n_step.reward]
-        rewards = torch.zeros((len(index), *column.shape[1:]), dtype=column.dtype, device="cpu")
-        wide = (slice(None), *[None] * (column.ndim - 1))
-        steps, last = torch.zeros_like(index), index
-        goes_on = torch.ones(len(index), dtype=torch.bool, device="cpu")
-        for step in range(n_step.steps):
-            at = index + step * self.streams
-            goes_on &= at < self._written
-            places = at % self.capacity
-            rewards += torch.where(goes_on[wide], column[places] * n_step.discount**step, 0)
-            steps += goes_on
-            last = torch.where(goes_on, at, last)
-            for end in n_step.ends:
-                goes_on &= ~self._columns[end][places].reshape(len(index))
-        drawn, ends = self._rows(index), self._rows(last, (*n_step.following, *n_step.ends))
-        return {**drawn, **ends, n_step.reward: rewards, "steps": steps}
+        return {name: column[places] for name, column in self._columns.items()}
 
     def update_priorities(self, index: Tensor, priorities: Any) -> None:
         """Give the rows of a sample other priorities; rows that are gone meanwhile are passed over.
@@ -297,21 +257,19 @@ class ReplayBuffer:
         if self._tree is None or self.priority_exponent is None:
             raise ValueError("the buffer draws all rows alike; give it a `priority_exponent`")
         given = torch.as_tensor(priorities).detach().to("cpu", torch.float64).reshape(-1).numpy()
-        numbers = torch.as_tensor(index).cpu().reshape(-1)
-        if numbers.is_floating_point() or numbers.dtype == torch.bool:
-            raise ValueError(f"`index` is of {numbers.dtype}; it is the `index` of a sample, numbers of rows")
-        rows = numbers.numpy()
-        if len(given) != len(rows):
-            raise ValueError(f"there are {len(rows)} rows and {len(given)} priorities")
-        wrong = ~(np.isfinite(given) & (given >= 0))
+        rows = torch.as_tensor(index).cpu().reshape(-1).numpy()
+        if rows.dtype.kind not in "iu" or len(given) != len(rows):
+            raise ValueError(
+                "expected the `index` of a sample and a priority for each of its rows, but received "
+                f"{len(rows)} numbers of {rows.dtype} and {len(given)} priorities"
+            )
+        wrong = ~(np.isfinite(given) & (given >= 0) & (rows >= 0) & (rows < self._written))
         if wrong.any():
             first = int(wrong.argmax())
             raise ValueError(
-                f"{int(wrong.sum())} of {len(given)} priorities are not numbers >= 0; the first is {given[first]} of "
-                f"row {rows[first]}"
+                f"expected numbers >= 0 for rows from 0 to {self._written - 1}, but received {int(wrong.sum())} "
+                f"others, of which the first is {given[first]} for row {rows[first]}"
             )
-        if rows.size and not (rows.min() >= 0 and rows.max() < self._written):
-            raise ValueError(f"rows are numbered from 0 to {self._written - 1}; received {rows.min()} to {rows.max()}")
         with self._changed:
             there = rows >= self._oldest
             weighted = given[there] ** self.priority_exponent
@@ -370,7 +328,6 @@ class ReplayBuffer:
         columns = {name: [str(row.dtype).removeprefix("torch."), *row.shape] for name, row in self._row.items()}
         return {
             "capacity": self.capacity,
-            "streams": self.streams,
             "columns": columns,
             "prioritised": self._tree is not None,
         }
@@ -379,34 +336,16 @@ class ReplayBuffer:
         return self._rows(torch.arange(first, last, device="cpu"))
 
 
-def _faults(
-    capacity: int, row: Mapping[str, Tensor], streams: int, n_step: NStep | None, priority_exponent: float | None
-) -> list[str]:
-    counts = {"capacity": capacity, "streams": streams}
-    faults = [
-        f"Invalid `{name}`. Expected a whole number >= 1, but received {value!r}"
-        for name, value in counts.items()
-        if not (_is_whole_number(value) and value >= 1)
-    ]
-    if not faults and capacity % streams:
-        faults.append(f"`capacity` {capacity} is not a multiple of `streams` {streams}")
+def _faults(capacity: int, row: Mapping[str, Tensor], priority_exponent: float | None) -> list[str]:
+    faults = []
+    if not (_is_whole_number(capacity) and capacity >= 1):
+        faults.append(f"Invalid `capacity`. Expected a whole number >= 1, but received {capacity!r}")
     if not row:
         faults.append("`row` has no columns")
-    if reserved := sorted({"index", "weight", "steps"}.intersection(row)):
+    if reserved := sorted({"index", "weight"}.intersection(row)):
         faults.append(f"`row` has columns that a sample has of its own: {', '.join(reserved)}")
     if priority_exponent is not None and not (math.isfinite(priority_exponent) and priority_exponent >= 0):
         faults.append(f"Invalid `priority_exponent`. Expected a number >= 0, but received {priority_exponent}")
-    if n_step is not None:
-        if n_step.steps < 1:
-            faults.append(f"Invalid `n_step.steps`. Expected a number >= 1, but received {n_step.steps}")
-        if not 0 <= n_step.discount <= 1:
-            faults.append(f"Invalid `n_step.discount`. Expected a number from 0 to 1, but received {n_step.discount}")
-        named = (n_step.reward, *n_step.following, *n_step.ends)
-        if missing := [name for name in named if name not in row]:
-            faults.append(f"`n_step` names columns that `row` does not have: {', '.join(missing)}")
-        flags = [name for name in n_step.ends if name in row and row[name].dtype != torch.bool]
-        if flags:
-            faults.append(f"columns that end an episode are not of torch.bool: {', '.join(flags)}")
     return faults
 
 
@@ -428,7 +367,7 @@ def _is_whole_number(value: Any) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool | Tensor)
 
 
-def _row_faults(given: Mapping[str, Tensor], row: Mapping[str, Tensor], capacity: int, streams: int) -> list[str]:
+def _row_faults(given: Mapping[str, Tensor], row: Mapping[str, Tensor], capacity: int) -> list[str]:
     """The faults of rows for a buffer of such a `row`; a phrase each."""
     faults = [f"there is no column {name!r}" for name in given if name not in row]
     faults += [f"column {name!r} is missing" for name in row if name not in given]
@@ -447,8 +386,6 @@ def _row_faults(given: Mapping[str, Tensor], row: Mapping[str, Tensor], capacity
         count = next(iter(lengths.values()))
         if not 1 <= count <= capacity:
             faults.append(f"expected from 1 to {capacity} rows, but received {count}")
-        elif count % streams:
-            faults.append(f"{count} rows are not a multiple of {streams} streams")
     return faults
 
 
@@ -464,7 +401,7 @@ class ReplayFeed:
         wait_s: How long to wait for `start_after` rows.
 
     Raises:
-        ValueError: Arguments are out of range; lists every fault.
+        ValueError: Arguments are out of range.
     """
 
     begins_anew = True  # a pass has no position but the buffer's
@@ -481,15 +418,11 @@ class ReplayFeed:
         wait_s: float = 60.0,
     ) -> None:
         needed = batch_size if start_after is None else start_after
-        faults = []
-        if batch_size < 1:
-            faults.append(f"Invalid `batch_size`. Expected a number >= 1, but received {batch_size}")
-        if not batch_size <= needed <= buffer.capacity:
-            faults.append(f"Expected from {batch_size} to {buffer.capacity} rows to start after, but received {needed}")
-        if batches is not None and batches < 1:
-            faults.append(f"Invalid `batches`. Expected a number >= 1, but received {batches}")
-        if faults:
-            raise ValueError("ReplayFeed: " + "; ".join(faults))
+        if not 1 <= batch_size <= needed <= buffer.capacity or (batches is not None and batches < 1):
+            raise ValueError(
+                "ReplayFeed: expected 1 <= batch_size <= start_after <= the capacity of the buffer, and batches >= 1, "
+                f"but received {batch_size}, {needed}, {buffer.capacity} and {batches}"
+            )
         self.buffer, self.batch_size, self.start_after, self.batches = buffer, batch_size, needed, batches
         self.importance_exponent, self.wait_s = importance_exponent, wait_s
 

@@ -16,12 +16,12 @@ def checked_columns(columns: Sequence[str] | None) -> tuple[str, ...] | None:
     """`columns`, where they can be meant.
 
     Raises:
-        ValueError: They are one string, none at all, or one of them twice.
+        ValueError: They are none at all, or one of them twice.
     """
     if columns is None:
         return None
-    chosen = () if isinstance(columns, str) else tuple(columns)
-    if not chosen or len(set(chosen)) < len(chosen) or not all(isinstance(name, str) for name in chosen):
+    chosen = tuple(columns)
+    if not chosen or len(set(chosen)) < len(chosen):
         raise ValueError(
             f"Invalid `columns`. Expected a list of different column names, or None for all, but received {columns!r}."
         )

@@ -13,15 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import xxhash
 
 from ..contract.exceptions import InputError
 from .files import DataFile, expand
-from .filters import as_expression, error_of, mask
 from .schema import conform, project
 
 __all__ = ["ParquetSource", "Source", "TableSource", "open_source"]
@@ -35,9 +32,7 @@ class Source(Protocol):
     schema: pa.Schema
     """Schema of every batch."""
     group_rows: tuple[int, ...]
-    """Rows of each group that are handed out, after filters."""
-    row_bytes: float
-    """Mean size of a decoded row, by what is known without decoding."""
+    """Rows of each group."""
     fingerprint: str
     """Changes when the rows, or their order, may have changed; does not depend on where the files lie."""
 
@@ -61,13 +56,11 @@ class Source(Protocol):
 
 
 class TableSource:
-    """Tables and record batches in memory, or mapped into it; without filters nothing is copied.
+    """Tables and record batches in memory; nothing is copied.
 
     Args:
         tables: Name and table or record batch; each chunk becomes a group. Names are what errors say.
         columns: Columns to hand out, in this order; None means all.
-        filters: See `as_expression`; rows for which it is not true are left out.
-        files: The file behind each table, where there is one, and its stamp when it was opened.
 
     Raises:
         InputError: A column is missing, schemas differ, or the tables hold no rows.
@@ -78,47 +71,25 @@ class TableSource:
         tables: Iterable[tuple[str, pa.Table | pa.RecordBatch]],
         *,
         columns: Sequence[str] | None = None,
-        filters: Any = None,
-        files: Mapping[str, tuple[DataFile, tuple[int, int]]] | None = None,
     ) -> None:
         given = list(tables)
-        self._files = dict(files or {})
         self.schema, errors = project([(name, table.schema) for name, table in given], columns)
-        expression = as_expression(filters)
-        if expression is not None and not errors:
-            errors = [f"{name}: {error}" for name, t in given if (error := error_of(expression, t.schema)) is not None]
         if errors:
             raise input_error(errors)
-        groups = [(name, group) for name, table in given for group in self._decoded(table, expression)]
+        groups = [(name, conform(group, self.schema)) for name, table in given for group in _batches_of(table)]
         self._names, self._groups = [name for name, _ in groups], [group for _, group in groups]
         self.group_rows = tuple(batch.num_rows for batch in self._groups)
         if not sum(self.group_rows):
-            raise input_error([f"no rows {'pass the filters' if filters is not None else ''} in {given[0][0]}"])
-        self.row_bytes = sum(batch.nbytes for batch in self._groups) / sum(self.group_rows)
-        facts = [f"{os.path.basename(file.path)}:{size}" for file, (size, _) in self._files.values()]
-        filtered = [] if expression is None else [str(expression)]
-        self.fingerprint = fingerprint([*facts, str(self.group_rows), *filtered])
-
-    def _decoded(self, table: pa.Table | pa.RecordBatch, expression: Any) -> Iterator[pa.RecordBatch]:
-        for batch in table.to_batches() if isinstance(table, pa.Table) else [table]:
-            rows = conform(batch, self.schema)
-            yield rows.filter(mask(batch, expression)) if expression is not None and batch.num_rows else rows
+            raise input_error([f"no rows in {given[0][0]}"])
+        self.fingerprint = fingerprint([str(self.group_rows)])
 
     def together(self, first: int, last: int, max_bytes: int) -> bool:
         """See `Source`."""
         return False
 
     def read(self, first: int, last: int, max_bytes: int, skip: int = 0) -> Iterator[pa.RecordBatch]:
-        """See `Source`; a group is handed out whole, because that costs nothing.
-
-        Raises:
-            InputError: The file behind it has changed, and its rows, which are mapped into memory, with it.
-        """
-        for group in range(first, last + 1):
-            if self._names[group] in self._files:
-                file, stamp = self._files[self._names[group]]
-                file.require(stamp, self.label(group))
-            yield self._groups[group]
+        """See `Source`; a group is handed out whole, because that costs nothing."""
+        yield from self._groups[first : last + 1]
 
     def label(self, group: int) -> str:
         """See `Source`."""
@@ -126,6 +97,11 @@ class TableSource:
 
     def close(self) -> None:
         """See `Source`."""
+
+
+def _batches_of(table: pa.Table | pa.RecordBatch) -> list[pa.RecordBatch]:
+    batches: list[pa.RecordBatch] = table.to_batches() if isinstance(table, pa.Table) else [table]
+    return batches
 
 
 def input_error(errors: Sequence[str]) -> InputError:
@@ -161,7 +137,6 @@ class _Footer:
     stamp: tuple[int, int]
     schema: pa.Schema
     group_rows: tuple[int, ...]
-    """Rows of each row group, before filters."""
     group_bytes: tuple[int, ...]
     """Uncompressed size of the wanted columns of each row group."""
     metadata: pq.FileMetaData | None
@@ -189,37 +164,25 @@ class _Group:
     def require_unchanged(self) -> None:
         self.footer.file.require(self.footer.stamp, self.label)
 
-    def broken(self, error: Exception) -> InputError:
-        return InputError(f"Cannot read {self.label}: {error}")
-
 
 class ParquetSource:
-    """One or many Parquet files. Making one reads all footers, and with filters the columns that they name.
+    """One or many Parquet files. Making one reads all footers.
 
     Args:
         files: The files, in order.
         columns: Columns to hand out, in this order; None means all.
-        filters: See `as_expression`; rows for which it is not true are left out.
 
     Raises:
         InputError: Lists every error that the metadata tells: files that are missing, truncated or no Parquet, columns
             that are missing, schemas that differ, no rows at all.
     """
 
-    def __init__(
-        self,
-        files: Sequence[DataFile],
-        *,
-        columns: Sequence[str] | None = None,
-        filters: Any = None,
-    ) -> None:
-        self._filter = as_expression(filters)
+    def __init__(self, files: Sequence[DataFile], *, columns: Sequence[str] | None = None) -> None:
         footers, errors = _read_footers(files, columns)
         self.schema = pa.schema([])
         if footers:
             self.schema, mismatches = project([(f.file.name, f.schema) for f in footers], columns)
             errors += mismatches
-            errors += self._filter_errors(footers)
         if not errors and not any(sum(footer.group_rows) for footer in footers):
             errors.append(f"no rows in {', '.join(footer.file.name for footer in footers)}")
         if errors:
@@ -227,38 +190,11 @@ class ParquetSource:
         # Metadata of many wide files would fill the memory; of a few it saves reading their footers again.
         footers = footers if len(footers) <= _OPEN_FILES else [replace(f, metadata=None) for f in footers]
         self._groups = [_Group(footer, index) for footer in footers for index in range(len(footer.group_rows))]
-        self.group_rows = self._count()
+        self.group_rows = tuple(group.rows for group in self._groups)
         self._open: OrderedDict[str, pq.ParquetFile] = OrderedDict()
         self._expansion = 1.0
-        self.row_bytes = sum(g.bytes for g in self._groups) / sum(g.rows for g in self._groups)
         sizes = [f"{os.path.basename(f.file.path)}:{f.stamp[0]}:{f.group_rows}" for f in footers]
-        filtered = [] if self._filter is None else [str(self._filter)]
-        self.fingerprint = fingerprint([*sizes, str(self.group_rows), *filtered])
-
-    def _filter_errors(self, footers: Sequence[_Footer]) -> list[str]:
-        if self._filter is None:
-            return []
-        found = ((footer.file.name, error_of(self._filter, footer.schema)) for footer in footers)
-        return [f"{name}: {error}" for name, error in found if error is not None]
-
-    def _count(self) -> tuple[int, ...]:
-        if self._filter is None:
-            return tuple(group.rows for group in self._groups)
-        with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
-            counts = tuple(pool.map(self._count_group, self._groups))
-        if not sum(counts):
-            raise input_error([f"no row passes the filter {self._filter}"])
-        return counts
-
-    def _count_group(self, group: _Group) -> int:
-        try:
-            return int(self._fragment(group).count_rows(filter=self._filter))
-        except Exception as error:
-            raise group.broken(error) from error
-
-    def _fragment(self, group: _Group) -> ds.ParquetFileFragment:
-        file = group.footer.file
-        return ds.ParquetFileFormat().make_fragment(file.path, file.filesystem, row_groups=[group.index])
+        self.fingerprint = fingerprint([*sizes, str(self.group_rows)])
 
     def together(self, first: int, last: int, max_bytes: int) -> bool:
         """See `Source`."""
@@ -273,24 +209,6 @@ class ParquetSource:
             InputError: The file cannot be read, or is not the one whose metadata was read; names file and row group.
         """
         groups = self._groups[first : last + 1]
-        batches = self._batches(groups, max_bytes, skip)
-        return batches if self._filter is None else self._filtered(batches, groups)
-
-    def _filtered(self, batches: Iterator[pa.RecordBatch], groups: Sequence[_Group]) -> Iterator[pa.RecordBatch]:
-        keep = np.concatenate([self._mask(group) for group in groups])
-        offset = 0
-        for batch in batches:
-            yield batch.filter(pa.array(keep[offset : offset + batch.num_rows]))
-            offset += batch.num_rows
-
-    def _mask(self, group: _Group) -> Any:
-        try:
-            table = self._fragment(group).scanner(columns={"keep": self._filter}).to_table()
-        except Exception as error:
-            raise group.broken(error) from error
-        return table.column("keep").fill_null(False).to_numpy()
-
-    def _batches(self, groups: Sequence[_Group], max_bytes: int, skip: int = 0) -> Iterator[pa.RecordBatch]:
         rows = 0
         try:
             for batch in self._decode(groups, max_bytes, skip):
@@ -300,24 +218,18 @@ class ParquetSource:
             raise
         except Exception as error:
             self._forget(groups[0].footer.file)
-            if len(groups) == 1:
-                raise groups[0].broken(error) from error
-            yield from self._one_by_one(groups, rows, max_bytes)
+            if first == last:
+                raise InputError(f"Cannot read {groups[0].label}: {error}") from error
+            # One by one: the rows before the group that cannot be read, then its error.
+            for group in range(first, last + 1):
+                for batch in self.read(group, group, max_bytes) if rows < self.group_rows[group] else ():
+                    yield batch.slice(min(rows, batch.num_rows))
+                    rows = max(rows - batch.num_rows, 0)
+                rows = max(rows - self.group_rows[group], 0)
             return
         groups[-1].require_unchanged()
         if rows != sum(group.rows for group in groups):
             raise InputError(f"{groups[-1].label}: {rows} rows, but the footer states another number")
-
-    def _one_by_one(self, groups: Sequence[_Group], skip: int, max_bytes: int) -> Iterator[pa.RecordBatch]:
-        """The rows after the first `skip`: those before the group that cannot be read, then its error."""
-        for group in groups:
-            if skip >= group.rows:
-                skip -= group.rows
-                continue
-            for batch in self._batches([group], max_bytes):
-                if skip < batch.num_rows:
-                    yield batch.slice(skip)
-                skip = max(skip - batch.num_rows, 0)
 
     def _decode(self, groups: Sequence[_Group], max_bytes: int, skip: int) -> Iterator[pa.RecordBatch]:
         groups[0].require_unchanged()
@@ -416,8 +328,8 @@ _TABLES = (pa.Table, pa.RecordBatch)
 _IPC_SUFFIXES = (".arrow", ".ipc", ".feather")
 
 
-def open_source(given: Any, *, columns: Sequence[str] | None, filters: Any, filesystem: Any) -> Source:
-    """The source behind paths, tables, record batches, a data frame, a Hugging Face dataset, or a source.
+def open_source(given: Any, *, columns: Sequence[str] | None, filesystem: Any) -> Source:
+    """The source behind paths, tables, record batches, a data frame, or a source.
 
     Raises:
         TypeError: `given` is none of these.
@@ -426,23 +338,20 @@ def open_source(given: Any, *, columns: Sequence[str] | None, filters: Any, file
     if hasattr(given, "group_rows"):
         source: Source = given
         return source
-    if _is_hugging_face(given):
-        return TableSource([("dataset", _hugging_face_table(given))], columns=columns, filters=filters)
     if hasattr(given, "__arrow_c_stream__") and not isinstance(given, pa.Table):
         given = pa.table(given)
     if isinstance(given, _TABLES):
-        return TableSource([("table", given)], columns=columns, filters=filters)
+        return TableSource([("table", given)], columns=columns)
     items = _items(given)
     if items and isinstance(items[0], _TABLES):
-        named = [(f"table {i}", item) for i, item in enumerate(items)]
-        return TableSource(named, columns=columns, filters=filters)
+        return TableSource([(f"table {i}", item) for i, item in enumerate(items)], columns=columns)
     files = expand(items, filesystem=filesystem)
-    mapped = [file.path.endswith(_IPC_SUFFIXES) for file in files]
-    if all(mapped):
-        return _ipc_source(files, columns, filters)
-    if any(mapped):
-        raise InputError("Arrow IPC files and Parquet files cannot be mixed in one feed.")
-    return ParquetSource(files, columns=columns, filters=filters)
+    if ipc := [file.name for file in files if file.path.endswith(_IPC_SUFFIXES)]:
+        raise InputError(
+            f"{ipc[0]} is an Arrow IPC file. Write it as Parquet, or return its table from a `data` function: "
+            "`pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all()`."
+        )
+    return ParquetSource(files, columns=columns)
 
 
 def _items(given: Any) -> list[Any]:
@@ -454,47 +363,9 @@ def _items(given: Any) -> list[Any]:
         kind = _TABLES if isinstance(items[0] if items else item, _TABLES) else _PATHS
         if not isinstance(item, kind):
             raise TypeError(
-                "Invalid `source`. Expected paths or URLs, Arrow tables or record batches, a data frame or a Hugging "
-                f"Face dataset, but received {_short(item)}{' among others' if items else ''}. Ready-made "
-                "batches are given to the Trainer as they are."
+                "Invalid `source`. Expected paths or URLs, Arrow tables or record batches, or a data frame, but "
+                f"received {item!r:.200}{' among others' if items else ''}. A Hugging Face dataset is given as "
+                "`dataset.with_format('arrow')[:]`; ready-made batches are given to the Trainer as they are."
             )
         items.append(item)
     return items
-
-
-def _short(item: Any) -> str:
-    text = repr(item)
-    return text if len(text) < 200 else f"{text[:199]}…"
-
-
-def _is_hugging_face(given: Any) -> bool:
-    return hasattr(given, "features") and hasattr(getattr(given, "data", None), "table")
-
-
-def _hugging_face_table(dataset: Any) -> pa.Table:
-    # A dataset that was shuffled or selected from keeps its table and a list of indices.
-    whole = dataset.flatten_indices() if getattr(dataset, "_indices", None) is not None else dataset
-    return whole.data.table
-
-
-def _ipc_source(files: Iterable[DataFile], columns: Sequence[str] | None, filters: Any) -> TableSource:
-    tables, opened, errors = [], {}, []
-    for file in files:
-        try:
-            opened[file.name] = file, file.stamp()
-            tables.append((file.name, _ipc_table(file)))
-        except InputError as error:
-            errors.append(str(error))
-        except (pa.ArrowException, OSError) as error:
-            errors.append(f"{file.name}: not a complete Arrow IPC file ({error})")
-    if errors:
-        raise input_error(errors)
-    return TableSource(tables, columns=columns, filters=filters, files=opened)
-
-
-def _ipc_table(file: DataFile) -> pa.Table:
-    handle = pa.memory_map(file.path) if file.local else file.filesystem.open_input_file(file.path)
-    if handle.read(6) == b"ARROW1":
-        return pa.ipc.open_file(handle).read_all()
-    handle.seek(0)
-    return pa.ipc.open_stream(handle).read_all()

@@ -53,7 +53,7 @@ from .precision import StepPrecision, about_types, cast_inputs, step_precision
 from .rank_check import check_same_on_all_ranks
 from .refused import about_sharded_update, refused_on_ranks
 from .step_part import BackwardCall, StepPart
-from .torch_internals import warn_of_untested_torch
+from .torch_internals import outside_of_graphs, warn_of_untested_torch
 from .update_guard import UpdateGuard, update_guard
 
 __all__ = ["StepHooks", "StepRouter", "step_hooks", "step_router"]
@@ -180,6 +180,8 @@ class StepRouter:
             group=None if averaging is None else averaging.group,
             device=device,
         )
+        if sharded:  # else torch.compile, in a function that calls backward, compiles what is done with shards there
+            self.backward = outside_of_graphs(self.backward)  # type: ignore[method-assign]
         self.averaging = averaging
         if averaging is not None:
             averaging.after_each = "on_after_backward" in hooks

@@ -33,13 +33,13 @@ __all__ = [
     "amp_foreach_non_finite_check_and_unscale",
     "current_graph_task_id",
     "default_store",
-    "disable_dynamo",
     "disabled_torch_function",
     "engine_entry",
     "engine_run_backward",
     "group_timeout",
     "initialize_sharded",
     "keep_out_of_graphs",
+    "outside_of_graphs",
     "post_accumulate_hooks",
     "protected",
     "reduce_sharded_gradients",
@@ -75,8 +75,7 @@ engine_run_backward: Callable[..., Any] = protected("torch.autograd.graph", _ENG
 name: outputs, their gradients, then what the engine takes."""
 current_graph_task_id: Callable[[], int] = protected("torch", "_C._current_graph_task_id")
 """Which backward call this thread of torch's engine works for; -1 outside of one."""
-disable_dynamo: Callable[..., Any] = protected("torch._compile", "_disable_dynamo")
-"""Keeps a function out of what torch.compile traces, without importing the compiler."""
+_disable_dynamo: Callable[..., Any] = protected("torch._compile", "_disable_dynamo")
 disabled_torch_function: Any = protected("torch", "_C._disabled_torch_function_impl")
 """For a ``__torch_function__``: results are of the class that torch itself would give them."""
 without_torch_function_of_subclasses: Callable[[], Any] = protected("torch", "_C.DisableTorchFunctionSubclass")
@@ -132,6 +131,16 @@ def keep_out_of_graphs(*modules: str) -> None:
     add = protected("torch._dynamo.trace_rules", "add")
     for module in modules:
         add(module)
+
+
+def outside_of_graphs(call: Callable[..., None]) -> Callable[..., None]:
+    """`call`, a bound method too, kept out of what torch.compile traces; does not import the compiler."""
+
+    def uncompiled(*args: Any, **kwargs: Any) -> None:
+        call(*args, **kwargs)
+
+    marked: Callable[..., None] = _disable_dynamo(uncompiled)
+    return marked
 
 
 def default_store() -> torch._C._distributed_c10d.Store:

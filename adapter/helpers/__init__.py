@@ -10,8 +10,8 @@ import functools
 import math
 import operator
 import random
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .lora_checkpoint import load_trainable_module_checkpoint, save_trainable_module_checkpoint
 
@@ -88,7 +88,6 @@ def build_default_adamw_bundle(
     eps: float | None = None,
     warmup_steps: int | None = None,
     max_steps: int | None = None,
-    lr_schedule: Literal["constant", "linear", "cosine"] | None = None,
 ) -> OptimizerBundle:
     """AdamW over all of `model_or_params`, with a warm-up where one is asked for, and cosine decay over `max_steps`.
 
@@ -105,11 +104,10 @@ def build_default_adamw_bundle(
         betas: Default (0.9, 0.999).
         eps: Default 1e-8.
         warmup_steps: Steps over which the rate rises linearly from a tenth of its peak to the peak. Default 0.
-        max_steps: The step at which ``linear`` and ``cosine`` reach 0. Default 0, which means no decay.
-        lr_schedule: Default ``cosine`` where `max_steps` is given, else no scheduler at all.
+        max_steps: The step at which the rate reaches 0, by a cosine. Default 0, which means no scheduler at all.
 
     Raises:
-        ValueError: There are no parameters, a number is out of range, or the schedule is unknown or lacks `max_steps`.
+        ValueError: There are no parameters, or a number is out of range.
     """
     if model_or_params is None:
         return OptimizerBundle()
@@ -130,12 +128,17 @@ def build_default_adamw_bundle(
         betas=tuple(setting("betas", betas, (0.9, 0.999))),
         eps=float(setting("eps", eps, 1e-8)),
     )
-    total = int(setting("max_steps", max_steps, 0))
-    schedule = setting("lr_schedule", lr_schedule, "cosine" if total > 0 else None)
-    share = _learning_rate_share(
-        schedule or "constant", warmup=int(setting("warmup_steps", warmup_steps, 0)), total=total
-    )
-    return OptimizerBundle(optimizer, None if schedule is None else _lambda_schedule()(optimizer, share))
+    total, warmup = int(setting("max_steps", max_steps, 0)), int(setting("warmup_steps", warmup_steps, 0))
+    for name, number in (("max_steps", total), ("warmup_steps", warmup)):
+        if number < 0:
+            raise ValueError(f"Invalid `{name}`. Expected an integer >= 0, but received {number}.")
+
+    def share_of_peak(step: int) -> float:
+        if step < warmup:
+            return WARMUP_START + (1 - WARMUP_START) * step / warmup
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
+
+    return OptimizerBundle(optimizer, _lambda_schedule()(optimizer, share_of_peak) if total else None)
 
 
 @functools.cache
@@ -153,23 +156,3 @@ def _lambda_schedule() -> type[LambdaLR]:
             super().load_state_dict(state_dict)
 
     return ScheduleByStep
-
-
-def _learning_rate_share(schedule: str, *, warmup: int, total: int) -> Callable[[int], float]:
-    """The function from a step to the share of the peak rate that applies in it."""
-    if schedule not in ("constant", "linear", "cosine"):
-        raise ValueError(f"Invalid `lr_schedule`. Expected constant, linear or cosine, but received {schedule!r}.")
-    if warmup < 0:
-        raise ValueError(f"Invalid `warmup_steps`. Expected an integer >= 0, but received {warmup}.")
-    if total < 0 or (schedule != "constant" and not total):
-        raise ValueError(f"Invalid `max_steps`. Expected the number of steps for {schedule!r}, but received {total}.")
-
-    def share(step: int) -> float:
-        if step < warmup:
-            return WARMUP_START + (1 - WARMUP_START) * step / warmup
-        if schedule == "constant":
-            return 1.0
-        done = min(1.0, (step - warmup) / max(1, total - warmup))
-        return 1 - done if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-
-    return share

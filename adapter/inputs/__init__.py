@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .components import SafetensorsLoader as SafetensorsLoader, load_components as load_components
+    from .components import load_components as load_components
     from .materialize import MaterializedInputs as MaterializedInputs, materialize_inputs as materialize_inputs
     from .progress import InputProgress as InputProgress
     from .refs import parse_ref as parse_ref

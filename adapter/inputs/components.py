@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..contract.exceptions import InputError
-from ..contract.types import ModelRuntimeConfig
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DTYPES", "SafetensorsLoader", "load_components"]
+__all__ = ["DTYPES", "load_components"]
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Names of precisions, as `StepContext.dtype` has them, and torch's own."""
@@ -58,15 +56,6 @@ def load_components(
         raise InputError(f"The model folder {str(root)!r} holds no {SUFFIX} file.")
     place = torch.device(device)
     return {name: _read(files, place, target) for name, files in components.items()}
-
-
-@dataclass(frozen=True)
-class SafetensorsLoader:
-    """`load_components` as the contract's ``ModelRuntimeLoader``."""
-
-    def load_components(self, *, model_dir: Path, config: ModelRuntimeConfig) -> dict[str, dict[str, torch.Tensor]]:
-        """Component name to its tensors, on `config.device` in `config.dtype`; raises like `load_components`."""
-        return load_components(model_dir, config.device, config.dtype)
 
 
 def _torch_dtype(dtype: str | torch.dtype) -> torch.dtype:

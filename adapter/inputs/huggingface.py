@@ -20,7 +20,7 @@ from ..plumbing.text import HUB_LOGIN
 from .progress import InputProgress, Tracker
 from .refs import HubRef
 
-__all__ = ["fetch_from_hub", "probe_hub"]
+__all__ = ["fetch_from_hub"]
 
 
 def fetch_from_hub(
@@ -47,7 +47,7 @@ def fetch_from_hub(
     if patterns is None and ref.path is not None:
         patterns = [ref.path, f"{ref.path.rstrip('/')}/*"]
     try:
-        folder = with_retries(lambda: _snapshot(ref, kind, patterns, tracker), retry or RetryPolicy(), tracker.wait)
+        folder = with_retries(lambda: _snapshot(ref, kind, patterns), retry or RetryPolicy(), tracker.wait)
     except TransientError as error:
         raise InputError(f"{ref.label} cannot be fetched: {error}, after {error.failures} attempts.") from None
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -55,24 +55,7 @@ def fetch_from_hub(
     return folder
 
 
-def probe_hub(ref: HubRef, kind: Literal["model", "dataset"], timeout_s: float) -> None:
-    """Ask the hub for a repository and revision without fetching anything.
-
-    Raises:
-        AuthError: The hub refused the credentials, or the repository is gated.
-        InputError: There is no such repository or revision, or the hub does not answer in time.
-    """
-    from huggingface_hub import HfApi
-
-    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
-    try:
-        with _errors_of_hub(ref, kind):
-            api.repo_info(ref.repo_id, repo_type=kind, revision=ref.revision, timeout=timeout_s)
-    except TransientError as error:
-        raise InputError(f"{ref.label}: the hub cannot be asked: {error}.") from None
-
-
-def _snapshot(ref: HubRef, kind: str, patterns: list[str] | None, tracker: Tracker) -> Path:
+def _snapshot(ref: HubRef, kind: str, patterns: list[str] | None) -> Path:
     """One attempt; the files that are there already are not fetched again."""
     from huggingface_hub import snapshot_download
 
@@ -83,7 +66,6 @@ def _snapshot(ref: HubRef, kind: str, patterns: list[str] | None, tracker: Track
             revision=ref.revision,
             allow_patterns=patterns,
             endpoint=os.environ.get("HF_ENDPOINT") or None,
-            tqdm_class=_progress_bar(ref.label, tracker),
         )
     return Path(folder)
 
@@ -134,21 +116,3 @@ def _http_error(ref: HubRef, kind: str, error: Any) -> Exception:
     if is_transient(status):
         return TransientError(f"the hub answered with status {status}")
     return InputError(f"{ref.label} cannot be fetched: the hub answered with status {status}.")
-
-
-def _progress_bar(name: str, tracker: Tracker) -> Any:
-    """A tqdm class that draws nothing and hands bytes to the tracker."""
-    from huggingface_hub.utils.tqdm import tqdm
-
-    class TrackedBar(tqdm):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.bytes_done = 0
-            self.counts_bytes = kwargs.get("unit") == "B"
-            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
-
-        def update(self, n: float | None = 1) -> None:
-            if self.counts_bytes:
-                self.bytes_done += int(n or 0)
-                tracker.tell(InputProgress(name, self.bytes_done, int(self.total) if self.total else None))
-
-    return TrackedBar

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from ..plumbing.retry import RetryPolicy
 from ..plumbing.threads import DaemonThreads
 from .http import Download, download
 from .huggingface import fetch_from_hub
-from .local import Found, local_checkpoint, local_input
+from .local import Found, local_checkpoint
 from .private_addresses import AddressGuard
 from .progress import Tracker, TransferAbandoned
 from .refs import CozyRef, HttpRef, HubRef, Kind, Ref
@@ -71,24 +71,17 @@ def fetch_all(
         threads = DaemonThreads(PARALLEL_TRANSFERS, "genlight-input")
         futures = {key: threads.submit(fetcher.fetch, *key) for key in dict.fromkeys(wanted)}
         try:
-            _wait(futures.values(), tracker)
+            left = set(futures.values())
+            while left and not any(future.done() and future.exception() for future in futures.values()):
+                _, left = wait(left, LOOK_EVERY_S, return_when="FIRST_EXCEPTION")
+                if left:
+                    tracker.check()
         finally:
             if any(not future.done() or future.exception() is not None for future in futures.values()):
                 tracker.abandon()
                 wait(futures.values(), LEFT_AFTER_S)
     _raise_first([future for future in futures.values() if future.done()])
     return {key: future.result() for key, future in futures.items()}
-
-
-def _wait(futures: Iterable[Future[Found]], tracker: Tracker) -> None:
-    """Return when all have ended, or one has failed; raises when the run is stopped."""
-    left = set(futures)
-    while left:
-        done, left = wait(left, LOOK_EVERY_S, return_when="FIRST_EXCEPTION")
-        if any(future.exception() is not None for future in done):
-            return
-        if left:
-            tracker.check()
 
 
 def _raise_first(futures: list[Future[Found]]) -> None:
@@ -130,9 +123,8 @@ class Fetcher:
             return self._http(kind, ref)
         if isinstance(ref, HubRef):
             return self._hub(kind, ref)
-        if isinstance(ref, CozyRef):
-            return self._cozy(kind, ref)
-        return local_input(kind, ref)
+        assert isinstance(ref, CozyRef)
+        return self._cozy(kind, ref)
 
     def _http(self, kind: Kind, ref: HttpRef) -> Found:
         # The name counts as well: a model folder must not gather one file under the names of several URLs.

@@ -6,10 +6,7 @@ asked here.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
-import importlib.util
 import json
 import os
 import re
@@ -23,13 +20,14 @@ import msgspec
 from typing_extensions import override
 
 from ..contract.types import TrainingJobSpec
-from ..plumbing.text import HUB_LOGIN, folder_name, nearest
+from ..plumbing.settings import render_value
+from ..plumbing.text import HUB_LOGIN, folder_name
 from ..plumbing.urls import trusted_origins
-from .errors import ConfigErrors, render_value
+from .errors import ConfigErrors
 from .identity import digest_of_fields, spec_fields
 from .parsing import Parser
 from .sources import DEFAULT, Sources, read_sources
-from .spec import UPLOAD_URLS, DatasetSpec, Settings
+from .spec import DatasetSpec, Settings
 from .standard_callbacks import fault_of_callbacks
 
 __all__ = [
@@ -38,7 +36,6 @@ __all__ = [
     "RunConfig",
     "read_run_config",
     "resolve_run_config",
-    "trainer_arguments",
 ]
 
 ENVIRONMENT_ARTIFACTS_DIR = Path("/tmp/training")  # noqa: S108 -- the contract's own default for containers
@@ -155,7 +152,7 @@ def _completed(settings: Settings, sources: Sources) -> Settings:
     has_data = settings.inputs.dataset_parquet_refs or settings.data is not None
     dataset = settings.dataset or (DatasetSpec() if has_data else None)
     if dataset is not None and settings.seed is not None and sources.source_of("dataset.seed") == DEFAULT:
-        dataset = replace(dataset, seed=settings.seed)
+        dataset = dataclasses.replace(dataset, seed=settings.seed)
     every = settings.checkpoints.every_n_steps or settings.checkpoint_every
     listed = settings.private_hosts
     if "*" in (listed or ()) or (listed is None and not settings.orchestrated):
@@ -163,8 +160,7 @@ def _completed(settings: Settings, sources: Sources) -> Settings:
     else:
         hub = urlsplit(settings.file_store_url or "").hostname
         reachable = (*(listed or ()), *((hub,) if hub else ()))
-    urls = [settings.file_store_url, *(getattr(settings.uploads, name) for name in UPLOAD_URLS)]
-    further = (each if "://" in each else f"https://{each}" for each in settings.token_origins)
+    urls = [settings.file_store_url, *settings.uploads.urls().values()]
     return replace(
         settings,
         dataset=dataset,
@@ -175,7 +171,7 @@ def _completed(settings: Settings, sources: Sources) -> Settings:
             for request in settings.sample_prompts
         ),
         private_hosts=reachable,
-        token_origins=trusted_origins(urls, further),
+        token_origins=trusted_origins(urls, settings.token_origins),
     )
 
 
@@ -232,7 +228,7 @@ def _contradictions(settings: Settings, errors: ConfigErrors) -> None:
 
 
 def _lightning_arguments(arguments: Mapping[str, Any], errors: ConfigErrors) -> None:
-    """Note what contradicts a job, and what ``lightning.pytorch.Trainer`` would refuse much later as unknown."""
+    """Note what contradicts a job; what ``lightning.pytorch.Trainer`` refuses is said once Lightning is loaded."""
     if "max_steps" in arguments:
         errors.add("Invalid `lightning.max_steps`. The job's own `max_steps` decides; remove this one.")
     for name in ("max_epochs", "limit_train_batches"):
@@ -253,12 +249,6 @@ def _lightning_arguments(arguments: Mapping[str, Any], errors: ConfigErrors) -> 
         errors.add(f"Invalid `lightning.logger`. {given}. Name one, such as {example}{install}, or leave it out.")
     if _launches_by_copy(arguments.get("strategy")):
         errors.add(f"Invalid `lightning.strategy`. With {arguments['strategy']!r} {ENDS_WITH_ITS_PROCESSES}.")
-    known = trainer_arguments() if arguments else ()
-    for name in arguments if known else ():
-        if name not in known:
-            errors.add(
-                f"Invalid `lightning.{name}`. `lightning.pytorch.Trainer` has no such argument.{nearest(name, known)}"
-            )
 
 
 def _launches_by_copy(strategy: Any) -> bool:
@@ -267,22 +257,6 @@ def _launches_by_copy(strategy: Any) -> bool:
         arguments = strategy.get("init_args", strategy.get("dict_kwargs"))
         return isinstance(arguments, Mapping) and arguments.get("start_method") in ("spawn", "fork", "forkserver")
     return isinstance(strategy, str) and _STARTS_BY_COPY.fullmatch(strategy) is not None
-
-
-@functools.cache
-def trainer_arguments() -> tuple[str, ...]:
-    """The arguments of ``lightning.pytorch.Trainer``, read from its source: importing Lightning takes seconds.
-
-    A misspelled one is reported with the other errors of a job so.
-    """
-    package = importlib.util.find_spec("lightning")
-    assert package is not None
-    assert package.origin is not None
-    source = Path(package.origin).parent / "pytorch" / "trainer" / "trainer.py"
-    classes = (node for node in ast.parse(source.read_bytes()).body if isinstance(node, ast.ClassDef))
-    methods = next(node.body for node in classes if node.name == "Trainer")
-    made = next(node.args for node in methods if isinstance(node, ast.FunctionDef) and node.name == "__init__")
-    return tuple(argument.arg for argument in (*made.args, *made.kwonlyargs) if argument.arg != "self")
 
 
 _LOGGERS = {

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..contract.exceptions import StartupContractError
-from ..plumbing.redaction import HIDDEN, redact
-from ..plumbing.urls import hide_urls
-from .spec import Rule
+from ..plumbing.redaction import redact
+from ..plumbing.settings import Rule, refusal
 
-__all__ = ["ConfigError", "ConfigErrors", "render_text", "render_value"]
+__all__ = ["ConfigError", "ConfigErrors"]
 
 CODES = (
     "startup.missing_job_spec_path",
@@ -25,9 +22,7 @@ CODES = (
 )
 """Startup codes of settings. Of several errors the error carries the code that stands first here."""
 
-LONGEST_VALUE = 80
 MOST_SHOWN = 40
-_NUMBER_LIKE = re.compile(r"[-+]?(\d{1,12}(\.\d{0,12})?(e[-+]?\d{1,4})?|nan|inf(inity)?)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -38,26 +33,6 @@ class ConfigError:
     text: str
     name: str = ""
     """The setting, if the error is about one."""
-
-
-def render_value(value: Any, *, secret: bool = False) -> str:
-    """`value` as a message may show it: short, on one line, without credentials of URLs; hidden if `secret`."""
-    if secret:
-        return HIDDEN
-    try:
-        text = json.dumps(value, ensure_ascii=True, default=repr)
-    except (ValueError, RecursionError):
-        text = type(value).__name__
-    text = hide_urls(text)
-    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
-
-
-def render_text(value: Any) -> str:
-    """A variable's value as a message may show it: a number as it is, of anything else the length alone.
-
-    Variables get mixed up, and then this one holds a token.
-    """
-    return str(value) if _NUMBER_LIKE.fullmatch(str(value)) else f"a string of length {len(str(value))}"
 
 
 @dataclass
@@ -89,9 +64,9 @@ class ConfigErrors:
             expected: What was expected, where that is more than the rule says.
             variable: The environment variable that gives it, if any.
         """
-        received = render_text(value) if variable else render_value(value, secret=rule.secret)
-        text = f"Invalid `{variable or name}`. Expected {expected or rule.expected}, but received {received}."
-        self.add(f"{text} {rule.way_out}".rstrip(), name=name, code=rule.code)
+        judged = replace(rule, expected=expected or rule.expected)
+        text = refusal(variable or name, judged, value, may_be_secret=bool(variable))
+        self.add(text, name=name, code=rule.code)
 
     def warn(self, text: str) -> None:
         """Note something that has no effect or looks like a mistake."""

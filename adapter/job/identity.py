@@ -2,9 +2,8 @@
 
 A job is its trainer, its hyperparameters, its data and its inputs; not how long it runs, where, or how often it
 reports. A record keeps one short digest for each field, so that a later start can name what changed without texts
-having been stored, which may be credentials; of hyperparameters that are numbers it keeps the value as well. Digests
-are salted, so that no table of likely values tells what was hashed; what stands under a secret name is not part of the
-identity.
+having been stored, which may be credentials. Digests are salted, so that no table of likely values tells what was
+hashed; what stands under a secret name is not part of the identity.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from ..plumbing.urls import safe_url
 from .spec import JobSpec
 
 __all__ = [
-    "changed_course",
-    "changes_between",
     "differing_fields",
     "digest_of_fields",
     "leaves",
@@ -36,9 +33,6 @@ __all__ = [
 FIELD_DIGEST_LENGTH = 16
 SALT = "salt"
 """Where a record keeps the salt; the names of fields begin otherwise."""
-NUMBERS = "numbers"
-"""Where a record keeps hyperparameters that are numbers, batch size and precision, as JSON."""
-_BATCH_SIZE, _PRECISION = "dataset.batch_size", "lightning.precision"
 
 
 def spec_fields(job: JobSpec, folder: Path) -> dict[str, str]:
@@ -53,7 +47,6 @@ def spec_fields(job: JobSpec, folder: Path) -> dict[str, str]:
         identity["dataset"] = {
             "parquet_paths": [_reference(path, folder) for path in dataset.parquet_paths],
             "columns": dataset.columns,
-            "filters": dataset.filters,
             "shuffle": dataset.shuffle,
             "seed": dataset.seed,
         }
@@ -75,72 +68,21 @@ def digest_of_fields(fields: Mapping[str, str]) -> str:
 
 
 def numbers_of(job: JobSpec) -> dict[str, float | bool | str]:
-    """The hyperparameters that are numbers or booleans, under no secret name, batch size and precision, by dotted name.
-
-    Batch size and precision are no part of the identity: a run may go on with others, and says so.
-    """
-    size = {} if job.dataset is None else {_BATCH_SIZE: job.dataset.batch_size}
+    """Hyperparameters that are numbers or booleans, under no secret name, batch size and precision, by dotted name."""
+    size = {} if job.dataset is None else {"dataset.batch_size": job.dataset.batch_size}
     numbers = {
         name: value
         for name, value in leaves({"hyperparams": _public(job.hyperparams)})
         if isinstance(value, (int, float))
     }
-    return {**numbers, **size, _PRECISION: str(job.lightning.get("precision", "32-true"))}
+    return {**numbers, **size, "lightning.precision": str(job.lightning.get("precision", "32-true"))}
 
 
-def changes_between(
-    ours: Mapping[str, str], theirs: Mapping[str, str], numbers: Mapping[str, float | bool | str]
-) -> list[str]:
-    """The differences between this job and that of a record, in words, with both values where they are known.
-
-    Batch size and precision are left to `changed_course`.
-
-    Args:
-        ours: What `spec_fields` returned.
-        theirs: What `sealed_fields` made of that of the other job.
-        numbers: What `numbers_of` returned for this job.
-    """
-    before = _numbers_in(theirs)
-    return [_change(name, before, numbers) for name in differing_fields(ours, theirs)]
-
-
-def changed_course(theirs: Mapping[str, str], numbers: Mapping[str, float | bool | str]) -> list[str]:
-    """Batch size and precision in words, with both values, where they are not those of a record.
-
-    Args:
-        theirs: What `sealed_fields` made for the record.
-        numbers: What `numbers_of` returned for this job.
-    """
-    before = _numbers_in(theirs)
-    changed = (name for name in (_BATCH_SIZE, _PRECISION) if before.get(name, numbers.get(name)) != numbers.get(name))
-    return [_change(name, before, numbers) for name in changed if name in numbers]
-
-
-def _change(name: str, before: Mapping[str, Any], now: Mapping[str, float | bool | str]) -> str:
-    """A field that has changed, with both values where they are known."""
-    if name not in now or not isinstance(before.get(name), (int, float, str)):
-        return name
-    return f"{name} ({json.dumps(before[name])} before, {json.dumps(now[name])} now)"
-
-
-def _numbers_in(theirs: Mapping[str, str]) -> dict[str, Any]:
-    try:
-        numbers = json.loads(theirs.get(NUMBERS, "{}"))
-    except (ValueError, RecursionError):  # a record from elsewhere
-        return {}
-    return numbers if isinstance(numbers, dict) else {}
-
-
-def sealed_fields(
-    fields: Mapping[str, str], salt: str | None = None, *, numbers: Mapping[str, float | bool | str] | None = None
-) -> dict[str, str]:
+def sealed_fields(fields: Mapping[str, str], salt: str | None = None) -> dict[str, str]:
     """`fields` as a record keeps them, with the salt of their digests; None makes a new one."""
     salt = secrets.token_hex(16) if salt is None else salt
-    return {
-        SALT: salt,
-        **({} if not numbers else {NUMBERS: json.dumps(numbers, sort_keys=True)}),
-        **{name: _digest([salt, name, digest])[:FIELD_DIGEST_LENGTH] for name, digest in fields.items()},
-    }
+    sealed = {name: _digest([salt, name, digest])[:FIELD_DIGEST_LENGTH] for name, digest in fields.items()}
+    return {SALT: salt, **sealed}
 
 
 def differing_fields(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
@@ -152,8 +94,7 @@ def differing_fields(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list
     """
     if SALT in theirs:
         ours = sealed_fields(ours, theirs[SALT])
-    names = (ours.keys() | theirs.keys()) - {NUMBERS}
-    return sorted(name for name in names if ours.get(name) != theirs.get(name))
+    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
 
 def without_credentials(reference: str) -> str:

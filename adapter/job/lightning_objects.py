@@ -18,7 +18,7 @@ from ...reporters.events.event_logger import EventLogger
 from ..cluster.placement import placed_by_launcher
 from ..contract.exceptions import StartupContractError
 from ..plumbing.redaction import text_of
-from ..plumbing.text import as_list
+from ..plumbing.text import as_list, nearest
 from .config import RunConfig
 from .parser_errors import root_cause, shortened
 from .spec import DatasetSpec
@@ -167,10 +167,13 @@ def _instantiated(given: Mapping[str, Any]) -> dict[str, Any]:
         return placed_by_launcher(given)
     arguments = copy.deepcopy(dict(given))  # jsonargparse puts objects of its own into what it parses
     parser = ArgumentParser(exit_on_error=False)
+    known = inspect.signature(pl.Trainer).parameters.keys()
     # Reading the types of the other forty takes longer than making the trainer.
-    others = inspect.signature(pl.Trainer).parameters.keys() - arguments.keys()
-    parser.add_class_arguments(pl.Trainer, "lightning", instantiate=False, skip=others)
-    errors = [error for name, value in arguments.items() if (error := _argument_error(parser, name, value))]
+    parser.add_class_arguments(pl.Trainer, "lightning", instantiate=False, skip=known - arguments.keys())
+    errors = [f"`{name}`: there is no such argument.{nearest(name, known)}" for name in arguments if name not in known]
+    errors += [
+        error for name, value in arguments.items() if name in known and (error := _argument_error(parser, name, value))
+    ]
     if errors:
         raise ValueError("\n  - ".join(["", *errors]) if len(errors) > 1 else errors[0])
     made = parser.instantiate(parser.parse_object({"lightning": arguments})).lightning

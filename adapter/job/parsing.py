@@ -16,12 +16,12 @@ from typing import Any
 
 import msgspec
 
+from ..plumbing.settings import Key, Rule, keys_of
 from ..plumbing.text import closest
 from ..plumbing.urls import has_scheme, looks_like_path
 from .errors import ConfigErrors
-from .keys import Key, keys_of
 from .sources import Sources
-from .spec import Rule, SampleRequest
+from .spec import SampleRequest
 
 __all__ = ["Parser"]
 
@@ -38,9 +38,7 @@ class Parser:
         self.errors = errors
         self.sources = Sources(None) if sources is None else sources
 
-    def block(
-        self, struct: type[msgspec.Struct], raw: Mapping[str, Any], prefix: str = "", *, complete: bool = True
-    ) -> dict[str, Any]:
+    def block(self, struct: Any, raw: Mapping[str, Any], prefix: str = "", *, complete: bool = True) -> dict[str, Any]:
         """The sound values of an object, as keywords of `struct`; a required key that has none gets an empty one.
 
         Args:

@@ -7,6 +7,7 @@ the job file that was read. What a job file cannot say, such as where artifacts 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -19,11 +20,12 @@ import msgspec
 from ..plumbing.durable import write_bytes_durably
 from ..plumbing.redaction import HIDDEN, secrets_of_environment, without_secrets
 from ..plumbing.safe_open import read_regular
+from ..plumbing.settings import Block
 from .config import RunConfig
 from .errors import ConfigErrors
 from .parsing import Parser
 from .sources import COMMENT, DEFAULT, LARGEST_FILE_BYTES
-from .spec import Block, JobSpec, Settings
+from .spec import JobSpec, Settings
 
 __all__ = ["JOB_NAME", "job_file", "read_job", "write_job"]
 
@@ -80,10 +82,10 @@ def read_job(folder: Path) -> dict[str, Any] | None:
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `values` that are given, as JSON; an empty entry of what a class or a library gets stays."""
-    asdict = msgspec.structs.asdict
-    given = {name: _given(asdict(value)) if isinstance(value, Block) else value for name, value in values.items()}
-    plain: dict[str, Any] = msgspec.to_builtins(given, enc_hook=os.fspath)
-    return {name: value for name, value in plain.items() if value is not None and value not in ("", [], ())}
+    plain: dict[str, Any] = msgspec.to_builtins(values, enc_hook=os.fspath)
+    given = {name: value for name, value in plain.items() if value is not None and value not in ("", [], ())}
+    blocks = {name for name, value in values.items() if dataclasses.is_dataclass(value) or isinstance(value, Block)}
+    return {name: _given(value) if name in blocks else value for name, value in given.items()}
 
 
 def _with_marks(value: Any, shown: Any) -> Any:

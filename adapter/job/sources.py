@@ -6,10 +6,8 @@ job file spells a key, and how a text becomes a value, is known here; whether a 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +16,10 @@ from typing import Any
 
 from ..cluster.job_context import build_job_context
 from ..plumbing.redaction import HIDDEN, secrets_in
+from ..plumbing.settings import Key, keys_of, render_text, value_of
 from ..plumbing.text import nearest
-from .errors import ConfigErrors, render_text
-from .keys import Key, all_keys, job_keys, key_at, keys_at, keys_of, settings_keys
+from .errors import ConfigErrors
+from .spec import JobSpec, Settings, all_keys, key_at, keys_at
 
 __all__ = [
     "COMMENT",
@@ -29,7 +28,6 @@ __all__ = [
     "JOB_VARIABLE",
     "VARIABLES",
     "Sources",
-    "is_true",
     "rank_errors",
     "read_job_file",
     "read_sources",
@@ -42,8 +40,6 @@ JOB_VARIABLE = "TRAINER_JOB_SPEC_PATH"
 """Names the job file; no setting of a job itself."""
 VARIABLES = {key.variable: name for name, key in all_keys() if key.variable}
 """The setting of each variable that a run reads besides. ``HF_TOKEN`` and ``HF_HOME`` are huggingface_hub's."""
-TRUE_WORDS = frozenset({"1", "true", "t", "yes", "y"})
-FALSE_WORDS = frozenset({"0", "false", "f", "no", "n", "off", "none"})
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
 WHOLE_JOB = "job spec"
@@ -133,7 +129,7 @@ def read_sources(
     sources = Sources(_path_of_job(job_file, environ, errors))
     raw = None if sources.path is None else read_job_file(sources.path, errors)
     sources.readable = raw is not None
-    for name, value in _under_one_name(_of_job(raw or {}, errors), job_keys(), errors).items():
+    for name, value in _under_one_name(_of_job(raw or {}, errors), keys_of(JobSpec), errors).items():
         sources.put((name,), value, JOB_FILE)
     _read_environment(sources, environ, errors)
     for text in overrides:
@@ -168,7 +164,7 @@ def _path_of_job(given: str | os.PathLike[str] | None, environ: Mapping[str, str
 
 def _of_job(raw: Mapping[str, Any], errors: ConfigErrors) -> dict[str, Any]:
     """`raw` without what is not for a job file to say."""
-    elsewhere = {name: key for name, key in settings_keys().items() if name not in job_keys()}
+    elsewhere = {name: key for name, key in keys_of(Settings).items() if name not in keys_of(JobSpec)}
     for name in raw.keys() & elsewhere.keys():
         variable = elsewhere[name].variable
         errors.warn(f"`{name}` is ignored in a job file. Set `{variable}`, or give `--set {name}=...`.")
@@ -217,34 +213,6 @@ def _read_environment(sources: Sources, environ: Mapping[str, str], errors: Conf
     for name in environ:
         if name.startswith("TRAINER_") and name not in known and nearest(name, known):
             errors.warn(f"Unknown environment variable `{name}` is ignored.{nearest(name, known)}")
-
-
-def is_true(text: str) -> bool:
-    """Whether `text` is one of the true words, in any case; every other text is false."""
-    return text.strip().lower() in TRUE_WORDS
-
-
-def value_of(key: Key | None, text: str) -> Any:
-    """The value that a text means for `key`: JSON, a number, a true or false word, entries between commas, or itself.
-
-    A key that is a text keeps what was typed, so that ``run_id=17`` needs no quotes.
-    """
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = text
-    if key is None:
-        return value
-    if key.is_text:
-        return value if isinstance(value, str | None) else text
-    if key.type_is(bool) and text.strip().lower() in TRUE_WORDS | FALSE_WORDS:
-        return is_true(text)
-    if key.item is not None and key.variable and not isinstance(value, list | None):
-        return [entry for entry in re.split(r"[\s,]+", text) if entry]
-    if key.type_is(float) and isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            return float(value)
-    return value
 
 
 def rank_errors(environ: Mapping[str, str]) -> list[str]:

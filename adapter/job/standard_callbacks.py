@@ -28,7 +28,7 @@ class StandardCallback(NamedTuple):
     """Whether a job cannot leave it out."""
 
 
-def plain(block: msgspec.Struct) -> dict[str, Any]:
+def plain(block: Any) -> dict[str, Any]:
     """A block as keyword arguments that YAML can write."""
     given = dict(msgspec.to_builtins(block))
     return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}

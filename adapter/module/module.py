@@ -502,9 +502,9 @@ class ContractModule(pl.LightningModule):
 
 
 def _job_context() -> JobContext | None:
-    """Where Slurm, torchrun or Kubernetes placed this process; None where none did."""
+    """Where Slurm placed this process; None outside of a job."""
     context = current_job_context()
-    return None if context.job_id is None and context.rank is None else context
+    return None if context.job_id is None else context
 
 
 def _feed_of(trainer: pl.Trainer, module: ContractModule, ctx: StepContext) -> Any:

@@ -341,7 +341,7 @@ class Phase:
             tree = encode(list(self.batches), table, root="rollout")
         except UnstorableStateError as error:
             return str(error)
-        return len(json.dumps(tree)) + sum(entry.nbytes for entry in table.entries())
+        return len(json.dumps(tree)) + sum(entry.nbytes for entry in table.entries)
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], device: str) -> Phase:

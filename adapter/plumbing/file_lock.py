@@ -7,7 +7,6 @@ every file of ours: no link is followed, and no other user's file is trusted.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 import weakref
@@ -24,8 +23,6 @@ except ImportError:  # as on Windows
 from .safe_open import PRIVATE_FILE, open_own
 
 __all__ = ["FileLock", "LockHeldError", "NoLocksError", "holding_process", "is_held", "open_locked"]
-
-log = logging.getLogger(__name__)
 
 PAUSE_S = 0.05
 
@@ -56,7 +53,6 @@ class FileLock:
     Args:
         path: The file.
         tries: How often to try, 50 ms apart: a process that only looks, or is being killed, holds it for a moment.
-        is_required: Where False, a file system without locks is logged, and only this process is kept out.
 
     Raises:
         LockHeldError: It is held already.
@@ -65,15 +61,8 @@ class FileLock:
         OSError: It cannot be opened.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, tries: int = 1, is_required: bool = True) -> None:
-        self.descriptor = -1
-        try:
-            self.descriptor = open_locked(path, tries=tries)
-        except NoLocksError as error:
-            if is_required:
-                raise
-            log.warning("%s is not locked because its file system has no locks: %s", path, error.strerror)
-            self.descriptor = _open_if_not_ours(path)
+    def __init__(self, path: str | os.PathLike[str], *, tries: int = 1) -> None:
+        self.descriptor = open_locked(path, tries=tries)
         _held.add(self)
 
     def release(self) -> None:
@@ -159,16 +148,6 @@ def _lock(descriptor: int, path: str | os.PathLike[str], tries: int) -> None:
             raise NoLocksError(error.errno, error.strerror, os.fspath(path)) from None
         time.sleep(PAUSE_S)
     return None
-
-
-def _open_if_not_ours(path: str | os.PathLike[str]) -> int:
-    """A descriptor of a file that cannot be locked, unless this process already holds it."""
-    descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
-    ours = (lock.descriptor for lock in list(_held) if lock.descriptor >= 0)
-    if any(os.path.samestat(os.fstat(other), os.fstat(descriptor)) for other in ours):
-        os.close(descriptor)
-        raise LockHeldError(0, "this process already holds it", os.fspath(path))
-    return descriptor
 
 
 def _is_at(descriptor: int, path: str | os.PathLike[str]) -> bool:

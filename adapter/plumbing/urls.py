@@ -20,7 +20,6 @@ __all__ = [
     "looks_like_path",
     "origin_of",
     "origin_text",
-    "parse_origins",
     "path_of_url",
     "safe_url",
     "trusted_origins",
@@ -148,29 +147,17 @@ def origin_text(scheme: str, host: str, port: int | None) -> str:
     return f"{scheme}://{shown}:{_DEFAULT_PORTS[scheme] if port is None else port}"
 
 
-def parse_origins(text: str) -> tuple[str, ...]:
-    """Origins from a list that is separated by commas or blanks; a bare host means https.
-
-    Raises:
-        ValueError: An entry is not an origin; the text of the error says what was expected.
-    """
-    entries = [entry for entry in re.split(r"[,\s]+", text) if entry]
-    try:
-        return tuple(origin_of(entry if "://" in entry else f"https://{entry}") for entry in entries)
-    except ValueError:
-        raise ValueError("origins such as https://hub.example.com, separated by commas") from None
-
-
 def trusted_origins(urls: Iterable[str | None], further: Iterable[str] = ()) -> frozenset[str]:
     """Origins that may be sent the token: those of the given URLs (None and empty ones are passed over) and `further`.
 
+    Of `further`, a bare host means https.
     URLs of other schemes (``hf://``, ``s3://``) have credentials of their own and add nothing.
 
     Raises:
         ValueError: One of the URLs is malformed, or one of `further` is not an ``http`` or ``https`` origin.
     """
     served = {origin_of(url) for url in urls if url and is_http_url(url)}
-    return frozenset(served | {origin_of(origin) for origin in further})
+    return frozenset(served | {origin_of(each if "://" in each else f"https://{each}") for each in further})
 
 
 def safe_url(url: str) -> str:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 __all__ = ["show_results", "shown_path", "working_directory"]
 
-_PICTURES = frozenset({".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg"})
-
 
 def show_results(
     ended: str,
@@ -35,24 +33,11 @@ def show_results(
         "checkpoints": checkpoints,
         "samples": samples if has_samples else None,
         **logs,
-        "a picture to open": None if samples is None else newest_picture(samples),
     }
     lines = [ended]
     lines += [f"  {name:<17} {shown_path(path)}" for name, path in places.items() if path is not None and path.exists()]
     with contextlib.suppress(OSError):  # it has completed, also where nobody reads that
         sys.stderr.write("\n".join(lines) + "\n")
-
-
-def newest_picture(samples: Path) -> Path | None:
-    """A picture of the last sampled step, of the first request that has one; None where no sample is a picture."""
-    pictures = [path for path in samples.glob("step-*/*") if path.suffix.lower() in _PICTURES and path.is_file()]
-    # Folders are named step-<step>-<request>.
-    return min(pictures, key=lambda path: (-_step(path), str(path)), default=None)
-
-
-def _step(picture: Path) -> int:
-    number = picture.parent.name.split("-")[1]
-    return int(number) if number.isdecimal() else -1
 
 
 def shown_path(path: Path) -> str:

@@ -20,7 +20,7 @@ from ...callbacks.checkpoint.storage.commit import checkpoint_files, folders_of_
 from ...callbacks.checkpoint.storage.files import verify
 from ..contract.exceptions import BrokenCheckpointError, InputError, StartupContractError
 from ..job.config import RunConfig
-from ..job.identity import changed_course, changes_between, numbers_of
+from ..job.identity import differing_fields
 from ..job.resolved import JOB_NAME, read_job
 from ..plumbing.durable import write_bytes_durably
 
@@ -122,9 +122,8 @@ def _start(config: RunConfig, allow_changed: bool, *, knows_types: bool = False)
 
 def _going_on(record: CheckpointRecord, config: RunConfig, warnings: Sequence[str] = ()) -> Start:
     """The start from `record`, which says what the job has otherwise."""
-    numbers, spec = numbers_of(config), _texts(record.spec)
-    changed = changes_between(config.spec_fields, spec, numbers) if record.run_id == config.run_id and spec else []
-    changed += changed_course(spec, numbers)
+    spec = _texts(record.spec)
+    changed = differing_fields(config.spec_fields, spec) if record.run_id == config.run_id and spec else []
     said = f"The job has changed since {record.name}, from which the run goes on: {', '.join(changed)}"
     return Start(record, warnings=(*warnings, said) if changed else tuple(warnings))
 
@@ -171,12 +170,12 @@ def _check_is_ours(record: CheckpointRecord, config: RunConfig, allow_changed: b
             f"{config.run_id!r}. Choose another directory, or move its artifacts aside with `genlight run --fresh`.",
         )
     if record.spec_digest and record.spec_digest != config.spec_digest and not allow_changed:
-        numbers = numbers_of(config)
-        changed = ", ".join(changes_between(config.spec_fields, _texts(record.spec), numbers)) or "unknown fields"
+        changed = ", ".join(differing_fields(config.spec_fields, _texts(record.spec))) or "unknown fields"
         raise StartupContractError(
             "startup.job_changed",
-            f"run {config.run_id!r} was started with another job. Changed since {record.name}: {changed}. Change it "
-            "back, choose another run_id or directory, or resume all the same with `genlight run --allow-changed`.",
+            f"run {config.run_id!r} was started with another job. Changed since {record.name}: {changed}; "
+            f"{JOB_NAME} in its folder has the job as it was. Change it back, choose another run_id or directory, or "
+            "resume all the same with `genlight run --allow-changed`.",
         )
 
 

@@ -22,10 +22,11 @@ from ...reporters.uploads import Uploader
 from ..contract.exceptions import EventLogError, GenlightError, StartupContractError
 from ..contract.types import JobLifecycleClient
 from ..job.config import UNKNOWN_RUN_ID, RunConfig, read_run_config
-from ..job.sources import JOB_VARIABLE, is_true
+from ..job.sources import JOB_VARIABLE
 from ..plumbing.failures import EXIT_FAILED, EXIT_STARTUP
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.operating_system import require_linux
+from ..plumbing.settings import is_true
 from .artifact_dirs import prepare_artifact_dirs, untrusted_dirs
 from .artifacts_lock import lock_artifacts
 from .control_plane import LifecycleSession
@@ -59,8 +60,6 @@ class RunOptions:
     """Move artifacts of earlier runs aside and start at step 0."""
     allow_changed: bool = False
     """Resume although the job is not that of the checkpoint."""
-    shadow: int = 0
-    """How many of the first steps are compared with a plain loop; 0 compares none."""
     verbose: bool = False
     """Log the whole traceback of an error of the user's code, instead of writing it to a file."""
     began_with_process: bool = False
@@ -113,7 +112,7 @@ def attempt_job(options: RunOptions) -> Attempt:
             return Attempt(EXIT_STARTUP, error)
         try:  # whatever ends the run from here on, its log ends with a terminal event
             _open_connections(config, options, session)
-            completion = train(config, session, allow_changed=options.allow_changed, shadow=options.shadow)
+            completion = train(config, session, allow_changed=options.allow_changed)
             if session.uploader is not None:
                 signals.what_next = "the run ends without waiting for the rest of its uploads"
             code = session.complete(completion)

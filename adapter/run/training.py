@@ -5,7 +5,6 @@ Modules that load torch are imported only once there is something to train.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +33,6 @@ from ..plumbing.run_metadata import project_folder, run_metadata
 from .results import shown_path, working_directory
 from .resume import Start, decide_start, start_that_loads
 from .session import Completion, Session
-from .shadow import check_shadow_start, shadowed
 from .uploads import queue_record
 
 if TYPE_CHECKING:
@@ -50,14 +48,13 @@ _LOGGED_ARGUMENTS = ("accelerator", "accumulate_grad_batches", "devices", "num_n
 """Arguments of the trainer that an event log has; others may hold paths and addresses."""
 
 
-def train(config: RunConfig, session: Session, *, allow_changed: bool = False, shadow: int = 0) -> Completion:
+def train(config: RunConfig, session: Session, *, allow_changed: bool = False) -> Completion:
     """Train from what the run's folder holds to the end of the job.
 
     Args:
         config: The run.
         session: Its session.
         allow_changed: Resume although the job is not that of the checkpoint.
-        shadow: How many of the first steps are compared with a plain loop.
 
     Raises:
         TrainingCanceled: The run was stopped.
@@ -82,7 +79,7 @@ def train(config: RunConfig, session: Session, *, allow_changed: bool = False, s
         plugin = make_trainer(imported_trainer(config))
         loadable = start_that_loads(config, start, allow_changed=allow_changed)
         start = start if loadable is start else _logged(loadable)
-        return _fit(config, session, plugin, inputs, start.record, shadow)
+        return _fit(config, session, plugin, inputs, start.record)
 
 
 def _logged(start: Start) -> Start:
@@ -108,7 +105,6 @@ def _fit(
     plugin: TrainerPlugin,
     inputs: MaterializedInputs,
     record: CheckpointRecord | None,
-    shadow: int,
 ) -> Completion:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -124,36 +120,29 @@ def _fit(
     trainer, data = prepare_training(config, plugin, parquet_paths=paths)
     handles = inputs.model_handles()
     module = ContractModule(plugin, config.job, model_handles=handles, keep_on_resume=config.resume.keep)
-    compared: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if shadow and check_shadow_start(shadow, None if record is None else record.step):
-        compared = shadowed(
-            config, trainer, shadow, parquet_paths=paths, model_handles=handles, compares=session.is_rank_zero,
-            event_log=session.event_log, look=session.stop.raise_if_stopped,
-        )  # fmt: skip
     ckpt_path = None
     if record is not None and record.is_old:
         folder = trainer_directory(record.path, plugin)
         module.resume_from(step=record.step, payload=record.state, checkpoint_dir=folder)
     elif record is not None:
         ckpt_path = str(record.path)
-    with compared:
-        _add_callbacks(config, session, trainer, plugin)
-        join(session, trainer, module)
-        if session.is_rank_zero:
-            if not write_job(config, session.environ):
-                own = config.artifacts_dir / JOB_NAME
-                log.warning("%s is a file of yours, so that the job of this run is not written there", own)
-            # MLflow does not change hyperparameters, so another job begins a new run.
-            is_same = record is not None and record.spec_digest in (None, config.spec_digest)
-            resumes = config.resume_from_latest if record is None else is_same
-            continue_runs(trainer, config.events_path.parent, resumes=resumes)
-        try:
-            fit(session, trainer, module, datamodule=data, ckpt_path=ckpt_path)
-        except (ValueError, MisconfigurationException) as error:
-            if session.stage == "train-step" or not is_about_what_was_given(error, by=("lightning.",)):
-                raise
-            text = f"The `lightning` block of the job cannot be used: {text_of(error).strip()}"
-            raise StartupContractError("startup.invalid_job_spec", text) from error
+    _add_callbacks(config, session, trainer, plugin)
+    join(session, trainer, module)
+    if session.is_rank_zero:
+        if not write_job(config, session.environ):
+            own = config.artifacts_dir / JOB_NAME
+            log.warning("%s is a file of yours, so that the job of this run is not written there", own)
+        # MLflow does not change hyperparameters, so another job begins a new run.
+        is_same = record is not None and record.spec_digest in (None, config.spec_digest)
+        resumes = config.resume_from_latest if record is None else is_same
+        continue_runs(trainer, config.events_path.parent, resumes=resumes)
+    try:
+        fit(session, trainer, module, datamodule=data, ckpt_path=ckpt_path)
+    except (ValueError, MisconfigurationException) as error:
+        if session.stage == "train-step" or not is_about_what_was_given(error, by=("lightning.",)):
+            raise
+        text = f"The `lightning` block of the job cannot be used: {text_of(error).strip()}"
+        raise StartupContractError("startup.invalid_job_spec", text) from error
     return _completion(config, module.completed_steps, module.stopped)
 
 
@@ -173,7 +162,7 @@ def _add_callbacks(config: RunConfig, session: Session, trainer: pl.Trainer, plu
         attempt=attempt,
         max_steps=config.job.max_steps,
         spec_digest=config.spec_digest,
-        spec=sealed_fields(config.spec_fields, numbers=numbers_of(config)),
+        spec=sealed_fields(config.spec_fields),
         metadata=metadata,
     )
     if trainer.num_nodes > 1:

@@ -60,12 +60,6 @@ def open_uploader(config: RunConfig) -> Uploader | None:
         return Uploader(wanted)
     except ValueError as error:
         raise StartupContractError("startup.invalid_job_spec", f"{error} Correct `uploads.targets`.") from error
-    except OSError as error:
-        raise StartupContractError(
-            "startup.invalid_artifact_paths",
-            f"The upload queue {str(wanted.queue_dir)!r} cannot be written: {error.strerror or error}. "
-            "Choose another folder with `TRAINER_ARTIFACTS_DIR` or `--set artifacts_dir=...`.",
-        ) from error
 
 
 def _tell_of_what_waits(queue_dir: Path) -> None:

@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from torch.distributed.tensor import DTensor
 
 from ...adapter.contract.exceptions import CheckpointError, UnstorableStateError
 from ...adapter.plumbing.text import size_text
@@ -38,7 +37,7 @@ from ..finite import are_finite
 from ..optimizer_state import parameters_of
 from .codec.state_tree import encode
 from .codec.tensor_bytes import as_uint8, bytes_of, content_digests
-from .codec.tensor_table import WEIGHTS, Entry, Slice, TensorTable, stored_as
+from .codec.tensor_table import WEIGHTS, Entry, Slice, TensorTable, is_plain, stored_as
 from .format.record import FROZEN_FILE, MODEL_FILE, CheckpointRecord, LeftOut, RecordMeta
 from .format.tensor_files import RAW
 from .storage.commit import STATE_MARKER, Staging, stage
@@ -129,7 +128,7 @@ def capture(checkpoint: Mapping[str, Any], meta: RecordMeta, staging: Staging | 
     if CONTRACT_KEY in checkpoint:
         encoded[CONTRACT_KEY] = encode(contract, table, root=CONTRACT_KEY)
     _check_json(meta.trainer_checkpoint)
-    entries = sorted(table.entries(), key=lambda entry: entry.file)
+    entries = sorted(table.entries, key=lambda entry: entry.file)
     step = meta.step if meta.step is not None else int(checkpoint.get("global_step", 0))
     metadata = encode(getattr(checkpoint.get(_WEIGHTS), "_metadata", None), table, root="state_dict._metadata")
     content = {"format_version": 1, "weights_metadata": metadata, "checkpoint": {"$dict": list(encoded.items())}}
@@ -185,7 +184,7 @@ def frozen_in(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimize
     held = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
     parameters = module.named_parameters(remove_duplicate=False)
     found: dict[str, torch.Tensor] = {
-        name: p for name, p in parameters if not p.requires_grad and id(p) not in held and _is_plain(p)
+        name: p for name, p in parameters if not p.requires_grad and id(p) not in held and is_plain(p)
     }
     is_worth_it = sum(p.nbytes for p in found.values()) >= _LEAST_BYTES
     return found if is_worth_it and are_finite([p.detach() for p in found.values()]) else {}
@@ -286,13 +285,8 @@ def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, LeftOut]:
     return {
         key: LeftOut(key, *stored_as(tensor), xxhash.xxh3_128_hexdigest(bytes_of(tensor.detach())))
         for key, tensor in tensors.items()
-        if _is_plain(tensor)
+        if is_plain(tensor)
     }
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    is_dense = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-    return is_dense and not (tensor.is_quantized or tensor.is_meta)
 
 
 def left_out_tensors(record: CheckpointRecord, base: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
@@ -304,25 +298,22 @@ def left_out_tensors(record: CheckpointRecord, base: Mapping[str, Any] | None) -
     require_base(record, base)
     found = {}
     for left in record.left_out:
-        tensor = (base or {}).get(left.key)
-        if tensor is None:
-            raise CheckpointError(_refusal(record, f"{left.key} is not among the tensors of the module"))
-        if isinstance(tensor, DTensor):
+        given = (base or {}).get(left.key)
+        host = None if given is None else given.detach().to("cpu", copy=True).contiguous()
+        now = None if host is None else described({left.key: host}).get(left.key)
+        if host is None or now != left:
+            has = "does not have it" if host is None else "has a part of it" if now is None else f"has {_text_of(now)}"
             raise CheckpointError(
-                f"{record.name} leaves out {left.key}, which is sharded now: resume it without sharding, or save "
-                "checkpoints with weights='all'"
+                f"{record.name} goes with another base: {left.key} was {_text_of(left)}, and the module {has}. It was "
+                "saved with weights='trained' and leaves that out; build the module, unsharded, with the base that it "
+                "was trained with, or begin a new run"
             )
-        host = tensor.detach().to("cpu", copy=True).contiguous()
-        dtype, shape = stored_as(host)
-        if (dtype, shape) != (left.dtype, left.shape):
-            was = f"{left.key} was {left.dtype} {list(left.shape)}, but the module has {dtype} {list(shape)}"
-            raise CheckpointError(_refusal(record, was))
-        digest = xxhash.xxh3_128_hexdigest(bytes_of(host))
-        if digest != left.xxh3_128:
-            was = f"{left.key} had the digest {left.xxh3_128}, but in the module it has {digest}"
-            raise CheckpointError(_refusal(record, was))
-        found[left.key] = as_uint8(host) if dtype == RAW and host.dtype != torch.uint8 else host
+        found[left.key] = as_uint8(host) if left.dtype == RAW and host.dtype != torch.uint8 else host
     return found
+
+
+def _text_of(left: LeftOut) -> str:
+    return f"{left.dtype} {list(left.shape)} with the digest {left.xxh3_128}"
 
 
 def require_base(record: CheckpointRecord, base: Mapping[str, Any] | None) -> None:
@@ -340,13 +331,6 @@ def require_base(record: CheckpointRecord, base: Mapping[str, Any] | None) -> No
             "module has them; else give them as `base`: load(path, base=module.state_dict()), or `genlight checkpoints "
             "export PATH --to FILE --base FILE.safetensors`"
         )
-
-
-def _refusal(record: CheckpointRecord, why: str) -> str:
-    return (
-        f"{record.name} goes with another base: {why}. It was saved with weights='trained' and leaves that out; build "
-        "the module with the base that it was trained with, or begin a new run"
-    )
 
 
 ALIGNMENT = 64

@@ -5,7 +5,7 @@ checkpoint is chosen, its headers, indices and references are decoded and compar
 reading a tensor. What is wrong in them is then a broken checkpoint that is passed over, and never a crash, or memory
 for a tensor that the file has no bytes for, once the run depends on it.
 
-The module imports neither torch nor Lightning, unless the checkpoint holds slices of several ranks.
+The module imports neither torch nor Lightning.
 """
 
 from __future__ import annotations
@@ -20,10 +20,21 @@ from ...adapter.plumbing.safe_open import UnsafeFileError, open_regular
 from .codec.state_tree import check
 from .format import tensor_files
 from .format.record import MODEL_FILE, STATE_FILE, TRAINER_FOLDER, CheckpointRecord, FileEntry, tensor_file
-from .format.tensor_files import ELEMENT_BYTES, TypedShape, check_array, check_tensor, parse_json, rank_of
+from .format.tensor_files import (
+    ELEMENT_BYTES,
+    SLICES_FILE,
+    SlicedTensor,
+    TypedShape,
+    check_array,
+    check_tensor,
+    parse_json,
+    parse_slices,
+    rank_of,
+    typed_shape,
+)
 from .storage.files import find_file, read_proven
 
-__all__ = ["check_contents", "is_of_tensors", "read_contents", "read_header"]
+__all__ = ["check_contents", "is_of_tensors", "read_contents", "read_header", "sliced_tensors"]
 
 
 def check_contents(record: CheckpointRecord, *, knows_types: bool = False) -> None:
@@ -40,8 +51,8 @@ def check_contents(record: CheckpointRecord, *, knows_types: bool = False) -> No
     """
     if record.is_old:
         return
-    content, stored = read_contents(record)
-    source = _Checked(record, stored)
+    content, stored, _ = read_contents(record)
+    source = _Checked(stored)
     for where, tree in (
         ("checkpoint", content["checkpoint"]),
         ("weights_metadata", content.get("weights_metadata")),
@@ -59,8 +70,8 @@ def check_contents(record: CheckpointRecord, *, knows_types: bool = False) -> No
 
 def read_contents(
     record: CheckpointRecord, read: Callable[[CheckpointRecord, FileEntry], dict[str, TypedShape]] | None = None
-) -> tuple[dict[str, Any], dict[tuple[str, str], TypedShape]]:
-    """The content of the state file, proven, and what the headers of files say of tensors, by file and key.
+) -> tuple[dict[str, Any], dict[tuple[str, str], TypedShape], list[SlicedTensor]]:
+    """The content of the state file, what the files hold, by file and key, and which of that lies there in slices.
 
     Args:
         record: Of the checkpoint.
@@ -81,6 +92,8 @@ def read_contents(
                 if place in stored:
                     raise BrokenCheckpointError(record.name, f"it has {key!r} twice, the second in {entry.path}")
                 stored[place] = tensor
+    sliced = sliced_tensors(record)
+    stored |= {(tensor.file, tensor.key): typed_shape(tensor) for tensor in sliced}
     if content is None:
         raise BrokenCheckpointError(record.name, f"it has no {STATE_FILE}")
     for left in record.left_out:
@@ -88,7 +101,23 @@ def read_contents(
         if size is None or (MODEL_FILE, left.key) in stored:
             raise BrokenCheckpointError(record.name, f"it does not say what {left.key!r} is that it leaves out")
         stored[MODEL_FILE, left.key] = TypedShape(left.dtype, left.shape, 0, math.prod(left.shape) * size)
-    return content, stored
+    return content, stored, sliced
+
+
+def sliced_tensors(record: CheckpointRecord) -> list[SlicedTensor]:
+    """The tensors that were saved in slices by several ranks; the index is proven, the slices not yet.
+
+    Raises:
+        BrokenCheckpointError: The index is missing, changed or malformed, or names bytes that no file has.
+    """
+    sizes = {record.file_name(entry): entry.size for entry in record.files}
+    for entry in record.files:
+        if record.file_name(entry) == SLICES_FILE:
+            try:
+                return parse_slices(read_proven(record, entry), sizes)
+            except ValueError as error:
+                raise BrokenCheckpointError(record.name, f"{entry.path} is malformed: {error}") from error
+    return []
 
 
 def is_of_tensors(name: str) -> bool:
@@ -131,24 +160,13 @@ def _parse_state_file(record: CheckpointRecord, data: bytes) -> dict[str, Any]:
 class _Checked:
     """A `TensorSource` that compares references with what is stored and gives placeholders."""
 
-    def __init__(self, record: CheckpointRecord, stored: dict[tuple[str, str], TypedShape]) -> None:
-        self._record = record
+    def __init__(self, stored: dict[tuple[str, str], TypedShape]) -> None:
         self._stored = stored
-        self._pieces: dict[tuple[str, str], list[Any]] | None = None
 
     def tensor(self, reference: Any) -> object:
-        sharded = check_tensor(reference, self._stored)
-        if sharded is not None:
-            self._check_slices(reference["file"], reference["key"], sharded.shape, sharded.dtype)
+        check_tensor(reference, self._stored)
         return object()
 
     def array(self, reference: Any) -> object:
         check_array(reference, self._stored)
         return object()
-
-    def _check_slices(self, file: str, key: str, shape: list[int], dtype: str) -> None:
-        from .sharded.slices import pieces_of, stored_slices
-
-        if self._pieces is None:
-            self._pieces = pieces_of(self._record)
-        stored_slices(self._record.name, self._pieces.get((file, key), []), shape, dtype)

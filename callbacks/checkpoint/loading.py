@@ -24,8 +24,8 @@ from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointErro
 from ...adapter.plumbing.safe_open import open_regular
 from .capture import CONTRACT_KEY, left_out_tensors, require_base
 from .codec.state_tree import decode
-from .codec.tensor_bytes import as_uint8, bytes_of, element_type
-from .contents import is_of_tensors, read_contents
+from .codec.tensor_bytes import bytes_of, element_type
+from .contents import is_of_tensors, read_contents, sliced_tensors
 from .format.record import (
     ARRAYS_FILE,
     MODEL_FILE,
@@ -45,7 +45,7 @@ from .format.tensor_files import (
     rank_of,
     read_header,
 )
-from .sharded.slices import Piece, WholeTensor, pieces_of, stored_slices
+from .sharded.slices import StoredSlices, WholeTensor
 from .storage.files import check_file, find_file, verify_files
 
 __all__ = ["Base", "load", "load_record", "load_torch_file", "load_weights"]
@@ -102,18 +102,14 @@ def load_weights(path: str | os.PathLike[str], *, base: Base | None = None) -> d
         CheckpointError: It leaves out what `base` does not have.
     """
     record = read_record(record_path(path))
-    left_out = left_out_tensors(record, base)
-    weights = left_out
+    weights = left_out_tensors(record, base)
     for entry in record.files:
         if tensor_file(record.file_name(entry)) == MODEL_FILE:
             weights |= _read_tensors(record, entry, as_arrays=False)[0]
     slices = [entry for entry in record.files if rank_of(record.file_name(entry)) is not None]
     verify_files(record, [entry for entry in slices if record.file_name(entry).endswith(MODEL_FILE)])
-    for (file, key), pieces in pieces_of(record).items():
-        if file == MODEL_FILE:
-            first = pieces[0].entry
-            weights[key] = stored_slices(record.name, pieces, first.whole, first.dtype).whole()
-    return weights
+    sliced = [tensor for tensor in sliced_tensors(record) if tensor.file == MODEL_FILE]
+    return weights | {tensor.key: StoredSlices(record, tensor).whole() for tensor in sliced}
 
 
 def load_record(
@@ -169,13 +165,13 @@ class _Source:
         """None proves them all and reads them with the rest."""
         self._stored: dict[tuple[str, str], Any] = {}
         self._facts: dict[tuple[str, str], TypedShape] = {}
-        self._pieces: dict[tuple[str, str], list[Piece]] = {}
+        self._sliced: dict[tuple[str, str], StoredSlices] = {}
         self._given: dict[Any, Any] = {}
 
     def read_all(self) -> dict[str, Any]:
         """Read and prove all files, of those with slices the own share; returns the content of the state file."""
         record = self.record
-        content, self._facts = read_contents(record, self._read_file)
+        content, self._facts, in_slices = read_contents(record, self._read_file)
         others, sliced = [], []
         for entry in record.files:
             name = record.file_name(entry)
@@ -186,7 +182,7 @@ class _Source:
         verify_files(record, others + sliced[self._slices_to_prove or slice(None)])
         for key, tensor in left_out_tensors(record, self._base_weights).items():
             self._stored[MODEL_FILE, key] = tensor
-        self._pieces = pieces_of(record)
+        self._sliced = {(each.file, each.key): StoredSlices(record, each) for each in in_slices}
         return content
 
     def _read_file(self, record: CheckpointRecord, entry: FileEntry) -> dict[str, TypedShape]:
@@ -211,54 +207,34 @@ class _Source:
             check_array(reference, self._facts)
             stored = self._stored[reference["file"], reference["key"]]
             kind = array_type(reference["dtype"])
-            array = (
-                stored.view(kind).reshape(reference["shape"]) if kind.itemsize else np.zeros(reference["shape"], kind)
-            )
-            self._given[identity] = np.asfortranarray(array) if reference.get("order") == "F" else array
+            shape = reference["shape"]
+            self._given[identity] = stored.view(kind).reshape(shape) if kind.itemsize else np.zeros(shape, kind)
         return self._given[identity]
 
     def _make(self, reference: dict[str, Any]) -> torch.Tensor:
-        tensor = self._put_together(reference) if "sharded" in reference else self._base(reference)
-        if "view" in reference:
-            tensor = _view(tensor, reference["view"])
-        if isinstance(tensor, WholeTensor):
-            return tensor
+        place = (reference["file"], reference["key"])
+        if place in self._sliced and self._slices_to_prove is not None:
+            return WholeTensor(self._sliced[place])
+        if ("", *place) not in self._given:
+            self._given["", *place] = self._read(reference)
+        tensor: torch.Tensor = self._given["", *place]
         if reference.get("parameter"):
             return torch.nn.Parameter(tensor, requires_grad=reference.get("requires_grad", False))
         tensor = tensor.detach()
         return tensor.requires_grad_() if reference.get("requires_grad") else tensor
 
-    def _put_together(self, reference: dict[str, Any]) -> torch.Tensor:
-        """A tensor that was sharded: whole, or for the slices of a rank that reads its own."""
-        facts, place = reference["sharded"], (reference["file"], reference["key"])
-        slices = stored_slices(self.record.name, self._pieces.get(place, []), facts["shape"], facts["dtype"])
-        if self._slices_to_prove is not None:
-            return WholeTensor(slices)
-        if ("", *place) not in self._given:
-            whole = slices.whole()
-            self._given["", *place] = whole
-        base: torch.Tensor = self._given["", *place]
-        return base
-
-    def _base(self, reference: dict[str, Any]) -> torch.Tensor:
-        """The stored tensor behind a reference, with its own type and strides; one object for all that share it."""
+    def _read(self, reference: dict[str, Any]) -> torch.Tensor:
+        """The stored tensor behind a reference, with its own type and strides; for all references to it."""
         place = (reference["file"], reference["key"])
-        if ("", *place) not in self._given:
-            tensor = self._stored[place]
-            if "dtype" in reference:
-                tensor = tensor.view(element_type(reference["dtype"])).reshape(reference["shape"])
-            if "stride" in reference:
-                tensor = torch.empty_strided(tensor.shape, reference["stride"], dtype=tensor.dtype, device="cpu").copy_(
-                    tensor
-                )
-            self._given["", *place] = tensor
-        base: torch.Tensor = self._given["", *place]
-        return base
-
-
-def _view(base: torch.Tensor, view: dict[str, Any]) -> torch.Tensor:
-    part = as_uint8(base)[view["offset"] : view["offset"] + view["span"]]
-    return part.view(element_type(view["dtype"])).as_strided(view["shape"], view["stride"])
+        if place in self._sliced:
+            return self._sliced[place].whole()
+        tensor: torch.Tensor = self._stored[place]
+        if "dtype" in reference:
+            tensor = tensor.view(element_type(reference["dtype"])).reshape(reference["shape"])
+        if "stride" in reference:
+            strided = torch.empty_strided(tensor.shape, reference["stride"], dtype=tensor.dtype, device="cpu")
+            tensor = strided.copy_(tensor)
+        return tensor
 
 
 def _with_metadata(weights: dict[str, Any], metadata: Any) -> dict[str, Any]:

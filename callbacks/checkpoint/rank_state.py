@@ -30,11 +30,11 @@ from ...adapter.plumbing.devices import random_states, restore_random_states
 from ..hook.events import run_state_of
 from .codec.state_tree import Path, decode, encode, format_path
 from .codec.tensor_bytes import content_digests
-from .codec.tensor_table import refuse_unknown
+from .codec.tensor_table import TensorTable
 from .format.record import digest_of
 from .selection import find_checkpoint
 from .sharded.rank_channel import Channel
-from .sharded.slices import is_sharded, sharded_like, unsharded
+from .sharded.slices import sharded_like, unsharded
 
 __all__ = [
     "Differing",
@@ -42,7 +42,6 @@ __all__ = [
     "apply_differences",
     "capture_parts",
     "capture_rng",
-    "clear_gradients",
     "differences_of_ranks",
     "digests_of",
     "gradients_of_rank",
@@ -181,22 +180,28 @@ def gradients_of_rank(parts: list[dict[str, torch.Tensor]], rank: int, world_siz
     return {name: functools.reduce(torch.add, of_ranks) / len(complete) for name, of_ranks in found.items()}
 
 
-def clear_gradients(module: pl.LightningModule) -> None:
-    """Have no parameter hold a gradient."""
-    for _, parameter in _trained(module):
-        parameter.grad = None
+def restore_gradients(
+    module: pl.LightningModule, gradients: dict[str, torch.Tensor], *, clears_others: bool = False
+) -> None:
+    """Put saved gradients back where they were; without a gradient on request where none was saved.
 
-
-def restore_gradients(module: pl.LightningModule, gradients: dict[str, torch.Tensor]) -> None:
-    """Put saved gradients back where they were."""
+    One that `configure` has made, as a part of a tensor of all gradients say, gets the values and stays that part.
+    """
     parameters = dict(_trained(module))
+    for name in parameters.keys() - gradients.keys() if clears_others else ():
+        parameters[name].grad = None
     for name, gradient in gradients.items():
         parameter = parameters.get(name)
         if parameter is None:
             log.warning("The checkpoint holds a gradient of %s, which this model does not have", name)
             continue
         gradient = gradient.to(parameter.device, parameter.dtype)
-        parameter.grad = sharded_like(gradient, parameter) if isinstance(parameter, DTensor) else unsharded(gradient)
+        if isinstance(parameter, DTensor):
+            parameter.grad = sharded_like(gradient, parameter)
+        elif parameter.grad is not None and parameter.grad.layout == gradient.layout:
+            parameter.grad.detach().copy_(unsharded(gradient))
+        else:
+            parameter.grad = unsharded(gradient)
 
 
 def warn_of_loaders_without_position(trainer: pl.Trainer) -> None:
@@ -345,6 +350,7 @@ _LARGEST_LIST = 1_000
 """A list with more items is compared and stored as one value: a digest for each would take longer than it saves."""
 _PLAIN = (bool, int, float, str, type(None))
 
+Sources = dict[tuple[str, str], Any]
 Digests = dict[Path, str]
 """Of every node of a tree, by its path: of a container what its members are called, of a leaf what it holds."""
 
@@ -384,7 +390,7 @@ def differences_of_ranks(tree: dict[str, Any], channel: Channel) -> list[list[Di
     of_zero: Digests = channel.share(digests)
     found = [] if channel.rank == 0 else list(_differing(tree, (), digests, of_zero))
     return [
-        [Differing(path, decode(stored, _Leaf(tensors))) for path, stored, tensors in sent]
+        [Differing(path, decode(stored, _Sent(sources))) for path, stored, sources in sent]
         for sent in channel.gather([_packed(path, value) for path, value in found])
     ]
 
@@ -432,24 +438,21 @@ def digests_of(tree: Any) -> Digests:
         path, value = stack.pop()
         members = _members(value)
         if members is None:
-            leaf = _Leaf([])
-            found[path] = encode(value, leaf, root=path or ("checkpoint",)), leaf.tensors
+            stored, table = _taken_apart(path, value)
+            found[path] = stored, [entry.source for entry in table.entries]
         else:
             found[path] = [type(value).__name__, [key for key, _ in members]], []
             stack.extend(((*path, key), member) for key, member in reversed(members))
-    sources = {_memory_of(source): source for _, tensors in found.values() for source in tensors}
-    digests = dict(zip(sources, content_digests(list(sources.values())), strict=True))
+    digests = iter(content_digests([source for _, sources in found.values() for source in sources]))
     return {
-        path: digest_of(json.dumps([content, [digests[_memory_of(source)] for source in tensors]]).encode())
-        for path, (content, tensors) in found.items()
+        path: digest_of(json.dumps([content, [next(digests) for _ in sources]]).encode())
+        for path, (content, sources) in found.items()
     }
 
 
-def _memory_of(source: Any) -> tuple[Any, ...]:
-    """Equal where two tensors are the same memory, which is read once."""
-    if isinstance(source, np.ndarray):
-        return (id(source),)
-    return source.device, source.data_ptr(), source.shape, source.stride(), source.dtype
+def _taken_apart(path: Path, value: Any) -> tuple[Any, TensorTable]:
+    table = TensorTable()
+    return encode(value, table, root=path or ("checkpoint",)), table
 
 
 def _differing(value: Any, path: Path, own: Digests, of_zero: Digests) -> Iterator[tuple[Path, Any]]:
@@ -460,46 +463,30 @@ def _differing(value: Any, path: Path, own: Digests, of_zero: Digests) -> Iterat
         yield from _differing(member, (*path, key), own, of_zero)
 
 
-class _Leaf:
-    """The tensors and arrays of one value, to which its stored form refers by number."""
+@dataclass
+class _Sent:
+    """A `TensorSource` over the tensors and arrays of a value that another rank has sent, by file and key."""
 
-    def __init__(self, tensors: list[Any]) -> None:
-        self.tensors = tensors
-        self.sharded: Path | None = None
-        """The place of a sharded tensor, which is not among them."""
-
-    def add_tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
-        facts = {"requires_grad": tensor.requires_grad, "parameter": isinstance(tensor, torch.nn.Parameter)}
-        if is_sharded(tensor):
-            self.sharded = path
-            return {"sharded": [str(tensor.dtype), list(tensor.shape)], **facts}
-        tensor = unsharded(tensor).detach()
-        refuse_unknown(tensor, path)
-        self.tensors.append(tensor)
-        return {"index": len(self.tensors) - 1, **facts}
-
-    def add_array(self, array: Any, path: Path) -> dict[str, Any]:
-        self.tensors.append(array)
-        return {"index": len(self.tensors) - 1}
+    sources: Sources
 
     def tensor(self, reference: dict[str, Any]) -> torch.Tensor:
-        made: torch.Tensor = self.tensors[reference["index"]]
-        if reference["parameter"]:
-            return torch.nn.Parameter(made, requires_grad=reference["requires_grad"])
-        return made.requires_grad_(reference["requires_grad"])
+        made: torch.Tensor = self.sources[reference["file"], reference["key"]].detach()
+        if reference.get("parameter"):
+            return torch.nn.Parameter(made, requires_grad=reference.get("requires_grad", False))
+        return made.requires_grad_(reference.get("requires_grad", False))
 
     def array(self, reference: dict[str, Any]) -> Any:
-        return self.tensors[reference["index"]]
+        return self.sources[reference["file"], reference["key"]]
 
 
-def _packed(path: Path, value: Any) -> tuple[Path, Any, list[Any]]:
+def _packed(path: Path, value: Any) -> tuple[Path, Any, Sources]:
     """A value on its way to rank zero: as in a file, so that no class of the user is looked up to receive it."""
-    leaf = _Leaf([])
-    stored = encode(value, leaf, root=path or ("checkpoint",))
-    if leaf.sharded is not None:
+    stored, table = _taken_apart(path, value)
+    for _, key in table.sharded_tensors:
         raise CheckpointError(
-            f"{format_path(leaf.sharded)} is sharded, and what holds it differs between ranks: a state_dict has to put "
-            "the same sharded tensors in the same places on all ranks"
+            f"{key} is sharded, and what holds it differs between ranks: a state_dict has to put the same sharded "
+            "tensors in the same places on all ranks"
         )
     # A part of larger memory would be sent with all of it.
-    return path, stored, [t if isinstance(t, np.ndarray) else t.cpu().clone() for t in leaf.tensors]
+    sources = {(entry.file, entry.key): entry.source for entry in table.entries}
+    return path, stored, {place: t if isinstance(t, np.ndarray) else t.cpu().clone() for place, t in sources.items()}

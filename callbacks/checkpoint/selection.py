@@ -33,7 +33,7 @@ from .format.record import (
     record_path,
     step_of_name,
 )
-from .storage.commit import Listed, is_checkpoint_file, records_in
+from .storage.commit import Listed, records_in
 from .storage.files import verify_files
 
 if TYPE_CHECKING:
@@ -106,8 +106,6 @@ def newest_valid(
             raise listed.error
         try:
             if listed.record is None:
-                if not (is_record_of_callback(listed.path) or is_checkpoint_file(listed.path)):
-                    continue  # another program's JSON file
                 raise BrokenCheckpointError(name_of(listed.path), listed.problem)
             if not accept(listed.record):
                 continue

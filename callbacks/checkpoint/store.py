@@ -11,7 +11,6 @@ import concurrent.futures
 import logging
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -317,42 +316,31 @@ def _remove(path: Path) -> None:
 
 
 class Background:
-    """A thread that runs one job after the other, and ends with the last.
+    """Runs jobs one after the other, each in a thread that waits for the one before.
 
-    It is not a daemon: an interpreter that exits lets the jobs finish. Where the system has no room for a thread, a job
-    runs at once.
+    They are no daemons: an interpreter that exits lets the jobs finish. Where the system has no room for a thread, the
+    caller waits for its job.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._jobs: deque[tuple[Future[Any], Callable[[], object]]] = deque()
-        self._thread: threading.Thread | None = None
+        self._last: Future[Any] = Future()
+        self._last.set_result(None)
 
     def submit(self, job: Callable[[], object]) -> Future[Any]:
-        """Run `job` after those that were submitted before."""
-        future: Future[Any] = Future()
-        with self._lock:
-            self._jobs.append((future, job))
-            new = None if self._thread else threading.Thread(target=self._run, name="genlight-checkpoint")
-            self._thread = self._thread or new
-        if new is not None:
-            try:
-                started(new)
-            except ThreadLimitError:  # training waits for it then
-                self._run()
+        """Run `job` after those that were submitted before; called in one thread alone."""
+        before, future = self._last, Future[Any]()
+        self._last = future
+
+        def run() -> None:
+            concurrent.futures.wait([before])
+            carry_out(future, job)
+
+        try:
+            started(threading.Thread(target=run, name="genlight-checkpoint"))
+        except ThreadLimitError:
+            run()
         return future
 
     def finish(self) -> None:
         """Return when all jobs have ended."""
-        thread = self._thread
-        if thread is not None:
-            thread.join()
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:  # so that no job is added to a queue that will not be read again
-                if not self._jobs:
-                    self._thread = None
-                    return
-                future, job = self._jobs.popleft()
-            carry_out(future, job)
+        concurrent.futures.wait([self._last])

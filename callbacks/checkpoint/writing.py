@@ -3,9 +3,9 @@
 With sharded tensors all ranks write. In the training threads they agree that there is something to write, room for it,
 and a temporary folder. Then each rank, in its own thread where the save is asynchronous:
 
-1. writes its slices and their index into ``rank-00001/`` of that folder, synced and compared like any other file; rank
-   zero also writes everything that is not sharded;
-2. tells rank zero that it has, or why it could not;
+1. writes its slices into ``rank-00001/`` of that folder, synced and compared like any other file; rank zero also writes
+   everything that is not sharded;
+2. tells rank zero what it has written, or why it could not; rank zero writes the index of all slices;
 3. hears from rank zero that the record is committed, or why not.
 
 So a checkpoint exists when its record does, and the record names and proves every part. A rank that cannot write makes
@@ -20,15 +20,17 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from ...adapter.contract.exceptions import CheckpointError
 from ...adapter.plumbing.durable import fsync_directory, fsync_file, temporary_name
 from .capture import Captured, FrozenFile, finite_weights, link
 from .codec.tensor_bytes import bytes_of
-from .codec.tensor_table import Entry
+from .codec.tensor_table import Entry, Slice
 from .format.record import (
     FROZEN_FILE,
     STATE_FILE,
@@ -36,23 +38,21 @@ from .format.record import (
     CheckpointRecord,
     FileEntry,
     RecordMeta,
-    digest_of,
     name_of,
     read_record,
     serialise_record,
 )
 from .format.tensor_files import (
-    PART_FILE,
-    SliceEntry,
+    SLICES_FILE,
+    SlicedTensor,
+    StoredSlice,
     block_digests,
     build_header,
-    parse_part,
+    make_whole,
     part_folder,
     rank_of,
-    serialise_part,
 )
 from .sharded.rank_channel import Channel, first_problem, text_of
-from .sharded.slices import Box, make_whole
 from .storage.commit import SPACE_FOR_THE_REST, Staging, choose_folder, commit, move_older_final, require_space, stage
 from .storage.files import hash_file, naming_the_checkpoint, write_file
 
@@ -131,23 +131,44 @@ def write(channel: Channel, record: Path, captured: Captured) -> CheckpointRecor
         raise
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a rank says of its part to rank zero, which waits to hear of it."""
+
+    problem: str | None = None
+    files: Sequence[FileEntry] = ()
+    slices: Sequence[tuple[str, str, Slice, StoredSlice]] = ()
+    """File and key of each, what it is of which tensor, and where its bytes are."""
+    finite_weights: bool | None = None
+
+
 def _write(channel: Channel, record: Path, captured: Captured, staging: Staging) -> CheckpointRecord | None:
-    files, problem = _try_to_write_part(channel, captured, staging)
-    share = text_of(problem), files, finite_weights(captured)
+    written, verdict, problem = None, None, None
     try:
-        said = channel.gather(share)
+        part = _write_part(channel.rank, captured, staging)
+    except Exception as error:  # noqa: BLE001 - it is raised below, after the others know
+        part, problem = Part(text_of(error)), error
+    try:
+        parts = channel.gather(part)
         if channel.rank == 0:
-            return _commit_and_tell(channel, record, captured, staging, said, problem)
-        verdict = channel.share(None)
+            verdict = first_problem([part.problem for part in parts], f"write its part of {record.name}")
+            if verdict is None:
+                try:
+                    written = _commit(record, captured, staging, parts)
+                except Exception as error:  # noqa: BLE001 - as above
+                    problem, verdict = error, f"rank 0 could not commit {record.name}: {text_of(error)}"
+        verdict = channel.share(verdict)
     except RuntimeError as error:  # What gloo raises when a connection closes.
-        if problem is not None:
-            raise problem from None
-        raise CheckpointError(f"a rank ended while {name_of(record)} was being written") from error
+        if written is not None:
+            log.warning("A rank ended before it heard that %s is durable: %s", record.name, error)
+            return written
+        if problem is None:
+            raise CheckpointError(f"a rank ended while {name_of(record)} was being written") from error
     if problem is not None:
         raise problem
     if verdict is not None:
         raise CheckpointError(verdict)
-    return None
+    return written
 
 
 def require_shared_directory(channel: Channel, directory: Path) -> None:
@@ -176,30 +197,62 @@ def require_shared_directory(channel: Channel, directory: Path) -> None:
             staging.discard()
 
 
-def _publish(
-    path: Path, captured: Captured, staging: Staging, files: Iterable[FileEntry], *, finite_weights: bool | None
-) -> CheckpointRecord:
-    """Commit what was staged; `files` are named relative to the staging folder.
+def _commit(path: Path, captured: Captured, staging: Staging, parts: Sequence[Part]) -> CheckpointRecord:
+    """Commit what all ranks have staged; their files are named relative to the staging folder.
 
     Raises:
-        CheckpointError: Something that is not a checkpoint has its name.
-        OSError: It could not be committed; the checkpoint that was there before still is.
+        CheckpointError: Rank zero does not see a part, the slices do not make their tensors whole, or something that is
+            not a checkpoint has its name.
+        UnwrittenCheckpointError: It could not be committed; the checkpoint that was there before still is.
     """
-    if captured.meta.final:
-        move_older_final(path, step=captured.step, run_id=captured.meta.run_id)
-    folder = choose_folder(path)
-    record = serialise_record(
-        _relative_primary(captured.meta, staging),
-        step=captured.step,
-        state=captured.state,
-        folder=folder,
-        files=[replace(file, path=f"{folder}/{file.path}") for file in sorted(files, key=lambda file: file.path)],
-        created_at_ms=time.time_ns() // 1_000_000,
-        left_out=captured.left_out,
-        finite_weights=finite_weights,
-    )
-    commit(staging, folder, record)
-    return read_record(path)
+    files = [file for part in parts for file in part.files]
+    with naming_the_checkpoint(path, sum(file.size for file in files)):
+        for file in files:
+            if (rank := rank_of(file.path)) is not None:
+                _wait_until_seen(staging.path / file.path, 0, size=file.size, made_by=rank)
+        if index := _index_of(captured, parts):
+            files.append(FileEntry(SLICES_FILE, *write_file(staging.path / SLICES_FILE, [msgspec.json.encode(index)])))
+        # A rank other than zero that holds no slice of a parameter says nothing.
+        said = [part.finite_weights for rank, part in enumerate(parts) if part.finite_weights is not None or not rank]
+        if captured.meta.final:
+            move_older_final(path, step=captured.step, run_id=captured.meta.run_id)
+        folder = choose_folder(path)
+        record = serialise_record(
+            _relative_primary(captured.meta, staging),
+            step=captured.step,
+            state=captured.state,
+            folder=folder,
+            files=[replace(file, path=f"{folder}/{file.path}") for file in sorted(files, key=lambda file: file.path)],
+            created_at_ms=time.time_ns() // 1_000_000,
+            left_out=captured.left_out,
+            finite_weights=False if False in said else None if None in said else True,
+        )
+        commit(staging, folder, record)
+        return read_record(path)
+
+
+def _index_of(captured: Captured, parts: Sequence[Part]) -> list[SlicedTensor]:
+    """What the slices of all ranks make.
+
+    Raises:
+        CheckpointError: They do not make the tensors whole that rank zero has.
+    """
+    found: dict[tuple[str, str], list[tuple[Slice, StoredSlice]]] = {key: [] for key in captured.sharded_tensors}
+    for part in parts:
+        for file, key, of, stored in part.slices:
+            found.setdefault((file, key), []).append((of, stored))
+    index = []
+    for (file, key), slices in found.items():
+        expected = captured.sharded_tensors.get((file, key))
+        facts = {(of.whole, of.dtype) for of, _ in slices}
+        boxes = [of.box for of, _ in slices]
+        if expected is None or facts - {(expected.whole, expected.dtype)} or not make_whole(expected.whole, boxes):
+            raise CheckpointError(
+                f"the ranks do not hold the same sharded tensors: their slices of {key} do not make one whole; "
+                "every rank has to put the same sharded tensors into its state"
+            )
+        index.append(SlicedTensor(file, key, expected.dtype, expected.whole, tuple(stored for _, stored in slices)))
+    return index
 
 
 def _write_files(staging: Staging, captured: Captured) -> list[FileEntry]:
@@ -279,101 +332,32 @@ def _own_bytes(captured: Captured, rank: int) -> int:
     return captured.nbytes if rank == 0 else sum(entry.nbytes for entry in captured.slices)
 
 
-def _try_to_write_part(
-    channel: Channel, captured: Captured, staging: Staging
-) -> tuple[list[FileEntry], Exception | None]:
-    """The files of this rank, or why they could not be written: the others wait to hear of it."""
-    try:
-        _wait_until_seen(staging.path, channel.rank)
-        with naming_the_checkpoint(staging.record, _own_bytes(captured, channel.rank)):
-            files = _write_files(staging, captured) if channel.rank == 0 else []
-            return files + (_write_slices(staging, channel, captured.slices) if captured.sharded_tensors else []), None
-    except Exception as error:  # noqa: BLE001 - the caller raises it, once rank zero knows
-        return [], error
+def _write_part(rank: int, captured: Captured, staging: Staging) -> Part:
+    """Write the slices of this rank, and on rank zero what is not sharded."""
+    _wait_until_seen(staging.path, rank)
+    slices: list[tuple[str, str, Slice, StoredSlice]] = []
+    with naming_the_checkpoint(staging.record, _own_bytes(captured, rank)):
+        files = _write_files(staging, captured) if rank == 0 else []
+        for file, entries in _by_file(captured.slices):
+            name = f"{staging.folder(part_folder(rank)).name}/{file}"
+            facts = _write_tensors(staging.path / name, entries, _indexed(rank, entries, slices))
+            files.append(FileEntry(name, *facts))
+        if slices:
+            fsync_directory(staging.folder(part_folder(rank)))
+    return Part(None, files, slices, finite_weights(captured))
 
 
-def _write_slices(staging: Staging, channel: Channel, entries: list[Entry]) -> list[FileEntry]:
-    folder = staging.folder(part_folder(channel.rank))
-    written: list[tuple[str, int, str]] = []
-    index: list[SliceEntry] = []
-    for file, held in _by_file(entries):
-        written.append((file, *_write_tensors(folder / file, held, _indexed(file, held, index))))
-    written.append((PART_FILE, *write_file(folder / PART_FILE, [serialise_part(index)])))
-    fsync_directory(folder)
-    return [FileEntry(f"{folder.name}/{name}", size, digest) for name, size, digest in written]
-
-
-def _indexed(file: str, entries: list[Entry], index: list[SliceEntry]) -> Iterator[memoryview]:
-    """The bytes of each entry, which is added to `index` on the way."""
+def _indexed(
+    rank: int, entries: list[Entry], slices: list[tuple[str, str, Slice, StoredSlice]]
+) -> Iterator[memoryview]:
+    """The bytes of each entry, which is added to `slices` on the way."""
     begin = len(_header_of(entries))
     for entry in entries:
         assert entry.slice is not None
-        data, part = bytes_of(entry.source), entry.slice
-        facts = (part.dtype, part.whole, part.box.offset, part.box.shape)
-        index.append(SliceEntry(file, entry.key, *facts, begin, len(data), block_digests(data)))
+        data, box = bytes_of(entry.source), entry.slice.box
+        slices.append((entry.file, entry.key, entry.slice, StoredSlice(rank, box, begin, block_digests(data))))
         begin += len(data)
         yield data
-
-
-def _commit_and_tell(
-    channel: Channel,
-    record: Path,
-    captured: Captured,
-    staging: Staging,
-    said: list[tuple[str | None, list[FileEntry], bool | None]],
-    problem: Exception | None,
-) -> CheckpointRecord:
-    """On rank zero: commit if all parts are there, and tell the others either way."""
-    written = None
-    verdict = first_problem([text for text, _, _ in said], f"write its part of {record.name}")
-    if verdict is None:
-        try:
-            files = [file for _, part, _ in said for file in part]
-            # A rank other than zero that holds no slice of a parameter says nothing.
-            verdicts = [
-                is_finite for rank, (_, part, is_finite) in enumerate(said) if is_finite is not None or not rank
-            ]
-            finite = False if False in verdicts else None if None in verdicts else True
-            _check_parts(staging, captured, files)
-            with naming_the_checkpoint(record, sum(file.size for file in files)):
-                written = _publish(record, captured, staging, files, finite_weights=finite)
-        except Exception as error:  # noqa: BLE001 - it is raised below, after the others know
-            problem, verdict = error, f"rank 0 could not commit {record.name}: {text_of(error)}"
-    try:
-        channel.share(verdict)
-    except RuntimeError as error:
-        if written is None:
-            raise
-        log.warning("A rank ended before it heard that %s is durable: %s", record.name, error)
-    if written is None:
-        raise problem if problem is not None else CheckpointError(verdict)
-    return written
-
-
-def _check_parts(staging: Staging, captured: Captured, files: list[FileEntry]) -> None:
-    """Prove that rank zero sees all parts, and that they make the sharded tensors whole."""
-    found: dict[tuple[str, str], list[SliceEntry]] = {key: [] for key in captured.sharded_tensors}
-    for file in files:
-        rank = rank_of(file.path)
-        if rank is None:
-            continue
-        path = staging.path / file.path
-        _wait_until_seen(path, 0, size=file.size, made_by=rank)
-        if path.name == PART_FILE:
-            data = path.read_bytes()
-            if digest_of(data) != file.xxh3_128:
-                raise CheckpointError(f"rank 0 reads other bytes from {file.path} than rank {rank} wrote")
-            for entry in parse_part(data):
-                found.setdefault((entry.file, entry.key), []).append(entry)
-    for (file_name, key), slices in found.items():
-        expected = captured.sharded_tensors.get((file_name, key))
-        boxes = [Box(entry.offset, entry.shape) for entry in slices]
-        facts = {(entry.whole, entry.dtype) for entry in slices}
-        if expected is None or facts - {(expected.whole, expected.dtype)} or not make_whole(expected.whole, boxes):
-            raise CheckpointError(
-                f"the ranks do not hold the same sharded tensors: their slices of {key} do not make one whole; "
-                "every rank has to put the same sharded tensors into its state"
-            )
 
 
 def _wait_until_seen(path: Path, rank: int, *, size: int | None = None, made_by: int = 0) -> None:

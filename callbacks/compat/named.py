@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -119,18 +119,19 @@ class LoggingCallback(_Periodic):
 
 
 class CheckpointCallback(_Periodic):
-    """Saves checkpoints at a cadence, and keeps the newest and the best.
+    """Saves checkpoints with `Checkpoint` at a cadence, and keeps the newest and the best.
+
+    In a loop of one's own the trainer's ``save_checkpoint(path)`` writes ``checkpoint_<step>.pt`` and
+    ``checkpoint_best.pt``; under Lightning, a callback that calls it does.
 
     Args:
         save_interval: Cadence in steps; 0 turns it off.
         save_best: Whether the checkpoint with the smallest loss is kept.
         max_checkpoints: How many of the newest are kept; None keeps all.
         output_dir: Where they go; None is ``<default_root_dir>/checkpoints``.
-        format: ``genlight`` saves with `Checkpoint`, from which a run resumes exactly; ``pt`` writes the files of this
-            style (``checkpoint_<step>.pt``, ``checkpoint_best.pt``) by ``trainer.save_checkpoint``.
 
     Raises:
-        ValueError: A number is negative, `max_checkpoints` is 0, or `format` is unknown.
+        ValueError: A number is negative, or `max_checkpoints` is 0.
     """
 
     critical = True
@@ -142,24 +143,18 @@ class CheckpointCallback(_Periodic):
         save_best: bool = True,
         max_checkpoints: int | None = 5,
         output_dir: str | os.PathLike[str] | None = None,
-        format: Literal["genlight", "pt"] = "genlight",  # noqa: A002  # what users of the style would call it
     ) -> None:
         if max_checkpoints is not None and max_checkpoints < 1:
             raise ValueError(f"Invalid `max_checkpoints`. Expected a number >= 1, but received {max_checkpoints}.")
-        if format not in ("genlight", "pt"):
-            raise ValueError(f"Invalid `format`. Expected 'genlight' or 'pt', but received {format!r}.")
         super().__init__("save_interval", save_interval)
         self.save_best = save_best
         self.max_checkpoints = max_checkpoints
         self.output_dir = None if output_dir is None else Path(output_dir)
-        self.format = format
         self._best = math.inf
         self._written: list[Path] = []
 
     @override
     def lightning_callbacks(self, trainer: TrainerView) -> list[pl.Callback]:
-        if self.format == "pt":
-            return []
         is_hosted = hasattr(trainer.module, "step_result")
         return [
             Checkpoint(
@@ -177,27 +172,19 @@ class CheckpointCallback(_Periodic):
 
     @override
     def act(self, trainer: TrainerView | OwnLoop) -> None:
-        if self.format != "pt" and not isinstance(trainer, OwnLoop):
+        if not isinstance(trainer, OwnLoop):
             return
         folder = self.output_dir or trainer.output_dir / "checkpoints"
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"checkpoint_{self._step}.pt"
-        loss = trainer.metrics.get("loss", math.inf)  # first: reading it updates the best loss, which is saved
         trainer.save_checkpoint(path)
         self._written.append(path)
         while self.max_checkpoints is not None and len(self._written) > self.max_checkpoints:
             self._written.pop(0).unlink(missing_ok=True)
+        loss = trainer.metrics.get("loss", math.inf)
         if self.save_best and loss < self._best:
             self._best = loss
             trainer.save_checkpoint(folder / "checkpoint_best.pt")
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was written and what was best, for a resume."""
-        return {"best": self._best, "written": [str(path) for path in self._written]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with what a checkpoint of the run says."""
-        self._best, self._written = state_dict["best"], [Path(path) for path in state_dict["written"]]
 
 
 class EvalCallback(_Periodic):

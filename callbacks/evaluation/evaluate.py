@@ -19,7 +19,7 @@ from ..hook.cadence import Boundaries, StepCadence
 from ..hook.events import publish_scores, timed
 from ..hook.hook import Hook, skippable
 
-__all__ = ["Evaluate", "as_scores", "modes_after_failure", "scores_of"]
+__all__ = ["Evaluate", "scores_of"]
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Evaluate(Hook):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._check(pl_module)
+        _evaluation_of(pl_module)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -70,17 +70,8 @@ class Evaluate(Hook):
         if not self._boundaries.crosses(trainer.global_step):
             return
         with timed(trainer, "evaluation"):
-            scores = _scores_of_all_ranks(trainer, lambda: self._evaluate(pl_module), average=self.average)
+            scores = _scores_of_all_ranks(trainer, pl_module, average=self.average)
         publish_scores(trainer, scores, trainer.global_step)
-
-    def _check(self, pl_module: pl.LightningModule) -> None:
-        """Raise where no evaluation can ever work."""
-        _evaluation_of(pl_module)
-
-    def _evaluate(self, pl_module: pl.LightningModule) -> dict[str, float]:
-        """The scores of this rank."""
-        with modes_after_failure(pl_module):
-            return scores_of(pl_module)
 
 
 def scores_of(pl_module: pl.LightningModule) -> dict[str, float]:
@@ -91,30 +82,21 @@ def scores_of(pl_module: pl.LightningModule) -> dict[str, float]:
     """
     with isolated_random_numbers():
         scores = _evaluation_of(pl_module)(getattr(pl_module, "contract_state", None), getattr(pl_module, "ctx", None))
-    return as_scores(scores, "evaluate")
-
-
-def as_scores(scores: Any, source: str) -> dict[str, float]:
-    """The return value of `source` as scores by name.
-
-    Raises:
-        ContractError: It is not a mapping of numbers.
-    """
     if not isinstance(scores, Mapping):
-        raise ContractError(f"{source} returned a {type(scores).__qualname__}; it must be a mapping of scores")
-    return {str(name): _number(name, score, source) for name, score in scores.items()}
+        raise ContractError(f"evaluate returned a {type(scores).__qualname__}; it must be a mapping of scores")
+    return {str(name): _number(name, score) for name, score in scores.items()}
 
 
-def _number(name: object, score: Any, source: str) -> float:
+def _number(name: object, score: Any) -> float:
     try:
         return float(score)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = type(score).__qualname__
-        raise ContractError(f"{source} returned a {kind} as {name!r}; a score is one number ({error})") from error
+        raise ContractError(f"evaluate returned a {kind} as {name!r}; a score is one number ({error})") from error
 
 
 @contextmanager
-def modes_after_failure(module: torch.nn.Module) -> Iterator[None]:
+def _modes_after_failure(module: torch.nn.Module) -> Iterator[None]:
     """Put the modes of `module` and its parts back where the body, which sets them, fails half-way."""
     modes = [(part, part.training) for part in module.modules()]
     try:
@@ -123,6 +105,11 @@ def modes_after_failure(module: torch.nn.Module) -> Iterator[None]:
         for part, is_training in modes:
             part.training = is_training
         raise
+
+
+def _scores_of_rank(pl_module: pl.LightningModule) -> dict[str, float]:
+    with _modes_after_failure(pl_module):
+        return scores_of(pl_module)
 
 
 def _evaluation_of(pl_module: pl.LightningModule) -> Callable[..., Any]:
@@ -135,21 +122,19 @@ def _evaluation_of(pl_module: pl.LightningModule) -> Callable[..., Any]:
     return evaluate  # type: ignore[no-any-return]
 
 
-def _scores_of_all_ranks(
-    trainer: pl.Trainer, evaluate: Callable[[], dict[str, float]], *, average: bool
-) -> dict[str, float]:
-    """The scores of `evaluate`, the same on all ranks: the mean over ranks, or rank zero's. Collective.
+def _scores_of_all_ranks(trainer: pl.Trainer, pl_module: pl.LightningModule, *, average: bool) -> dict[str, float]:
+    """The scores of the trainer's evaluation, the same on all ranks: the mean over ranks, or rank zero's. Collective.
 
     Raises:
         EvaluationError: It failed on another rank, or scores to average have different names on different ranks.
-        Exception: What `evaluate` raised on this rank, after all ranks know of it.
+        Exception: What it raised on this rank, after all ranks know of it.
     """
     if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
-        return evaluate()
+        return _scores_of_rank(pl_module)
     scores: dict[str, float] = {}
     failure: Exception | None = None
     try:
-        scores = evaluate()
+        scores = _scores_of_rank(pl_module)
     except Exception as error:  # noqa: BLE001 - raised below, once the other ranks do not wait for this one
         failure = error
     said = None if failure is None else f"{type(failure).__qualname__}: {text_of(failure)}"

@@ -50,8 +50,8 @@ _PREFIXES_OF_A_RANK = ("TORCHELASTIC_", "SLURM_STEP_", "PMI_", "PMIX_", "OMPI_")
 class EvaluateCommand(Hook):
     """Has a command score the newest durable checkpoint while training goes on, and fires ``on_scores`` for its step.
 
-    The command gets the path of the checkpoint's record as its last argument, or in place of ``{checkpoint}``, and its
-    step in place of ``{step}``. It answers with a JSON object of numbers as the last line of its standard output.
+    The command gets the path of the checkpoint's record, which says its step, as its last argument. It answers with a
+    JSON object of numbers as the last line of its standard output.
     One command runs at a time. While it runs, only the newest checkpoint is queued, which is not removed before it is
     scored. Scores are reported for their checkpoint's step, once the current step has finished. The end of a fit waits
     for them, unless a stop was asked for; a stop or a failure ends the command.
@@ -116,7 +116,7 @@ class EvaluateCommand(Hook):
         if not any(saver.saves_anything for saver in savers):
             raise EvaluationError(
                 "EvaluateCommand scores checkpoints, and nothing saves one. Add a `Checkpoint` callback that does, "
-                "or use `Evaluate` or `EvaluateLoader`"
+                "or use `Evaluate`"
             )
         for saver in savers:
             saver.keep_while_in_use(self._files_in_use)
@@ -184,8 +184,8 @@ class EvaluateCommand(Hook):
             return
         record, self._waiting = self._waiting, None
         self._begun_step = record.step
-        command = command_for(self.command, record.path, record.step)
-        self._running = record, ScoreCommand(command, time_limit_s=self.time_limit_s)
+        command = ScoreCommand([*self.command, str(record.path)], time_limit_s=self.time_limit_s)
+        self._running = record, command
         self.next_due_step = 0
 
     def _report(self, trainer: pl.Trainer) -> None:
@@ -217,13 +217,6 @@ class EvaluateCommand(Hook):
         """The files that retention must keep; asked in the thread that writes."""
         waiting, running = self._waiting, self._running
         return [record.path for record in (waiting, running[0] if running else None) if record is not None]
-
-
-def command_for(command: Sequence[str], checkpoint: Path, step: int) -> list[str]:
-    """`command` with the path of a checkpoint in place of ``{checkpoint}``, or else appended, and ``{step}``."""
-    named = any("{checkpoint}" in argument for argument in command)
-    arguments = [*command, *([] if named else ["{checkpoint}"])]
-    return [argument.replace("{checkpoint}", str(checkpoint)).replace("{step}", str(step)) for argument in arguments]
 
 
 class ScoreCommand:
@@ -307,22 +300,20 @@ class ScoreCommand:
 
 
 def parse_scores(text: str) -> dict[str, float]:
-    """The scores in what a command printed: a JSON object of numbers, as all of it or as its last line.
+    """The scores in what a command printed: a JSON object of numbers as its last line.
 
     Raises:
         EvaluationError: There is none, or a value is not a finite number.
     """
     said = text.strip()
-    problem = "nothing"
-    for candidate in (said, said.rpartition("\n")[2]):
-        try:
-            return msgspec.json.decode(candidate, type=dict[str, float])
-        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-            problem = f"{hide_secrets(said)[-QUOTED:]!r} ({str(error)[:QUOTED]})" if said else "nothing"
-    raise EvaluationError(
-        f"the evaluation command printed {problem}; its last line must be a JSON object of finite numbers, such as "
-        '{"val/loss": 0.25}'
-    )
+    try:
+        return msgspec.json.decode(said.rpartition("\n")[2], type=dict[str, float])
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+        what = f"{hide_secrets(said)[-QUOTED:]!r} ({str(error)[:QUOTED]})" if said else "nothing"
+        raise EvaluationError(
+            f"the evaluation command printed {what}; its last line must be a JSON object of finite numbers, such as "
+            '{"val/loss": 0.25}'
+        ) from error
 
 
 def _ending(code: int) -> str:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import fields
+from dataclasses import asdict
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from typing_extensions import override
 
-from ...adapter.contract.exceptions import ReplicaDriftError
 from ...adapter.plumbing.devices import gather_objects, host_group
-from ...adapter.plumbing.redaction import text_of
 from ..hook.cadence import StepCadence, crossed, next_multiple
 from ..hook.events import FIGURES_FIELD, fire, publish_figures
 from ..hook.hook import Hook
@@ -40,29 +38,22 @@ class Diagnosis(Hook):
 
     - ``nonfinite_loss``, ``nonfinite_gradients``: with the first module that gave such a value, forward or backward, in
       the step of the check (`trace_modules`: in any step). An update that a gradient scaler leaves out is not a fault.
-    - ``vanishing_gradients``, ``exploding_gradients``, ``dead_parameters`` (no gradient for several checks)
-    - ``large_updates``, ``small_updates``: norm of an update over that of the weights
-    - ``loss_spike``: by median and median absolute deviation of the last 256 losses
+    - ``vanishing_gradients``; ``exploding_gradients``: a norm above 10,000, or above 100 times what is usual
+    - ``dead_parameters``: no gradient for three checks
+    - ``large_updates``, ``small_updates``: above 0.3 or below 1e-8 of the weights' norm
+    - ``loss_spike``: 8 standard deviations above the median of the last 256 losses, by median absolute deviation
     - ``zero_learning_rate``, ``rising_learning_rate`` (it rises after it fell)
     - ``latent_collapse``: the metric ``latent_std`` or ``z_std``, or the root of ``latent_var`` or ``z_var``
-    - ``straggler``: a rank, by its host, for which the others wait
+    - ``straggler``: a rank, by its host, that takes twice as long as the others, which wait for it
     - ``repeated_data``: the same batch twice in a row, or on all ranks
-    - ``replica_drift``: what a `ReplicaGuard` has found
 
-    An event has the figures in its ``artifacts``, and suggestions in words; the log says the same, loggers get
-    ``diagnosis/<fault>``, 1 or 0, and callbacks hear ``on_fault``.
+    A fault has ended after two checks without it. An event has the figures in its ``artifacts``, and suggestions in
+    words; the log says the same, loggers get ``diagnosis/<fault>``, 1 or 0, and callbacks hear ``on_fault``.
 
     Args:
         check_interval: Cadence in steps; 0 turns it off.
         gradient_min_norm: Gradients vanish where the largest norm of a parameter's gradient is below this.
         latent_std_min: Latent values have collapsed where their standard deviation is below this.
-        gradient_max_norm: Gradients explode where a norm is above this, or above 100 times what is usual.
-        update_ratio_min: Updates are too small below this share of the weights' norm.
-        update_ratio_max: Updates are too large above this.
-        spike_deviations: How many standard deviations above the median a loss is a spike.
-        dead_checks: Checks without a gradient before a parameter counts as dead.
-        straggler_factor: A rank this many times slower than the others is reported.
-        cool_down_checks: Checks without a fault after which it has ended.
         trace_modules: Watch modules in every step instead of only at checks; costs a reduction for each module.
         scenario: Name of the scenario in the events.
         path: The telemetry file; None is ``WORLDFLUX_METRICS_PATH``, else ``.worldflux/metrics.jsonl``.
@@ -84,29 +75,20 @@ class Diagnosis(Hook):
         gradient_min_norm: float = 1e-8,
         latent_std_min: float = 1e-6,
         *,
-        gradient_max_norm: float = 1e4,
-        update_ratio_min: float = 1e-8,
-        update_ratio_max: float = 0.3,
-        spike_deviations: float = 8.0,
-        dead_checks: int = 3,
-        straggler_factor: float = 2.0,
-        cool_down_checks: int = 2,
         trace_modules: bool = False,
         scenario: str = "trainer",
         path: str | os.PathLike[str] | None = None,
     ) -> None:
-        given = locals()
-        self.limits = Limits(**{limit.name: given[limit.name] for limit in fields(Limits)})
-        wrong = self.limits.faults()
-        wrong += [] if cool_down_checks >= 1 else [f"`cool_down_checks` {cool_down_checks} (expected at least 1)"]
-        wrong += [] if check_interval >= 0 else [f"`check_interval` {check_interval} (expected a number >= 0)"]
+        self.limits = Limits(gradient_min_norm, latent_std_min)
+        numbers = {"check_interval": check_interval, **asdict(self.limits)}
+        wrong = [f"`{name}` {value} (expected a number >= 0)" for name, value in numbers.items() if not value >= 0]
         wrong += [] if scenario else ["`scenario` '' (expected a non-empty string)"]
         if wrong:
             raise ValueError(f"Invalid arguments of Diagnosis: {', '.join(wrong)}.")
         self.check_interval = check_interval
         self.trace_modules = trace_modules
         self.history = History()
-        self.fault_log = FaultLog(cool_down_checks)
+        self.fault_log = FaultLog()
         self._events = RunEvents(scenario, path)
         self._began_at: dict[str, float] = {}
         self._train_began_at = time.monotonic()
@@ -157,10 +139,6 @@ class Diagnosis(Hook):
     @override
     def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._detach()
-        if isinstance(exception, ReplicaDriftError):
-            text = text_of(exception)
-            drift = Fault("replica_drift", text, ("See the cause that the error names.",), {}, trainer.global_step)
-            self._report(trainer, drift)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -33,26 +33,16 @@ RUNGS: Final[tuple[Rung, ...]] = get_args(Rung)
 
 LOSSES_KEPT = 256
 NORMS_KEPT = 20
+COOL_DOWN_CHECKS = 2
+"""After how many checks in a row without it a fault is over."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """From where on something is a fault; `Diagnosis` describes each."""
+    """What a run may say of itself: from where on gradients vanish, and latent values have collapsed."""
 
     gradient_min_norm: float = 1e-8
-    gradient_max_norm: float = 1e4
     latent_std_min: float = 1e-6
-    update_ratio_min: float = 1e-8
-    update_ratio_max: float = 0.3
-    spike_deviations: float = 8.0
-    dead_checks: int = 3
-    straggler_factor: float = 2.0
-
-    def faults(self) -> list[str]:
-        """What is wrong with them, each with what was expected."""
-        least = {"dead_checks": 1}
-        wrong = [(name, value) for name, value in asdict(self).items() if not value >= least.get(name, 0)]
-        return [f"`{name}` {value} (expected a number >= {least.get(name, 0)})" for name, value in wrong]
 
 
 @dataclass(frozen=True)
@@ -167,15 +157,9 @@ def from_maximum(largest: float) -> float | None:
 
 
 class FaultLog:
-    """The faults that have begun and not ended.
+    """The faults that have begun and not ended; one that comes and goes is reported once."""
 
-    Args:
-        cool_down_checks: After how many checks in a row without it a fault is over; one that comes and goes is
-            reported once.
-    """
-
-    def __init__(self, cool_down_checks: int) -> None:
-        self.cool_down_checks = cool_down_checks
+    def __init__(self) -> None:
         self.active: dict[str, Fault] = {}
         """By kind, as each was when it began."""
         self._clean_checks: dict[str, int] = {}
@@ -192,7 +176,7 @@ class FaultLog:
         over = []
         for kind in list(self.active):
             self._clean_checks[kind] = 0 if kind in now else self._clean_checks.get(kind, 0) + 1
-            if self._clean_checks[kind] >= self.cool_down_checks:
+            if self._clean_checks[kind] >= COOL_DOWN_CHECKS:
                 del self._clean_checks[kind]
                 over.append(replace(self.active.pop(kind), is_over=True))
         return [*begins, *over]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,19 +21,18 @@ from ..checkpoint.writing import require_shared_directory
 from ..hook.cadence import rewind
 from ..hook.events import FIGURES_FIELD, callbacks_of, fire, log_to_loggers, publish_figures, run_state_of
 from ..hook.hook import Hook, ending_the_run
-from ..telemetry.run_events import RunEvents, run_id_of
+from ..telemetry.run_events import run_id_of
 from .faults import (
     FAULT_KINDS,
     RUNGS,
     Fault,
     History,
-    Limits,
     Rung,
     as_maximum,
     from_maximum,
 )
 from .readings import scaled_by
-from .roll_back import Target, abandon_later, last_good_checkpoint, position_of_data, restore
+from .roll_back import Target, abandon_later, last_good_checkpoint, restore
 from .rules import faults_of_update, reading_of_update
 from .watch_nonfinite import WatchNonfinite
 
@@ -142,11 +139,10 @@ class Recover(Hook):
     first rung, when `good_steps` steps beyond the last fault were trained without a fault and the learning rate is back
     to normal. After `max_attempts` rungs in one incident the run fails with an error that lists what was tried.
 
-    Each rung is written as a ``recovery`` event of WASR telemetry, with step, rung, attempt, fault and position in the
-    data. So are the end of an incident and of a lowered rate. Loggers receive ``recover/attempt`` (0 when the incident
-    has ended), ``recover/lr_factor``, the number of times each rung was taken (``recover/skip`` and so on) and, for a
-    roll-back, ``trainer/rolled_back_to_step``, after which later steps are logged again. The state is part of every
-    checkpoint: a resumed run continues on the same rung and gives the same weights as an uninterrupted one.
+    A warning names each rung with its fault. Loggers receive ``recover/attempt`` (0 when the incident has ended),
+    ``recover/lr_factor``, the number of times each rung was taken (``recover/skip`` and so on) and, for a roll-back,
+    ``trainer/rolled_back_to_step``, after which later steps are logged again. The state is part of every checkpoint: a
+    resumed run continues on the same rung and gives the same weights as an uninterrupted one.
 
     It works with a trainer class in a `ContractModule`. Costs: the device is synchronized at each update, buffers are
     copied in each step, and several ranks reduce a number in each step. With 16-mixed, an overflow handled by the
@@ -160,10 +156,6 @@ class Recover(Hook):
         lower_lr_steps: Number of steps with the lowered rate.
         good_steps: Number of steps without a fault that end an incident.
         max_attempts: Number of rungs that an incident may take.
-        spike_deviations: A loss is a spike if it is this many standard deviations above the median of the last 256.
-        gradient_max_norm: Gradients explode above this norm, or above 100 times the usual norm.
-        scenario: The scenario in the events.
-        path: The telemetry file; None is ``WORLDFLUX_METRICS_PATH``, else ``.worldflux/metrics.jsonl``.
 
     Raises:
         ValueError: Arguments are invalid; the message lists all of them.
@@ -186,29 +178,21 @@ class Recover(Hook):
         lower_lr_steps: int = 100,
         good_steps: int = 100,
         max_attempts: int = 5,
-        spike_deviations: float = 8.0,
-        gradient_max_norm: float = 1e4,
-        scenario: str = "trainer",
-        path: str | os.PathLike[str] | None = None,
     ) -> None:
         wrong = _argument_faults(
             ladder,
             faults,
             counts={"lower_lr_steps": lower_lr_steps, "good_steps": good_steps, "max_attempts": max_attempts},
-            limits={"spike_deviations": spike_deviations, "gradient_max_norm": gradient_max_norm},
             lr_factor=lr_factor,
-            scenario=scenario,
         )
         if wrong:
             raise ValueError(f"Invalid arguments of Recover: {', '.join(wrong)}.")
         self.faults = tuple(faults)
         self.lr_factor = lr_factor
         self.lower_lr_steps = lower_lr_steps
-        self.limits = Limits(spike_deviations=spike_deviations, gradient_max_norm=gradient_max_norm)
         self._arguments = (cast("Sequence[Rung]", ladder), max_attempts, good_steps)
         self.judges_losses = "loss_spike" in faults
         self.judges_norms = "exploding_gradients" in faults
-        self._events = RunEvents(scenario, path)
         self._train_began_at = time.monotonic()
         self._begin()
 
@@ -269,7 +253,7 @@ class Recover(Hook):
 
     def _faults_of(self, step: int, loss: float | None, gradient_norm: float | None) -> list[Fault]:
         reading = reading_of_update(step, loss, gradient_norm)
-        return faults_of_update(reading, self.history, self.limits, self.faults)
+        return faults_of_update(reading, self.history, self.faults)
 
     def note_loss(self, loss: float | None, *, is_scaled: bool) -> None:
         """A step has ended, of which this is the largest loss on this rank; ``nan`` where one is not finite."""
@@ -289,32 +273,39 @@ class Recover(Hook):
             self.history.add(reading_of_update(step, loss if self.judges_losses else None, self._norm))
         self._forget_step()
         if found:
-            self._climb(trainer, list(found.values()))
+            self._climb(trainer, next(iter(found.values())))  # a loss that is not finite has such gradients
         elif over := self.ladder.good_step(step):
-            self._report_recovered(trainer, over)
+            publish_figures(trainer, {"recover/attempt": 0.0})
+            if trainer.is_global_zero:
+                log.info("recovered at step %d, after: %s", step, _tried(over))
         if self._lowered_until and step >= self._lowered_until:
             self._raise_rate(trainer)
 
-    def _climb(self, trainer: pl.Trainer, found: Sequence[Fault]) -> None:
-        step, text = trainer.global_step, found[0].text  # a loss that is not finite has such gradients
-        attempt = self.ladder.climb(step, text)
+    def _climb(self, trainer: pl.Trainer, fault: Fault) -> None:
+        step = trainer.global_step
+        attempt = self.ladder.climb(step, fault.text)
         if attempt is None:
-            raise ending_the_run(RecoveryError(_given_up(self.ladder, step, text)))
-        numbers = {name: value for name, value in found[0].figures.items() if isinstance(value, float)}
-        figures: dict[str, Any] = {"fault": found[0].kind, **numbers, "data": position_of_data(trainer)}
+            raise ending_the_run(RecoveryError(_given_up(self.ladder, step, fault.text)))
+        figures = {"recover/attempt": float(attempt.number), f"recover/{attempt.rung}": self.ladder.taken[attempt.rung]}
+        what = "The update is skipped"
         if attempt.rung == "lower_lr":
             self.rate_factor *= self.lr_factor
             self._lowered_until = step + self.lower_lr_steps
             self.ladder.hold_until(self._lowered_until)
-            figures |= {"lr_factor": self.rate_factor, "until_step": self._lowered_until}
+            figures["recover/lr_factor"] = self.rate_factor
+            what += f", and the learning rate is multiplied by {self.rate_factor:.4g} until step {self._lowered_until}"
         if attempt.rung == "roll_back":
             saver = _saver_of(trainer)
             assert saver is not None
             self._target = last_good_checkpoint(trainer, saver, self.ladder.first_step)
             run_state_of(trainer).rolls_back = self._target is not None
-            to_step = None if self._target is None else self._target[0]
-            figures |= {"to_step": to_step, "skipped_steps": None if to_step is None else [to_step + 1, step]}
-        self._report(trainer, attempt, figures)
+            if self._target is None:
+                what += ", because there is no good checkpoint from before the incident"
+            else:
+                what = f"Training rolls back to step {self._target[0]} and skips the batches since then"
+        publish_figures(trainer, figures)
+        if trainer.is_global_zero:
+            log.warning("step %d: %s. %s (attempt %d)", step, fault.text, what, attempt.number)
 
     @override
     def on_roll_back_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -361,54 +352,12 @@ class Recover(Hook):
     def _raise_rate(self, trainer: pl.Trainer) -> None:
         self.rate_factor, self._lowered_until = 1.0, 0
         publish_figures(trainer, {"recover/lr_factor": 1.0})
-        self._write(trainer, success=True, error="", figures={"state": "rate_restored", "lr_factor": 1.0})
-
-    def _report(self, trainer: pl.Trainer, attempt: Attempt, figures: Mapping[str, Any]) -> None:
-        metrics = {"recover/attempt": float(attempt.number), f"recover/{attempt.rung}": self.ladder.taken[attempt.rung]}
-        if attempt.rung == "lower_lr":
-            metrics["recover/lr_factor"] = self.rate_factor
-        publish_figures(trainer, metrics)
-        if trainer.is_global_zero:
-            log.warning("step %d: %s. %s", attempt.step, attempt.fault, _what_is_done(attempt, figures))
-        facts = {"state": "rung", "rung": attempt.rung, "attempt": attempt.number, **figures}
-        self._write(trainer, success=False, error=attempt.fault, figures=facts)
-
-    def _report_recovered(self, trainer: pl.Trainer, over: Sequence[Attempt]) -> None:
-        publish_figures(trainer, {"recover/attempt": 0.0})
-        if trainer.is_global_zero:
-            log.info("recovered at step %d, after: %s", trainer.global_step, _tried(over))
-        figures = {"state": "recovered", "attempts": len(over), "began_at_step": over[0].step}
-        self._write(trainer, success=True, error="", figures=figures)
-
-    def _write(self, trainer: pl.Trainer, *, success: bool, error: str, figures: Mapping[str, Any]) -> None:
-        if trainer.is_global_zero:
-            self._events.write(
-                trainer,
-                event="recovery",
-                success=success,
-                duration_sec=time.monotonic() - self._train_began_at,
-                error=error,
-                artifacts=dict(figures),
-            )
 
 
 def _of_all_ranks(trainer: pl.Trainer, loss: float | None) -> float | None:
     """The largest loss of all ranks, ``nan`` where one is not finite; the same on all."""
     largest = torch.tensor(as_maximum(loss), dtype=torch.float64, device=trainer.strategy.root_device)
     return from_maximum(trainer.strategy.reduce(largest, reduce_op="max").item())
-
-
-def _what_is_done(attempt: Attempt, figures: Mapping[str, Any]) -> str:
-    if attempt.rung == "lower_lr":
-        factor, until = figures["lr_factor"], figures["until_step"]
-        what = f"The update is skipped, and the learning rate is multiplied by {factor:.4g} until step {until}"
-    elif attempt.rung == "roll_back" and figures["to_step"] is not None:
-        what = f"Training rolls back to step {figures['to_step']} and skips the batches since then"
-    elif attempt.rung == "roll_back":
-        what = "The update is skipped, because there is no good checkpoint from before the incident"
-    else:
-        what = "The update is skipped"
-    return f"{what} (attempt {attempt.number})"
 
 
 def _tried(attempts: Sequence[Attempt]) -> str:
@@ -429,8 +378,6 @@ def _argument_faults(
     *,
     counts: dict[str, int],
     lr_factor: float,
-    limits: dict[str, float],
-    scenario: str,
 ) -> list[str]:
     """The faults in the arguments of `Recover`, each with what was expected."""
     wrong = [*_unknown("ladder", ladder, RUNGS), *_unknown("faults", faults, FAULT_KINDS)]
@@ -439,9 +386,6 @@ def _argument_faults(
         wrong.append(f"`max_attempts` {counts['max_attempts']} (expected at least the {len(ladder)} rungs of `ladder`)")
     if not 0 < lr_factor < 1:
         wrong.append(f"`lr_factor` {lr_factor} (expected a number between 0 and 1)")
-    wrong += [f"`{name}` {value} (expected a number > 0)" for name, value in limits.items() if not 0 < value < math.inf]
-    if not scenario:
-        wrong.append("`scenario` '' (expected a text that is not empty)")
     return wrong
 
 

@@ -22,7 +22,6 @@ from ..checkpoint.codec.state_tree import format_path
 from ..checkpoint.format.record import CheckpointRecord
 from ..checkpoint.policy import Checkpoint
 from ..checkpoint.rank_state import (
-    clear_gradients,
     digests_of,
     gradients_of_rank,
     restore_gradients,
@@ -31,9 +30,9 @@ from ..checkpoint.rank_state import (
 from ..checkpoint.selection import WRITER, list_checkpoints, newest_valid, own_records
 from ..checkpoint.storage.commit import delete_checkpoint
 from ..hook.events import callbacks_of, run_state_of
-from ..lightning_internals import checkpoint_connector, loader_states
+from ..lightning_internals import checkpoint_connector
 
-__all__ = ["Target", "abandon_later", "last_good_checkpoint", "position_of_data", "restore"]
+__all__ = ["Target", "abandon_later", "last_good_checkpoint", "restore"]
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +94,6 @@ def restore(trainer: pl.Trainer, pl_module: Any, target: Target, *, keeps: pl.Ca
         connector.restore_precision_plugin_state()
         connector.restore_optimizers_and_schedulers()
         _restore_callbacks(trainer, pl_module, checkpoint, keeps)
-        clear_gradients(pl_module)
         pl_module.restore_trainer()
     finally:
         connector._loaded_checkpoint, connector._ckpt_path = {}, given
@@ -108,7 +106,7 @@ def restore(trainer: pl.Trainer, pl_module: Any, target: Target, *, keeps: pl.Ca
     _require_equal(trainer, pl_module, checkpoint, path)
     parts = checkpoint[CONTRACT_KEY]
     gradients = gradients_of_rank(parts.get("gradients", []), trainer.global_rank, trainer.world_size)
-    restore_gradients(pl_module, gradients)
+    restore_gradients(pl_module, gradients, clears_others=True)
     restore_rng_of_rank(parts["rng"], trainer.global_rank)
     pl_module.feed_callback_metrics()
 
@@ -154,17 +152,6 @@ def _what_there_is(trainer: pl.Trainer, pl_module: Any) -> dict[str, Any]:
         ],
         "state": pl_module.state_payload(),
     }
-
-
-def position_of_data(trainer: pl.Trainer) -> dict[str, Any]:
-    """Where this rank's loaders stand: batches so far, and the plain numbers of their states."""
-    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
-    states = loader_states(trainer)
-    data = trainer.datamodule  # type: ignore[attr-defined]
-    if data is not None:
-        states.append(data.state_dict())
-    counters = {name: value for state in states for name, value in state.items() if isinstance(value, int)}
-    return {"batches": batches.ready, **counters}
 
 
 def _first_difference(expected: Any, actual: Any, again: Any) -> str | None:

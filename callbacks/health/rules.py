@@ -17,8 +17,18 @@ EXPLODES_BY = 100.0
 """How many times the usual largest norm is one that explodes."""
 SMALLEST_EXPLOSION = 1.0
 """Below this norm a gradient does not explode, however small it was before: a run that has converged, say."""
+LARGEST_NORM = 1e4
+"""Above this it explodes in any case."""
+DEAD_CHECKS = 3
+"""For how many checks in a row a parameter without a gradient is dead."""
+SMALLEST_UPDATE, LARGEST_UPDATE = 1e-8, 0.3
+"""Shares of the weights' norm: an update below the one changes nothing, one above the other too much."""
+SPIKE_DEVIATIONS = 8.0
+"""How many standard deviations above the median a loss is a spike."""
 SMALLEST_SPREAD = 0.01
 """Share of the median loss that counts as its spread at least, where losses hardly vary."""
+STRAGGLER_FACTOR = 2.0
+"""A rank that takes this many times longer than the others is reported."""
 STRAGGLES_BY_S = 0.002
 """Below this difference a rank is not worth naming."""
 
@@ -104,7 +114,7 @@ def exploding_gradients(case: Case) -> Fault | None:
     usual = (
         statistics.median(case.history.largest_norms) if len(case.history.largest_norms) >= NORMS_FOR_MEDIAN else None
     )
-    limit = case.limits.gradient_max_norm
+    limit = LARGEST_NORM
     if usual:
         limit = min(limit, max(usual * EXPLODES_BY, SMALLEST_EXPLOSION))
     if largest <= limit:
@@ -124,14 +134,14 @@ def dead_parameters(case: Case) -> Fault | None:
     dead = [
         name
         for name, norm in case.reading.gradient_norms.items()
-        if not norm and case.history.checks_without_gradient.get(name, 0) + 1 >= case.limits.dead_checks
+        if not norm and case.history.checks_without_gradient.get(name, 0) + 1 >= DEAD_CHECKS
     ]
     # Where nothing has a gradient, that it vanishes says it all.
     if not dead or len(dead) == len(case.reading.gradient_norms):
         return None
     return Fault(
         "dead_parameters",
-        f"no gradient for {case.limits.dead_checks} checks: {_listed(dead)}",
+        f"no gradient for {DEAD_CHECKS} checks: {_listed(dead)}",
         (
             "Check that the forward uses them, and that nothing detaches them from the loss.",
             "Of a ReLU that never fires: lower the learning rate, or use LeakyReLU or GELU.",
@@ -147,18 +157,18 @@ def update_size(case: Case) -> Fault | None:
     if ratio is None or not math.isfinite(ratio) or not case.reading.highest_rate:
         return None
     figures = {"update_ratio": ratio, "learning_rate": case.reading.highest_rate}
-    if ratio > case.limits.update_ratio_max:
+    if ratio > LARGEST_UPDATE:
         return Fault(
             "large_updates",
-            f"an update changes the weights by {ratio:.3g} of their norm, above {case.limits.update_ratio_max:.3g}",
+            f"an update changes the weights by {ratio:.3g} of their norm, above {LARGEST_UPDATE:.3g}",
             ("Lower the learning rate; about 0.001 of the norm a step is usual.", "Clip gradients."),
             figures,
         )
     largest = _largest_norm(case.reading)
-    if ratio < case.limits.update_ratio_min and largest is not None and largest >= case.limits.gradient_min_norm:
+    if ratio < SMALLEST_UPDATE and largest is not None and largest >= case.limits.gradient_min_norm:
         return Fault(
             "small_updates",
-            f"an update changes the weights by {ratio:.3g} of their norm, below {case.limits.update_ratio_min:.3g}",
+            f"an update changes the weights by {ratio:.3g} of their norm, below {SMALLEST_UPDATE:.3g}",
             (
                 "Raise the learning rate.",
                 "Weights in bf16 or fp16 lose small updates in rounding: keep them in fp32 (`bf16-mixed`).",
@@ -174,7 +184,7 @@ def loss_spike(case: Case) -> Fault | None:
     if spread is None:
         return None
     median, deviation = spread
-    limit = median + case.limits.spike_deviations * max(deviation, SMALLEST_SPREAD * abs(median))
+    limit = median + SPIKE_DEVIATIONS * max(deviation, SMALLEST_SPREAD * abs(median))
     spikes = [(step, loss) for step, loss in case.reading.losses if loss > limit]
     if not spikes:
         return None
@@ -236,8 +246,8 @@ def latent_collapse(case: Case) -> Fault | None:
 
 def straggler(case: Case) -> Fault | None:
     """One rank takes longer than the others, which wait for it, at two checks in a row."""
-    slow = _slow_rank(case.reading.step_seconds, case.limits)
-    before = _slow_rank(case.history.step_seconds, case.limits)
+    slow = _slow_rank(case.reading.step_seconds)
+    before = _slow_rank(case.history.step_seconds)
     if slow is None or before is None or slow[0] != before[0]:
         return None
     rank, slowest, others = slow
@@ -304,20 +314,20 @@ def reading_of_update(step: int, loss: float | None, gradient_norm: float | None
     )
 
 
-def faults_of_update(reading: Reading, history: History, limits: Limits, kinds: Collection[str]) -> list[Fault]:
+def faults_of_update(reading: Reading, history: History, kinds: Collection[str]) -> list[Fault]:
     """The faults of `kinds` that an update with this reading would have."""
     rules = [rule for kind in FAULT_KINDS if kind in kinds for rule in _RULES_OF_UPDATES[kind]]
-    return list(find_faults(reading, history, limits, rules=rules))
+    return list(find_faults(reading, history, Limits(), rules=rules))
 
 
-def _slow_rank(step_seconds: Sequence[float | None], limits: Limits) -> tuple[int, float, float] | None:
+def _slow_rank(step_seconds: Sequence[float | None]) -> tuple[int, float, float] | None:
     """The slowest rank, its seconds and the median of the others, where it is far slower than they are."""
     measured = [(seconds, rank) for rank, seconds in enumerate(step_seconds) if seconds is not None]
     if len(measured) < 2:
         return None
     slowest, rank = max(measured)
     others = statistics.median(seconds for seconds, other in measured if other != rank)
-    is_slow = slowest >= limits.straggler_factor * others and slowest - others >= STRAGGLES_BY_S
+    is_slow = slowest >= STRAGGLER_FACTOR * others and slowest - others >= STRAGGLES_BY_S
     return (rank, slowest, others) if is_slow else None
 
 

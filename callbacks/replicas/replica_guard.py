@@ -23,9 +23,6 @@ from .digest import digest, digest_of_all
 
 __all__ = ["ReplicaGuard"]
 
-SETTINGS_NAMED = 4
-"""How many settings that differ an error names."""
-
 STEPS_UNTIL_SENT = 1
 STEPS_UNTIL_READ = 4
 """How many steps later a digest has left its device, and all ranks have sent theirs: no step waits for either."""
@@ -141,19 +138,9 @@ class ReplicaGuard(Hook):
             ReplicaDriftError: On every rank.
         """
         comparison, self._pending = self._pending, None
-        if comparison is None:
-            return
-        tensors_differ, settings_differ = comparison.differences()
-        if settings_differ:
-            raise ReplicaDriftError(_explained_settings(comparison.settings, comparison.step, comparison.group))
-        if tensors_differ:
+        if comparison is not None and comparison.differs():
             named = list(_replicated(pl_module, comparison.trainer))
-            raise ReplicaDriftError(_explained(named, comparison.step, comparison.group))
-
-
-def _is_state(name: str) -> bool:
-    """Whether a tensor of this name is of an optimizer's state."""
-    return " of " in name
+            raise ReplicaDriftError(_explained(named, comparison.settings, comparison.step, comparison.group))
 
 
 def _has_process_group(trainer: pl.Trainer) -> bool:
@@ -189,12 +176,12 @@ class _Comparison:
             self._sent = torch.cat([self._numbers.read(), self._of_settings])
             self.work = dist.all_reduce(self._sent, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
-    def differences(self) -> tuple[bool, bool]:
-        """Whether tensors of the ranks differ, and whether settings do."""
+    def differs(self) -> bool:
+        """Whether tensors or settings of the ranks differ."""
         self.send()
         self.work.wait()
         of_tensors, negative, of_settings, negative_of_settings = self._sent.tolist()
-        return of_tensors != -negative, of_settings != -negative_of_settings
+        return (of_tensors, of_settings) != (-negative, -negative_of_settings)
 
 
 def _next_double(step: int, first: int) -> int:
@@ -244,52 +231,39 @@ def _of_module(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tupl
     yield from module.named_buffers()
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for optimizer in trainer.optimizers:
-        for parameter, state in optimizer.state.items():
+        for i, (parameter, state) in enumerate(optimizer.state.items()):
             for key, value in named_values(state):
                 if isinstance(value, Tensor):
-                    yield f"{key} of {names.get(id(parameter), 'a tensor')}", value
+                    yield f"{key} of {names.get(id(parameter), f'tensor {i}')}", value
 
 
-def _explained(named: Sequence[tuple[str, Tensor]], step: int, group: dist.ProcessGroup | None) -> str:
-    """What differs between the ranks, to be called by all of them."""
-    names = [name for name, _ in named]
-    everyone = gather_objects([(name, tuple(tensor.shape), int(digest(tensor))) for name, tensor in named], group)
-    for rank, theirs in enumerate(everyone):
-        if [entry[:2] for entry in theirs] != [entry[:2] for entry in everyone[0]]:
-            return _different_tensors(step, rank, everyone[0], theirs)
-    differs = [len({theirs[i][2] for theirs in everyone}) > 1 for i in range(len(names))]
-    if not any(differs):
+def _explained(
+    named: Sequence[tuple[str, Tensor]], settings: dict[str, str], step: int, group: dist.ProcessGroup | None
+) -> str:
+    """What differs between the ranks, to be called by all of them; of settings first, which change weights too."""
+    tensors = {name: (f"shape {tuple(tensor.shape)}", int(digest(tensor))) for name, tensor in named}
+    everyone = gather_objects({"settings": settings, "tensors": tensors}, group)
+    for what in ("settings", "tensors"):
+        of_ranks: list[dict[str, Any]] = [theirs[what] for theirs in everyone]
+        names = list(dict.fromkeys(name for theirs in of_ranks for name in theirs))
+        drifted = [name for name in names if len({theirs.get(name) for theirs in of_ranks}) > 1]
+        if drifted:
+            break
+    else:
         return f"after step {step} replicas differed between ranks, and they no longer do; {_ADVICE}"
-    first = differs.index(True)
-    versions: dict[int, list[int]] = {}
-    for rank, theirs in enumerate(everyone):
-        versions.setdefault(theirs[first][2], []).append(rank)
-    values = _values(named[first][1], group)
+    of_first = [theirs.get(drifted[0], "nothing") for theirs in of_ranks]
+    values = [value if isinstance(value, str) else value[0] for value in of_first]
+    if what == "tensors" and len(set(values)) == 1:
+        values = _values(dict(named)[drifted[0]], group)
+    versions: dict[Any, list[int]] = {}
+    for rank, value in enumerate(of_first):
+        versions.setdefault(value, []).append(rank)
     groups = " and ".join(
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} ({values[ranks[0]]})" for ranks in versions.values()
     )
-    drifted = [name for name, differ in zip(names, differs, strict=True) if differ]
     return (
-        f"after step {step} {len(drifted)} of {len(names)} tensors differ between ranks, the first is {names[first]}: "
-        f"{groups} hold different values. Likely {_cause(drifted, len(names))}. {_ADVICE}"
-    )
-
-
-def _explained_settings(settings: dict[str, str], step: int, group: dist.ProcessGroup | None) -> str:
-    """Which settings differ between the ranks, to be called by all of them."""
-    everyone = gather_objects(settings, group)
-    paths = dict.fromkeys(path for theirs in everyone for path in theirs)
-    differing = [path for path in paths if len({theirs.get(path) for theirs in everyone}) > 1]
-    texts = []
-    for path in differing[:SETTINGS_NAMED]:
-        values = (f"rank {rank}: {theirs.get(path, 'nothing')}" for rank, theirs in enumerate(everyone))
-        texts.append(f"{path} ({', '.join(values)})")
-    more = len(differing) - SETTINGS_NAMED
-    return (
-        f"after step {step} settings that all ranks must share differ: {'; '.join(texts)}"
-        + (f"; and {more} more" if more > 0 else "")
-        + ". Likely a learning rate, a schedule or a count that follows the loss or the rows of one rank: average what "
-        f"decides it over all ranks, or decide on rank 0 and broadcast it. {_ADVICE}"
+        f"after step {step} {len(drifted)} of {len(names)} {what} differ between ranks, the first is {drifted[0]}: "
+        f"{groups} hold different values. Likely {_cause(what, drifted, len(names))}. {_ADVICE}"
     )
 
 
@@ -297,16 +271,6 @@ _ADVICE = (
     "What is meant to differ by rank is named in the trainer's `rank_local`, an optimizer that shards its state "
     "included; ReplicaGuard(every_n_steps=0) compares nothing."
 )
-
-
-def _different_tensors(step: int, rank: int, first: list[Any], other: list[Any]) -> str:
-    pairs = zip([*first, None], [*other, None], strict=False)
-    here, there = next((a, b) for a, b in pairs if (a and a[:2]) != (b and b[:2]))
-    texts = ["nothing" if entry is None else f"{entry[0]} of shape {entry[1]}" for entry in (here, there)]
-    return (
-        f"after step {step} ranks hold different tensors: rank 0 has {texts[0]} where rank {rank} has {texts[1]}. "
-        f"Likely an optimizer that shards its state, or parameters that only one rank replaced. {_ADVICE}"
-    )
 
 
 def _values(tensor: Tensor, group: dist.ProcessGroup | None) -> list[str]:
@@ -321,10 +285,15 @@ def _values(tensor: Tensor, group: dist.ProcessGroup | None) -> list[str]:
     return gather_objects(f"{mine[index].item()!r} at {index}", group)
 
 
-def _cause(drifted: Sequence[str], count: int) -> str:
+def _cause(what: str, drifted: Sequence[str], count: int) -> str:
+    if what == "settings":
+        return (
+            "a learning rate, a schedule or a count that follows the loss or the rows of one rank: average what "
+            "decides it over all ranks, or decide on rank 0 and broadcast it"
+        )
     if all(name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked") for name in drifted):
         return "statistics of a norm layer that each rank computes from its own rows; SyncBatchNorm makes them equal"
-    if all(map(_is_state, drifted)):
+    if all(" of " in name for name in drifted):  # what optimizers keep of a parameter
         return "an optimizer that shards its state, or one whose state was changed by what a rank's own rows say"
     if 2 * len(drifted) > count:
         return (

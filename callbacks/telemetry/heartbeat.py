@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import resource
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +17,12 @@ from ...adapter.plumbing.devices import memory_of
 from ..hook.cadence import NEVER, StepCadence, crossed
 from ..hook.events import FIGURES_FIELD, publish_figures
 from ..hook.hook import Hook, skippable
-from .flops import StepFlops, number_type, peak_flops
+from .flops import StepFlops
 from .run_events import RunEvents
 
-__all__ = ["Heartbeat", "samples_in", "tokens_in"]
+__all__ = ["Heartbeat"]
 
 log = logging.getLogger(__name__)
-
-TOKENS = ("input_ids", "tokens", "token_ids")
-"""Entries of a batch, or columns, that hold one number for each token."""
 
 
 @dataclass
@@ -39,14 +34,9 @@ class _Counts:
     step: int
     """Completed steps when it began."""
     batches: int = 0
-    samples: int | None = 0
-    """None once a batch does not say."""
-    tokens: int | None = 0
 
-    def add(self, samples: int | None, tokens: int | None) -> None:
-        self.batches += 1
-        self.samples = None if self.samples is None or samples is None else self.samples + samples
-        self.tokens = None if self.tokens is None or tokens is None else self.tokens + tokens
+    def steps_per_sec(self, step: int, now: float) -> float:
+        return (step - self.step) / max(now - self.began_at, 1e-9)
 
 
 class Heartbeat(Hook):
@@ -55,14 +45,14 @@ class Heartbeat(Hook):
     Throughput is measured since the last heartbeat and over this attempt, without steps before a resume. Fields without
     a key of their own go in ``artifacts`` of the event, and to loggers as ``perf/…``:
 
-    - ``steps_per_sec``, ``samples_per_sec`` and ``tokens_per_sec`` of all ranks, and the same of the attempt
-      (``attempt_…``). Samples and tokens are there where batches say: rows, the first dimension of tensors, the
-      elements of ``input_ids``, ``tokens`` or ``token_ids``.
+    - ``steps_per_sec``, and that of the attempt (``attempt_steps_per_sec``)
     - ``flops_per_sec`` of this device: the operations of a step, counted by the formulas of
       ``torch.utils.flop_counter`` in the second step and again in a step after batches changed their shapes, as seen
-      at a heartbeat. ``mfu`` is their share of what the device can do in this precision, where that is known.
-    - ``watts`` of an NVIDIA GPU by NVML (needs ``nvidia-ml-py``).
-    - ``memory_bytes`` and ``peak_memory_bytes``: of the GPU by torch, else of this process.
+      at a heartbeat
+    - ``watts`` of an NVIDIA GPU by NVML (needs ``nvidia-ml-py``)
+    - ``memory_bytes`` and ``peak_memory_bytes``: of the GPU by torch, else of this process
+
+    Lightning's ``ThroughputMonitor`` has samples and tokens a second, and their share of what the device can do.
 
     What cannot be measured is taken from the metrics ``flops_estimate`` or ``flops``, operations a second, and
     ``watts_estimate`` or ``power_watts``; else it is null. ``duration_sec`` is the time since training began,
@@ -100,7 +90,6 @@ class Heartbeat(Hook):
         self._set_up_at = time.monotonic()
         self._first_step_s: float | None = None
         self._window = self._attempt = _Counts(self._set_up_at, 0)
-        self._replicas = 1
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -112,7 +101,6 @@ class Heartbeat(Hook):
         self._first_step_s = None
         self._attempt = _Counts(time.monotonic(), trainer.global_step)
         self._window = _Counts(self._attempt.began_at, self._attempt.step)
-        self._replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         self._has_nvml = trainer.strategy.root_device.type == "cuda"
         self._flops = StepFlops() if self.count_flops else None
 
@@ -134,9 +122,8 @@ class Heartbeat(Hook):
             return
         if self._flops is not None:
             self._flops.end()
-        samples, tokens = samples_in(batch), tokens_in(batch)
-        self._window.add(samples, tokens)
-        self._attempt.add(samples, tokens)
+        self._window.batches += 1
+        self._attempt.batches += 1
         if self._first_step_s is None:
             self._first_step_s = time.monotonic() - self._set_up_at
         step = trainer.global_step
@@ -167,16 +154,15 @@ class Heartbeat(Hook):
         now, step = time.monotonic(), trainer.global_step
         window, attempt = self._window, self._attempt
         self._window = _Counts(now, step)
-        rates = _rates(window, step, now, self._replicas)
+        steps_per_sec = window.steps_per_sec(step, now)
         flops = self._flops_per_sec(trainer, window.batches / max(now - window.began_at, 1e-9))
         watts = self._watts(trainer.strategy.root_device)
         if watts is None:
             watts = _metric(trainer, "watts_estimate", "power_watts")
         figures = {
-            **rates,
-            **{f"attempt_{name}": rate for name, rate in _rates(attempt, step, now, self._replicas).items()},
+            "steps_per_sec": steps_per_sec,
+            "attempt_steps_per_sec": attempt.steps_per_sec(step, now),
             "flops_per_sec": flops,
-            "mfu": _share_of_peak(trainer, flops),
             "watts": watts,
             **_memory(trainer.strategy.root_device),
         }
@@ -186,7 +172,7 @@ class Heartbeat(Hook):
             success=True,
             duration_sec=now - attempt.began_at,
             ttfi_sec=self._first_step_s,
-            throughput_steps_per_sec=rates["steps_per_sec"],
+            throughput_steps_per_sec=steps_per_sec,
             flops_estimate=flops,
             watts_estimate=watts,
             flops_per_watt=flops / watts if flops is not None and watts else None,
@@ -213,28 +199,10 @@ class Heartbeat(Hook):
         return _metric(trainer, "flops_estimate", "flops") if per_step is None else per_step * batches_per_sec
 
 
-def _rates(counts: _Counts, step: int, now: float, replicas: int) -> dict[str, float | None]:
-    seconds = max(now - counts.began_at, 1e-9)
-    return {
-        "steps_per_sec": (step - counts.step) / seconds,
-        "samples_per_sec": None if counts.samples is None else counts.samples * replicas / seconds,
-        "tokens_per_sec": None if counts.tokens is None else counts.tokens * replicas / seconds,
-    }
-
-
 def _metric(trainer: pl.Trainer, *names: str) -> float | None:
     """The first metric of the step that has one of the names; a 0 counts."""
     metrics = trainer.callback_metrics
     return next((float(metrics[name]) for name in names if name in metrics), None)
-
-
-def _share_of_peak(trainer: pl.Trainer, flops: float | None) -> float | None:
-    """MFU, model FLOPs utilisation (Chowdhery et al. 2022, PaLM, appendix B)."""
-    device, numbers = trainer.strategy.root_device, number_type(str(trainer.precision))
-    if flops is None or numbers is None or device.type != "cuda":
-        return None
-    peak = peak_flops(torch.cuda.get_device_name(device), numbers)
-    return None if peak is None else flops / peak
 
 
 def _memory(device: torch.device) -> dict[str, float | None]:
@@ -246,43 +214,3 @@ def _memory(device: torch.device) -> dict[str, float | None]:
     # Linux counts the peak in KiB, and a little late.
     peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     return {"memory_bytes": resident, "peak_memory_bytes": peak}
-
-
-def samples_in(batch: Any) -> int | None:
-    """The samples of a batch; None where it does not say.
-
-    Rows of an Arrow batch; the first dimension of a tensor or array, or of the first one in a mapping or sequence; the
-    length of a sequence of anything else.
-    """
-    rows = getattr(batch, "num_rows", None)
-    if isinstance(rows, int):
-        return rows
-    is_sequence = isinstance(batch, list | tuple)
-    values = list(batch.values()) if isinstance(batch, Mapping) else list(batch) if is_sequence else [batch]
-    shapes = (getattr(value, "shape", None) for value in values)
-    sizes = [int(shape[0]) for shape in shapes if isinstance(shape, tuple) and shape]
-    if isinstance(batch, Mapping):
-        sizes += [len(value) for value in values if isinstance(value, list | tuple)]
-    return sizes[0] if sizes else len(batch) if is_sequence else None
-
-
-def tokens_in(batch: Any) -> int | None:
-    """The tokens of a batch, padding included; None where it has no entry that is named as one of `TOKENS`."""
-    for name in TOKENS:
-        if isinstance(batch, Mapping) and name in batch:
-            return _elements(batch[name])
-        column_names = getattr(getattr(batch, "schema", None), "names", ())
-        if name in column_names:
-            return _elements(batch.column(name))
-    return None
-
-
-def _elements(value: Any) -> int | None:
-    shape = getattr(value, "shape", None)
-    if isinstance(shape, tuple):
-        return math.prod(shape)
-    if hasattr(value, "flatten"):  # an Arrow column of lists
-        return len(value.flatten())
-    if isinstance(value, list | tuple):
-        return sum(len(each) if isinstance(each, list | tuple) else 1 for each in value)
-    return None

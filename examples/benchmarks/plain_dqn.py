@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-POLES, STEPS, UPDATES, ROWS, SUMMED = 8, 32, 128, 64, 3
+POLES, STEPS, UPDATES, ROWS = 8, 32, 128, 64
 CAPACITY, FIRST_UPDATE_AFTER = 50_000, 1_000
 GAMMA, RATE, TARGET_EVERY = 0.99, 1e-3, 32
 LEAST_RANDOM, RANDOM_UNTIL = 0.04, 8_000
@@ -29,25 +29,12 @@ def phases(seed: int, max_steps: int) -> Iterator[tuple[list[Tensor], float]]:
     draws = torch.Generator().manual_seed(seed)
     observations, followings = torch.zeros(CAPACITY, 4), torch.zeros(CAPACITY, 4)
     actions, rewards = torch.zeros(CAPACITY, dtype=torch.int64), torch.zeros(CAPACITY)
-    terminated, truncated, real = (torch.zeros(CAPACITY, dtype=torch.bool) for _ in range(3))
+    terminated, real = torch.zeros(CAPACITY, dtype=torch.bool), torch.zeros(CAPACITY, dtype=torch.bool)
     written, updates, returns, finished = 0, 0, np.zeros(POLES), []
 
     def sample() -> tuple[Tensor, ...]:
-        """Rows with rewards that are summed over some steps of the same pole."""
-        index = torch.randint(max(0, written - CAPACITY), written, (ROWS,), generator=draws)
-        total, steps, last = torch.zeros(ROWS), torch.zeros_like(index), index
-        goes_on = torch.ones(ROWS, dtype=torch.bool)
-        for step in range(SUMMED):
-            at = index + step * POLES
-            goes_on &= at < written
-            places = at % CAPACITY
-            total += torch.where(goes_on, rewards[places] * GAMMA**step, 0)
-            steps += goes_on
-            last = torch.where(goes_on, at, last)
-            goes_on &= ~terminated[places]
-            goes_on &= ~truncated[places]
-        first, last = index % CAPACITY, last % CAPACITY
-        return observations[first], actions[first], total, steps, followings[last], terminated[last], real[first]
+        at = torch.randint(max(0, written - CAPACITY), written, (ROWS,), generator=draws) % CAPACITY
+        return observations[at], actions[at], rewards[at], followings[at], terminated[at], real[at]
 
     while updates < max_steps:
         collected = 0
@@ -63,7 +50,7 @@ def phases(seed: int, max_steps: int) -> Iterator[tuple[list[Tensor], float]]:
                 following, reward, is_terminated, is_truncated, _ = envs.step(action.numpy())
                 observation = torch.from_numpy(following)
                 actions[rows], rewards[rows], followings[rows] = action, torch.from_numpy(reward), observation
-                terminated[rows], truncated[rows] = torch.from_numpy(is_terminated), torch.from_numpy(is_truncated)
+                terminated[rows] = torch.from_numpy(is_terminated)
                 written += POLES
                 collected += POLES
                 returns += reward
@@ -71,10 +58,10 @@ def phases(seed: int, max_steps: int) -> Iterator[tuple[list[Tensor], float]]:
                 finished = [*finished, *returns[ended].tolist()][-100:]
                 returns[ended] = 0.0
         for _ in range(UPDATES):
-            x, action, reward, steps, following, is_terminated, is_real = sample()
+            x, action, reward, following, is_terminated, is_real = sample()
             with torch.no_grad():
                 best = net(following).argmax(-1, keepdim=True)
-                wanted = reward + GAMMA**steps * target(following).gather(1, best).squeeze(1) * ~is_terminated
+                wanted = reward + GAMMA * target(following).gather(1, best).squeeze(1) * ~is_terminated
             values = net(x).gather(1, action[:, None]).squeeze(1)
             loss = (nn.functional.smooth_l1_loss(values, wanted, reduction="none") * is_real).mean()
             optimizer.zero_grad()

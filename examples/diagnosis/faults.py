@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
-from genlight.callbacks import Checkpoint, Diagnosis, Recover
+from genlight.callbacks import Checkpoint, Diagnosis, Hook, Recover
 from genlight.reporters.telemetry import read_events
 
 SLEEPS = range(61, 90)
@@ -91,22 +91,32 @@ class Batches:
         self.number = state["number"]
 
 
-def tell(path: Path) -> None:
+class NoteRungs(Hook):
+    """Keeps what `Recover` reports."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, str]] = []
+
+    def on_figures(self, trainer, pl_module, figures):
+        said = [f"{name.removeprefix('recover/')} {figures[name]:g}" for name in figures if name.startswith("recover/")]
+        if said:
+            self.lines.append((trainer.global_step, f"recovery    {'  '.join(said)}"))
+
+
+def tell(path: Path, rungs: NoteRungs) -> None:
     """Print what was said and done, and when."""
+    lines = list(rungs.lines)
     for event in read_events(path):
         facts = event["artifacts"]
-        if event["event"] == "recovery":
-            rung = facts.get("rung", facts["state"])
-            more = {name: facts[name] for name in ("attempt", "lr_factor", "until_step", "to_step") if facts.get(name)}
-            said = "  ".join([rung, *(f"{name} {value}" for name, value in more.items())])
-        else:
-            said = f"{facts['fault']} {facts['state']}" + (f": {event['error']}" if event["error"] else "")
-        print(f"{event['step']:4}  {event['event']:10}  {said}")
+        text = f"diagnostic  {facts['fault']} {facts['state']}"
+        lines.append((event["step"], f"{text}: {event['error']}" if event["error"] else text))
+    for step, line in sorted(lines, key=lambda line: line[0]):
+        print(f"{step:4}  {line}")
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    telemetry = folder / "telemetry.jsonl"
+    telemetry, rungs = folder / "telemetry.jsonl", NoteRungs()
     trainer = Trainer(
         max_steps=STEPS,
         accelerator="cpu",
@@ -119,14 +129,15 @@ def main(folder: Path) -> None:
         default_root_dir=folder,
         callbacks=[
             Diagnosis(check_interval=10, trace_modules=True, path=telemetry),
-            Recover(faults=["nonfinite", "loss_spike"], lower_lr_steps=10, good_steps=20, path=telemetry),
+            Recover(faults=["nonfinite", "loss_spike"], lower_lr_steps=10, good_steps=20),
+            rungs,
             Checkpoint(folder / "checkpoints", every_n_steps=50),
         ],
     )
     module = ContractModule(Planted(), TrainingJobSpec(run_id="faults", max_steps=STEPS))
     trainer.fit(module, Batches(trainer.global_rank))
     if trainer.is_global_zero:
-        tell(telemetry)
+        tell(telemetry, rungs)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ python examples/goodput/killed_run.py          writes to runs/killed below the w
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 from genlight.reporters import follow
@@ -16,6 +17,8 @@ EVENTS = RUN / "metrics" / "events.jsonl"
 KILLS = (350, 650, 950)
 """At which steps. A checkpoint is saved every 200, so each kill costs up to that many."""
 STEPS = 1200
+RESTART_S = 0.5
+"""How long the run lies idle after each kill, until it is started again; a scheduler takes longer."""
 
 
 def train():
@@ -62,6 +65,7 @@ def main():
         process = subprocess.Popen([sys.executable, __file__, "train"], stderr=subprocess.DEVNULL)
         if step is not None:
             kill_at(process, step, attempt)
+            time.sleep(RESTART_S)
         elif process.wait():
             raise SystemExit(f"the last attempt ended with exit code {process.returncode}")
     subprocess.run([sys.executable, "-m", "genlight", "events", str(RUN), "--goodput"], check=True)

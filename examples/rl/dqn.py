@@ -10,7 +10,7 @@ from cartpole import ACTIONS, OBSERVATION, CartPoles, mean_return
 from torch import Tensor, nn
 
 from genlight.adapter import StepContext, StepResult, seed_everything
-from genlight.adapter.feed import NStep, ReplayBuffer
+from genlight.adapter.feed import ReplayBuffer
 
 POLES, STEPS = 8, 32
 UPDATES, ROWS = 128, 64
@@ -41,7 +41,7 @@ class DQN:
         self.seed = ctx.job.hyperparams.get("seed", 0)
         seed_everything(self.seed)
         self.poles = CartPoles(POLES, self.seed)
-        self.replay = ReplayBuffer(CAPACITY, ROW, seed=self.seed, streams=POLES, n_step=NStep(3, GAMMA))
+        self.replay = ReplayBuffer(CAPACITY, ROW, seed=self.seed)
 
     def configure(self, ctx: StepContext) -> dict[str, Any]:
         hidden = [nn.Linear(OBSERVATION, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()]
@@ -70,7 +70,7 @@ class DQN:
         with torch.no_grad():
             best = state["net"](batch["next_observation"]).argmax(-1, keepdim=True)
             following = state["target"](batch["next_observation"]).gather(1, best).squeeze(1)
-            wanted = batch["reward"] + GAMMA ** batch["steps"] * following * ~batch["terminated"]
+            wanted = batch["reward"] + GAMMA * following * ~batch["terminated"]
         values = state["net"](batch["observation"]).gather(1, batch["action"][:, None]).squeeze(1)
         # A row that only began an episode is none of the policy's.
         loss = (nn.functional.smooth_l1_loss(values, wanted, reduction="none") * batch["is_real"]).mean()

@@ -18,9 +18,7 @@ class DigitClassifier:
 
     def configure(self, ctx: StepContext) -> dict[str, Any]:
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(ctx.device)
-        optimizer, scheduler = build_default_adamw_bundle(
-            model, ctx.job.hyperparams, max_steps=ctx.job.max_steps, lr_schedule="linear"
-        )
+        optimizer, scheduler = build_default_adamw_bundle(model, ctx.job.hyperparams, max_steps=ctx.job.max_steps)
         return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
     def prepare_batch(

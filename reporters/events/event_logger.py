@@ -21,7 +21,6 @@ from torch.nn import Module
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import EventLogError
-from ...adapter.plumbing.durable import fsync_directory, fsync_file
 from ...adapter.plumbing.failures import EXIT_FAILED, Failure, describe_failure
 from ...adapter.plumbing.redaction import secrets_of_module
 from ...adapter.plumbing.run_metadata import metadata_of_module
@@ -45,11 +44,9 @@ class EventLogger(Logger):
     - ``metric`` for every number that is logged, at the step that every logger gets (Lightning's own loop counts the
       first batch as step 0). Texts are left to other loggers. The automatic column ``epoch`` is left out: it is not a
       measurement, and would double the log of a model with one metric;
-    - ``checkpoint`` and ``sample`` for what genlight's `Checkpoint` and `WriteSamples` made durable;
-    - ``checkpoint`` for each file of a ``ModelCheckpoint``, once it is on disk and the metrics of its step are in the
-      log. Lightning logs the metrics of a step after its checkpoints, so the event is written with the next metrics or
-      at the end. Metrics that arrive even later, for a step whose checkpoint was already reported, are dropped with a
-      warning;
+    - ``checkpoint`` and ``sample`` for what genlight's `Checkpoint` and `WriteSamples` made durable.
+      Lightning's own ``ModelCheckpoint`` has no events: its files are not made durable. Metrics that arrive for a step
+      whose checkpoint was already reported are dropped with a warning;
     - ``completed`` or ``failed`` when the fit ends, with the number of completed optimizer steps.
 
     Each fit is one attempt of the run. ``validate`` and ``test`` are attempts of their own if they log something.
@@ -85,7 +82,6 @@ class EventLogger(Logger):
         self._is_begun = False
         self._trainer: pl.Trainer | None = None
         self._recorder: RecordEvents | None = None
-        self._pending: list[tuple[str, int]] = []
         self._last_step = 0
         self._warned = False
         self._left_out: set[str] = set()
@@ -115,7 +111,6 @@ class EventLogger(Logger):
             "_log": None,
             "_is_begun": False,
             "_trainer": None,
-            "_pending": [],
             "_recorder": None,
             "_run": None,
         }
@@ -169,8 +164,6 @@ class EventLogger(Logger):
             event_log = self._started_log() if self._owns_log else self.experiment
         if at > self._last_step:
             self._last_step = at
-        if self._pending:
-            self._report_checkpoints(before=at)
         if "epoch" in metrics:
             metrics = {name: value for name, value in metrics.items() if name != "epoch"}
         try:
@@ -188,16 +181,6 @@ class EventLogger(Logger):
             if event_log.takes_metrics_of(at):
                 raise
             self._warn_late(metrics, at)
-
-    @override
-    @rank_zero_only
-    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        if not self._owns_log:
-            return
-        path = _saved_path(checkpoint_callback)
-        if path:
-            self._started_log()
-            self._pending.append((path, self._completed_steps()))
 
     @override
     @rank_zero_only
@@ -220,7 +203,6 @@ class EventLogger(Logger):
             self._trainer.callbacks.remove(self._recorder)  # type: ignore[attr-defined]
         self._log = self._trainer = self._recorder = None
         self._is_begun = False
-        self._pending = []
         self._last_step = 0
 
     def _started_log(self) -> EventLog:
@@ -254,39 +236,21 @@ class EventLogger(Logger):
     def _completed_steps(self) -> int:
         return self._last_step if self._trainer is None else self._trainer.global_step
 
-    def _report_checkpoints(self, before: int | None = None) -> None:
-        """Write events of checkpoints that are on disk: of steps `before` one that is being logged, or of all.
-
-        What retention deletes before its turn never becomes an event.
-        """
-        due = [entry for entry in self._pending if before is None or entry[1] < before]
-        self._pending = [entry for entry in self._pending if entry not in due]
-        for path, step in due:
-            if "://" in path or _make_durable(path):
-                self.experiment.checkpoint(path=path, step=step)
-
     def _complete(self, event_log: EventLog) -> None:
         if event_log.phase != "started":
             return
-        self._report_checkpoints()
         stopped = "should_stop" if self._trainer is not None and self._trainer.should_stop else None
         event_log.completed(step=self._completed_steps(), final_checkpoint=event_log.last_checkpoint, stopped=stopped)
 
     def _fail(self, event_log: EventLog, error: BaseException | None) -> None:
         if event_log.phase == "ended":
             return
-        try:
-            self._report_checkpoints()
-        except (EventLogError, OSError):
-            log.exception("the last checkpoints of run %s could not be recorded in %s", self.run_id, self.path)
         step = self._completed_steps()
         if error is None:
             failure = Failure("train-step", "the run was aborted", resumable=False, exit_code=EXIT_FAILED)
         else:
             secrets = secrets_of_module(None if self._trainer is None else self._trainer.lightning_module)
-            # A restart finds a checkpoint of this attempt, or the one from which it resumed.
-            resumed = self._trainer is not None and self._trainer.ckpt_path is not None
-            has_checkpoint = event_log.last_checkpoint is not None or resumed
+            has_checkpoint = event_log.last_checkpoint is not None or _has_checkpoint(self._trainer)
             failure = describe_failure(error, has_checkpoint=has_checkpoint, lost_steps=step > 0, secrets=secrets)
             failure = failure if self._run is None else self._run.first_cause(failure)
         event_log.record_failure(failure, step)
@@ -365,24 +329,12 @@ class RecordEvents(Callback):
             self.event_log.sample(path=path, step=step)
 
 
-def _saved_path(callback: ModelCheckpoint) -> str:
-    """The file that a ``ModelCheckpoint`` wrote last; Lightning has no public name for it."""
-    saved = getattr(callback, "_last_checkpoint_saved", None) or callback.last_model_path or callback.best_model_path
-    return str(saved)
-
-
-def _make_durable(path: str) -> bool:
-    """Bring a checkpoint (a file, or a folder of them) to the disk, as Lightning does not; False when it is gone."""
-    if not os.path.exists(path):
+def _has_checkpoint(trainer: pl.Trainer | None) -> bool:
+    """Whether a restart finds a stock checkpoint of this attempt, or the one from which it resumed."""
+    if trainer is None:
         return False
-    if os.path.isfile(path):
-        fsync_file(path)
-    for folder, _, files in os.walk(path):
-        for name in files:
-            fsync_file(os.path.join(folder, name))
-        fsync_directory(folder)
-    fsync_directory(os.path.dirname(os.path.abspath(path)))
-    return True
+    stock = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    return trainer.ckpt_path is not None or any(each.last_model_path or each.best_model_path for each in stock)
 
 
 def _is_number(name: Any, value: Any) -> bool:

@@ -3,89 +3,91 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
-from ...adapter.plumbing.urls import parse_origins, safe_url, trusted_origins, url_fault
+from msgspec import Meta
 
-__all__ = ["ENVIRONMENT", "QUEUE_DIRECTORY", "UploadConfig"]
+from ...adapter.plumbing.settings import (
+    Block,
+    NonBlank,
+    Origin,
+    Positive,
+    Seconds,
+    Target,
+    Token,
+    Url,
+    example,
+    faults_of,
+    keys_of,
+    value_of,
+    variable,
+)
+from ...adapter.plumbing.urls import safe_url, trusted_origins
+
+__all__ = ["QUEUE_DIRECTORY", "CapabilityToken", "Deadline", "FileStore", "TokenOrigins", "UploadConfig", "UploadUrls"]
 
 QUEUE_DIRECTORY = "uploads"
 """Name of the queue within a run's artifacts directory."""
 
 
-ENVIRONMENT = {
-    "token": "TRAINER_CAPABILITY_TOKEN",
-    "metrics_url": "TRAINER_UPLOAD_METRICS_URL",
-    "checkpoint_url": "TRAINER_UPLOAD_CHECKPOINT_URL",
-    "sample_url": "TRAINER_UPLOAD_SAMPLE_URL",
-    "terminal_url": "TRAINER_UPLOAD_TERMINAL_URL",
-    "file_store_url": "TENSORHUB_URL",
-}
-"""Which variable sets which field of `UploadConfig`."""
+CapabilityToken: TypeAlias = Annotated[Token, variable("TRAINER_CAPABILITY_TOKEN")]
+FileStore: TypeAlias = Annotated[Url, variable("TENSORHUB_URL")]
+TokenOrigins: TypeAlias = Annotated[frozenset[Origin], variable("TRAINER_TOKEN_ORIGINS")]
+Deadline: TypeAlias = Annotated[Seconds, variable("TRAINER_UPLOAD_DEADLINE_SECONDS")]
 
 
-@dataclass(frozen=True)
-class UploadConfig:
+class UploadUrls(Block, frozen=True, kw_only=True):
+    """Where results are uploaded; None means nowhere. URLs may hold credentials and are never shown."""
+
+    metrics_url: Annotated[Url, variable("TRAINER_UPLOAD_METRICS_URL")] | None = None
+    """Gets a POST with the metrics at each cadence."""
+    checkpoint_url: Annotated[Url, variable("TRAINER_UPLOAD_CHECKPOINT_URL")] | None = None
+    """Gets a POST for each durable checkpoint."""
+    sample_url: Annotated[Url, variable("TRAINER_UPLOAD_SAMPLE_URL")] | None = None
+    """Gets a POST for each sample."""
+    terminal_url: Annotated[Url, variable("TRAINER_UPLOAD_TERMINAL_URL")] | None = None
+    """Gets one POST when the run has ended."""
+    targets: Annotated[tuple[Target, ...], example(["hf://owner/name", "s3://bucket/folder"])] = ()
+    """Further destinations for checkpoints and samples."""
+
+    def urls(self) -> dict[str, str]:
+        """The endpoints that are set, by field name; they get the token."""
+        return {name: url for name in self.__struct_fields__ if name.endswith("_url") and (url := getattr(self, name))}
+
+
+class UploadConfig(UploadUrls, frozen=True):
     """Destinations, credentials and limits of a run's uploads; a destination that is not set is not used.
 
-    URLs are left out of ``repr`` like the token: they may hold a signature.
-
     Raises:
-        ValueError: `run_id` is empty, a number is out of range, a URL is none, or the token cannot be sent; all faults
-            are named.
+        ValueError: A value cannot be used; all that cannot are named.
     """
 
-    run_id: str
+    run_id: NonBlank
     queue_dir: str | Path
     """Directory of the queue, best within the run's artifacts: paths inside its parent are kept relative, so that a
     folder that was moved still delivers."""
     owner: str = ""
-    token: str | None = field(default=None, repr=False)
-    metrics_url: str | None = field(default=None, repr=False)
-    checkpoint_url: str | None = field(default=None, repr=False)
-    sample_url: str | None = field(default=None, repr=False)
-    terminal_url: str | None = field(default=None, repr=False)
-    file_store_url: str | None = field(default=None, repr=False)
-    """Base of the file store (``TENSORHUB_URL``); used where `owner` and `token` are set too."""
-    token_origins: Sequence[str] = ()
+    token: CapabilityToken | None = None
+    file_store_url: FileStore | None = None
+    """Base of the file store; used where `owner` and `token` are set too."""
+    token_origins: TokenOrigins = frozenset()
     """Further origins that may be sent the token, besides those of the URLs above."""
-    targets: Sequence[str] = field(default=(), repr=False)
-    """Further destinations of checkpoints and samples: ``hf://owner/name``, or any URL that fsspec opens."""
     roots: Sequence[str | Path] = ()
     """Folders that files of an earlier process may lie in, besides the parent of the queue; files that an
     entry names elsewhere are not sent."""
-    deadline_s: float = 60.0
+    deadline_s: Deadline = 60.0
     """Seconds that the end of a run waits for uploads."""
-    timeout_s: float = 30.0
+    timeout_s: Annotated[float, Meta(gt=0)] = 30.0
     """Seconds without a byte moving after which a transfer counts as stalled."""
-    backoff_base_s: float = 0.5
-    backoff_cap_s: float = 60.0
-    max_pending_metrics: int = 2000
+    backoff_base_s: Annotated[float, Meta(ge=0)] = 0.5
+    backoff_cap_s: Annotated[float, Meta(ge=0)] = 60.0
+    max_pending_metrics: Positive = 2000
     """Metric entries kept while the endpoint is away; the oldest are dropped first."""
 
     def __post_init__(self) -> None:
-        faults = []
-        if not self.run_id.strip():
-            faults.append(f"Invalid `run_id`. Expected a non-empty string, but received {self.run_id!r}.")
-        if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
-            received = f"a string of length {len(self.token)}"
-            faults.append(f"Invalid `token`. Expected printable ASCII characters, but received {received}.")
-        numbers = {"deadline_s": ">=", "backoff_base_s": ">=", "backoff_cap_s": ">="}
-        numbers |= {"timeout_s": ">", "max_pending_metrics": ">"}
-        for name, relation in numbers.items():
-            number = getattr(self, name)
-            if number < 0 or (relation == ">" and number == 0):
-                faults.append(f"Invalid `{name}`. Expected a number {relation} 0, but received {number}.")
-        # Not the URL, which may hold a signature.
-        urls = {name: fault for name, url in self.urls().items() if (fault := url_fault(url)) is not None}
-        faults += [f"Invalid `{name}`. Expected an http:// or https:// URL, but {urls[name]}." for name in urls]
-        if isinstance(self.targets, str):
-            faults.append(f"Invalid `targets`. Expected a list of URLs, but received {safe_url(self.targets)!r}.")
-        if faults:
+        if faults := faults_of(self, UploadConfig):
             raise ValueError(" ".join(faults))
-        self.origins()
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], **given: Any) -> UploadConfig:
@@ -94,18 +96,9 @@ class UploadConfig:
         Raises:
             ValueError: As the constructor.
         """
-        found: dict[str, Any] = {
-            name: text for name, key in ENVIRONMENT.items() if (text := environ.get(key, "").strip())
-        }
-        try:
-            found["token_origins"] = parse_origins(environ.get("TRAINER_TOKEN_ORIGINS", ""))
-        except ValueError as error:
-            raise ValueError(f"Invalid `TRAINER_TOKEN_ORIGINS`. Expected {error}.") from None
+        texts = {name: environ.get(key.variable, "").strip() for name, key in keys_of(cls).items() if key.variable}
+        found = {name: value_of(keys_of(cls)[name], text) for name, text in texts.items() if text}
         return cls(**{**found, **{name: value for name, value in given.items() if value is not None}})
-
-    def urls(self) -> dict[str, str]:
-        """The contract's destinations that are set, by field name."""
-        return {name: url for name in ENVIRONMENT if name != "token" and (url := getattr(self, name))}
 
     def origins(self) -> frozenset[str]:
         """Origins that may be sent the token."""

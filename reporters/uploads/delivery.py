@@ -185,7 +185,7 @@ class Delivery:
 
     def _remember(self, entry: Entry, artifact: Artifact) -> None:
         """Under the name that the message reports, and under that of the record, which may differ."""
-        content, address = self._content_digest(entry, artifact), self._address(entry, artifact)
+        content = self._content_digest(entry, artifact)
         main = len(artifact.files) - 1
         subject = artifact.subject
         about = {artifact.local_path: (self._facts_of(artifact, subject), entry.parts.get(f"put:{subject}"))}
@@ -195,13 +195,4 @@ class Delivery:
             sha256 = uploaded.sha256 if uploaded else facts.sha256
             ref = uploaded.ref if uploaded else None
             key = receipt_key(entry.kind, path)
-            self._queue.add_receipt(Receipt(key, content, ref, sha256, facts.size_bytes, address))
-
-    def _address(self, entry: Entry, artifact: Artifact) -> str | None:
-        """Where the file that the others hang on lies now: in the file store, else at the first target."""
-        uploaded = entry.parts.get(f"put:{len(artifact.files) - 1}")
-        if uploaded is not None:
-            return uploaded.ref
-        for target in self._targets.values():
-            return target.address(self._config.run_id, f"{entry.kind}s", artifact.files[-1].layout)
-        return None
+            self._queue.add_receipt(Receipt(key, content, ref, sha256, facts.size_bytes))

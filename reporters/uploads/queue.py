@@ -30,7 +30,7 @@ import msgspec
 
 from ...adapter.contract.exceptions import UploadError
 from ...adapter.plumbing.durable import TEMPORARY_PREFIX, write_bytes_durably
-from ...adapter.plumbing.file_lock import FileLock, LockHeldError
+from ...adapter.plumbing.file_lock import FileLock, LockHeldError, NoLocksError
 from ...adapter.plumbing.safe_open import PRIVATE_FILE, make_directory, read_own
 from .config import QUEUE_DIRECTORY
 
@@ -281,8 +281,6 @@ class Receipt(msgspec.Struct, frozen=True):
     ref: str | None = None
     sha256: str | None = None
     size_bytes: int = 0
-    address: str | None = None
-    """Where the file that the others hang on can be had."""
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -325,11 +323,16 @@ class Queue:
         self._unwritten: set[int] = set()
         self._receipts: dict[str, Receipt] = {}
         try:
-            self._lock = FileLock(self.directory / LOCK, is_required=False)
+            self._lock = FileLock(self.directory / LOCK)
         except LockHeldError as error:
             raise QueueInUseError(
                 f"The upload queue {self.directory} is in use by another run. Wait for it to end, stop it, or use "
                 "another directory."
+            ) from error
+        except NoLocksError as error:
+            raise QueueInUseError(
+                f"The upload queue {self.directory} cannot be locked ({error.strerror}). Use a directory on a file "
+                "system with locks."
             ) from error
         try:
             make_directory(self.directory / DELIVERED)

@@ -45,10 +45,6 @@ class Target(Protocol):
         """Its name in the queue and in messages; no secrets."""
         ...
 
-    def address(self, run_id: str, folder: str, name: str) -> str:
-        """Where the file `name` of a shipment into `folder` lies once it was delivered; no secrets."""
-        ...
-
     def deliver(self, shipment: Shipment) -> None:
         """Put every file of `shipment` there.
 
@@ -112,10 +108,6 @@ class HuggingFaceTarget:
         """``hf://owner/name@branch``."""
         return f"hf://{self.repository}@{self.revision}"
 
-    def address(self, run_id: str, folder: str, name: str) -> str:
-        """``hf:owner/name@branch:path``, as a job takes it to resume from."""
-        return f"hf:{self.repository}@{self.revision}:{folder_name(run_id)}/{folder}/{name}"
-
     def deliver(self, shipment: Shipment) -> None:
         """Commit the files; what the repository holds already is not sent again."""
         from huggingface_hub import CommitOperationAdd, HfApi
@@ -172,10 +164,6 @@ class FsspecTarget:
 
         filesystem, root = fsspec.core.url_to_fs(self._url)
         return filesystem, str(root).rstrip("/")
-
-    def address(self, run_id: str, folder: str, name: str) -> str:
-        """The URL of the target, without credentials, and the path below it."""
-        return f"{self.name.rstrip('/')}/{folder_name(run_id)}/{folder}/{name}"
 
     def deliver(self, shipment: Shipment) -> None:
         """Put the files one by one, each whole or not at all."""

@@ -221,6 +221,14 @@ class _Lane:
         raise Interrupted
 
 
+def _unwritable(config: UploadConfig, error: OSError) -> StartupContractError:
+    return StartupContractError(
+        "startup.invalid_artifact_paths",
+        f"The upload queue {str(config.queue_dir)!r} cannot be written: {error.strerror or error}. Choose another "
+        "folder: `directory` of UploadArtifacts, or `TRAINER_ARTIFACTS_DIR` for a job.",
+    )
+
+
 class Uploader:
     """Delivers what is enqueued, in the background, also what an earlier process of the run left behind.
 
@@ -236,8 +244,9 @@ class Uploader:
 
     Raises:
         UploadError: A file of the queue is damaged, or a target's package is missing.
-        StartupContractError: ``startup.artifacts_in_use``: another run has the queue open. Or the environment's
-            proxies or certificates cannot be used.
+        StartupContractError: ``startup.artifacts_in_use``: another run has the queue open.
+            ``startup.invalid_artifact_paths``: it cannot be written. Or the environment's proxies or certificates
+            cannot be used.
         ValueError: A target's URL is malformed.
     """
 
@@ -257,6 +266,9 @@ class Uploader:
         except QueueInUseError as error:
             self._client.close()
             raise StartupContractError("startup.artifacts_in_use", str(error)) from error
+        except OSError as error:
+            self._client.close()
+            raise _unwritable(config, error) from error
         except BaseException:
             self._client.close()
             raise
@@ -267,6 +279,9 @@ class Uploader:
         try:
             self.starts = self._claim(sorted(targets))
             self._look_through(keep_terminal=keep_terminal)
+        except OSError as error:
+            self.close()
+            raise _unwritable(config, error) from error
         except BaseException:
             self.close()
             raise
@@ -402,21 +417,9 @@ class Uploader:
 
     def has_queued(self, path: StrPath) -> bool:
         """Whether the checkpoint with this record waits or was delivered, by whichever process of the run."""
-        return self._waits(path) or self.delivered(path) is not None
-
-    def address_of(self, path: StrPath) -> str | None:
-        """Where the record of a checkpoint that was delivered can be had: the file store's reference, else at a target.
-
-        None while it has not arrived, and where its bytes are sent nowhere.
-        """
-        if self._waits(path):
-            return None  # what was delivered is an older one of the same name
-        receipt = self.queue.receipt(receipt_key("checkpoint", stored_path(path, self._root)))
-        return None if receipt is None else receipt.address
-
-    def _waits(self, path: StrPath) -> bool:
         stored = stored_path(path, self._root)
-        return any(entry.body.main == stored for entry in self.queue.entries("checkpoint"))
+        waits = any(entry.body.main == stored for entry in self.queue.entries("checkpoint"))
+        return waits or self.delivered(path) is not None
 
     # the end of a run
 

@@ -37,7 +37,7 @@ PUBLIC = {
         JobContext Minibatches
         MonitorError NonfiniteError
         OptimizerBundle RankFailedError RecoveryError ReplayBuffer ReplayFeed ReplayWriterError ReplicaDriftError
-        RunBeginContext RunEndContext RunOptions RunState ShadowMismatchError StartupContractError
+        RunBeginContext RunEndContext RunOptions RunState StartupContractError
         StepContext StepControlHints StepResult ThreadLimitError TrainerAuthContext TrainerPathError TrainerPlugin
         TrainingCanceled
         TrainingHungError TrainingJobSpec TrainingReporter UnstorableStateError UnwrittenCheckpointError UploadError
@@ -47,7 +47,7 @@ PUBLIC = {
     """,
     "genlight.callbacks": """
         Checkpoint CheckpointHook Diagnosis DurableCheckpointIO EarlyStopping
-        Evaluate EvaluateCommand EvaluateLoader EvaluationHook Goodput Guarded Heartbeat Hook
+        Evaluate EvaluateCommand EvaluationHook Goodput Heartbeat Hook
         JobProgress LogMetrics MetricsHook Recover ReplicaGuard StopRequests SystemMonitor
         TrainerHook TrainerHookAdapter TrainerState UploadArtifacts WatchHangs WatchNonfinite WriteSamples
     """,

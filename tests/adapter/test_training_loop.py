@@ -277,30 +277,32 @@ def test_an_empty_source_fails(journal):
     assert "completed" not in journal.names()
 
 
-def test_failed_gets_the_exceptions_own_text_and_the_step_that_was_executed(journal):
-    """The root cause is raised as it is."""
+def failing(hook: str, error: BaseException) -> type[Trainer]:
+    """A trainer one of whose hooks raises; at the third batch if it is that of a step."""
 
-    class Breaks(Trainer):
-        def train_step(self, batch: Any, state: Any, ctx: StepContext) -> Any:
-            if batch == 3:
-                raise ZeroDivisionError("own text: no prefix")
-            return super().train_step(batch, state, ctx)
+    def fails(self: Trainer, *arguments: Any) -> Any:
+        if hook == "train_step" and arguments[0] < 3:
+            return Trainer.train_step(self, *arguments)
+        raise error
 
-    with pytest.raises(ZeroDivisionError, match="own text"):
-        run(journal, [1, 2, 3], trainer=Breaks(journal))
-    assert journal.lines[-1] == "failed own text: no prefix @3"
+    return type("Fails", (Trainer,), {hook: fails})
 
 
-def test_a_failing_setup_is_reported_at_step_zero(journal):
-    """`failed` comes without `started`."""
-
-    class Breaks(Trainer):
-        def configure(self, ctx: StepContext) -> Any:
-            raise RuntimeError("no weights")
-
-    with pytest.raises(RuntimeError, match="no weights"):
-        run(journal, [1], trainer=Breaks(journal))
-    assert journal.lines == ["setup", "failed no weights @0"]
+@pytest.mark.parametrize(
+    ("hook", "error", "told"),
+    [
+        ("train_step", ZeroDivisionError("own text: no prefix"), "failed own text: no prefix @3"),
+        ("train_step", KeyboardInterrupt(), "failed KeyboardInterrupt @3"),
+        ("configure", RuntimeError("no weights"), "failed no weights @0"),
+    ],
+)
+def test_failed_gets_the_exceptions_own_text_and_step_and_the_root_cause_is_raised(journal, hook, error, told):
+    """A keyboard interrupt, too, which Lightning turns into a SystemExit; before `started` the step is 0."""
+    with pytest.raises(type(error)) as raised:
+        run(journal, [1, 2, 3], trainer=failing(hook, error)(journal))
+    assert raised.value is error
+    assert journal.lines[-1] == told
+    assert ("started" in journal.names()) == (hook == "train_step")
 
 
 def test_a_failing_writer_is_reported_at_its_step(journal):
@@ -323,12 +325,9 @@ def test_a_reporter_that_fails_while_failing_hides_nothing(journal):
         def failed(self, *, step: int, error: str) -> None:
             raise ConnectionError("reporter is down")
 
-    class Breaks(Trainer):
-        def train_step(self, batch: Any, state: Any, ctx: StepContext) -> Any:
-            raise ZeroDivisionError("the cause")
-
+    trainer = failing("configure", ZeroDivisionError("the cause"))(journal)
     with pytest.raises(ZeroDivisionError, match="the cause"):
-        run(journal, [1], trainer=Breaks(journal), reporter=Broken(journal))
+        run(journal, [1], trainer=trainer, reporter=Broken(journal))
 
 
 @pytest.mark.parametrize(("reason", "expected"), [(None, "canceled"), ("timeout", "timeout")])
@@ -342,38 +341,19 @@ def test_a_stop_is_seen_before_the_first_step_and_after_every_step(journal, reas
     assert journal.names().count("train_step") == after
 
 
-def test_a_keyboard_interrupt_stays_one(journal):
-    """Lightning turns it into a SystemExit; the root cause is raised."""
-
-    class Interrupted(Trainer):
-        def train_step(self, batch: Any, state: Any, ctx: StepContext) -> Any:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(journal, [1], trainer=Interrupted(journal))
-    assert journal.lines[-1] == "failed KeyboardInterrupt @1"
-
-
-def test_a_step_that_returns_a_dict_is_told_what_to_return(journal):
-    """The mistake and the way out in one sentence."""
-
-    class ReturnsDict(Trainer):
-        def train_step(self, batch: Any, state: Any, ctx: StepContext) -> Any:
-            return {"loss": 1.0}
-
-    with pytest.raises(ContractError, match=r"train_step returned a dict .*return StepResult\(metrics="):
-        run(journal, [1], trainer=ReturnsDict(journal))
-
-
-def test_a_state_dict_that_is_no_dict_is_a_type_error(journal):
-    """At the checkpoint, and named."""
-
-    class ReturnsList(Trainer):
-        def state_dict(self, state: Any) -> Any:
-            return [1]
-
-    with pytest.raises(TypeError, match="state_dict returned a list; it must be a dict"):
-        run(journal, [1], max_steps=1, trainer=ReturnsList(journal))
+@pytest.mark.parametrize(
+    ("hook", "returned", "said"),
+    [
+        ("train_step", {"loss": 1.0}, r"train_step returned a dict .*return StepResult\(metrics="),
+        ("state_dict", [1], "state_dict returned a list; it must be a dict"),
+    ],
+)
+def test_a_hook_that_returns_something_else_is_told_what_to_return(journal, hook, returned, said):
+    """The mistake and the way out in one sentence; a `TypeError`."""
+    other = type("Other", (Trainer,), {hook: lambda *_: returned})
+    with pytest.raises(TypeError, match=said) as raised:
+        run(journal, [1], max_steps=1, trainer=other(journal))
+    assert hook == "state_dict" or isinstance(raised.value, ContractError)
 
 
 def test_tensors_are_metrics_and_the_learning_rate_is_found(journal):

@@ -13,7 +13,6 @@ CADENCES = {
     "Diagnosis": ("check_interval", {}),
     "Evaluate": ("every_n_steps", {}),
     "EvaluateCommand": ("every_n_steps", {"command": "true"}),
-    "EvaluateLoader": ("every_n_steps", {"dataloader": [], "function": print}),
     "Heartbeat": ("interval_steps", {}),
     "LogMetrics": ("every_n_steps", {}),
     "ReplicaGuard": ("every_n_steps", {}),

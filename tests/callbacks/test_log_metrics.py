@@ -134,11 +134,6 @@ def test_with_a_module_that_hosts_no_trainer_it_says_that_it_does_nothing(fit_pl
     assert "LogMetrics has no effect: Plain does not host a trainer and logs by itself" in caplog.messages
 
 
-def test_a_negative_cadence_is_refused():
-    with pytest.raises(ValueError, match=r"Invalid `every_n_steps`. Expected a number >= 0, but received -1\."):
-        LogMetrics(-1)
-
-
 @pytest.mark.parametrize("value", [2**70, Fraction(1, 3), np.uint64(2**64 - 1), np.longdouble(0.25)])
 def test_a_number_that_torch_has_no_type_for_is_seen_by_monitors_all_the_same(fit, counting_trainer, value):
     class Mine(counting_trainer):

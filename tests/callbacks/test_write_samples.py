@@ -333,11 +333,6 @@ def test_a_boundary_within_a_batch_that_counts_as_several_steps_is_not_missed(qu
     assert names(tmp_path) == ["step-00000006.txt", "step-00000010.txt", "step-00000016.txt"]
 
 
-def test_a_negative_cadence_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"Invalid `every_n_steps`. Expected a number >= 0, but received -2\."):
-        WriteSamples(tmp_path, -2)
-
-
 def test_files_have_a_temporary_name_until_the_sample_is_whole_and_paths_in_the_result_the_final_one(
     fit, sampling, tmp_path
 ):

@@ -17,7 +17,7 @@ from genlight.adapter.contract.types import StepResult, TrainingJobSpec
 from genlight.adapter.module.module import ContractModule
 from support.device import PROCESS_GROUP, Wait, waits
 from support.device.training import SimDDPStrategy, one_device
-from support.rank_environment import Ranks
+from support.rank import Ranks
 
 
 class Regression:

@@ -20,7 +20,7 @@ from genlight.callbacks.checkpoint import newest_valid
 from genlight.callbacks.checkpoint.capture import HostBuffer
 from genlight.reporters.telemetry import read_events
 from support.device.training import one_device
-from support.recovered import Batches, Fragile, digest_of, fit_fragile
+from support.recovered import Batches, Fragile, digest_of, fit_fragile, rungs_in
 
 
 class LooksAtMemory(Hook):
@@ -120,23 +120,17 @@ class FragileOnDevice(Fragile):
         return raw.to(ctx.device)
 
 
-def _recovered(folder: Path, path: Path, rungs: list[str], faults: set[int], trainer: Any, **more: Any) -> Any:
+def _recovered(folder: Path, rungs: list[str], faults: set[int], trainer: Any, **more: Any) -> Any:
     """What a run with faults leaves behind, random numbers of the device included."""
-    module = fit_fragile(folder, Recover(rungs, good_steps=6, path=path), Batches(faults), trainer=trainer, **more)
+    module = fit_fragile(folder, Recover(rungs, good_steps=6), Batches(faults), trainer=trainer, **more)
     return digest_of(module), [state.tolist() for state in torch.sim.get_rng_state_all()]
 
 
-def _rungs(path: Path) -> list[Any]:
-    events = (event for event in read_events(path) if event["event"] == "recovery")
-    return [(event["step"], event["artifacts"].get("rung") or event["artifacts"].get("what")) for event in events]
-
-
 def _check_rungs_are_those_of_the_host(folder: Path, rungs: list[str]) -> None:
-    paths = [folder / "host.jsonl", folder / "device.jsonl"]
-    _recovered(folder / "host", paths[0], rungs, {8, 12}, Fragile(), steps=25)
-    _recovered(folder / "device", paths[1], rungs, {8, 12}, FragileOnDevice(), steps=25, **one_device())
-    assert _rungs(paths[0]) == _rungs(paths[1])
-    assert len(_rungs(paths[1])) >= 2
+    _recovered(folder / "host", rungs, {8, 12}, Fragile(), steps=25)
+    _recovered(folder / "device", rungs, {8, 12}, FragileOnDevice(), steps=25, **one_device())
+    assert rungs_in(folder / "host") == rungs_in(folder / "device")
+    assert len(rungs_in(folder / "device")) >= 2
 
 
 def check_updates_are_skipped(folder):
@@ -153,11 +147,10 @@ def check_it_rolls_back(folder):
 
 def check_a_resumed_recovery_is_bit_equal(folder):
     rungs, faults = ["skip", "lower_lr", "roll_back"], {8, 10, 12}
-    path = folder / "metrics.jsonl"
-    through = _recovered(folder / "a", path, rungs, faults, FragileOnDevice(), steps=25, **one_device())
-    _recovered(folder / "b", path, rungs, faults, FragileOnDevice(), steps=12, **one_device())
+    through = _recovered(folder / "a", rungs, faults, FragileOnDevice(), steps=25, **one_device())
+    _recovered(folder / "b", rungs, faults, FragileOnDevice(), steps=12, **one_device())
     more = {"steps": 25, "resumes": True, **one_device()}
-    assert _recovered(folder / "b", path, rungs, faults, FragileOnDevice(), **more) == through
+    assert _recovered(folder / "b", rungs, faults, FragileOnDevice(), **more) == through
 
 
 class Acts(Regression):

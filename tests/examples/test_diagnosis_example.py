@@ -11,7 +11,7 @@ import pytest
 
 def told(text: str) -> list[tuple[str, ...]]:
     """Step, kind and first words of each line; how slow a rank seems depends on the machine."""
-    lines = re.findall(r"^ *(\d+)  (diagnostic|recovery) +(\w+(?: begins| ends|  attempt \d)?)", text, re.MULTILINE)
+    lines = re.findall(r"^ *(\d+)  (diagnostic|recovery) +(\w+(?: begins| ends| \d(?:  \w+)?)?)", text, re.MULTILINE)
     return [line for line in lines if not line[2].startswith("straggler")]
 
 

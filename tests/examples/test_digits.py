@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -85,12 +84,6 @@ def test_the_data_is_scikit_learns_digits_in_five_row_groups(examples, make_data
     assert pq.ParquetFile(examples / "digits" / "digits.parquet").num_row_groups == 5
 
 
-def test_the_data_is_written_the_same_every_time(make_dataset, tmp_path):
-    for name in ("a", "b"):
-        make_dataset.write_dataset(tmp_path / name)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-
-
 def test_the_trainer_knows_nothing_of_what_runs_it(examples):
     source = (examples / "digits" / "trainer.py").read_text()
     imported = set(re.findall(r"^(?:from|import) ([\w]+)", source, re.MULTILINE))
@@ -99,26 +92,6 @@ def test_the_trainer_knows_nothing_of_what_runs_it(examples):
 
 
 # hooks
-
-
-def test_a_batch_becomes_images_from_minus_one_to_one_and_labels(ready, table):
-    trainer, state, ctx = ready
-    piece = table.combine_chunks().to_batches()[0].slice(100, 32)
-    images, labels = trainer.prepare_batch(piece, state, ctx)
-    assert (images.shape, images.dtype, labels.dtype) == ((32, 64), torch.float32, torch.int64)
-    assert images.min() == -1
-    assert images.max() == 1
-    assert labels.tolist() == piece.column("label").to_pylist()
-    assert ((images[5] + 1) * 8).tolist() == piece.column("image")[5].as_py()
-
-
-def test_grey_values_may_be_floats_in_lists_of_any_length(ready):
-    trainer, state, ctx = ready
-    images = pa.array([[float(i % 17) for i in range(64)]] * 2)
-    batch = pa.RecordBatch.from_arrays([images, pa.array([1, 2], pa.int8())], ["image", "label"])
-    tensors, labels = trainer.prepare_batch(batch, state, ctx)
-    assert tensors.shape == (2, 64)
-    assert labels.tolist() == [1, 2]
 
 
 def test_training_lowers_the_loss_and_reports_rate_and_gradient(ready, batches):
@@ -133,55 +106,6 @@ def test_training_lowers_the_loss_and_reports_rate_and_gradient(ready, batches):
     assert ready[1].scheduler.get_last_lr() == pytest.approx([0])
 
 
-def test_the_average_follows_the_weights_and_is_not_trained_itself(ready, batches):
-    train(ready, batches, 20)
-    _, state, _ = ready
-    assert not any(parameter.requires_grad for parameter in state.ema.parameters())
-    for averaged, trained in zip(state.ema.parameters(), state.model.parameters(), strict=True):
-        assert not torch.equal(averaged, trained)
-        assert (averaged - trained).norm() < trained.norm()
-
-
-def test_the_same_seed_starts_from_the_same_weights_and_another_from_others(digits):
-    def weights(seed):
-        trainer, ctx = digits.DigitsTrainer(), context(hyperparams={**SMALL, "seed": seed})
-        trainer.setup(ctx)
-        return trainer.configure(ctx).model.inlet.weight
-
-    assert torch.equal(weights(1), weights(1))
-    assert not torch.equal(weights(1), weights(2))
-
-
-def test_training_goes_on_from_a_state_dict_bit_for_bit(digits, ready, batches):
-    train(ready, batches, 10)
-    trainer, state, ctx = ready
-    payload = trainer.state_dict(state)
-    buffer = io.BytesIO()
-    torch.save(payload, buffer)
-    random_state = torch.get_rng_state()
-    expected = [float(result.metrics["loss"]) for result in train(ready, batches, 5)]
-
-    other = digits.DigitsTrainer()
-    other.setup(ctx)
-    fresh = other.configure(ctx)
-    other.load_state_dict(fresh, torch.load(io.BytesIO(buffer.getvalue()), weights_only=True), ctx)
-    torch.set_rng_state(random_state)
-    assert [float(result.metrics["loss"]) for result in train((other, fresh, ctx), batches, 5)] == expected
-    for name, value in state.ema.state_dict().items():
-        assert torch.equal(value, fresh.ema.state_dict()[name])
-
-
-def test_a_checkpoint_holds_the_averaged_weights_as_a_file(ready, batches, tmp_path):
-    from safetensors.torch import load_file
-
-    trainer, state, ctx = ready
-    train(ready, batches, 3)
-    result = trainer.save_checkpoint(state=state, step=3, output_dir=str(tmp_path), final=False, ctx=ctx)
-    saved = load_file(tmp_path / result["primary_path"])
-    assert saved.keys() == state.ema.state_dict().keys()
-    assert torch.equal(saved["inlet.weight"], state.ema.inlet.weight)
-
-
 # pictures
 
 
@@ -189,13 +113,6 @@ def test_a_digit_as_prompt_gives_a_picture_of_forty(ready, tmp_path):
     result = ready[1].generate_sample(prompt="3", seed=1, step=7, output_dir=tmp_path)
     assert result == {"picture": "digits-3.png", "count": 40, "guidance": 1.5, "trained_steps": 7}
     assert digits_of_picture(tmp_path / "digits-3.png").shape == (4, 10, 8, 8)
-
-
-@pytest.mark.parametrize("prompt", [" all ", "", None])
-def test_all_or_no_prompt_gives_a_row_of_each_digit(digits, ready, tmp_path, prompt):
-    ready[1].generate_sample(prompt=prompt, seed=None, step=0, output_dir=str(tmp_path))
-    assert digits_of_picture(tmp_path / "digits-all.png").shape == (10, 10, 8, 8)
-    assert digits.labels_of_prompt("all")[::10] == list(range(10))
 
 
 def test_pictures_depend_on_the_seed_alone_and_leave_the_random_numbers_of_training(ready, tmp_path):
@@ -211,30 +128,6 @@ def test_pictures_depend_on_the_seed_alone_and_leave_the_random_numbers_of_train
     torch.set_rng_state(before)
     ready[1].generate_sample(prompt="0", seed=1, step=0, output_dir=tmp_path)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("prompt", ["10", "-1", "three", "../3"])
-def test_another_prompt_is_refused_before_a_file_is_written(ready, tmp_path, prompt):
-    with pytest.raises(ValueError, match="Invalid `prompt`"):
-        ready[1].generate_sample(prompt=prompt, seed=1, step=0, output_dir=tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_png_writer_keeps_every_point(digits, tmp_path):
-    grey = np.arange(7 * 13, dtype=np.uint8).reshape(7, 13)
-    digits.write_png(tmp_path / "a.png", grey)
-    with Image.open(tmp_path / "a.png") as picture:
-        picture.load()
-        assert picture.mode == "L"
-        assert np.array_equal(np.asarray(picture), grey)
-
-
-def test_the_grid_puts_digits_side_by_side_with_a_line_between(digits, tmp_path):
-    some = np.random.default_rng(0).integers(0, 256, (13, 8, 8), dtype=np.uint8)
-    digits.write_png(tmp_path / "a.png", digits.picture_grid(some, columns=5))
-    back = digits_of_picture(tmp_path / "a.png")
-    assert back.shape == (3, 5, 8, 8)
-    assert np.array_equal(back.reshape(-1, 8, 8)[:13], some)
 
 
 # the job

@@ -13,15 +13,13 @@ GUIDE = Path(__file__).parents[2] / "examples" / "guides" / "migration.md"
 
 
 @pytest.mark.slow
-def test_every_command_of_the_guide_ends_well_and_the_checked_runs_trained_like_plain_loops(tmp_path):
+def test_every_command_of_the_guide_ends_well_and_compares_equal(tmp_path):
     """All comparisons of the guide exit with 0, which is equal bits where it says ``--rtol 0``."""
-    assert run_snippets(GUIDE, tmp_path) == 8
+    assert run_snippets(GUIDE, tmp_path) == 9
 
-    for name, steps in (("worker", 3), ("six", 2)):
+    for name in ("worker", "six"):
         events = list(read_events(tmp_path / "runs" / name / "metrics" / "events.jsonl"))
         assert events[-1]["event"] == "completed"
-        checked = [(e["step"], e["value"]) for e in events if e.get("name") == "trainer/shadow_difference"]
-        assert checked == [(steps, 0.0)]
 
 
 def test_each_starting_point_has_a_section_with_a_command():

@@ -15,6 +15,8 @@ import psutil
 import pytest
 
 from genlight.adapter import read_events
+from support.forked import Forked
+from support.slurm_cluster import free_ports
 from support.snippets import blocks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -94,6 +96,26 @@ def write_job(folder):
     (folder / "job.json").write_text(json.dumps(job))
 
 
+def run_straight(folder):
+    """The job on two ranks that torchrun's variables tell of themselves; their exit codes."""
+    settings = ("lightning.devices=2", "lightning.strategy=ddp", "run_id=straight", "max_steps=40")
+    words = ["run", "demo/job.json", *(word for setting in settings for word in ("--set", setting))]
+    names = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "straight"}
+    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)[0]}
+    ranks = []
+    for rank in range(2):
+        environ = os.environ | {
+            name: str(value) for name, value in (names | {"RANK": rank, "LOCAL_RANK": rank}).items()
+        }
+        program = "genlight.adapter.cli"
+        ranks.append(Forked(program, *words, environ=environ, folder=folder, log=folder / "straight"))
+    try:
+        return [rank.wait(200) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill_session()
+
+
 def weights(run):
     return (run / "checkpoints/final/model.safetensors").read_bytes()
 
@@ -120,9 +142,7 @@ def test_a_run_whose_worker_is_killed_ends_as_one_that_genlight_ran_and_nobody_k
     assert code == 0, (tmp_path / "log").read_text()[-20_000:]
     gone = psutil.wait_procs(daemons_in(ray_folder), timeout=30)[1]
     assert gone == []
-    two = ["--set", "lightning.devices=2", "--set", "lightning.strategy=ddp", "--set", "run_id=straight"]
-    command = [sys.executable, "-m", "genlight.adapter.cli", "run", "demo/job.json", "--set", "max_steps=40", *two]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=500)
+    assert run_straight(tmp_path) == [0, 0], (tmp_path / "straight").read_text()
 
     events = list(read_events(job_folder / "runs/first/metrics/events.jsonl"))
     ends = [event["event"] for event in events if event["event"] in ("started", "completed")]

@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -307,6 +308,17 @@ def _write_tree(node, path, chance):
     path.mkdir()
     for name, child in node.after_power_cut(chance).items():
         _write_tree(child, path / name, chance)
+
+
+@pytest.fixture
+def memory(tmp_path):
+    """A folder on a file system in memory, where a sync costs nothing."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    directory = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    yield directory
+    shutil.rmtree(directory)
 
 
 @pytest.fixture

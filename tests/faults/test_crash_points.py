@@ -3,7 +3,6 @@
 import itertools
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -177,17 +176,6 @@ SCENARIOS = {
 @pytest.fixture(params=sorted(SCENARIOS))
 def scenario(request):
     return SCENARIOS[request.param]
-
-
-@pytest.fixture
-def memory(tmp_path):
-    """A folder on a file system in memory, where a sync costs nothing."""
-    if not os.access("/dev/shm", os.W_OK):
-        yield tmp_path
-        return
-    directory = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    yield directory
-    shutil.rmtree(directory)
 
 
 @pytest.fixture(params=["memory", "disk"])

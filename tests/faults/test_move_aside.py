@@ -3,11 +3,7 @@
 import contextlib
 import itertools
 import os
-import shutil
-import tempfile
-from pathlib import Path
 
-import pytest
 import torch
 
 from genlight.adapter.run.resume import move_checkpoints_aside
@@ -41,17 +37,6 @@ def test_each_checkpoint_stays_whole_whenever_a_move_is_killed(tmp_path, inject,
         assert whole_steps(directory) == set(STEPS), (at, injector.names)
         assert [name for name in os.listdir(directory) if name.startswith("step-")] == []
     assert at > 2 * len(STEPS)
-
-
-@pytest.fixture
-def memory(tmp_path):
-    """A folder on a file system in memory, where a sync costs nothing."""
-    if not os.access("/dev/shm", os.W_OK):
-        yield tmp_path
-        return
-    directory = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    yield directory
-    shutil.rmtree(directory)
 
 
 def save_final(directory, step, run_id="r"):

@@ -17,7 +17,7 @@ from zoo import runs, small as zoo
 from genlight.adapter import FSDP2Strategy
 from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.discovery.discover import check_devices, discover
-from support.rank_environment import Ranks
+from support.rank import Ranks
 
 pytestmark = [
     pytest.mark.gpu,

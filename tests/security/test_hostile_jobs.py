@@ -9,8 +9,9 @@ from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.job.config import UNKNOWN_RUN_ID, read_run_config, resolve_run_config
-from genlight.adapter.job.keys import job_keys, keys_of
+from genlight.adapter.job.spec import JobSpec
 from genlight.adapter.plumbing.failures import describe_failure
+from genlight.adapter.plumbing.settings import keys_of
 from genlight.reporters import EventLog, read_events
 from genlight.reporters.events.validation import validate_events
 
@@ -26,10 +27,10 @@ VALUE = st.recursive(
 )
 INNER = {
     name: st.dictionaries(st.sampled_from(sorted(keys_of(key.block))), VALUE)
-    for name, key in job_keys().items()
+    for name, key in keys_of(JobSpec).items()
     if key.block is not None
 }
-FIELDS = st.fixed_dictionaries({}, optional={name: VALUE | INNER.get(name, VALUE) for name in job_keys()})
+FIELDS = st.fixed_dictionaries({}, optional={name: VALUE | INNER.get(name, VALUE) for name in keys_of(JobSpec)})
 
 
 @pytest.fixture(scope="module")

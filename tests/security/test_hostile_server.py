@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 
 from genlight.adapter.contract.exceptions import InputError, StartupContractError
 from genlight.adapter.inputs import materialize_inputs
-from genlight.adapter.inputs.http import Download, download, probe
+from genlight.adapter.inputs.http import Download, download
 from genlight.adapter.inputs.private_addresses import AddressGuard, is_private
 from genlight.adapter.inputs.progress import Tracker
 from genlight.adapter.inputs.refs import parse_ref
@@ -266,8 +266,6 @@ def test_a_redirect_loop_is_an_ordinary_failure(server, client, tmp_path, retry)
     url = server.put("/loop", location=f"{server.url}/loop")
     with pytest.raises(InputError, match="TooManyRedirects"):
         download(Download(url, tmp_path / "file"), client, retry=retry)
-    with pytest.raises(InputError, match="TooManyRedirects"):
-        probe(url, client)
 
 
 @pytest.mark.parametrize(

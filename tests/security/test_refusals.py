@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from genlight.adapter.contract.exceptions import AuthError
-from genlight.adapter.inputs.http import probe
+from genlight.adapter.inputs.http import Download, download
 from genlight.adapter.plumbing.failures import safe_text
 from genlight.adapter.plumbing.http import build_client
 from genlight.reporters.uploads import TerminalPayload, UploadConfig, Uploader
@@ -57,9 +57,9 @@ def test_a_401_names_the_variable_that_holds_the_token_and_shows_its_address(ref
     assert f"HTTP 401 from {refusing_server}/m; {advice}" in safe_text(error, environ=environ)
 
 
-def test_an_input_that_is_refused_names_the_variable_that_holds_the_token(refusing_server):
+def test_an_input_that_is_refused_names_the_variable_that_holds_the_token(refusing_server, tmp_path):
     with build_client(TOKEN, [refusing_server.lower()]) as client, pytest.raises(AuthError) as caught:
-        probe(f"{refusing_server}/x", client)
+        download(Download(f"{refusing_server}/x", tmp_path / "file"), client)
 
     assert "It refuses the token of `TRAINER_CAPABILITY_TOKEN`" in str(caught.value)
 

@@ -198,9 +198,7 @@ def test_a_hyperparameter_cannot_be_guessed_from_the_digests_of_two_runs(job):
     one, other = records
 
     assert set(one) == set(other)
-    # Numbers under public names and the precision are kept as they are, for the message about one that changed.
-    assert {name for name in one if one[name] == other[name]} == {"numbers"}
-    assert json.loads(one["numbers"]) == {"hyperparams.lr": 0.001, "lightning.precision": "32-true"}
+    assert not {name for name in one if one[name] == other[name]}
     assert not {name for name in one if "api_key" in name or "password" in name}
     assert "hyperparams.lr" in one
 
@@ -209,7 +207,7 @@ def test_a_job_goes_on_with_a_renewed_credential_and_not_with_another_learning_r
     assert job.run(hyperparams=HYPERPARAMS) == 0
     assert job.run(hyperparams={**HYPERPARAMS, "api_key": "another one"}, max_steps=6, resume_from_latest=True) == 0
     assert job.run(hyperparams={**HYPERPARAMS, "lr": 0.1}, max_steps=8, resume_from_latest=True) == 2
-    assert "since final: hyperparams.lr (0.001 before, 0.1 now)" in job.ends[-1]["error"] if len(job.ends) > 2 else True
+    assert "since final: hyperparams.lr;" in job.ends[-1]["error"]
 
 
 def test_records_without_a_salt_are_compared_as_they_are():

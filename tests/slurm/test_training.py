@@ -106,13 +106,6 @@ def limited(slurm, tmp_path_factory):
     return jobs, jobs.submit(path, "--time=2", "--grace=30", "--no-requeue")
 
 
-AN_HOUR_AHEAD = """
-import time
-now = time.time
-time.time = lambda: now() + 3600
-"""
-
-
 @pytest.fixture(scope="module", autouse=True)
 def uneven(slurm, tmp_path_factory):
     """A job with two tasks on one node and one on the other, and the same with all three on one."""
@@ -127,14 +120,14 @@ def uneven(slurm, tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def apart(slurm, tmp_path_factory):
-    """A job of which each node has a folder, a code and a clock of its own."""
+    """A job of which each node has a folder and a code of its own."""
     jobs = Jobs(slurm, tmp_path_factory.mktemp("apart"))
     jobs.write("apart")
     for rank in range(2):
         copy = jobs.folder / f"copy-{rank}"
         copy.mkdir()
         for name in ("apart.json", "trainer.py", "on_nodes.py"):
-            own = AN_HOUR_AHEAD if rank and name == "on_nodes.py" else ""
+            own = "\n# changed here\n" if rank and name == "on_nodes.py" else ""
             (copy / name).write_text((jobs.folder / name).read_text() + own)
     command = f"cd copy-$SLURM_PROCID && exec {sys.executable} -m genlight.adapter.cli run apart.json"
     options = ("--nodes=2", "--ntasks=2", "--output=apart-%j.out", f"--wrap=srun bash -c '{command}'")
@@ -235,21 +228,6 @@ def test_uneven_tasks_per_node_train_what_as_many_on_one_node_do(uneven):
     assert jobs.weights("uneven") == jobs.weights("even")
 
 
-def test_each_task_of_an_array_trains_with_its_values_in_a_folder_of_its_own(jobs):
-    path = jobs.write("sweep", max_steps=4)
-    job = jobs.submit(path, "--array=hyperparams.seed=1,2")
-    for _ in range(2):
-        jobs.slurm.wait(job)
-    jobs.slurm.until(lambda: not jobs.slurm.call("squeue", "--noheader", f"--job={job}"), "the array has ended")
-
-    weights = {
-        (jobs.folder / f"runs/sweep/{index}/checkpoints/final/model.safetensors").read_bytes() for index in (0, 1)
-    }
-    assert len(weights) == 2
-    listed = [json.loads(line) for line in jobs.genlight("ls", jobs.folder / "runs/sweep", "--json").splitlines()]
-    assert [(run["state"], run["step"]) for run in listed] == [("completed", 4)] * 2
-
-
 def test_the_end_of_its_time_leaves_a_durable_checkpoint_and_is_no_preemption(limited):
     jobs, job = limited
     assert jobs.slurm.wait(job) == ("FAILED", 75)
@@ -260,7 +238,7 @@ def test_the_end_of_its_time_leaves_a_durable_checkpoint_and_is_no_preemption(li
     assert (record.step, warnings) == (failed["step"], [])
 
 
-def test_nodes_that_do_not_share_the_folder_the_code_or_the_time_are_named_before_training(apart):
+def test_nodes_that_do_not_share_the_folder_or_the_code_are_named_before_training(apart):
     jobs, job = apart
     assert jobs.slurm.wait(job) == ("FAILED", 2)
 
@@ -270,4 +248,3 @@ def test_nodes_that_do_not_share_the_folder_the_code_or_the_time_are_named_befor
     assert events[0]["category"] == "startup"
     assert "n10 and n9 do not share the run's folder" in events[0]["error"]
     assert "on_nodes.py on n10 is not the file that n9 has" in events[0]["error"]
-    assert "The clock of n10 is 3,600 s ahead of that of n9" in jobs.output("apart")

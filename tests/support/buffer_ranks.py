@@ -5,17 +5,12 @@ seen there to ``rank<rank>.pt``. In its last training rank 0 is lost between its
 """
 
 import os
-import sys
 import time
-import warnings
-from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import DDPStrategy
-from rank_environment import Ranks
 from torch import nn
 
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
@@ -23,8 +18,10 @@ from genlight.adapter.contract.exceptions import RankFailedError, TrainingCancel
 from genlight.adapter.feed.mock import MockBatches
 from genlight.callbacks import Checkpoint, DurableCheckpointIO, Evaluate, Hook
 from genlight.callbacks.hook.events import run_state_of
+from support.rank import Rank
 
-RANK, WORLD_SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+ME = Rank.of_command_line()
+RANK, FOLDER = ME.number, ME.folder
 STEPS = 6
 
 
@@ -132,7 +129,7 @@ class Stream(MockBatches):
     """Batches of a loader that looks at buffers, and may end with an error."""
 
     def __init__(self, plugin, *, fails=False):
-        super().__init__(list(range(STEPS * WORLD_SIZE)))
+        super().__init__(list(range(STEPS * ME.world_size)))
         self.plugin, self.fails = plugin, fails
 
     def __iter__(self):
@@ -154,19 +151,7 @@ class Stops(Hook):
 
 
 def fit(plugin, *callbacks, stream=None, ckpt_path=None, **settings):
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=WORLD_SIZE,
-        strategy=DDPStrategy(cluster_environment=Ranks(RANK, WORLD_SIZE), process_group_backend="gloo"),
-        max_steps=STEPS,
-        callbacks=list(callbacks),
-        log_every_n_steps=1,
-        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        **{"logger": False, **settings},
-    )
+    trainer = ME.trainer(*callbacks, max_steps=STEPS, log_every_n_steps=1, **settings)
     module = ContractModule(plugin, TrainingJobSpec("buffers", STEPS))
     trainer.fit(module, stream or Stream(plugin), ckpt_path=ckpt_path)
     return {name: value.clone() for name, value in module.state_dict().items() if "weight" not in name}
@@ -227,9 +212,6 @@ def lost():
 
 
 def main():
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store", rank=RANK, world_size=WORLD_SIZE)
     found = {look: seen_from(look) for look in PLACES}
     found["resumed"] = resumed()
     torch.save(found, FOLDER / f"rank{RANK}.pt")
@@ -240,4 +222,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with ME.group():
+        main()

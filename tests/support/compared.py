@@ -61,13 +61,6 @@ class Sums(Plain):
         return error.square().sum()
 
 
-class SumsWithoutDropout(Sums):
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        state["model"][2].p = 0.0
-        return state
-
-
 class Remembers(Plain):
     """Its class counts the steps of all its instances."""
 

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from rank_environment import Ranks
 from torch import nn
 
 from genlight.adapter import ContractModule, StepResult
 from genlight.adapter.training_loop import BatchStream
 from genlight.callbacks import Diagnosis
+from support.rank import Rank
 
-RANK, WORLD_SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+RANK = Rank.of_command_line()
 STEPS = 12
 SLEEP_S = 0.25
 
@@ -32,9 +26,9 @@ def net() -> nn.Sequential:
 
 def loss_of_batch(model: nn.Module, batch: torch.Tensor, fault: str) -> torch.Tensor:
     """On rank 1 a step may take longer, or a batch may be broken."""
-    if RANK == 1 and fault == "sleeps":
+    if RANK.number == 1 and fault == "sleeps":
         time.sleep(SLEEP_S)
-    if RANK == 1 and fault == "nan":
+    if RANK.number == 1 and fault == "nan":
         batch = batch * float("nan")
     return (model(batch) - 1).square().mean()
 
@@ -81,50 +75,25 @@ class Contract:
     def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
 
 
-def replicated() -> DDPStrategy:
-    return DDPStrategy(cluster_environment=Ranks(RANK, WORLD_SIZE), process_group_backend="gloo")
-
-
-def sharded() -> ModelParallelStrategy:
-    strategy = ModelParallelStrategy(WORLD_SIZE, 1, save_distributed_checkpoint=False, process_group_backend="gloo")
-    strategy.cluster_environment = Ranks(RANK, WORLD_SIZE)
-    return strategy
-
-
 def faults_of(module: pl.LightningModule, fault: str, name: str) -> dict[str, Any]:
     """The faults that this rank knows of after a training."""
-    generator = torch.Generator().manual_seed(0 if fault == "shared" else RANK)
+    generator = torch.Generator().manual_seed(0 if fault == "shared" else RANK.number)
     batches = [torch.randn(3, 4, generator=generator) for _ in range(STEPS)]
-    diagnosis = Diagnosis(6, path=FOLDER / f"{name} {fault}.jsonl")
-    store = FOLDER / f"store {name} {fault}"
-    dist.init_process_group("gloo", store=dist.FileStore(str(store), WORLD_SIZE), rank=RANK, world_size=WORLD_SIZE)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=WORLD_SIZE,
-        strategy=sharded() if name == "sharded" else replicated(),
-        max_steps=STEPS,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        default_root_dir=FOLDER,
-        callbacks=[diagnosis],
-    )
-    trainer.fit(module, BatchStream(batches))
-    dist.destroy_process_group()
+    diagnosis = Diagnosis(6, path=RANK.folder / f"{name} {fault}.jsonl")
+    strategy = RANK.strategy("sharded", save_distributed_checkpoint=False) if name == "sharded" else "ddp"
+    trainer = RANK.trainer(diagnosis, strategy=strategy, max_steps=STEPS, max_epochs=1)
+    with RANK.group(f"store {name} {fault}"):
+        trainer.fit(module, BatchStream(batches))
     return {kind: [found.text, found.step, dict(found.figures)] for kind, found in diagnosis.faults.items()}
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")
     found = {}
     for fault in ("none", "sleeps", "nan", "shared"):
         found[f"contract {fault}"] = faults_of(ContractModule(Contract(fault)), fault, "contract")
         found[f"plain {fault}"] = faults_of(Plain(fault), fault, "plain")
     found["sharded nan"] = faults_of(ContractModule(Contract("nan")), "nan", "sharded")
-    (FOLDER / f"rank{RANK}.json").write_text(json.dumps(found))
+    RANK.leave(found)
 
 
 if __name__ == "__main__":

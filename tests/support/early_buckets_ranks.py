@@ -4,10 +4,7 @@ Arguments: rank, world size, folder. Each scenario trains a few steps with route
 the rows of both ranks, what the weights must be.
 """
 
-import sys
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,6 +14,7 @@ from genlight.adapter.discovery.discover import discover
 from genlight.adapter.gradients.ddp.averaging import Averaging
 from genlight.adapter.gradients.precision import StepPrecision
 from genlight.adapter.gradients.step import StepRouter
+from support.rank import Rank
 
 STEPS = 5
 WORLD = 2
@@ -219,18 +217,15 @@ def by_hand(name):
     return [p.detach() for p in net.parameters()]
 
 
-def main(rank, world_size, folder):
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+def main(rank):
     expected = {name: by_hand(name) for name in SCENARIOS}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     results = {}
-    for name in SCENARIOS:
-        weights, early = routed(name, rank)
-        results[name] = {"weights": weights, "expected": expected[name], "early": early}
-    torch.save(results, folder / f"rank{rank}.pt")
-    dist.destroy_process_group()
+    with rank.group():
+        for name in SCENARIOS:
+            weights, early = routed(name, rank.number)
+            results[name] = {"weights": weights, "expected": expected[name], "early": early}
+    torch.save(results, rank.folder / f"rank{rank.number}.pt")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(Rank.of_command_line())

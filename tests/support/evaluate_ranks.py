@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
-from rank_environment import Ranks
 
 from genlight.adapter import ContractModule, StepResult
 from genlight.adapter.training_loop import BatchStream
 from genlight.callbacks import Evaluate, Hook
+from support.rank import Rank
 
-RANK, WORLD_SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+RANK = Rank.of_command_line()
 
 
 class Mine:
@@ -41,9 +35,9 @@ class Mine:
         return StepResult(metrics={"loss": loss.detach()})
 
     def evaluate(self, state: Any, ctx: Any) -> dict[str, float]:
-        if RANK == 1 and state["step"] in (4, 6):
+        if RANK.number == 1 and state["step"] in (4, 6):
             raise ValueError("no data on this rank")
-        return {"val/other" if RANK == 1 and state["step"] > 8 else "val/rank": float(RANK)}
+        return {"val/other" if RANK.number == 1 and state["step"] > 8 else "val/rank": float(RANK.number)}
 
     def state_dict(self, state: Any) -> dict[str, Any]:
         return {}
@@ -63,17 +57,7 @@ class Heard(Hook):
 
 def train(**arguments: Any) -> dict[str, Any]:
     heard, evaluate = Heard(), Evaluate(2, **arguments)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=WORLD_SIZE,
-        strategy=DDPStrategy(cluster_environment=Ranks(RANK, WORLD_SIZE), process_group_backend="gloo"),
-        max_steps=14,
-        callbacks=[evaluate, heard],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = RANK.trainer(evaluate, heard, max_steps=14)
     trainer.fit(ContractModule(Mine()), BatchStream(range(100)))
     return {
         "scores": heard.scores,
@@ -82,14 +66,6 @@ def train(**arguments: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store", rank=RANK, world_size=WORLD_SIZE)
-    found = {"mean": train(average=True), "zero": train()}
-    (FOLDER / f"rank{RANK}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    with RANK.group():
+        RANK.leave({"mean": train(average=True), "zero": train()})

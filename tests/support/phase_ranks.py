@@ -6,20 +6,15 @@ Arguments: rank, world size, folder of the store, directory of checkpoints, ``tr
 import json
 import logging
 import sys
-import warnings
-from pathlib import Path
 
-import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
-from rank_state_ranks import Ranks
 
 from genlight.adapter.contract.types import StepResult, TrainingJobSpec
 from genlight.adapter.feed import Minibatches
 from genlight.adapter.module.module import ContractModule
 from genlight.callbacks.checkpoint import Checkpoint, newest_valid
 from genlight.callbacks.hook.events import run_state_of
+from support.rank import Rank
 
 STEPS, INTERRUPTED_AT = 11, 5
 
@@ -104,52 +99,32 @@ class Stream(Collector):
         return StepResult({"loss": loss.detach()})
 
 
-def train_stream(rank, world_size):
+def train_stream(rank):
     """What a rank trained of a generator that one rank ends."""
-    trainer = pl.Trainer(
-        strategy=DDPStrategy(cluster_environment=Ranks(rank, world_size), process_group_backend="gloo"),
-        accelerator="cpu",
-        devices=world_size,
-        max_steps=8,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
     module = ContractModule(Stream(), TrainingJobSpec(run_id="stream", max_steps=8, metric_every=0))
-    trainer.fit(module)
+    rank.trainer(max_steps=8).fit(module)
     return module.contract_state["seen"]
 
 
-def main(rank, world_size, folder, directory, what):
-    warnings.simplefilter("ignore")
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+def main(rank, directory, what):
     steps = INTERRUPTED_AT if what == "interrupt" else STEPS
-    trainer = pl.Trainer(
-        strategy=DDPStrategy(cluster_environment=Ranks(rank, world_size), process_group_backend="gloo"),
-        accelerator="cpu",
-        devices=world_size,
-        max_steps=steps,
-        callbacks=[Checkpoint(directory, every_n_steps=INTERRUPTED_AT, save_final=False)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    saver = Checkpoint(directory, every_n_steps=INTERRUPTED_AT, save_final=False)
+    trainer = rank.trainer(saver, max_steps=steps)
     module = ContractModule(Collector(), TrainingJobSpec(run_id="phases", max_steps=steps, metric_every=0))
     trainer.fit(module, ckpt_path=newest_valid(directory)[0].path if what == "resume" else None)
     state = module.contract_state
-    torch.save(dict(state["model"].state_dict()), f"{folder}/rank{rank}.pt")
+    torch.save(dict(state["model"].state_dict()), rank.folder / f"rank{rank.number}.pt")
     plugin = module.plugin
     end = {"position": plugin.position, "minibatches": plugin.minibatches, "seen": state["seen"]}
     end["agent_step"] = run_state_of(trainer).agent_step
     end["metrics"] = sorted(module.metrics())
     if what == "train":
-        end["stream"] = train_stream(rank, world_size)
-    Path(folder, f"end{rank}.json").write_text(json.dumps(end))
-    dist.destroy_process_group()
+        end["stream"] = train_stream(rank)
+    (rank.folder / f"end{rank.number}.json").write_text(json.dumps(end))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6])
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    me = Rank.of_command_line()
+    with me.group():
+        main(me, *sys.argv[4:6])

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from zoo import runs
 
 from genlight.adapter.gradients.torch_internals import group_timeout
-from support.rank_environment import Ranks
+from support.rank import Ranks
 
 TIMEOUT_S = 77
 

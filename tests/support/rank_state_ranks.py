@@ -8,20 +8,15 @@ import json
 import logging
 import random
 import sys
-import warnings
 from collections import deque
-from pathlib import Path
 
-import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from rank_environment import Ranks
 from torch import nn
 
 from genlight.adapter.contract.types import StepResult, TrainingJobSpec
 from genlight.adapter.module.module import ContractModule
 from genlight.callbacks.checkpoint import Checkpoint, newest_valid
+from support.rank import Rank
 
 STEPS, INTERRUPTED_AT = 7, 3
 
@@ -90,14 +85,6 @@ class OfItsOwn:
         state["hidden"], state["seen"] = payload["nested"]["hidden"], payload["nested"]["seen"]
 
 
-def strategy_of(kind, rank, world_size):
-    if kind == "ddp":
-        return DDPStrategy(cluster_environment=Ranks(rank, world_size), process_group_backend="gloo")
-    strategy = ModelParallelStrategy(world_size, 1, process_group_backend="gloo")
-    strategy.cluster_environment = Ranks(rank, world_size)
-    return strategy
-
-
 class Steps:
     def __init__(self, count):
         self.count = count
@@ -113,26 +100,12 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def main(rank, world_size, folder, directory, what, kind):
-    warnings.simplefilter("ignore")
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+def main(rank, directory, what, kind):
     steps = INTERRUPTED_AT if what == "interrupt" else STEPS
-    trainer = pl.Trainer(
-        strategy=strategy_of(kind, rank, world_size),
-        accelerator="cpu",
-        devices=world_size,
-        max_steps=steps,
-        callbacks=[Checkpoint(directory, every_n_steps=INTERRUPTED_AT, save_final=False)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+    saver = Checkpoint(directory, every_n_steps=INTERRUPTED_AT, save_final=False)
     module = ContractModule(OfItsOwn(), TrainingJobSpec(run_id="own", max_steps=steps, metric_every=0))
     resume_from = newest_valid(directory)[0].path if what == "resume" else None
-    trainer.fit(module, Steps(STEPS), ckpt_path=resume_from)
+    rank.trainer(saver, strategy=kind, max_steps=steps).fit(module, Steps(STEPS), ckpt_path=resume_from)
     state, plugin = module.contract_state, module.plugin
     end = {
         "weights": {name: whole(p.detach()) for m in ("cell", "head") for name, p in state[m].named_parameters(m)},
@@ -141,10 +114,12 @@ def main(rank, world_size, folder, directory, what, kind):
         "replay": list(state["replay"]),
         "noise": plugin.noise.get_state(),
     }
-    torch.save(end, f"{folder}/rank{rank}.pt")
-    Path(folder, f"pick{rank}.json").write_text(json.dumps(plugin.pick.getstate()))
-    dist.destroy_process_group()
+    torch.save(end, rank.folder / f"rank{rank.number}.pt")
+    (rank.folder / f"pick{rank.number}.json").write_text(json.dumps(plugin.pick.getstate()))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:7])
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    me = Rank.of_command_line()
+    with me.group():
+        main(me, *sys.argv[4:7])

@@ -51,7 +51,7 @@ def train(folder: Path, moment: str | None, *, resumes: bool) -> None:
         if f"step {calls}" == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    recover = Recover(good_steps=4, lower_lr_steps=3, max_attempts=6, path=folder / "telemetry.jsonl")
+    recover = Recover(good_steps=4, lower_lr_steps=3, max_attempts=6)
     trainer = Fragile(before_step)
     callbacks = [] if moment is None else [KillAtEvents(moment)]
     module = fit_fragile(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint, Recover
 from genlight.callbacks.checkpoint import newest_valid
 
-__all__ = ["BATCHES", "Batches", "Fragile", "digest_of", "fit_fragile"]
+__all__ = ["BATCHES", "Batches", "Fragile", "digest_of", "fit_fragile", "rungs_in"]
 
 BATCHES = 80
 
@@ -84,6 +85,27 @@ class Fragile:
         state.update(payload)
 
 
+class NoteRungs(pl.Callback):
+    """Writes down what `Recover` reports: step, and the rung or what has ended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_figures(self, trainer: pl.Trainer, pl_module: pl.LightningModule, figures: Mapping[str, float]) -> None:
+        names = [name.removeprefix("recover/") for name in figures if name.startswith("recover/")]
+        ended = {"attempt": "recovered", "lr_factor": "rate_restored"}
+        what = ended[names[0]] if len(names) == 1 else names[1] if names else None
+        if what is not None and trainer.is_global_zero:
+            with self.path.open("a") as file:
+                file.write(json.dumps([trainer.global_step, what]) + "\n")
+
+
+def rungs_in(folder: Path) -> list[tuple[int, str]]:
+    """Steps and rungs that `NoteRungs` has written down below `folder`."""
+    paths = sorted(folder.rglob("rungs.jsonl"))
+    return [(step, what) for path in paths for step, what in map(json.loads, path.read_text().splitlines())]
+
+
 def fit_fragile(
     folder: Path,
     recover: Recover | None,
@@ -108,7 +130,13 @@ def fit_fragile(
         "enable_model_summary": False,
         "use_distributed_sampler": False,
     }
-    hooks = [*([] if recover is None else [recover]), *callbacks, *([saver] if every else [])]
+    folder.mkdir(parents=True, exist_ok=True)
+    hooks = [
+        *([] if recover is None else [recover]),
+        NoteRungs(folder / "rungs.jsonl"),
+        *callbacks,
+        *([saver] if every else []),
+    ]
     fitted = pl.Trainer(max_steps=steps, callbacks=hooks, default_root_dir=folder, **{**options, **arguments})
     fitted.fit(module, batches, ckpt_path=None if newest is None else newest.path)
     return module

@@ -1,27 +1,21 @@
-"""One rank of the guard's tests; started once per rank: ``replica_guard_ranks.py RANK WORLD_SIZE FOLDER``."""
+"""One rank of the guard's tests; started once per rank: ``replica_guard_ranks.py RANK WORLD_SIZE RANK.folder``."""
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
-import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from rank_environment import Ranks
 from torch import nn
 
 from genlight.adapter.contract.types import StepResult, TrainingJobSpec
 from genlight.adapter.feed.mock import MockDataModule
 from genlight.adapter.module.module import ContractModule
 from genlight.callbacks.replicas.replica_guard import ReplicaGuard
+from support.rank import Rank
 
-RANK, WORLD_SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+RANK = Rank.of_command_line()
 
 
 class Module(pl.LightningModule):
@@ -37,7 +31,7 @@ class Module(pl.LightningModule):
 
     @torch.no_grad()
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if RANK == 1 and batch_idx == self.at_step:
+        if RANK.number == 1 and batch_idx == self.at_step:
             if self.fault == "one bit":
                 self.net[2].weight.view(-1)[0] = torch.nextafter(self.net[2].weight.view(-1)[0], torch.tensor(9.0))
             elif self.fault == "rate":
@@ -62,29 +56,21 @@ class Module(pl.LightningModule):
 class SavesAtStepThree(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 3:
-            trainer.save_checkpoint(FOLDER / "three.ckpt")
+            trainer.save_checkpoint(RANK.folder / "three.ckpt")
 
 
-def outcome(fault: str, at_step: int, every_n_steps: int | None, others: tuple[pl.Callback, ...] = ()) -> str:
-    strategy = DDPStrategy(
-        cluster_environment=Ranks(RANK, WORLD_SIZE), process_group_backend="gloo", broadcast_buffers=fault != "buffer"
-    )
-    trainer = pl.Trainer(
-        max_steps=6,
-        accelerator="cpu",
-        devices=WORLD_SIZE,
-        strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[ReplicaGuard(every_n_steps), *others],
-    )
+def end_of(trainer: pl.Trainer, module: pl.LightningModule, **data: Any) -> str:
     try:
-        trainer.fit(Module(fault, at_step))
+        trainer.fit(module, **data)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return f"finished {trainer.global_step}"
+
+
+def outcome(fault: str, at_step: int, every_n_steps: int | None, *others: pl.Callback) -> str:
+    strategy = RANK.strategy(broadcast_buffers=fault != "buffer")
+    trainer = RANK.trainer(ReplicaGuard(every_n_steps), *others, strategy=strategy, max_steps=6)
+    return end_of(trainer, Module(fault, at_step))
 
 
 class OwnRate:
@@ -112,7 +98,7 @@ class OwnRate:
 
     def decide(self, state: Any, loss: float) -> None:
         state["plateau"].step(1.0)
-        if RANK == 1:
+        if RANK.number == 1:
             state["optimizer"].param_groups[0]["lr"] = 0.05
 
     def state_dict(self, state: Any) -> dict[str, Any]:
@@ -133,38 +119,23 @@ class SharedRate(OwnRate):
 
 
 def sharded(cls: type[OwnRate]) -> str:
-    strategy = ModelParallelStrategy(WORLD_SIZE, 1, process_group_backend="gloo")
-    strategy.cluster_environment = Ranks(RANK, WORLD_SIZE)
-    trainer = pl.Trainer(
-        max_steps=6,
-        accelerator="cpu",
-        devices=WORLD_SIZE,
-        strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[ReplicaGuard(1)],
-    )
+    trainer = RANK.trainer(ReplicaGuard(1), strategy="sharded", max_steps=6)
     module = ContractModule(cls(), TrainingJobSpec(run_id="guard", max_steps=6, metric_every=0))
-    try:
-        trainer.fit(module, datamodule=MockDataModule([{"row": i} for i in range(12)]))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return f"finished {trainer.global_step}"
+    return end_of(trainer, module, datamodule=MockDataModule([{"row": i} for i in range(12)]))
 
 
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store", rank=RANK, world_size=WORLD_SIZE)
+def main() -> None:
     cases = [("none", 0, 1), ("one bit", 2, 1), ("one bit", 2, 4), ("one bit", 2, 0), ("one bit", 5, 100)]
     cases += [("buffer", 1, 2), ("all", 1, 2), ("nan", 0, 1)]
     results = {f"{fault} at {step} checked {every}": outcome(fault, step, every) for fault, step, every in cases}
     results["one bit at 2 checked by default"] = outcome("one bit", 2, None)
-    results["one bit at 2 checked with a checkpoint"] = outcome("one bit", 2, None, (SavesAtStepThree(),))
+    results["one bit at 2 checked with a checkpoint"] = outcome("one bit", 2, None, SavesAtStepThree())
     results["rate at 2 checked 1"] = outcome("rate", 2, 1)
     results |= {f"sharded {cls.__name__}": sharded(cls) for cls in (SharedRate, OwnRate, OwnSchedule)}
-    (FOLDER / f"rank{RANK}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    RANK.leave(results)
+
+
+if __name__ == "__main__":
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with RANK.group():
+        main()

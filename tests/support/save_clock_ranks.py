@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
-from rank_environment import Ranks
 
 from genlight.callbacks import Checkpoint
 from genlight.callbacks.checkpoint import policy
 from genlight.callbacks.hook import cadence
+from support.rank import Rank
 
-RANK, WORLD_SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+RANK = Rank.of_command_line()
 
 
 class Net(pl.LightningModule):
@@ -31,7 +26,7 @@ class Net(pl.LightningModule):
         self.clock = clock
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if RANK == 0:
+        if RANK.number == 0:
             self.clock.now += 10.0
         return self.layer(torch.ones(1, 1)).sum()
 
@@ -52,31 +47,11 @@ class Noting(Checkpoint):
 def train(checkpoint: Noting) -> list[int]:
     clock = SimpleNamespace(now=1000.0)
     policy.time = cadence.time = SimpleNamespace(monotonic=lambda: clock.now)
-    trainer = pl.Trainer(
-        strategy=DDPStrategy(cluster_environment=Ranks(RANK, WORLD_SIZE), process_group_backend="gloo"),
-        accelerator="cpu",
-        devices=WORLD_SIZE,
-        max_steps=30,
-        callbacks=[checkpoint],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+    trainer = RANK.trainer(checkpoint, max_steps=30)
     trainer.fit(Net(clock), torch.utils.data.DataLoader(list(range(30))))
     return checkpoint.steps
 
 
-def main() -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store", rank=RANK, world_size=WORLD_SIZE)
-    found = {
-        "minutes": train(Noting(dirpath=FOLDER / "minutes", every_minutes=2)),
-    }
-    (FOLDER / f"rank{RANK}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    with RANK.group():
+        RANK.leave({"minutes": train(Noting(dirpath=RANK.folder / "minutes", every_minutes=2))})

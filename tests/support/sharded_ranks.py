@@ -20,15 +20,15 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from rank import Ranks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from two_ranks import Ranks
 
 from genlight.adapter.contract.types import StepResult, TrainingJobSpec
 from genlight.adapter.module.module import ContractModule
 from genlight.callbacks.checkpoint import Checkpoint, capture as host_buffer, newest_valid
-from genlight.callbacks.checkpoint.sharded import slices as slice_reading
+from genlight.callbacks.checkpoint.sharded.slices import StoredSlices
 
 WIDTH = 300
 
@@ -181,39 +181,29 @@ class Counters:
 
     def __init__(self):
         self.gathered = self.copied = self.read = 0
-        gather, read, copy = DTensor.full_tensor, os.preadv, host_buffer.HostBuffer.copy
+        gather, read, copy = DTensor.full_tensor, StoredSlices._rows, host_buffer.HostBuffer.copy
 
         def full_tensor(tensor, **options):
             self.gathered += tensor.numel() * tensor.element_size()
             return gather(tensor, **options)
 
-        def preadv(descriptor, buffers, offset):
-            count = read(descriptor, buffers, offset)
-            self.read += count
-            return count
+        def rows(slices, stored, part):
+            values = read(slices, stored, part)
+            self.read += values.nbytes
+            return values
 
         def counted_copy(buffer, entries):
             self.copied += sum(entry.nbytes for entry in entries)
             return copy(buffer, entries)
 
         DTensor.full_tensor = full_tensor
-        slice_reading.os = _OsWith(preadv)
+        StoredSlices._rows = rows
         host_buffer.HostBuffer.copy = counted_copy
 
     def take(self):
         taken = {"gathered": self.gathered, "copied": self.copied, "read": self.read}
         self.gathered = self.copied = self.read = 0
         return taken
-
-
-class _OsWith:
-    """The module ``os`` with one function watched."""
-
-    def __init__(self, preadv):
-        self.preadv = preadv
-
-    def __getattr__(self, name):
-        return getattr(os, name)
 
 
 class EqualBatches(list):

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.strategies import DDPStrategy
-from rank_environment import Ranks
 
 from genlight.adapter import ContractModule, StepResult
 from genlight.adapter.contract.exceptions import TrainingCanceled
 from genlight.adapter.training_loop import BatchStream
 from genlight.callbacks import StopRequests
 from genlight.callbacks.stop.signals import StopSignals
+from support.rank import Rank
 
-RANK, WORLD_SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+RANK = Rank.of_command_line()
 
 
 class Told(StopRequests):
     """Rank 1 alone is told, while it trains its third step."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if RANK == 1 and batch_idx == 2:
+        if RANK.number == 1 and batch_idx == 2:
             self.sources.signals.reason = "preempted"
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
@@ -35,7 +31,7 @@ class Fails(StopRequests):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if RANK == 1 and batch_idx == 2:
+        if RANK.number == 1 and batch_idx == 2:
             raise ValueError("rank 1 broke")
 
 
@@ -62,18 +58,7 @@ class Mine:
 
 
 def train(module, data, stop):
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=WORLD_SIZE,
-        strategy=DDPStrategy(cluster_environment=Ranks(RANK, WORLD_SIZE), process_group_backend="gloo"),
-        max_steps=50,
-        callbacks=[stop],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+    trainer = RANK.trainer(stop, max_steps=50)
     try:
         trainer.fit(module, data)
     except TrainingCanceled as error:
@@ -81,21 +66,23 @@ def train(module, data, stop):
     return f"completed {trainer.global_step}"
 
 
-if __name__ == "__main__":
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{FOLDER}/rendezvous", rank=RANK, world_size=WORLD_SIZE
-    )
+def main():
     signals = StopSignals()
-    signals.reason = "canceled" if RANK == 1 else None
+    signals.reason = "canceled" if RANK.number == 1 else None
     outcomes = [
         train(ContractModule(Mine()), BatchStream(range(50)), Told()) + " contract",
         train(BoringModel(), None, Told()) + " plain",
         train(ContractModule(Mine()), BatchStream(range(50)), StopRequests(signals=signals)) + " before",
     ]
-    (FOLDER / f"rank{RANK}").write_text(", ".join(outcomes))
+    (RANK.folder / f"rank{RANK.number}").write_text(", ".join(outcomes))
     try:
         train(ContractModule(Mine()), BatchStream(range(50)), Fails())
     except Exception as error:
-        (FOLDER / f"failed{RANK}").write_text(str(error))
+        (RANK.folder / f"failed{RANK.number}").write_text(str(error))
         os._exit(3)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    with RANK.group():
+        main()

@@ -7,15 +7,12 @@ and its own data, so that a resume is exact only if each gets its own random sta
 import contextlib
 import random
 import sys
-import warnings
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
-from rank_environment import Ranks
 
 from genlight.callbacks.checkpoint import Checkpoint, newest_valid
+from support.rank import Rank
 
 STEPS = 7
 
@@ -46,32 +43,20 @@ class KillAfterSave(pl.Callback):
             raise Killed
 
 
-def main(rank, world_size, folder, directory, what):
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+def main(rank, directory, what):
     torch.manual_seed(0)
     net = Net()
-    torch.manual_seed(rank)
-    random.seed(rank)
+    torch.manual_seed(rank.number)
+    random.seed(rank.number)
     checkpoint = Checkpoint(directory, save_final=False)
-    trainer = pl.Trainer(
-        strategy=DDPStrategy(cluster_environment=Ranks(rank, world_size), process_group_backend="gloo"),
-        accelerator="cpu",
-        devices=world_size,
-        max_steps=STEPS,
-        callbacks=[KillAfterSave(checkpoint), checkpoint] if what == "kill" else [checkpoint],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+    others = [KillAfterSave(checkpoint)] if what == "kill" else []
     resume_from = newest_valid(directory)[0].path if what == "resume" else None
     with contextlib.suppress(Killed):
-        trainer.fit(net, [0] * STEPS, ckpt_path=resume_from)
-    torch.save(net.state_dict(), f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
+        rank.trainer(*others, checkpoint, max_steps=STEPS).fit(net, [0] * STEPS, ckpt_path=resume_from)
+    torch.save(net.state_dict(), rank.folder / f"rank{rank.number}.pt")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6])
+    me = Rank.of_command_line()
+    with me.group():
+        main(me, *sys.argv[4:6])

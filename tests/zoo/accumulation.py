@@ -135,28 +135,6 @@ class ConflictingTasks(Base):
         return StepResult({})
 
 
-class AveragedOverSteps(Base):
-    """Schedule-free averaging by hand: an average of the weights, in a loose list."""
-
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        return {**state, "average": [p.detach().clone() for p in state["model"].parameters()], "n": 0}
-
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
-        state["n"] += 1
-        with torch.no_grad():
-            for a, p in zip(state["average"], state["model"].parameters(), strict=True):
-                a += (p - a) / state["n"]
-        return result
-
-    def state_dict(self, state):
-        return {"average": state["average"], "n": state["n"]}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["average"], state["n"] = [a.clone() for a in payload["average"]], payload["n"]
-
-
 class SkipsWhenSmall(Base):
     """No update where the loss of this rank is below a limit, as hard-example training has it."""
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
-
-from genlight.adapter.contract.types import StepResult
 
 from .base import Base, generator, mlp
 
@@ -43,22 +39,6 @@ class Ddpm(Diffusion):
         return mse_loss(state["model"](x, batch["t"]), batch["noise"])
 
 
-class VelocityWithEma(Ddpm):
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        return {**state, "ema": copy.deepcopy(state["model"]).requires_grad_(False)}
-
-    def train_step(self, batch, state, ctx):
-        loss = mse_loss(state["model"](batch["x"], batch["t"]), batch["noise"] - batch["x"])
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        with torch.no_grad():
-            for a, p in zip(state["ema"].parameters(), state["model"].parameters(), strict=True):
-                a.lerp_(p, 0.1)
-        return StepResult({"loss": loss.detach()})
-
-
 class NoiseDrawnInTheStep(Ddpm):
     """Noise from the global generator, for the rows of a rank."""
 
@@ -66,61 +46,6 @@ class NoiseDrawnInTheStep(Ddpm):
 
     def loss(self, batch, state):
         return super().loss({**batch, "noise": torch.randn_like(batch["x"])}, state)
-
-
-class GuidanceDropout(Diffusion):
-    """The condition is left out for some rows, chosen by their time."""
-
-    def configure(self, ctx):
-        model, condition = Denoiser(), nn.Embedding(2, 6)
-        optimizer = torch.optim.AdamW([*model.parameters(), *condition.parameters()], lr=0.01)
-        return {"model": model, "condition": condition, "optimizer": optimizer}
-
-    def loss(self, batch, state):
-        shown = state["condition"]((batch["t"][:, 0] > 0.3).long())
-        return mse_loss(state["model"](batch["noise"] + shown, batch["t"]), batch["x"])
-
-
-class Consistency(Diffusion):
-    """The model of one step before, a copy, is the goal."""
-
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        return {**state, "before": copy.deepcopy(state["model"]).requires_grad_(False)}
-
-    def loss(self, batch, state):
-        with torch.no_grad():
-            goal = state["before"](batch["x"], 0.9 * batch["t"])
-        return mse_loss(state["model"](batch["x"] + 0.1 * batch["noise"], batch["t"]), goal)
-
-    def train_step(self, batch, state, ctx):
-        before = copy.deepcopy(state["model"].state_dict())
-        result = super().train_step(batch, state, ctx)
-        state["before"].load_state_dict(before)
-        return result
-
-
-class LossAwareTimes(Ddpm):
-    """Rows are weighed by a history of losses a time bin, which each rank keeps for its own rows."""
-
-    differs = "the history is one of each rank's own losses"
-    per_rank = ("history",)
-
-    def configure(self, ctx):
-        return {**super().configure(ctx), "history": torch.ones(4, device=ctx.device)}
-
-    def loss(self, batch, state):
-        bins = (batch["t"][:, 0] * 4).long()
-        losses = (state["model"](batch["x"], batch["t"]) - batch["noise"]).square().mean(1)
-        for k, value in zip(bins.tolist(), losses.tolist(), strict=True):
-            state["history"][k] = 0.9 * state["history"][k] + 0.1 * value
-        return (losses / state["history"][bins].sqrt()).mean()
-
-    def state_dict(self, state):
-        return {"history": state["history"]}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["history"] = payload["history"].clone()
 
 
 class LatentDiffusion(Diffusion):

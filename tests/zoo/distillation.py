@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 from torch.nn.functional import kl_div, mse_loss
@@ -59,25 +57,6 @@ class MutualLearning(Base):
         for optimizer in state["opts"]:
             optimizer.step()
         return StepResult({"loss": loss.detach()})
-
-
-class MeanTeacher(Base):
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        return {**state, "teacher": copy.deepcopy(state["model"]).requires_grad_(False)}
-
-    def loss(self, batch, state):
-        with torch.no_grad():
-            goal = state["teacher"](batch["x"] * 1.1)
-        out = state["model"](batch["x"])
-        return mse_loss(out, batch["y"]) + 0.5 * mse_loss(out, goal)
-
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
-        with torch.no_grad():
-            for t, p in zip(state["teacher"].parameters(), state["model"].parameters(), strict=True):
-                t.lerp_(p, 0.1)
-        return result
 
 
 class MagnitudePruning(Base):
@@ -273,9 +252,3 @@ class OrthogonalWeights(Base):
     def model(self):
         model = mlp(6, 1, hidden=6)
         return nn.Sequential(nn.utils.parametrizations.orthogonal(model[0]), model[1], model[2])
-
-
-class WeightNormalized(Base):
-    def model(self):
-        model = mlp()
-        return nn.Sequential(nn.utils.parametrizations.weight_norm(model[0]), model[1], model[2])

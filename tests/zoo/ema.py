@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 
 import torch
-from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from .base import AveragesItsModel, Base, mlp
@@ -59,24 +58,6 @@ class EmaShadowList(Base):
         state["ema"].optimization_step = payload["steps"]
 
 
-class EmaDictionary(Base):
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        return {**state, "ema": {k: v.clone() for k, v in state["model"].state_dict().items()}}
-
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
-        for k, v in state["model"].state_dict().items():
-            state["ema"][k].lerp_(v, 0.1)
-        return result
-
-    def state_dict(self, state):
-        return {"ema": state["ema"]}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["ema"] = {k: v.clone() for k, v in payload["ema"].items()}
-
-
 class TorchAveragedModel(Base):
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -86,14 +67,6 @@ class TorchAveragedModel(Base):
         result = super().train_step(batch, state, ctx)
         state["ema"].update_parameters(state["model"])
         return result
-
-
-class SwaWithBatchNorm(TorchAveragedModel):
-    tolerance = 1e-3
-    differs = "each rank's BatchNorm sees its own rows, as under plain DDP"
-
-    def model(self):
-        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
 
 
 class SwappedForEvaluation(EmaModule):
@@ -107,30 +80,6 @@ class SwappedForEvaluation(EmaModule):
             state["model"](batch["x"])
         state["model"].load_state_dict(kept)
         return result
-
-
-class TwoAverages(Base):
-    """Two decays at once, the slow one from a warm-up on."""
-
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        pair = nn.ModuleList(copy.deepcopy(state["model"]).requires_grad_(False) for _ in range(2))
-        return {**state, "averages": pair, "steps": 0}
-
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
-        state["steps"] += 1
-        with torch.no_grad():
-            for average, weight in zip(state["averages"], (0.1, 0.5 / state["steps"]), strict=True):
-                for a, p in zip(average.parameters(), state["model"].parameters(), strict=True):
-                    a.lerp_(p, weight)
-        return result
-
-    def state_dict(self, state):
-        return {"steps": state["steps"]}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["steps"] = payload["steps"]
 
 
 class BestWeights(Base):

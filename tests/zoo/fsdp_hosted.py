@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import distributed as dist, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cosine_similarity, mse_loss, normalize, softmax
-from torch.utils.checkpoint import checkpoint
+from torch.nn.functional import mse_loss, normalize
 
 from genlight.adapter.contract.types import StepResult
 from zoo.small import Base, mlp
@@ -106,94 +105,6 @@ class DiffusersEma(Base):
         state["ema"].shadow_params = payload["shadow_params"]
 
 
-class DictEma(Base):
-    """The average is a dict of tensors by name, used for a target by a swap."""
-
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        self.shadow = {n: p.detach().clone() for n, p in state["model"].named_parameters()}
-        return state
-
-    def train_step(self, batch, state, ctx):
-        model = state["model"]
-        backup = {n: p.detach().clone() for n, p in model.named_parameters()}
-        for n, p in model.named_parameters():
-            p.data = self.shadow[n].clone()
-        with torch.no_grad():
-            goal = batch["y"] + 0.3 * model(batch["x"])
-        for n, p in model.named_parameters():
-            p.data = backup[n]
-        result = super().train_step({**batch, "y": goal}, state, ctx)
-        with torch.no_grad():
-            for n, p in model.named_parameters():
-                self.shadow[n].mul_(0.9).add_(p.data, alpha=0.1)
-        return result
-
-
-class Byol(Base):
-    """Encoder parts are called by themselves; the target is averaged by a method of the module."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.online, self.projector, self.predictor = mlp(6, 5), mlp(5, 4), mlp(4, 4)
-            self.target = copy.deepcopy(nn.Sequential(self.online, self.projector)).requires_grad_(False)
-
-        @torch.no_grad()
-        def update_moving_average(self):
-            current = nn.Sequential(self.online, self.projector)
-            for t, p in zip(self.target.parameters(), current.parameters(), strict=True):
-                t.data = t.data * 0.9 + p.data * 0.1
-
-    def configure(self, ctx):
-        model = self.Model()
-        trained = [p for p in model.parameters() if p.requires_grad]
-        return {"model": model, "optimizer": torch.optim.SGD(trained, 0.1, momentum=0.9)}
-
-    def train_step(self, batch, state, ctx):
-        model = state["model"]
-        one, two = batch["x"], batch["x"] + 0.1 * batch["x"].roll(1, dims=1)
-        loss = 0.0
-        for a, b in ((one, two), (two, one)):
-            predicted = model.predictor(model.projector(model.online(a)))
-            with torch.no_grad():
-                goal = model.target(b)
-            loss = loss - cosine_similarity(predicted, goal.detach()).mean()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        model.update_moving_average()
-        return StepResult({"loss": loss.detach()})
-
-
-class Dino(Base):
-    """Student and teacher are modules with a backbone and a head that are called by themselves."""
-
-    def configure(self, ctx):
-        student = nn.ModuleDict({"backbone": mlp(6, 5), "head": nn.Linear(5, 4)})
-        teacher = copy.deepcopy(student).requires_grad_(False)
-        return {
-            "student": student,
-            "teacher": teacher,
-            "optimizer": torch.optim.AdamW(student.parameters(), 0.01),
-        }
-
-    def train_step(self, batch, state, ctx):
-        student, teacher = state["student"], state["teacher"]
-        with torch.no_grad():
-            goal = softmax(teacher["head"](teacher["backbone"](batch["x"])) / 0.5, dim=-1)
-        views = [batch["x"], batch["x"].flip(1)]
-        features = [student["backbone"](v) for v in views]
-        loss = sum(-(goal * student["head"](f).log_softmax(-1)).sum(-1).mean() for f in features)
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        with torch.no_grad():
-            for t, s in zip(teacher.parameters(), student.parameters(), strict=True):
-                t.mul_(0.9).add_(s.detach().data, alpha=0.1)
-        return StepResult({"loss": loss.detach()})
-
-
 class EncoderPart(Base):
     """An autoencoder whose encoder is called by itself, twice, once without a graph."""
 
@@ -215,18 +126,6 @@ class EncoderPart(Base):
             before = model.encoder(x)
         code = model.encoder(x)
         loss = mse_loss(model(x), x) + 0.1 * mse_loss(model.decoder(code), x) + 0.01 * (code - before + 1).abs().mean()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
-
-
-class UsesMethodsWithParameters(EncoderPart):
-    """A part is called by a method of the module that calls others first."""
-
-    def train_step(self, batch, state, ctx):
-        model = state["model"]
-        loss = mse_loss(model.decoder[2](model.decoder[1](model.decoder[0](model.encoder(batch["x"])))), batch["x"])
         state["optimizer"].zero_grad()
         loss.backward()
         state["optimizer"].step()
@@ -259,27 +158,6 @@ class HookedWhileTraining(Base):
         return super().train_step(batch, state, ctx)
 
 
-class OptimizerInBackward(Base):
-    """One optimizer for each parameter, stepped by a hook after its gradient is there, as in torch's tutorial."""
-
-    def configure(self, ctx):
-        model = mlp()
-        optimizers = {p: torch.optim.Adam([p], lr=0.01, foreach=False) for p in model.parameters()}
-
-        def step(parameter: torch.Tensor) -> None:
-            optimizers[parameter].step()
-            optimizers[parameter].zero_grad()
-
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(step)
-        return {"model": model, "optimizers": optimizers}
-
-    def train_step(self, batch, state, ctx):
-        loss = mse_loss(state["model"](batch["x"]), batch["y"])
-        loss.backward()
-        return StepResult({"loss": loss.detach()})
-
-
 class SharedEncoder(Base):
     """Two modules with one encoder in both."""
 
@@ -297,27 +175,6 @@ class SharedEncoder(Base):
         loss.backward()
         state["optimizer"].step()
         return StepResult({"loss": loss.detach()})
-
-
-class PlainLookahead:
-    """A Lookahead that is no torch optimizer."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, k: int = 2, alpha: float = 0.5) -> None:
-        self.optimizer, self.k, self.alpha, self.calls = optimizer, k, alpha, 0
-        self.slow = [[p.detach().clone() for p in group["params"]] for group in optimizer.param_groups]
-
-    def zero_grad(self):
-        self.optimizer.zero_grad()
-
-    @torch.no_grad()
-    def step(self):
-        self.optimizer.step()
-        self.calls += 1
-        if self.calls % self.k == 0:
-            for group, slow in zip(self.optimizer.param_groups, self.slow, strict=True):
-                for p, q in zip(group["params"], slow, strict=True):
-                    q.add_(p.data - q, alpha=self.alpha)
-                    p.data.copy_(q)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -356,12 +213,6 @@ class Lookahead(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         return {"base": self.optimizer.state_dict()}
-
-
-class WithPlainLookahead(Base):
-    def configure(self, ctx):
-        model = mlp()
-        return {"model": model, "optimizer": PlainLookahead(torch.optim.Adam(model.parameters(), 0.01))}
 
 
 class WithLookahead(Base):
@@ -424,27 +275,6 @@ class Codebook(Base):
     def configure(self, ctx):
         model = self.Layer()
         return {"model": model, "optimizer": torch.optim.Adam(model.out.parameters(), 0.01)}
-
-
-class ElasticWeights(Base):
-    """EWC: a penalty on the distance from earlier weights, with an importance for each."""
-
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        model = state["model"]
-        self.old = {n: p.detach().clone() for n, p in model.named_parameters()}
-        self.importance = {n: torch.full_like(p, 0.1) for n, p in model.named_parameters()}
-        return state
-
-    def train_step(self, batch, state, ctx):
-        model = state["model"]
-        loss = mse_loss(model(batch["x"]), batch["y"])
-        for n, p in model.named_parameters():
-            loss = loss + (self.importance[n] * (p - self.old[n]).pow(2)).sum()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
 
 
 class PrunedWeights(Base):
@@ -589,20 +419,6 @@ class FeaturesOfAHookAlone(FeaturesOfAHook):
         return (self.kept.pop().mean(1, keepdim=True) - batch["y"]).square().mean()
 
 
-class ReentrantParts(ReturnsObject):
-    """Parts that are called one by one, and again in a backward within the backward."""
-
-    def configure(self, ctx):
-        model = nn.Sequential(mlp(6, 6), mlp(6, 6), nn.Linear(6, 1))
-        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
-
-    def loss(self, batch, model):
-        hidden = batch["x"].clone().requires_grad_(True)
-        for block in list(model)[:-1]:
-            hidden = hidden + checkpoint(block, hidden, use_reentrant=True)
-        return mse_loss(model[-1](hidden), batch["y"])
-
-
 class NamesInputsOfBackward(ReturnsObject):
     """Two losses, each of which is differentiated by one module's parameters alone."""
 
@@ -710,27 +526,19 @@ CLASSES = (
     CentersMovedByHand,
     Clip,
     DiffusersEma,
-    DictEma,
-    Byol,
-    Dino,
     EncoderPart,
-    UsesMethodsWithParameters,
     HookedGradients,
     HookedWhileTraining,
-    OptimizerInBackward,
     SharedEncoder,
-    WithPlainLookahead,
     WithLookahead,
     FormattedNorms,
     ModuleListOfBlocks,
     Codebook,
-    ElasticWeights,
     PrunedWeights,
     ReturnsObject,
     ReturnsView,
     FeaturesOfAHook,
     FeaturesOfAHookAlone,
-    ReentrantParts,
     NamesInputsOfBackward,
     SwapsWithItsAverage,
     UpdatesByCompiledCode,

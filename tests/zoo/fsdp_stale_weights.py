@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,62 +51,6 @@ LOOKING = {
 }
 
 
-class WeightClipping(Base):
-    """A Wasserstein critic: clipped weights, whose outputs on fakes are detached for the log."""
-
-    through_data = False
-
-    def configure(self, ctx):
-        g, d = mlp(6, 6), mlp(6, 1)
-        return {
-            "g": g,
-            "d": d,
-            "opt_g": torch.optim.RMSprop(g.parameters(), 0.01),
-            "opt_d": torch.optim.RMSprop(d.parameters(), 0.01),
-        }
-
-    def clip(self, d):
-        for p in d.parameters():
-            if self.through_data:
-                p.data.clamp_(-0.15, 0.15)
-            else:
-                with torch.no_grad():
-                    p.clamp_(-0.15, 0.15)
-
-    def train_step(self, batch, state, ctx):
-        g, d = state["g"], state["d"]
-        for _ in range(2):
-            state["opt_d"].zero_grad()
-            loss_d = d(g(batch["x"]).detach()).mean() - d(batch["x"]).mean()
-            loss_d.backward()
-            state["opt_d"].step()
-            distance = (d(batch["x"]) - d(g(batch["x"]))).mean().detach()
-            self.clip(d)
-        state["opt_g"].zero_grad()
-        loss_g = -d(g(batch["x"])).mean()
-        loss_g.backward()
-        state["opt_g"].step()
-        return StepResult({"distance": distance})
-
-
-class WeightClippingThroughData(WeightClipping):
-    through_data = True
-
-
-class WeightNoise(Base):
-    """Langevin noise on the weights, equal on all ranks, then an evaluation."""
-
-    def train_step(self, batch, state, ctx):
-        self.calls = getattr(self, "calls", 0) + 1
-        result = super().train_step(batch, state, ctx)
-        with torch.no_grad():
-            state["model"](batch["x"])
-            for i, p in enumerate(state["model"].parameters()):
-                p.add_(0.01 * (self.calls + i))
-            state["model"](batch["x"])
-        return result
-
-
 class HardTargetCopy(Base):
     """A DQN's target network, overwritten every second step through tensors of ``state_dict()``."""
 
@@ -136,28 +79,6 @@ class HardTargetCopy(Base):
 
 class HardTargetCopyThroughData(HardTargetCopy):
     through_data = True
-
-
-class StateDictEma(Base):
-    """An EMA as timm writes it: over the values of both state dicts, then used for a target."""
-
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        return {**state, "ema": copy.deepcopy(state["model"]).requires_grad_(False)}
-
-    def train_step(self, batch, state, ctx):
-        with torch.no_grad():
-            teacher = state["ema"](batch["x"])
-        loss = mse_loss(state["model"](batch["x"]), batch["y"]) + 0.1 * mse_loss(state["model"](batch["x"]), teacher)
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        with torch.no_grad():
-            for ema_v, model_v in zip(
-                state["ema"].state_dict().values(), state["model"].state_dict().values(), strict=True
-            ):
-                ema_v.copy_(0.9 * ema_v + 0.1 * model_v)
-        return StepResult({"loss": loss.detach()})
 
 
 class WritesWhileGathered(Base):
@@ -199,26 +120,6 @@ class RestoresBestWeights(Base):
         return result
 
 
-class SwapsInEma(Base):
-    """Evaluates with averaged weights swapped in, and swaps back."""
-
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        return {**state, "ema": copy.deepcopy(state["model"]).requires_grad_(False)}
-
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
-        model, ema = state["model"], state["ema"]
-        with torch.no_grad():
-            for e, p in zip(ema.parameters(), model.parameters(), strict=True):
-                e.lerp_(p, 0.1)
-            backup = copy.deepcopy(model.state_dict())
-            model.load_state_dict(ema.state_dict())
-            self.score = float(mse_loss(model(batch["x"]), batch["y"]))
-            model.load_state_dict(backup)
-        return result
-
-
 class PenalisesWeights(Base):
     """An L1 and an L2 term in the loss, over parameters that a forward used before."""
 
@@ -257,16 +158,11 @@ class RenormalisedRows(Base):
 
 
 CLASSES: tuple[type[nn.Module] | type, ...] = (
-    WeightClipping,
-    WeightClippingThroughData,
-    WeightNoise,
     HardTargetCopy,
     HardTargetCopyThroughData,
-    StateDictEma,
     WritesWhileGathered,
     WritesWhileGatheredThroughData,
     RestoresBestWeights,
-    SwapsInEma,
     PenalisesWeights,
     PenalisesWeightsFirst,
     RenormalisedRows,

@@ -32,24 +32,6 @@ class ListOptimizer:
                 p.sub_(self.lr * m)
 
 
-class KeepsList(torch.optim.Optimizer):
-    """A torch optimizer that keeps a list of its own beside its groups, and updates by that."""
-
-    def __init__(self, parameters: Any, lr: float = 0.05) -> None:
-        self.list_of_parameters = list(parameters)
-        super().__init__(self.list_of_parameters, {"lr": lr})
-        self.momenta = [torch.zeros_like(p) for p in self.list_of_parameters]
-        self.first = self.list_of_parameters[0]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for p, m in zip(self.list_of_parameters, self.momenta, strict=True):
-            m.mul_(0.9).add_(p.grad)
-            p.add_(m, alpha=-self.param_groups[0]["lr"])
-        self.first.mul_(0.999)
-        return None
-
-
 class WithListOptimizer(Base):
     def configure(self, ctx):
         model = mlp()
@@ -71,28 +53,6 @@ class WholeParameterInTheSameGroup(Base):
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 0.1, foreach=True)
         state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
-
-
-class ListOptimizerBesideAdam(Base):
-    """The head updated by a list optimizer, the body by Adam, and each unused for a step of two."""
-
-    def configure(self, ctx):
-        body, head = mlp(6, 5), mlp(5, 1)
-        return {
-            "body": body,
-            "head": head,
-            "adam": torch.optim.Adam(body.parameters(), 0.01),
-            "list": ListOptimizer(head.parameters()),
-        }
-
-    def train_step(self, batch, state, ctx):
-        state["adam"].zero_grad()
-        state["list"].zero_grad()
-        loss = mse_loss(state["head"](state["body"](batch["x"])), batch["y"])
-        loss.backward()
-        state["adam"].step()
-        state["list"].step()
         return StepResult({"loss": loss.detach()})
 
 
@@ -121,28 +81,6 @@ class AsksForGradients(Base):
         return StepResult({"loss": losses[0].detach()})
 
 
-class UpdatesByAskedGradients(Base):
-    """No backward: heads of which each rank uses one, and a penalty on the weights, by torch.autograd.grad."""
-
-    def configure(self, ctx):
-        model = nn.Module()
-        model.body, model.heads = mlp(6, 5), nn.ModuleList(nn.Linear(5, 1) for _ in range(2))
-        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), 0.01)}
-
-    def train_step(self, batch, state, ctx):
-        model, hidden = state["model"], state["model"].body(batch["x"])
-        loss = torch.zeros(())
-        for kind in batch["kind"].unique().tolist():
-            rows = batch["kind"] == kind
-            loss = loss + (model.heads[kind](hidden[rows]) - batch["y"][rows]).square().sum() / len(rows)
-        loss = loss + 0.1 * model.body[2].weight.square().sum()
-        given = torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)
-        for p, g in zip(model.parameters(), given, strict=True):
-            p.grad = g
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
-
-
 class ProductsByHand(Base):
     """Weights in products outside of any call of their module: tied ones, a matrix of its own, and gradients."""
 
@@ -162,47 +100,6 @@ class ProductsByHand(Base):
         first.grad = first.grad - (first.grad @ away) @ away.T
         state["optimizer"].step()
         return StepResult({"loss": loss.detach()})
-
-
-class PenaltyByItsOwnLoss(Base):
-    """Penalties on weights with factors of a rank's own rows, and weights that scale and shift activations."""
-
-    def configure(self, ctx):
-        model = nn.Module()
-        model.body, model.scale, model.shift = mlp(6, 4), nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
-        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
-
-    def train_step(self, batch, state, ctx):
-        model = state["model"]
-        out = model.body(batch["x"]) * model.scale + model.shift
-        each = (out.mean(1, keepdim=True) - batch["y"]).square()
-        loss = each.mean()
-        penalty = sum(p.square().sum() for p in model.parameters())
-        loss = loss + loss.item() * penalty + 0.1 * loss.detach() * penalty
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
-
-
-class ScalesRowsOfGradients(Base):
-    """Each row of a gradient by a factor of its own, also where a rank has no row."""
-
-    def train_step(self, batch, state, ctx):
-        state["optimizer"].zero_grad()
-        loss = mse_loss(state["model"](batch["x"]), batch["y"])
-        loss.backward()
-        for p in state["model"].parameters():
-            norm = p.grad.norm(dim=-1, keepdim=True).clamp_min(1e-6)
-            p.grad.mul_((0.01 / norm).clamp_max(1.0))
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
-
-
-class WithOwnListInOptimizer(Base):
-    def configure(self, ctx):
-        model = mlp()
-        return {"model": model, "optimizer": KeepsList(model.parameters())}
 
 
 class HeadsByRank(Base):
@@ -240,15 +137,6 @@ class HeadsInPythonList(HeadsByRank):
     together = False
 
 
-class HeadsOfOtherSizes(HeadsInPythonList):
-    """The heads that ranks choose are not even of one size."""
-
-    def configure(self, ctx):
-        body, heads = mlp(6, 5), [mlp(5, 1), nn.Sequential(nn.Linear(5, 64), nn.Linear(64, 1))]
-        parameters = [p for m in (body, *heads) for p in m.parameters()]
-        return {"body": body, "heads": heads, "optimizer": torch.optim.AdamW(parameters, 0.01)}
-
-
 class HeadOnOneRank(HeadsInPythonList):
     """One rank uses a module that the other does not use at all."""
 
@@ -259,39 +147,6 @@ class HeadOnOneRank(HeadsInPythonList):
         loss.backward()
         state["optimizer"].step()
         return StepResult({})
-
-
-def orthogonalised(g: torch.Tensor) -> torch.Tensor:
-    """Newton-Schulz iterations, as in Muon."""
-    x = g / (g.norm() + 1e-7)
-    for _ in range(3):
-        a = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-    return x
-
-
-class Muon(torch.optim.Optimizer):
-    """Every rank orthogonalises every gradient."""
-
-    def __init__(self, parameters: Any, lr: float = 0.02) -> None:
-        super().__init__(list(parameters), {"lr": lr})
-
-    def work(self, parameters: list[Any]) -> None:
-        for p in parameters:
-            p.add_(orthogonalised(p.grad) if p.dim() == 2 else p.grad, alpha=-self.param_groups[0]["lr"])
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            self.work(group["params"])
-
-
-class WithMuon(Base):
-    cls: type[Muon] = Muon
-
-    def configure(self, ctx):
-        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 1))
-        return {"model": model, "optimizer": self.cls(p for p in model.parameters())}
 
 
 class ReadsNormOnOneRank(Base):
@@ -366,25 +221,6 @@ class ClippedByHand(Base):
             for p in parameters:
                 p.sub_(0.1 * p.grad * torch.clamp(1 / (stacked + 1), max=1.0))
         return StepResult({"norm": by_items})
-
-
-class NoisyGradients(Base):
-    """Noise on gradients from a generator with one seed on all ranks, drawn in several ways."""
-
-    def configure(self, ctx):
-        self.noise = torch.Generator().manual_seed(7)
-        return super().configure(ctx)
-
-    def train_step(self, batch, state, ctx):
-        loss = mse_loss(state["model"](batch["x"]), batch["y"])
-        state["optimizer"].zero_grad()
-        loss.backward()
-        for p in state["model"].parameters():
-            p.grad.add_(torch.randn(p.shape, generator=self.noise), alpha=0.1)
-            p.grad.add_(0.1 * torch.randn_like(p.grad, generator=self.noise))
-            p.grad.add_(torch.empty_like(p.grad).uniform_(-0.1, 0.1, generator=self.noise))
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
 
 
 class SeededNoise(Base):
@@ -495,19 +331,12 @@ class SkipsOneLossOfItsOwn(Base):
 CLASSES = (
     WithListOptimizer,
     WholeParameterInTheSameGroup,
-    ListOptimizerBesideAdam,
     AsksForGradients,
-    UpdatesByAskedGradients,
-    ScalesRowsOfGradients,
     ProductsByHand,
-    PenaltyByItsOwnLoss,
-    WithOwnListInOptimizer,
     HeadsByRank,
     Experts,
-    WithMuon,
     PolyakSteps,
     ClippedByHand,
-    NoisyGradients,
     SeededNoise,
     WritesWholeGradients,
     SignsAndMasks,
@@ -516,7 +345,6 @@ CLASSES = (
 FAULTS = (
     SkipsOneLossOfItsOwn,
     HeadsInPythonList,
-    HeadsOfOtherSizes,
     HeadOnOneRank,
     ReadsNormOnOneRank,
     KeepsItsBestWeights,

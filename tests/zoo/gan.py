@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
-from torch.nn.functional import binary_cross_entropy_with_logits as bce, relu
+from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
 from genlight.adapter.contract.types import StepResult
 
@@ -51,19 +49,14 @@ class Gan(Base):
         pass
 
 
-class HingeGan(Gan):
-    def critic_loss(self, d, real, fake):
-        return relu(1 - d(real)).mean() + relu(1 + d(fake)).mean()
-
-    def generator_loss(self, d, fake):
-        return -d(fake).mean()
-
-
-class Wgan(HingeGan):
+class Wgan(Gan):
     """The critic's weights are clamped after its update."""
 
     def critic_loss(self, d, real, fake):
         return d(fake).mean() - d(real).mean()
+
+    def generator_loss(self, d, fake):
+        return -d(fake).mean()
 
     def after_critic(self, d):
         with torch.no_grad():
@@ -81,15 +74,7 @@ class WganGp(Wgan):
         pass
 
 
-class R1Gan(Gan):
-    def critic_loss(self, d, real, fake):
-        real = real.detach().requires_grad_()
-        out = d(real)
-        (grad,) = torch.autograd.grad(out.sum(), real, create_graph=True)
-        return relu(1 - out).mean() + relu(1 + d(fake)).mean() + 0.5 * grad.square().sum(1).mean()
-
-
-class SpectralGan(HingeGan):
+class SpectralGan(Gan):
     def optimizer(self, parameters):
         return torch.optim.SGD(parameters, lr=0.05)
 
@@ -108,58 +93,6 @@ class ToggledGan(Gan):
     def critic_loss(self, d, real, fake):
         d.requires_grad_(True)
         return super().critic_loss(d, real, fake)
-
-
-class CriticThreeTimes(Wgan):
-    def train_step(self, batch, state, ctx):
-        g, d = state["nets"].values()
-        opt_g, opt_d = state["opts"]
-        for k in range(3):
-            with torch.no_grad():
-                fake = g(batch["x"].roll(k, 1))
-            opt_d.zero_grad()
-            self.critic_loss(d, batch["x"], fake).backward()
-            opt_d.step()
-            self.after_critic(d)
-        opt_g.zero_grad()
-        loss = self.generator_loss(d, g(batch["x"].flip(1)))
-        loss.backward()
-        opt_g.step()
-        return StepResult({"g": loss.detach()})
-
-
-class GanWithAveragedGenerator(Gan):
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        return {**state, "ema": copy.deepcopy(state["nets"]["generator"]).requires_grad_(False)}
-
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
-        with torch.no_grad():
-            for a, p in zip(state["ema"].parameters(), state["nets"]["generator"].parameters(), strict=True):
-                a.lerp_(p, 0.1)
-        return result
-
-
-class CycleGan(Base):
-    """Two generators share an optimizer."""
-
-    def configure(self, ctx):
-        there, back, critic = mlp(6, 6), mlp(6, 6), mlp(6, 1)
-        both = torch.optim.Adam([*there.parameters(), *back.parameters()], 0.01)
-        return {"g": [there, back], "d": critic, "opt_g": both, "opt_d": torch.optim.Adam(critic.parameters(), 0.01)}
-
-    def train_step(self, batch, state, ctx):
-        there, back = state["g"]
-        fake = there(batch["x"])
-        loss = (back(fake) - batch["x"]).square().mean() + (state["d"](fake) - 1).square().mean()
-        state["opt_g"].zero_grad()
-        loss.backward()
-        state["opt_g"].step()
-        state["opt_d"].zero_grad()
-        (state["d"](fake.detach()).square().mean() + (state["d"](batch["x"]) - 1).square().mean()).backward()
-        state["opt_d"].step()
-        return StepResult({"loss": loss.detach()})
 
 
 class DetachedCritic(Gan):

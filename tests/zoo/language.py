@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, logsigmoid
+from torch.nn.functional import cross_entropy
 
 from genlight.adapter.contract.types import StepResult
 
@@ -84,16 +82,6 @@ class LmWithDropout(CausalLm):
         return nn.Sequential(nn.Embedding(11, 8), nn.Dropout(0.2), nn.Linear(8, 11))
 
 
-class SumOverTokens(CausalLm):
-    """Normalised by the tokens of this rank that count, whose number differs."""
-
-    differs = "a mean over each rank's tokens is not the mean over all where ranks have different numbers of them"
-
-    def loss(self, batch, state):
-        target = torch.where(batch["x"] > 6, batch["x"], -100)
-        return cross_entropy(state["model"](batch["x"])[:, :-1].flatten(0, 1), target[:, 1:].flatten())
-
-
 class TruncatedBackprop(Language):
     """A recurrent state is carried over steps, detached; each rank has that of its own rows."""
 
@@ -145,27 +133,6 @@ class PromptTuning(Language):
         model = state["model"]
         rows = torch.cat([state["prompt"].expand(len(batch["x"]), -1, -1), model.embed(batch["x"])], 1)
         return next_token_loss(model.head(model.body(rows))[:, 2:], batch["x"])
-
-
-class PreferenceOptimization(Language):
-    """DPO: the policy against a frozen reference, chosen rows against rejected ones."""
-
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        return {**state, "reference": copy.deepcopy(state["model"]).requires_grad_(False).eval()}
-
-    def model(self):
-        return TinyLm()
-
-    def likelihood(self, model, x):
-        return model(x)[:, :-1].log_softmax(-1).gather(-1, x[:, 1:, None]).squeeze(-1).sum(1)
-
-    def loss(self, batch, state):
-        chosen, rejected = batch["x"], batch["x"].flip(1)
-        with torch.no_grad():
-            base = self.likelihood(state["reference"], chosen) - self.likelihood(state["reference"], rejected)
-        margin = self.likelihood(state["model"], chosen) - self.likelihood(state["model"], rejected)
-        return -logsigmoid(0.1 * (margin - base)).mean()
 
 
 class SparseEmbeddings(Language):

@@ -45,29 +45,6 @@ class TopOneMixture(Base):
         return self.Net()
 
 
-class ExpertPerRank(Base):
-    """The kind of a row is its expert; with rows in order a rank uses one of them alone."""
-
-    rows = staticmethod(kinds)
-
-    def model(self):
-        return nn.ModuleDict(
-            {"trunk": mlp(6, 4), "0": nn.Linear(4, 1), "1": nn.Linear(4, 1), "unused": nn.Linear(4, 1)}
-        )
-
-    def optimizer(self, parameters):
-        return torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.5)
-
-    def loss(self, batch, state):
-        features, loss = state["model"]["trunk"](batch["x"]), 0.0
-        for kind in (0, 1):
-            mine = batch["kind"] == kind
-            if mine.any():
-                out = state["model"][str(kind)](features[mine])
-                loss = loss + (out - batch["y"][mine]).square().sum() / len(batch["x"])
-        return loss
-
-
 class BalancedRouter(TopOneMixture):
     """A bias a expert moves by how often a rank used it, without autograd."""
 

@@ -20,13 +20,6 @@ class Adagrad(Base):
         return torch.optim.Adagrad(parameters, lr=0.05)
 
 
-class Rprop(Base):
-    """Its state is chosen by the signs of gradients."""
-
-    def optimizer(self, parameters):
-        return torch.optim.Rprop(parameters, lr=0.01)
-
-
 class Asgd(Base):
     """Numbers of its own for each parameter, as tensors of no dimension that steps replace."""
 
@@ -103,29 +96,6 @@ class AdamWithClosure(Base):
             return loss
 
         return StepResult({"loss": state["optimizer"].step(closure).detach()})
-
-
-class SignSgd(Optimizer):
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                    momentum.lerp_(p.grad, 0.1)
-                    p.add_(momentum.sign(), alpha=-group["lr"])
-
-
-class Lion(Base):
-    """Signs of moments: a gradient near zero that rounds otherwise moves a weight otherwise."""
-
-    tolerance = 1e-3
-
-    def optimizer(self, parameters):
-        return SignSgd(parameters, 0.001)
 
 
 class CountingMomentum(Optimizer):
@@ -260,41 +230,6 @@ class LookaheadKeyedByAddress(Base):
 
     def optimizer(self, parameters):
         return LookaheadOptimizer(torch.optim.Adam(parameters, lr=0.01))
-
-
-class ThinLookahead(Optimizer):
-    """Slow weights in the state of the wrapped optimizer."""
-
-    def __init__(self, base, alpha=0.5, k=2):
-        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        self.base, self.alpha, self.k = base, alpha, k
-        self.param_groups, self.defaults, self.state = base.param_groups, base.defaults, defaultdict(dict)
-        for group in self.param_groups:
-            group.setdefault("lookahead_step", 0)
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = self.base.step(closure)
-        for group in self.base.param_groups:
-            group["lookahead_step"] += 1
-            if group["lookahead_step"] % self.k == 0:
-                for p in group["params"]:
-                    slow = self.base.state[p].setdefault("slow", p.clone())
-                    slow.add_(p - slow, alpha=self.alpha)
-                    p.copy_(slow)
-        return loss
-
-    def state_dict(self):
-        return self.base.state_dict()
-
-    def load_state_dict(self, state_dict):
-        self.base.load_state_dict(state_dict)
-        self.param_groups = self.base.param_groups
-
-
-class Lookahead(Base):
-    def optimizer(self, parameters):
-        return ThinLookahead(torch.optim.Adam(parameters, lr=0.01))
 
 
 class SlowWeightsBeside:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from genlight.adapter.contract.types import StepContext, TrainingJobSpec
-from support.rank_environment import Ranks
+from support.rank import Ranks
 from support.rank_processes import run_ranks
 
 STEPS = 4

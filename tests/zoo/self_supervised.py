@@ -127,28 +127,6 @@ class MomentumContrast(Base):
         state["queue"], state["at"] = payload["queue"].clone(), payload["at"]
 
 
-class BarlowTwins(Base):
-    differs = "a correlation over a rank's rows is not that of all rows"
-
-    def model(self):
-        return mlp(6, 4)
-
-    def loss(self, batch, state):
-        a, b = (state["model"](v) for v in two_views(batch["x"]))
-        return ((a - a.mean(0)).t() @ (b - b.mean(0)) / len(a) - torch.eye(4, device=a.device)).square().sum()
-
-
-class MaskedAutoencoder(Base):
-    def configure(self, ctx):
-        encoder, decoder, blank = mlp(3, 4), mlp(4, 6), torch.zeros(4, requires_grad=True)
-        optimizer = torch.optim.AdamW([*encoder.parameters(), *decoder.parameters(), blank], lr=0.01)
-        return {"encoder": encoder, "decoder": decoder, "blank": blank, "optimizer": optimizer}
-
-    def loss(self, batch, state):
-        seen, x = batch["x"][:, ::2], batch["x"]
-        return mse_loss(state["decoder"](state["encoder"](seen) + state["blank"]), x)
-
-
 class Autoencoder(Base):
     """Parts of one module called by themselves."""
 
@@ -166,21 +144,6 @@ class Autoencoder(Base):
     def loss(self, batch, state):
         code = state["model"].encoder(batch["x"])
         return mse_loss(state["model"].decoder(code), batch["x"]) + 0.01 * code.abs().mean()
-
-
-class VariationalAutoencoder(Base):
-    differs = "noise is drawn for the rows of a rank"
-
-    def configure(self, ctx):
-        encoder, decoder = mlp(6, 4), mlp(2, 6)
-        optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=0.01)
-        return {"encoder": encoder, "decoder": decoder, "optimizer": optimizer}
-
-    def loss(self, batch, state):
-        mean, log_var = state["encoder"](batch["x"]).chunk(2, 1)
-        code = mean + torch.randn_like(mean) * (0.5 * log_var).exp()
-        kl = -0.5 * (1 + log_var - mean.square() - log_var.exp()).sum(1).mean()
-        return mse_loss(state["decoder"](code), batch["x"]) + 0.1 * kl
 
 
 class VectorQuantized(Base):

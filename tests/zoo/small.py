@@ -183,19 +183,6 @@ class Scheduled(Base):
         return result
 
 
-class Frozen(Base):
-    """Half of the network is frozen, and a teacher has no optimizer at all."""
-
-    def configure(self, ctx):
-        model, teacher = mlp(), mlp().requires_grad_(False).eval()
-        model[0].requires_grad_(False)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-        return {"model": model, "teacher": teacher, "optimizer": optimizer}
-
-    def train_step(self, batch, state, ctx):
-        return super().train_step({**batch, "y": state["teacher"](batch["x"])}, state, ctx)
-
-
 class Adapted(Base):
     """A frozen base with low-rank adapters; the trained parameters stand in a list of the trainer's."""
 
@@ -268,15 +255,6 @@ class OnTrainer(Base):
         loss.backward()
         self.opt.step()
         return StepResult({})
-
-
-class EvaluatingInside(Base):
-    def train_step(self, batch, state, ctx):
-        state["model"].eval()
-        with torch.no_grad():
-            target = state["model"](batch["x"]) * 0.5 + batch["y"] * 0.5
-        state["model"].train()
-        return super().train_step({**batch, "y": target}, state, ctx)
 
 
 @dataclass
@@ -519,13 +497,11 @@ ZOO = {
         ClippedByValue,
         ClampedInside,
         Scheduled,
-        Frozen,
         Adapted,
         WithEma,
         Tied,
         Checkpointed,
         OnTrainer,
-        EvaluatingInside,
         LooseTensor,
         UpdatesByHand,
         UpdatesByHandFromAutograd,

@@ -23,13 +23,12 @@ RTOL = 1e-6
 
 def compared(cls: Any) -> Comparison:
     """The class beside itself."""
-    recording = Recording()
-    comparison = Comparison(rtol=RTOL, recording=recording)
-    try:
-        with quiet(), seeded(0):
-            for facts in plain_steps(cls(), context(), Shares(cls.rows, 0, 1, STEPS), comparison.how, steps=STEPS):
-                recording.add(facts)
-        with quiet(), seeded(0):
+    with Recording() as recording, quiet():
+        comparison = Comparison(recording, rtol=RTOL)
+        with seeded(0):
+            for reached in plain_steps(cls(), context(), Shares(cls.rows, 0, 1, STEPS), steps=STEPS):
+                recording.add(reached)
+        with seeded(0):
             trainer = pl.Trainer(
                 max_steps=STEPS,
                 accelerator="cpu",
@@ -42,8 +41,6 @@ def compared(cls: Any) -> Comparison:
             )
             module = ContractModule(cls(), TrainingJobSpec(run_id="plain", max_steps=STEPS))
             trainer.fit(module, Shares(cls.rows, 0, 1, STEPS))
-    finally:
-        recording.close()
     return comparison
 
 

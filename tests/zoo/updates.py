@@ -8,7 +8,7 @@ from torch.nn.functional import mse_loss
 
 from genlight.adapter.contract.types import StepResult
 
-from .base import Base, mlp, regression
+from .base import Base, mlp
 
 
 class OwnMomentumList(Base):
@@ -130,22 +130,6 @@ class ClippedByHand(Base):
         return torch.optim.SGD(parameters, lr=0.1)
 
 
-class AdaptiveGradientClipping(Base):
-    """Clipped by the ratio of gradient and weight, unit by unit."""
-
-    def train_step(self, batch, state, ctx):
-        loss = self.loss(batch, state)
-        state["optimizer"].zero_grad()
-        loss.backward()
-        for p in state["model"].parameters():
-            if p.dim() == 2:
-                limit = 0.01 * p.detach().norm(dim=1, keepdim=True).clamp_min(1e-3)
-                norm = p.grad.norm(dim=1, keepdim=True).clamp_min(1e-6)
-                p.grad.mul_((limit / norm).clamp_max(1.0))
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
-
-
 class GradientNoise(Base):
     """Noise on the averaged gradients from a generator that is seeded alike on all ranks."""
 
@@ -167,22 +151,6 @@ class GradientNoise(Base):
 
     def load_state_dict(self, state, payload, ctx):
         self.noise.set_state(payload["noise"])
-
-
-class PolyakStep(Base):
-    """A learning rate from the norm of the gradient as a number."""
-
-    def optimizer(self, parameters):
-        return torch.optim.SGD(parameters, lr=0.1)
-
-    def train_step(self, batch, state, ctx):
-        loss = self.loss(batch, state)
-        state["optimizer"].zero_grad()
-        loss.backward()
-        norm = float(torch.stack([p.grad.norm() for p in state["model"].parameters()]).norm())
-        state["optimizer"].param_groups[0]["lr"] = 0.05 / (norm + 1.0)
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
 
 
 class ReduceOnPlateau(Base):
@@ -261,30 +229,6 @@ class WeightsThroughStateDict(Base):
         return result
 
 
-class ScalarParameter(Base):
-    """A temperature of no dimension, as CLIP's logit_scale."""
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.scale = mlp(), nn.Parameter(torch.tensor(0.5))
-
-        def forward(self, x):
-            return self.body(x) * self.scale.exp()
-
-    def model(self):
-        return self.Net()
-
-
-class ParameterGroupsOfParts(Base):
-    rows = staticmethod(regression)
-
-    def configure(self, ctx):
-        model = mlp()
-        groups = [{"params": model[0].parameters(), "lr": 0.001}, {"params": model[2].parameters(), "lr": 0.02}]
-        return {"model": model, "optimizer": torch.optim.AdamW(groups)}
-
-
 class FlattenedByHand(Base):
     """Gradients are flattened into one vector, clipped there, and written back."""
 
@@ -298,3 +242,24 @@ class FlattenedByHand(Base):
             p.grad.copy_(g.view_as(p))
         state["optimizer"].step()
         return StepResult({"loss": loss.detach()})
+
+
+class CompiledStep(Base):
+    """Forward, backward and clearing in one compiled function."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+
+        def forward_and_backward(batch):
+            loss = self.loss(batch, state)
+            loss.backward()
+            return loss.detach()
+
+        self.compiled = torch.compile(forward_and_backward, backend="aot_eager")
+        return state
+
+    def train_step(self, batch, state, ctx):
+        state["optimizer"].zero_grad()
+        loss = self.compiled(batch)
+        state["optimizer"].step()
+        return StepResult({"loss": loss})

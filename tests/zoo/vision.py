@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from genlight.adapter.contract.types import StepResult
 
-from .base import STEPS, Base, images
+from .base import Base, images
 
 BATCH_STATISTICS = "each rank's BatchNorm sees its own rows, as under plain DDP"
 
@@ -70,28 +70,6 @@ class FrozenBatchNorm(ResNet):
         return super().train_step(batch, state, ctx)
 
 
-class PatchTransformer(Vision):
-    class Vit(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.patch = nn.Conv2d(1, 8, 2, stride=2)
-            self.cls = nn.Parameter(torch.zeros(1, 1, 8))
-            self.position = nn.Parameter(torch.randn(1, 10, 8) * 0.02)
-            self.body = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-            self.head = nn.Linear(8, 3)
-
-        def forward(self, x):
-            x = self.patch(x).flatten(2).transpose(1, 2)
-            x = torch.cat([self.cls.expand(len(x), -1, -1), x], 1) + self.position
-            return self.head(self.body(x)[:, 0])
-
-    def model(self):
-        return self.Vit()
-
-    def optimizer(self, parameters):
-        return torch.optim.SGD(parameters, lr=0.1)
-
-
 class ChannelsLast(ConvNet):
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -100,23 +78,6 @@ class ChannelsLast(ConvNet):
 
     def prepare_batch(self, raw, state, ctx):
         return {"x": raw["x"].to(ctx.device, memory_format=torch.channels_last), "y": raw["y"].to(ctx.device)}
-
-
-class UNet(Vision):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.down, self.middle = nn.Conv2d(1, 4, 2, 2), nn.Conv2d(4, 4, 3, padding=1)
-            self.up, self.out = nn.ConvTranspose2d(4, 4, 2, 2), nn.Conv2d(5, 1, 1)
-
-        def forward(self, x):
-            return self.out(torch.cat([x, self.up(self.middle(self.down(x).relu()).relu())], 1))
-
-    def model(self):
-        return self.Net()
-
-    def loss(self, batch, state):
-        return mse_loss(state["model"](batch["x"]), batch["x"].flip(-1))
 
 
 class TwoHeads(Vision):
@@ -148,31 +109,6 @@ class UncertaintyWeights(TwoHeads):
         features, (a, b) = state["trunk"](batch["x"]), state["log_vars"]
         classes = cross_entropy(state["heads"]["classes"](features), batch["y"])
         return classes * (-a).exp() + a + state["heads"]["boxes"](features).square().mean() * (-b).exp() + b
-
-
-class Mixup(Vision):
-    """A random permutation of the rows of a rank, from a generator of its own."""
-
-    differs = "rows are mixed within a rank"
-
-    def setup(self, ctx):
-        super().setup(ctx)
-        self.generator = torch.Generator().manual_seed(3 + ctx.rank)
-
-    def model(self):
-        return nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
-
-    def loss(self, batch, state):
-        order = torch.randperm(len(batch["x"]), generator=self.generator)
-        mix = torch.rand((), generator=self.generator)
-        out = state["model"](mix * batch["x"] + (1 - mix) * batch["x"][order])
-        return mix * cross_entropy(out, batch["y"]) + (1 - mix) * cross_entropy(out, batch["y"][order])
-
-    def state_dict(self, state):
-        return {"generator": self.generator.get_state()}
-
-    def load_state_dict(self, state, payload, ctx):
-        self.generator.set_state(payload["generator"])
 
 
 class GradualUnfreezing(Vision):
@@ -278,18 +214,6 @@ class SplatDensification(Base):
         state["optimizer"].state.clear()
         state["optimizer"].load_state_dict(payload["optimizer"])
         state["steps"] = payload["steps"]
-
-
-class OneCycleWithWarmup(ConvNet):
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        state["scheduler"] = torch.optim.lr_scheduler.OneCycleLR(state["optimizer"], 0.05, total_steps=STEPS + 1)
-        return state
-
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
-        state["scheduler"].step()
-        return result
 
 
 class Scripted(Base):

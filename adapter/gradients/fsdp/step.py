@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from ....callbacks.checkpoint.sharded.slices import Box, slice_of
+from ....callbacks.checkpoint.sharded.slices import Box, slice_of, within
 from ....callbacks.optimizer_state import parameters_of
 from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered
@@ -35,8 +35,8 @@ from ..refused import explained, refusal
 from ..step_part import BackwardCall, StepPart
 from ..torch_internals import (
     current_graph_task_id,
-    disable_dynamo,
     initialize_sharded,
+    outside_of_graphs,
     reduce_sharded_gradients,
     without_torch_function_of_subclasses,
 )
@@ -96,9 +96,9 @@ class _Unit:
         self.module.reshard()
         with contextlib.suppress(AttributeError):  # torch 2.13 and later
             self.module.set_reduce_scatter_unused_params(True, recurse=False)
-        begin: RemovableHandle = self.module.register_forward_pre_hook(_outside_of_graphs(self._begin), prepend=True)
-        end: RemovableHandle = self.module.register_forward_hook(_outside_of_graphs(self._end))
-        look: RemovableHandle = self.module.register_forward_hook(_outside_of_graphs(self._look), prepend=True)
+        begin: RemovableHandle = self.module.register_forward_pre_hook(outside_of_graphs(self._begin), prepend=True)
+        end: RemovableHandle = self.module.register_forward_hook(outside_of_graphs(self._end))
+        look: RemovableHandle = self.module.register_forward_hook(outside_of_graphs(self._look), prepend=True)
         self._undo = [begin.remove, end.remove, look.remove]
         for name in self.sharding.forward_methods:
             if (method := vars(self.module).get(name)) is not None:
@@ -174,7 +174,7 @@ def _has_part(gathered: Tensor, shard: DTensor) -> bool:
     """Whether a gathered weight still holds the values of a shard; nan, as a run that has diverged has it, is one."""
     if gathered.untyped_storage().size() == 0:
         return True
-    part = slice_of(shard).within(gathered, of=Box((0,) * gathered.dim(), tuple(gathered.shape)))
+    part = within(slice_of(shard), gathered, of=Box((0,) * gathered.dim(), tuple(gathered.shape)))
     own = shard.to_local().to(part.device)
     return bool(((part == own) | ((part != part) & (own != own))).all())
 
@@ -188,14 +188,6 @@ def _parts(unit: nn.Module) -> list[nn.Module]:
     units = [part for part in unit.modules() if isinstance(part, FSDPModule)]
     inner = {id(part) for other in units if id(other) != id(unit) for part in other.modules()}
     return [part for part in unit.modules() if id(part) not in inner]
-
-
-def _outside_of_graphs(call: Callable[..., None]) -> Callable[..., None]:
-    def hook(*args: Any) -> None:
-        call(*args)
-
-    uncompiled: Callable[..., None] = disable_dynamo(hook)
-    return uncompiled
 
 
 def _units_of(discovered: Discovered) -> list[_Unit]:

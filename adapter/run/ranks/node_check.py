@@ -23,15 +23,11 @@ from ...contract.exceptions import StartupContractError
 from ...plumbing.safe_open import PRIVATE_FILE, make_directory
 from .rank_files import FOLDER, host_name
 
-__all__ = ["NodeCheck", "NodeFacts", "clock_differences", "node_faults"]
+__all__ = ["NodeCheck", "NodeFacts", "node_faults"]
 
 log = logging.getLogger(__name__)
 
 PACKAGES = ("genlight", "torch", "lightning", "numpy", "pyarrow", "safetensors")
-CLOCKS_MAY_DIFFER_S = 2.0
-"""Ranks wait as long for word of a failure that came before their own, so that less than this misleads nobody."""
-LOOKS_AT_CLOCKS = 3
-"""A rank that the machine has just paused reads its clock late; the best of these counts."""
 PATIENCE_S = 10.0
 """How long a network file system may take to show a new file on another node."""
 LOOK_EVERY_S = 0.1
@@ -51,8 +47,7 @@ class NodeFacts:
 class NodeCheck(pl.Callback):
     """Refuses a run on several nodes that do not share its folder, or have other versions of what trains.
 
-    Without a shared folder each node would write a part of each checkpoint where no other finds it. Clocks that differ
-    are a warning only: training does not depend on them, but the end of the job's time and what failed first do.
+    Without a shared folder each node would write a part of each checkpoint where no other finds it.
 
     Args:
         folder: The run's folder.
@@ -79,41 +74,14 @@ class NodeCheck(pl.Callback):
             make_directory(self.folder)
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE))
         channel.share(None)  # by now it is there
-        clocks = [channel.gather_everywhere(self._clock_when_all_are_here(channel)) for _ in range(LOOKS_AT_CLOCKS)]
         facts = channel.gather_everywhere(NodeFacts(host_name(), _appears(path), _versions(), _code_of(self.plugin)))
         if channel.rank == 0:
             path.unlink()
-            for difference in clock_differences([each.host for each in facts], clocks):
-                log.warning("%s", difference)
         faults = node_faults(facts, self.folder.parent)
         if faults:
             shares = all(each.sees_folder for each in facts)
             code = "startup.invalid_trainer" if shares else "startup.invalid_artifact_paths"
             raise StartupContractError(code, "; ".join(faults))
-
-    def _clock_when_all_are_here(self, channel: Channel) -> float:
-        channel.gather_everywhere(None)
-        return time.time()
-
-
-def clock_differences(hosts: Sequence[str], looks: Sequence[Sequence[float]]) -> list[str]:
-    """Which nodes have another time than that of rank zero, a sentence each.
-
-    Args:
-        hosts: The host of each rank.
-        looks: What the clocks of the ranks read at the same moment, in seconds since 1970; several moments.
-    """
-    found: dict[str, float] = {}
-    for rank, host in enumerate(hosts):
-        ahead_s = min((look[rank] - look[0] for look in looks), key=abs)
-        if abs(ahead_s) > CLOCKS_MAY_DIFFER_S and host != hosts[0]:
-            found.setdefault(host, ahead_s)
-    return [
-        f"The clock of {host} is {abs(ahead_s):,.0f} s {'ahead of' if ahead_s > 0 else 'behind'} that of {hosts[0]}. "
-        "The end of the job's time and which rank failed first are found by clocks, and torchrun may take a node for "
-        "lost; let NTP or chrony set them"
-        for host, ahead_s in found.items()
-    ]
 
 
 def node_faults(facts: Sequence[NodeFacts], folder: Path) -> list[str]:

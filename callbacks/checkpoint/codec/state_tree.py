@@ -2,11 +2,11 @@
 
 What JSON has is stored as JSON: None, booleans, integers, finite floats, text, lists and dictionaries with text keys.
 Everything else is an object with a single key that starts with ``$`` (so a dictionary that has such a key is itself
-stored as ``{"$dict": [[key, value], …]}``). Values of Python's standard library, and of torch, NumPy and OmegaConf
-where they are no tensors, have a codec. It turns a value of exactly one type into children, and back. Values of other
-types are stored with the name of their type: enums, dataclasses, named tuples, and classes that wrap tensors. Tensors
-and arrays become references into safetensors files. Nothing is pickled: what has no representation here is refused with
-its path.
+stored as ``{"$dict": [[key, value], …]}``). Values of Python's standard library, and of torch and NumPy where they are
+no tensors, have a codec. It turns a value of exactly one type into children, and back. A configuration of OmegaConf is
+stored as the plain containers that it holds. Values of other types are stored with the name of their type: enums,
+dataclasses, named tuples, and classes that wrap tensors. Tensors and arrays become references into safetensors files.
+Nothing is pickled: what has no representation here is refused with its path.
 
 A checkpoint may come from elsewhere, so a name in it must not make this process run code. A type is found only among
 the modules that are imported already, by plain look-ups in their dictionaries, and an object is filled without calling
@@ -241,32 +241,6 @@ def _numpy_dtype_apart(value: Any) -> str:
     return str(value.str)
 
 
-def _omegaconf(name: str) -> Any:
-    if name not in ("DictConfig", "ListConfig"):
-        raise UnknownTypeError(f"OmegaConf has no container {name!r}")
-    try:
-        return getattr(importlib.import_module("omegaconf"), name)
-    except ImportError:
-        raise UnknownTypeError("it holds a configuration of OmegaConf; pip install omegaconf") from None
-
-
-def _config_apart(value: Any) -> list[Any]:
-    """Its type, its content as plain containers, and its flags.
-
-    Interpolations stay unresolved, so that a value of the environment that one would bring in does not get into a
-    checkpoint.
-    """
-    config = sys.modules["omegaconf"].OmegaConf
-    flags = {"readonly": bool(config.is_readonly(value)), "struct": bool(config.is_struct(value))}
-    return [type(value).__name__, config.to_container(value, resolve=False), flags]
-
-
-def _config(parts: list[Any]) -> Any:
-    name, content, flags = parts
-    # A flag that is not set is left open: it would otherwise hide that of a configuration into which this one is put.
-    return _omegaconf(name)(content, flags={flag: True for flag in ("readonly", "struct") if flags.get(flag)} or None)
-
-
 _CODECS = [
     Codec("$tuple", "builtins:tuple", list, tuple),
     Codec("$set", "builtins:set", list, set),
@@ -300,12 +274,6 @@ _CODECS = [
     Codec("$size", "torch:Size", list, _size),
     Codec("$npscalar", "numpy:generic", _numpy_scalar_apart, _numpy_scalar),
     Codec("$npdtype", "numpy:dtype", _numpy_dtype_apart, array_type),
-    *(
-        Codec("$omegaconf", f"omegaconf.{kind.lower()}:{kind}", _config_apart, _config)
-        for kind in ("DictConfig", "ListConfig")
-    ),
-    # Lightning keeps the type of the configuration that `save_hyperparameters` got.
-    Codec("$omegaconftype", "", lambda kind: kind.__name__, _omegaconf),
     Codec("$int", "", hex, lambda text: int(text, 16)),
     Codec("$float", "", repr, float),
 ]
@@ -313,10 +281,7 @@ _BY_TAG = {codec.tag: codec for codec in _CODECS}
 _BY_TYPE = {codec.kind: codec for codec in _CODECS}
 
 
-def _codec_of(value: Any, kind: type) -> Codec | None:
-    if isinstance(value, type):
-        codec = _BY_TYPE.get(_name(value))
-        return _BY_TAG["$omegaconftype"] if codec is not None and codec.tag == "$omegaconf" else None
+def _codec_of(kind: type) -> Codec | None:
     if kind.__module__.partition(".")[0] != "numpy":
         return _BY_TYPE.get(_name(kind))
     return next((codec for codec in (_BY_TYPE.get(_name(base)) for base in kind.__mro__) if codec is not None), None)
@@ -542,10 +507,16 @@ class _Encoder:
             return {"$tensor": self.sink.add_tensor(value, path)}
         if numpy is not None and kind is numpy.ndarray:
             return {"$ndarray": self.sink.add_array(value, path)}
-        if (codec := _codec_of(value, kind)) is not None:
+        if (codec := _codec_of(kind)) is not None:
             return self._inside(value, path, lambda: self._by_codec(codec, value, path))
         if (named := next((named for named in NAMED_KINDS.values() if named.has(value)), None)) is not None:
             return self._inside(value, path, lambda: self._named(named, value, kind, path))
+        if (omegaconf := sys.modules.get("omegaconf")) is not None:
+            kinds = omegaconf.DictConfig, omegaconf.ListConfig
+            if kind in kinds:  # unresolved: what an interpolation reads of the environment is in no checkpoint
+                return self.encode(omegaconf.OmegaConf.to_container(value, resolve=False), path)
+            if isinstance(value, type) and value in kinds:  # Lightning keeps that of the hyperparameters
+                return value.__name__
         raise _refusal(value, path, _hint(value, path))
 
     def _inside(self, container: Any, path: Path, encode_content: Callable[[], Any]) -> Any:
@@ -597,13 +568,10 @@ def _refusal(value: Any, path: Path, hint: str) -> UnstorableStateError:
 def _hint(value: Any, path: Path) -> str:
     if isinstance(value, type):  # which a file could name to have it called by the code that finds it there
         return "store its name" + (", as a string for `state_key`" if path[1:2] == ("callbacks",) else "")
-    if callable(getattr(value, "state_dict", None)):
-        return "store its state_dict()"
-    if callable(getattr(value, "get_state", None)):
-        return "store its get_state()"
-    if callable(value):
-        return "store what is needed to build it again (with save_hyperparameters, name it in `ignore`)"
-    return "name it in `ignore` of save_hyperparameters" if "hyper_parameters" in path[:2] else ""
+    for method in ("state_dict", "get_state"):
+        if callable(getattr(value, method, None)):
+            return f"store its {method}()"
+    return "store what is needed to build it again; of hyperparameters, name it in `ignore` of save_hyperparameters"
 
 
 class _Decoder:

@@ -5,8 +5,9 @@ A checkpoint `NAME` is a commit record ``NAME.json`` (or, when Lightning's ``Mod
 ``NAME~1/`` or the next that is free; the record names it. So an old checkpoint of the same name stays whole until the
 new one is, and what is not a checkpoint's stays for good.
 
-Where tensors are sharded, each rank has a folder ``NAME/rank-00001/`` with its slices, in files of the names below, and
-the index of what they hold (see `tensor_files`). The files of those names in ``NAME/`` itself hold what is not sharded.
+Where tensors are sharded, each rank has a folder ``NAME/rank-00001/`` with its slices, in files of the names below. The
+files of those names in ``NAME/`` itself hold what is not sharded, and ``NAME/slices.json`` is the index of all slices
+(see `tensor_files`).
 
 Frozen weights have a file of their own, ``NAME/frozen.safetensors``: hard links to one another in all checkpoints that
 have the same.

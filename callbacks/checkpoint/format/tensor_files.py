@@ -4,9 +4,9 @@ A header says where each tensor's bytes lie. The format is that of safetensors, 
 because the bytes are hashed while they stream to the file and never exist twice; every file is readable by
 ``safetensors.safe_open``.
 
-An index is there for each rank that wrote slices: ``rank-00001/part.json`` says for each slice in
-``rank-00001/*.safetensors`` which part of which tensor it is, where its bytes lie, and the digest of every block of
-them, so that a rank which needs a few rows reads and proves just those.
+The index ``slices.json`` says of each sharded tensor which part of it lies in ``rank-00001/*.safetensors``, where the
+bytes of that are, and the digest of every block of them, so that a rank which needs a few rows reads and proves just
+those.
 
 A reference of a state tree names a stored tensor or array. It is compared with the bytes that the file has before
 memory is taken for it.
@@ -27,25 +27,27 @@ import xxhash
 
 __all__ = [
     "BLOCK",
+    "Box",
     "ELEMENT_BYTES",
     "HEADER_LIMIT",
-    "PART_FILE",
     "RAW",
+    "SLICES_FILE",
+    "SlicedTensor",
+    "StoredSlice",
     "TORCH_TYPES",
-    "SliceEntry",
     "TypedShape",
     "array_type",
     "block_digests",
     "build_header",
     "check_array",
     "check_tensor",
+    "make_whole",
     "parse_header",
     "parse_json",
-    "parse_part",
+    "parse_slices",
     "part_folder",
     "read_header",
     "rank_of",
-    "serialise_part",
 ]
 
 RAW = "U8"
@@ -180,41 +182,76 @@ def parse_header(text: bytes, data_bytes: int) -> dict[str, TypedShape]:
     return {key: TypedShape(entry.dtype, tuple(entry.shape), *entry.data_offsets) for key, entry in ordered}
 
 
-PART_FILE = "part.json"
+SLICES_FILE = "slices.json"
 BLOCK = 1 << 20
 """Bytes that have a digest of their own."""
-
-_PART, _PART_VERSION = "genlight.checkpoint_part", 1
 _FOLDER_PREFIX = "rank-"
 
 
-class SliceEntry(msgspec.Struct, frozen=True):
-    """A slice of one tensor within one file."""
+@dataclass(frozen=True, order=True)
+class Box:
+    """A part of a tensor: where it begins and how large it is, in elements, for each dimension."""
 
-    file: str
-    """The name of its file in the rank's folder, which is the tensor's file in its reference."""
-    key: str
-    dtype: str
-    """As torch calls it."""
-    whole: tuple[_Offset, ...]
-    """Shape of the whole tensor."""
     offset: tuple[_Offset, ...]
-    """Where the slice begins in the whole, in elements."""
     shape: tuple[_Offset, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def overlap(self, other: Box) -> Box | None:
+        """What two parts of one tensor have in common; None for nothing."""
+        begins = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        ends = (min(a, b) for a, b in zip(self.ends, other.ends, strict=True))
+        shape = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+        return Box(begins, shape) if all(size > 0 for size in shape) else None
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """One past the last element in each dimension."""
+        return tuple(begin + size for begin, size in zip(self.offset, self.shape, strict=True))
+
+
+def make_whole(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
+    """Whether `boxes` fill a tensor of `shape` without gap and overlap; none of them is empty."""
+    found = list(boxes)
+    whole = Box((0,) * len(shape), tuple(shape))
+    if sum(box.size for box in found) != whole.size or any(box.overlap(whole) != box for box in found):
+        return False
+    # Parts of equal total size that are pairwise disjoint fill the whole; sorted, only neighbours in the first
+    # dimension can overlap, which keeps thousands of slices of one dimension cheap.
+    found.sort()
+    for index, box in enumerate(found):
+        for other in found[index + 1 :]:
+            if other.offset[0] >= box.ends[0]:
+                break
+            if box.overlap(other) is not None:
+                return False
+    return True
+
+
+class StoredSlice(msgspec.Struct, frozen=True):
+    """The part of a sharded tensor that one rank has written."""
+
+    rank: Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+    box: Box
     begin: _Offset
     """Its first byte within the file."""
-    size: _Offset
-    """Bytes."""
     blocks: tuple[str, ...]
     """xxh3-128 of each `BLOCK` of its bytes, the last one shorter."""
 
 
-class _Part(msgspec.Struct, frozen=True):
-    """The index of a rank's part."""
+class SlicedTensor(msgspec.Struct, frozen=True):
+    """A sharded tensor."""
 
-    format: str
-    format_version: int
-    slices: list[SliceEntry]
+    file: str
+    """The name of its file in the folder of each rank, which is the tensor's file in its reference."""
+    key: str
+    dtype: str
+    """As torch calls it."""
+    shape: tuple[_Offset, ...]
+    slices: tuple[StoredSlice, ...]
 
 
 def part_folder(rank: int) -> str:
@@ -223,7 +260,7 @@ def part_folder(rank: int) -> str:
 
 
 def rank_of(name: str) -> int | None:
-    """The rank whose part the file `name`, as in ``rank-00001/part.json``, belongs to; None if to no rank's."""
+    """The rank whose part the file `name`, as in ``rank-00001/model.safetensors``, is of; None if of no rank's."""
     folder, slash, _ = name.partition("/")
     number = folder.removeprefix(_FOLDER_PREFIX)
     return int(number) if slash and number != folder and number.isdigit() else None
@@ -234,30 +271,43 @@ def block_digests(data: memoryview) -> tuple[str, ...]:
     return tuple(xxhash.xxh3_128_hexdigest(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK))
 
 
-def serialise_part(slices: Iterable[SliceEntry]) -> bytes:
-    """The bytes of a part's index."""
-    return msgspec.json.encode(_Part(_PART, _PART_VERSION, list(slices)))
+def parse_slices(data: bytes, sizes: Mapping[str, int]) -> list[SlicedTensor]:
+    """The sharded tensors of an index.
 
-
-def parse_part(data: bytes) -> list[SliceEntry]:
-    """The slices of a part's index.
+    Args:
+        data: The index, as `msgspec.json` encodes a list of them.
+        sizes: Of the checkpoint's files, by name.
 
     Raises:
-        ValueError: It is none, or one of a later version.
+        ValueError: It is none, slices do not make a tensor whole, or a file does not have their bytes.
     """
     try:
-        part = msgspec.convert(parse_json(data), _Part)
+        tensors = msgspec.convert(parse_json(data), list[SlicedTensor])
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if (part.format, part.format_version) != (_PART, _PART_VERSION):
-        raise ValueError(f"it is {part.format!r} of version {part.format_version}, not known to this genlight")
-    for entry in part.slices:
-        dimensions = len(entry.whole)
-        if dimensions == 0 or len(entry.offset) != dimensions or len(entry.shape) != dimensions:
-            raise ValueError(f"a slice of {entry.key!r} does not say which part of the tensor it is")
-        if math.prod(entry.shape) == 0 or len(entry.blocks) != -(-entry.size // BLOCK):
-            raise ValueError(f"a slice of {entry.key!r} has a size that does not fit its shape")
-    return part.slices
+    for tensor in tensors:
+        boxes, element = [each.box for each in tensor.slices], _element_bytes(tensor.dtype)
+        dimensions = {len(tensor.shape), *(len(part) for box in boxes for part in (box.offset, box.shape))}
+        ranks = {each.rank for each in tensor.slices}
+        if element is None or len(dimensions) > 1 or dimensions == {0} or len(ranks) < len(boxes):
+            raise ValueError(f"it does not say what {tensor.key!r} is")
+        if not make_whole(tensor.shape, boxes):
+            raise ValueError(f"the slices of {tensor.key!r} do not make it whole")
+        for each in tensor.slices:
+            size = each.box.size * element
+            if each.begin + size > sizes.get(f"{part_folder(each.rank)}/{tensor.file}", 0):
+                raise ValueError(f"no file has the bytes that {tensor.key!r} needs of rank {each.rank}")
+            if not size or len(each.blocks) != -(-size // BLOCK):
+                raise ValueError(f"a slice of {tensor.key!r} has digests that do not fit its shape")
+    return tensors
+
+
+def typed_shape(tensor: SlicedTensor) -> TypedShape:
+    """As a header would describe it if it were whole in one file."""
+    nbytes = math.prod(tensor.shape) * (_element_bytes(tensor.dtype) or 0)
+    if tensor.dtype in TORCH_TYPES:
+        return TypedShape(TORCH_TYPES[tensor.dtype], tensor.shape, 0, nbytes)
+    return TypedShape(RAW, (nbytes,), 0, nbytes)
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -270,24 +320,7 @@ _OTHER_ELEMENT_BYTES = {
 """Of types of torch that the format does not know, so that their bytes are stored raw."""
 
 
-class ViewFacts(msgspec.Struct, frozen=True):
-    """Which part of a stored tensor's bytes a view has."""
-
-    dtype: str
-    shape: list[_Size]
-    stride: list[_Size]
-    offset: _Size
-    span: _Size
-
-
-class ShardedFacts(msgspec.Struct, frozen=True):
-    """A tensor that was saved in slices."""
-
-    dtype: str
-    shape: list[_Size]
-
-
-class TensorReference(msgspec.Struct, frozen=True):
+class TensorReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a reference to a tensor may say."""
 
     file: str = ""
@@ -297,37 +330,28 @@ class TensorReference(msgspec.Struct, frozen=True):
     stride: list[_Size] | None = None
     requires_grad: bool = False
     parameter: bool = False
-    view: ViewFacts | None = None
-    sharded: ShardedFacts | None = None
 
 
-class ArrayReference(msgspec.Struct, frozen=True):
+class ArrayReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a reference to a NumPy array may say."""
 
     file: str
     key: str
     dtype: str
     shape: list[_Size]
-    order: str = "C"
 
 
-def check_tensor(reference: Any, stored: Mapping[tuple[str, str], TypedShape]) -> ShardedFacts | None:
+def check_tensor(reference: Any, stored: Mapping[tuple[str, str], TypedShape]) -> None:
     """Compare a reference to a tensor with what is stored.
 
     Args:
         reference: As the state tree has it.
         stored: What the files hold, by file and key.
 
-    Returns:
-        What it says of a tensor in slices, which are for the caller to look at; None for any other.
-
     Raises:
         ValueError: It is malformed, or the file has other bytes.
     """
     facts = msgspec.convert(reference, TensorReference)
-    if facts.sharded is not None:
-        _elements(facts.sharded.shape)
-        return facts.sharded
     where = f"{facts.file}:{facts.key}"
     found = stored.get((facts.file, facts.key))
     if found is None:
@@ -338,9 +362,6 @@ def check_tensor(reference: Any, stored: Mapping[tuple[str, str], TypedShape]) -
         raise ValueError(f"{where} has {found.nbytes} bytes, but its reference needs {_elements(shape) * element}")
     if facts.stride is not None and _extent(shape, facts.stride) > _elements(shape):
         raise ValueError(f"the strides of {where} leave its bytes")
-    if facts.view is not None:
-        _check_view(facts.view, found, where)
-    return None
 
 
 def check_array(reference: Any, stored: Mapping[tuple[str, str], TypedShape]) -> None:
@@ -363,13 +384,6 @@ def array_type(name: str) -> Any:
     import numpy as np
 
     return np.dtype(name)
-
-
-def _check_view(view: ViewFacts, found: TypedShape, where: str) -> None:
-    element = _element_bytes(view.dtype) or 1
-    _elements(view.shape)
-    if view.offset + view.span > found.nbytes or _extent(view.shape, view.stride) * element > view.span:
-        raise ValueError(f"a view of {where} leaves its bytes")
 
 
 def _element_bytes(dtype: str) -> int | None:

@@ -13,10 +13,8 @@ import contextlib
 import contextvars
 import math
 import os
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,74 +27,28 @@ from ....adapter.contract.exceptions import BrokenCheckpointError
 from ....adapter.plumbing.safe_open import open_regular
 from ..codec.tensor_bytes import element_type
 from ..format.record import CheckpointRecord
-from ..format.tensor_files import BLOCK, PART_FILE, SliceEntry, parse_part, rank_of
-from ..storage.files import read_proven
+from ..format.tensor_files import BLOCK, Box, SlicedTensor, StoredSlice, part_folder
 
 __all__ = [
     "Box",
-    "Piece",
     "StoredSlices",
     "WholeTensor",
     "is_saved_by_this_rank",
     "is_sharded",
     "keep_sharded",
-    "make_whole",
-    "pieces_of",
     "sharded_like",
     "slice_of",
-    "stored_slices",
     "unsharded",
     "whole",
+    "within",
 ]
 
 
-@dataclass(frozen=True, order=True)
-class Box:
-    """A part of a tensor: where it begins and how large it is, in elements, for each dimension."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
-
-    def overlap(self, other: Box) -> Box | None:
-        """What two parts of one tensor have in common; None for nothing."""
-        begins = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
-        ends = (min(a, b) for a, b in zip(self.ends, other.ends, strict=True))
-        shape = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
-        return Box(begins, shape) if all(size > 0 for size in shape) else None
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """One past the last element in each dimension."""
-        return tuple(begin + size for begin, size in zip(self.offset, self.shape, strict=True))
-
-    def within(self, tensor: torch.Tensor, of: Box) -> torch.Tensor:
-        """The view of this part in `tensor`, which is the part `of` of the same whole."""
-        for dimension, (begin, size) in enumerate(zip(self.offset, self.shape, strict=True)):
-            tensor = tensor.narrow(dimension, begin - of.offset[dimension], size)
-        return tensor
-
-
-def make_whole(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
-    """Whether `boxes` fill a tensor of `shape` without gap and overlap; none of them is empty."""
-    found = list(boxes)
-    whole = Box((0,) * len(shape), tuple(shape))
-    if sum(box.size for box in found) != whole.size or any(box.overlap(whole) != box for box in found):
-        return False
-    # Parts of equal total size that are pairwise disjoint fill the whole; sorted, only neighbours in the first
-    # dimension can overlap, which keeps thousands of slices of one dimension cheap.
-    found.sort()
-    for index, box in enumerate(found):
-        for other in found[index + 1 :]:
-            if other.offset[0] >= box.ends[0]:
-                break
-            if box.overlap(other) is not None:
-                return False
-    return True
+def within(part: Box, tensor: torch.Tensor, of: Box) -> torch.Tensor:
+    """The view of `part` in `tensor`, which is the part `of` of the same whole."""
+    for dimension, (begin, size) in enumerate(zip(part.offset, part.shape, strict=True)):
+        tensor = tensor.narrow(dimension, begin - of.offset[dimension], size)
+    return tensor
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -130,7 +82,7 @@ def sharded_like(value: torch.Tensor, parameter: DTensor) -> DTensor:
     if not is_sharded(parameter):
         return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
     part = slice_of(parameter)
-    return from_slice(part.within(value, of=Box((0,) * value.dim(), tuple(value.shape))).clone(), parameter)
+    return from_slice(within(part, value, of=Box((0,) * value.dim(), tuple(value.shape))).clone(), parameter)
 
 
 def from_slice(local: torch.Tensor, parameter: DTensor) -> DTensor:
@@ -244,127 +196,56 @@ def unsharded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One saved slice."""
-
-    checkpoint: str
-    path: Path
-    entry: SliceEntry
-
-    @property
-    def box(self) -> Box:
-        """Where it lies in the whole."""
-        return Box(self.entry.offset, self.entry.shape)
-
-    def read(self, part: Box) -> torch.Tensor:
-        """A part of this slice; only its rows are read.
-
-        Raises:
-            BrokenCheckpointError: A byte differs from what was saved.
-        """
-        entry, first, rows = self.entry, part.offset[0] - self.entry.offset[0], part.shape[0]
-        row_bytes = entry.size // entry.shape[0]
-        data = self._read_proven(first * row_bytes, (first + rows) * row_bytes)
-        read = Box((part.offset[0], *entry.offset[1:]), (rows, *entry.shape[1:]))
-        return part.within(data.view(element_type(entry.dtype)).view(read.shape), of=read)
-
-    def _read_proven(self, begin: int, end: int) -> torch.Tensor:
-        """Bytes of this slice, whose blocks are compared with their digests."""
-        first, last = begin // BLOCK, -(-end // BLOCK)
-        start, stop = first * BLOCK, min(last * BLOCK, self.entry.size)
-        buffer = bytearray(stop - start)
-        view = memoryview(buffer)
-        descriptor = open_regular(self.path)
-        try:
-            filled = 0
-            while filled < len(buffer):
-                count = os.preadv(descriptor, [view[filled:]], self.entry.begin + start + filled)
-                if not count:
-                    raise BrokenCheckpointError(self.checkpoint, f"{self._name} ends early")
-                filled += count
-        finally:
-            os.close(descriptor)
-        for block in range(first, last):
-            at = block * BLOCK - start
-            if xxhash.xxh3_128_hexdigest(view[at : at + BLOCK]) != self.entry.blocks[block]:
-                raise BrokenCheckpointError(
-                    self.checkpoint, f"{self._name} is not what was saved for {self.entry.key} (block {block})"
-                )
-        return torch.frombuffer(buffer, dtype=torch.uint8)[begin - start : end - start].clone()
-
-    @property
-    def _name(self) -> str:
-        return f"{self.path.parent.name}/{self.path.name}"
-
-
-def pieces_of(record: CheckpointRecord) -> dict[tuple[str, str], list[Piece]]:
-    """All saved slices by file and key of their tensor; the indices of the parts are proven, the slices not yet.
-
-    Raises:
-        BrokenCheckpointError: An index is missing, changed or malformed, or names a file that the record does not.
-    """
-    found: dict[tuple[str, str], list[Piece]] = defaultdict(list)
-    files = {record.file_name(file): file for file in record.files}
-    for name, file in files.items():
-        folder, _, base = name.rpartition("/")
-        if rank_of(name) is None or base != PART_FILE:
-            continue
-        try:
-            entries = parse_part(read_proven(record, file))
-        except (ValueError, KeyError, TypeError) as error:
-            raise BrokenCheckpointError(record.name, f"{file.path} is malformed: {error}") from error
-        for entry in entries:
-            holder = files.get(f"{folder}/{entry.file}")
-            if holder is None:
-                raise BrokenCheckpointError(record.name, f"{file.path} names {entry.file}, which the record does not")
-            if not _fits(entry, holder.size):
-                raise BrokenCheckpointError(record.name, f"{file.path} does not hold the bytes that {entry.key} needs")
-            found[entry.file, entry.key].append(Piece(record.name, record.path.parent / holder.path, entry))
-    return found
-
-
-def _fits(entry: SliceEntry, file_bytes: int) -> bool:
-    """Whether a slice has the bytes that its shape needs, within its file."""
-    try:
-        needed = math.prod(entry.shape) * element_type(entry.dtype).itemsize
-    except ValueError:
-        return False
-    return entry.size == needed and entry.begin + entry.size <= file_bytes
-
-
-@dataclass(frozen=True)
 class StoredSlices:
     """A sharded tensor of a checkpoint; its values are read when they are asked for."""
 
-    pieces: Sequence[Piece]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    record: CheckpointRecord
+    tensor: SlicedTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type."""
+        return element_type(self.tensor.dtype)
 
     def whole(self) -> torch.Tensor:
         """All of it, put together from all slices."""
         return self.read(Box((0,) * len(self.shape), self.shape))
 
     def read(self, part: Box) -> torch.Tensor:
-        """The values of one part as they were saved.
+        """The values of one part as they were saved; of each slice only the rows that it takes are read.
 
         Raises:
             BrokenCheckpointError: They differ from what was saved.
         """
         result = torch.empty(part.shape, dtype=self.dtype, device="cpu")
-        for piece in self.pieces:
-            common = piece.box.overlap(part)
+        for stored in self.tensor.slices:
+            common = stored.box.overlap(part)
             if common is not None:
-                common.within(result, of=part).copy_(piece.read(common))
+                rows = Box((common.offset[0], *stored.box.offset[1:]), (common.shape[0], *stored.box.shape[1:]))
+                within(common, result, of=part).copy_(within(common, self._rows(stored, rows), of=rows))
         return result
 
-
-def stored_slices(checkpoint: str, pieces: Sequence[Piece], shape: Sequence[int], dtype: str) -> StoredSlices:
-    """The sharded tensor that `pieces` make.
-
-    Raises:
-        BrokenCheckpointError: They do not make it whole.
-    """
-    if not make_whole(shape, [piece.box for piece in pieces]) or any(piece.entry.dtype != dtype for piece in pieces):
-        name = pieces[0].entry.key if pieces else "a sharded tensor"
-        raise BrokenCheckpointError(checkpoint, f"the slices of {name} do not make it whole")
-    return StoredSlices(tuple(pieces), tuple(shape), element_type(dtype))
+    def _rows(self, stored: StoredSlice, rows: Box) -> torch.Tensor:
+        """Some rows of a slice, after comparing the blocks that hold them with their digests."""
+        row_bytes = math.prod(rows.shape[1:]) * self.dtype.itemsize
+        begin = (rows.offset[0] - stored.box.offset[0]) * row_bytes
+        end = begin + rows.shape[0] * row_bytes
+        first, last = begin // BLOCK, -(-end // BLOCK)
+        buffer = bytearray(min(last * BLOCK, stored.box.size * self.dtype.itemsize) - first * BLOCK)
+        name = f"{part_folder(stored.rank)}/{self.tensor.file}"
+        with os.fdopen(open_regular(self.record.path.parent / f"{self.record.folder}/{name}"), "rb") as file:
+            file.seek(stored.begin + first * BLOCK)
+            file.readinto(buffer)  # fewer bytes than there are have another digest
+        for block in range(first, last):
+            at = (block - first) * BLOCK
+            if xxhash.xxh3_128_hexdigest(memoryview(buffer)[at : at + BLOCK]) != stored.blocks[block]:
+                raise BrokenCheckpointError(
+                    self.record.name, f"{name} is not what was saved for {self.tensor.key} (block {block})"
+                )
+        values = torch.frombuffer(buffer, dtype=torch.uint8)[begin - first * BLOCK :][: end - begin].clone()
+        return values.view(self.dtype).view(rows.shape)

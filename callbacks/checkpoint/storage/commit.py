@@ -30,7 +30,7 @@ import logging
 import os
 import shutil
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -60,7 +60,7 @@ from ..format.record import (
     record_paths,
     step_name,
 )
-from ..format.tensor_files import rank_of
+from ..format.tensor_files import SLICES_FILE, rank_of
 from .files import verify_files, write_file
 
 __all__ = [
@@ -89,7 +89,7 @@ log = logging.getLogger(__name__)
 STATE_MARKER = b'{"format":"genlight.training_state"'
 """How every state file begins, so that a data folder can be told from a user's own."""
 
-_OWN_NAMES = frozenset({MODEL_FILE, FROZEN_FILE, TENSORS_FILE, ARRAYS_FILE, STATE_FILE, TRAINER_FOLDER})
+_OWN_NAMES = frozenset({MODEL_FILE, FROZEN_FILE, TENSORS_FILE, ARRAYS_FILE, STATE_FILE, SLICES_FILE, TRAINER_FOLDER})
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class DataFolder:
 class Claims:
     """Which folders of a directory its records name."""
 
-    folders: Mapping[str, int]
+    folders: Counter[str]
     """How many records name each."""
     unreadable: frozenset[str]
     """Names of the records that cannot be read: any folder of such a name may be theirs."""
@@ -126,13 +126,14 @@ class Listed:
 
 
 def records_in(directory: str | os.PathLike[str]) -> list[Listed]:
-    """Every record in `directory`, by name; links are read as what they point to."""
+    """Every record in `directory`, whole or broken, by name; links are read as what they point to."""
     found = []
     for path in record_paths(directory):
         try:
             found.append(Listed(path, read_record(path)))
         except BrokenCheckpointError as error:
-            found.append(Listed(path, None, error.reason))
+            if is_record_of_callback(path) or is_checkpoint_file(path):  # and not another program's file
+                found.append(Listed(path, None, error.reason))
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -201,10 +202,11 @@ def is_debris(path: Path, claims: Claims) -> bool:
     return is_name_of_callback(name_of_folder(path.name)) or any(is_temporary(name) for name in os.listdir(path))
 
 
-def data_of(record: Path, claims: Claims | None = None) -> list[DataFolder]:
-    """The data folder of the checkpoint at `record`; every one it may have had where the record is broken.
+def data_of(record: Path, claims: Claims | None = None) -> DataFolder | None:
+    """The data folder of the checkpoint at `record`, unless another record names it too.
 
-    None that another record names, and none of a link, whose target is another checkpoint.
+    None of a link, whose target is another checkpoint, and of a broken record, which does not say what it named: where
+    the `Checkpoint` callback gave its name, a sweep finds the folder once the record is gone.
 
     Args:
         record: The record.
@@ -214,24 +216,15 @@ def data_of(record: Path, claims: Claims | None = None) -> list[DataFolder]:
         OSError: The record cannot be read.
     """
     if record.is_symlink():
-        return []
+        return None
     try:
         parsed = read_record(record)
-    except FileNotFoundError:
-        return []
-    except BrokenCheckpointError:
-        if not is_checkpoint_file(record) or is_torch_file(record):
-            return []
-        names, files, own = _existing(record.parent, name_of(record)), None, 0
-    else:
-        names, own = [] if parsed.folder is None else [parsed.folder], 1
-        files = frozenset(parsed.file_name(file) for file in parsed.files)
-    claims = claims or claims_in(record.parent)
-    return [
-        DataFolder(record.parent / name, files)
-        for name in names
-        if claims.folders.get(name, 0) <= own and is_data_folder(record.parent / name)
-    ]
+    except (FileNotFoundError, BrokenCheckpointError):
+        return None
+    path = parsed.data_path
+    if path is None or not is_data_folder(path) or (claims or claims_in(record.parent)).folders[path.name] > 1:
+        return None
+    return DataFolder(path, frozenset(parsed.file_name(file) for file in parsed.files))
 
 
 def checkpoint_files(directory: str | os.PathLike[str]) -> list[Path]:
@@ -262,9 +255,11 @@ def folders_of_checkpoints(files: Sequence[Path]) -> list[Path]:
     for path in files:
         try:
             record = read_record(path)
-        except BrokenCheckpointError:
-            claims = claims or claims_in(path.parent)
-            found.update(dict.fromkeys(folder.path for folder in data_of(path, claims)))
+        except BrokenCheckpointError:  # whose are all that it may have had
+            claims, name = claims or claims_in(path.parent), name_of(path)
+            names = [entry for entry in sorted(os.listdir(path.parent)) if name in (entry, name_of_folder(entry))]
+            own = [path.parent / entry for entry in names if entry not in claims.folders]
+            found.update(dict.fromkeys(folder for folder in own if is_data_folder(folder)))
             continue
         folder = path.parent / (record.name if record.is_old else record.folder or "")
         if is_data_folder(folder) or (record.is_old and folder.is_dir() and not folder.is_symlink()):
@@ -273,20 +268,8 @@ def folders_of_checkpoints(files: Sequence[Path]) -> list[Path]:
 
 
 def choose_folder(record: Path) -> str:
-    """The name for the data folder of a new checkpoint: the first that is free, or held by debris alone.
-
-    Raises:
-        OSError: The directory cannot be read.
-    """
-    claims = None
-    for name in folder_names(name_of(record)):
-        path = record.parent / name
-        if not os.path.lexists(path):
-            return name
-        claims = claims or claims_in(record.parent)
-        if is_debris(path, claims) and not foreign_in(DataFolder(path, None)):
-            return name
-    raise AssertionError("unreachable: folder_names does not end")
+    """The name for the data folder of a new checkpoint: the first that is free."""
+    return next(name for name in folder_names(name_of(record)) if not os.path.lexists(record.parent / name))
 
 
 def foreign_in(folder: DataFolder) -> list[Path]:
@@ -310,12 +293,6 @@ def _is_own(name: str, listed: Collection[str] | None) -> bool:
     return PurePosixPath(name).parts[0] in _OWN_NAMES or rank_of(name) is not None
 
 
-def _existing(directory: Path, name: str) -> list[str]:
-    """The folders that a checkpoint of this name may have."""
-    return [entry for entry in sorted(os.listdir(directory)) if name in (entry, name_of_folder(entry))]
-
-
-_COPIED_AT_ONCE = 16 << 20
 SPACE_FOR_THE_REST = 1 << 20
 """Bytes beside tensors and JSON: headers, the record, folders."""
 
@@ -380,34 +357,32 @@ def commit(staging: Staging, folder: str, record: bytes) -> None:
     require_replaceable(staging.record)
     directory = staging.record.parent
     target = directory / folder
-    replaced = data_of(staging.record) if os.path.lexists(staging.record) else []
+    replaced = data_of(staging.record)
     named = temporary_name(staging.record.name)
     write_file(staging.path / named, [record])
     for path, _, _ in os.walk(staging.path, topdown=False):
         fsync_directory(path)
-    if os.path.lexists(target):
-        remove_data(DataFolder(target, None))  # What a killed process left.
     os.rename(staging.path, target)
     _live.discard(staging.path.name)
     try:
         fsync_directory(directory)
-        for old in replaced:
-            _mark(old.path)
+        if replaced is not None:
+            _mark(replaced.path)
         os.replace(target / named, staging.record)
     except BaseException:
         try_to_remove_data(DataFolder(target, None))
         raise
     fsync_directory(directory)
-    for old in replaced:
-        try_to_remove_data(old)
+    if replaced is not None:
+        try_to_remove_data(replaced)
 
 
 def move_older_final(final: Path, *, step: int, run_id: str) -> None:
     """Give the name of its step to the final checkpoint at `final`, if the run has gone on from it to `step`.
 
     It is whole under one of its names at every moment: its files get second names first, and a record of its step.
-    Where a whole checkpoint of that step is there already, that one stays in its place. What cannot be moved is left to
-    be replaced, with a warning: the new end of the run is worth more.
+    Where a whole checkpoint of that step is there already, that one stays in its place. What cannot be moved, as on a
+    file system without links, is left to be replaced, with a warning: the new end of the run is worth more.
 
     Args:
         final: The record that the new final checkpoint will have.
@@ -449,20 +424,12 @@ def _save_as(old: CheckpointRecord, target: Path) -> None:
         ]:
             copy = staging.path / name
             copy.parent.mkdir(parents=True, exist_ok=True)
-            _link_or_copy(old.data_path / name, copy)
+            os.link(old.data_path / name, copy, follow_symlinks=False)
         folder = choose_folder(target)
         commit(staging, folder, moved_record(old.path.read_bytes(), folder))
     except BaseException:
         staging.discard()
         raise
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:  # no links here, too many of them, or not allowed to this user
-        with os.fdopen(open_regular(source), "rb") as file:
-            write_file(target, iter(lambda: file.read(_COPIED_AT_ONCE), b""))
 
 
 def delete_checkpoint(path: str | os.PathLike[str], claims: Claims | None = None) -> None:
@@ -484,13 +451,13 @@ def delete_checkpoint(path: str | os.PathLike[str], claims: Claims | None = None
     target = Path(os.path.realpath(record))
     if target.exists() and not is_checkpoint_file(target):
         raise CheckpointError(f"{record} is not a checkpoint, and is not removed")
-    folders = data_of(record, claims)
-    for folder in folders:
+    folder = data_of(record, claims)
+    if folder is not None:
         _mark(folder.path)
     record.unlink(missing_ok=True)
     # Synced before the folder goes: otherwise a power cut could leave a record without its files.
     fsync_directory(record.parent)
-    for folder in folders:
+    if folder is not None:
         remove_data(folder)
 
 

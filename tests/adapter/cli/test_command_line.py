@@ -229,7 +229,6 @@ def test_a_completion_script_knows_commands_and_their_options():
         (["--no-such-option"], "--no-such-option"),
         (["check", "m:T", "--batch_size", "x"], "argument --batch_size: expected a number >= 1, but received x"),
         (["check", "m:T", "--steps", "0"], "argument --steps: expected a number >= 1, but received 0"),
-        (["run", "job.json", "--shadow", "0"], "argument --shadow: expected a number >= 1, but received 0"),
         (["compare", "job.json", "--seed", "-1"], "argument --seed: expected a number >= 0, but received -1"),
         (["compare", "job.json", "--rtol", "nan"], "argument --rtol: expected a number >= 0, but received nan"),
         (["run", "job.json", "--fesh"], "unrecognized arguments: --fesh. Did you mean `--fresh`?"),

@@ -27,5 +27,5 @@ def test_help_of_run_lists_the_keys_of_a_job_in_groups(capsys):
         main(["run", "--help"])
     said = capsys.readouterr().out
     assert "\ncadences and checkpoints:\n  metric_every            Steps between metrics" in said
-    assert "parquet_paths, batch_size, readahead, columns" in said
+    assert "batch_size, readahead, columns" in said
     assert max(map(len, said.splitlines()[:-1])) <= 80

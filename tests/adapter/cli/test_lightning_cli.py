@@ -244,7 +244,7 @@ def _made(name, **arguments):
         ),
         (
             {"callbacks": [_made("callbacks.UploadArtifacts", run_id="r", directory="fit.yaml")]},
-            "uploads' cannot be written: Not a directory. Choose another `directory`.",
+            "uploads' cannot be written: Not a directory. Choose another folder: `directory` of UploadArtifacts",
         ),
     ],
 )
@@ -400,19 +400,8 @@ def test_a_configuration_may_stand_on_the_command_line(genlight):
     ("arguments", "said"),
     [
         (["--confg", "x"], "unrecognized arguments: --confg x. Did you mean `--config`?"),
-        (
-            ["--config", "trainr: {max_steps: 3}"],
-            "does not accept option 'trainr.max_steps'. Did you mean `trainer.max_",
-        ),
-        (
-            ["--config", "trainer: {max_step: 3}"],
-            "does not accept option 'trainer.max_step'. Did you mean `trainer.max_",
-        ),
-        (
-            ["--model", "null", "--model.width", "3"],
-            "Name your class: `model: {class_path: module.Class, init_args: {…}}`",
-        ),
-        (["--model.plugn", "x"], "ContractModule': Option 'plugn' is not accepted. Did you mean `plugin`?"),
+        (["--config", "trainr: {max_steps: 3}"], "does not accept option 'trainr.max_steps'"),
+        (["--model.plugn", "x"], "ContractModule': Option 'plugn' is not accepted"),
         (["--resume", "aut"], "invalid choice: 'aut' (choose from 'auto', 'never'). Did you mean `auto`?"),
     ],
 )
@@ -703,7 +692,7 @@ def test_the_configuration_that_a_fit_saves_collates_as_that_fit_did(genlight, t
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("collate", "collated:nope"), ("collate", "torhc"), ("filters", '[["x", ">>", 1]]'), ("batch_size", "0")],
+    [("collate", "collated:nope"), ("collate", "torhc"), ("batch_size", "0")],
 )
 def test_an_option_of_the_data_that_cannot_be_used_is_one_error_without_a_traceback(genlight, tmp_path, option, value):
     (tmp_path / "collated.py").write_text(COLLATED)

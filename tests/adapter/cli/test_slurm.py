@@ -34,22 +34,9 @@ def test_a_script_is_printed_with_a_task_for_each_gpu(job, capsys):
     assert not (job.parent / "runs").exists()
 
 
-def test_a_sweep_has_a_task_for_each_combination_with_a_run_id_of_its_own(job, capsys):
-    _, script, _ = rendered(
-        capsys, "--array", "hyperparams.lr=0.1,0.2", "--array", 'hyperparams.names=["a,b","c"]', "--set", "max_steps=5"
-    )
-    assert "#SBATCH --array=0-3\n" in script
-    assert "0) task=(--set hyperparams.lr=0.1 --set 'hyperparams.names=\"a,b\"' --set 'run_id=a run-0') ;;" in script
-    assert "3) task=(--set hyperparams.lr=0.2 --set 'hyperparams.names=\"c\"' --set 'run_id=a run-3') ;;" in script
-    assert "--set max_steps=5" in script
-
-
 FAULTS = [
     (["--nodes", "0"], "Invalid `nodes`"),
     (["--gpus-per-node", "many"], "Expected a number such as 8 or h100:8, but received 'many'"),
-    (["--array", "lr"], "Expected KEY=V1,V2, but received 'lr'"),
-    (["--array", "hyperparams.x=[1,"], "begins as a JSON list and is none"),
-    (["--array", "max_steps=5,no"], "startup.invalid_job_spec"),
     (["--set", "max_steps=no"], "startup.invalid_job_spec"),
     (["--set", "resume_checkpoint_path=x.json"], "every start of a requeued job would begin there anew"),
     (["--set", "capability_token=s3cret"], "set TRAINER_CAPABILITY_TOKEN in the environment instead"),
@@ -65,11 +52,11 @@ def test_what_cannot_be_used_is_told_and_nothing_is_printed(job, capsys, words, 
 
 
 def test_all_that_cannot_be_used_is_told_at_once(job, capsys):
-    words = ["--nodes", "0", "--tasks-per-node", "0", "--gpus-per-node", "-1", "--mem", "lots", "--time", "soon"]
+    words = ["--nodes", "0", "--tasks-per-node", "0", "--gpus-per-node", "-1", "--mem", "a lot", "--time", "so on"]
     code, _, errors = rendered(capsys, *words)
     assert code == 2
     assert [line.partition("`")[2].partition("`")[0] for line in errors.splitlines()] == [
-        *("nodes", "tasks_per_node", "gpus_per_node", "memory", "time")
+        *("nodes", "tasks_per_node", "memory", "time", "gpus_per_node")
     ]
 
 

@@ -48,7 +48,7 @@ def test_without_requeue_the_script_ends_as_the_run_did():
     assert not any("scontrol" in line for line in said)
 
 
-@pytest.mark.parametrize("fields", [{}, {"array": (["a=1", "b='x y'"], ["a=$(id)"])}, {"set_up": ("A='1 2'",)}])
+@pytest.mark.parametrize("fields", [{}, {"overrides": ("b='x y'", "a=$(id)")}, {"set_up": ("A='1 2'",)}])
 def test_the_script_is_sound(fields):
     script = BatchScript(**{**JOB, "artifacts": Path("/jobs/a b/$HOME"), **fields}).text()
     done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
@@ -59,7 +59,7 @@ BAD = [
     ({"nodes": 0}, "Invalid `nodes`. Expected a number >= 1, but received 0."),
     ({"name": "a b"}, "Invalid `name`."),
     ({"partition": "main\n#SBATCH --x"}, "Invalid `partition`."),
-    ({"time": "tomorrow"}, "Expected minutes, HH:MM:SS or D-HH:MM:SS, but received 'tomorrow'."),
+    ({"time": "1 day"}, "Invalid `time`."),
     ({"mounts": ("/a:/b",)}, "`mounts` has no effect without `container`."),
     ({"extra": ("exclusive",)}, "Invalid option of sbatch 'exclusive'. Write --name=value."),
     ({"extra": ("--wrap=x\nrm",)}, "Invalid option of sbatch"),
@@ -75,7 +75,7 @@ def test_what_cannot_be_asked_for_is_told(fields, words):
 
 def test_every_fault_is_listed():
     with pytest.raises(ValueError, match="nodes") as caught:
-        BatchScript(**{**JOB, "nodes": 0, "grace_s": 0, "time": "x"})
+        BatchScript(**{**JOB, "nodes": 0, "grace_s": 0, "time": "x y"})
     assert len(str(caught.value).splitlines()) == 3
 
 
@@ -83,7 +83,7 @@ SHELL = """
 scontrol() { echo "requeued $2"; exit 0; }
 srun() { %s; }
 squeue() { echo 2030-01-01T00:00:00; }
-SLURM_JOB_ID=7 SLURM_ARRAY_TASK_ID=1
+SLURM_JOB_ID=7
 """
 
 STOPPED = """printf '%s\\n' '{"category":"REASON","event":"failed"}' >> "$events"; return 75"""
@@ -96,8 +96,7 @@ def ends(tmp_path):
     def run(srun, **fields):
         events = tmp_path / "events.jsonl"
         events.touch()
-        places = {} if "array" in fields else {"artifacts": tmp_path, "events": events}
-        script = BatchScript(**{**JOB, **places, **fields}).text()
+        script = BatchScript(**{**JOB, "artifacts": tmp_path, "events": events, **fields}).text()
         done = subprocess.run(
             ["bash"], input=SHELL % srun + script, text=True, capture_output=True, check=False, cwd=tmp_path
         )
@@ -138,11 +137,10 @@ def test_the_end_time_and_the_grace_reach_the_tasks(ends):
     assert grace == "33"
 
 
-def test_each_task_of_an_array_has_its_settings_and_its_folder(ends):
-    tasks = (["x=0"], ["x=1 2", "y=3"])
-    said, _ = ends("""printf '%s\\n' "$@" """, array=tasks, events=Path("e.jsonl"), requeues=False)
+def test_the_settings_reach_the_tasks_as_they_are(ends, tmp_path):
+    said, _ = ends("""printf '%s\\n' "$@" """, overrides=("x=1 2", "y=$(id)"), requeues=False)
     given = said.splitlines()
     assert given[given.index("run") :] == [
-        "run", "/jobs/run.json", "--set", "resume_from_latest=true", "--set", "artifacts_dir=/jobs/runs/run/1",
-        "--set", "x=1 2", "--set", "y=3",
+        "run", "/jobs/run.json", "--set", "resume_from_latest=true", "--set", "x=1 2", "--set", "y=$(id)",
+        "--set", f"artifacts_dir={tmp_path}",
     ]  # fmt: skip

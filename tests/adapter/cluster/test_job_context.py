@@ -226,35 +226,6 @@ def test_a_context_is_made_without_torch_and_lightning():
     assert done.stdout.strip() == "set()"
 
 
-POD = {"NODE_RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "run-0.run", "MASTER_PORT": "29500"}
-TORCHRUN = {
-    "RANK": "5", "LOCAL_RANK": "1", "GROUP_RANK": "2", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "7",
-    "GROUP_WORLD_SIZE": "3", "MASTER_ADDR": "n9", "MASTER_PORT": "29500",
-}  # fmt: skip
-
-
-def test_a_pod_and_the_processes_that_it_starts_have_their_places():
-    first, second = build_job_context(POD), build_job_context(POD | {"LOCAL_RANK": "1"})
-
-    assert (first.rank, first.local_rank, first.node_rank) == (2, 0, 1)
-    assert (second.rank, second.local_rank, second.node_rank) == (3, 1, 1)
-    assert (first.world_size, first.num_nodes, first.local_world_size) == (4, 2, 2)
-    assert (first.master_addr, first.master_port, first.job_id) == ("run-0.run", 29500, None)
-
-
-def test_a_process_of_torchrun_has_the_place_that_it_says():
-    context = build_job_context(TORCHRUN)
-
-    assert (context.rank, context.local_rank, context.node_rank) == (5, 1, 2)
-    assert (context.world_size, context.num_nodes, context.local_world_size) == (7, 3, 2)
-    assert build_job_context(TASK | TORCHRUN).rank == 4  # Slurm's own count in its jobs
-
-
-def test_variables_of_a_launcher_that_cannot_be_are_told_at_once():
-    with pytest.raises(ValueError, match=r"(?s)`LOCAL_RANK`.*`MASTER_PORT`.*The rank is 9"):
-        build_job_context(TORCHRUN | {"RANK": "9", "LOCAL_RANK": "x", "MASTER_PORT": "0"})
-
-
 def test_the_place_of_this_process_is_read_once_until_a_variable_changes(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     first = current_job_context()

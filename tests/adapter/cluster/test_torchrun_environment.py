@@ -1,60 +1,31 @@
 """The ranks of torchrun meet in a store of this start, whatever earlier ones have left in that of the agent."""
 
 import os
-import threading
 
 import pytest
-from torch.distributed import TCPStore
 
-from genlight.adapter.cluster.torchrun_environment import PLACE, TorchrunEnvironment, find_store, open_store
-
-HOST = "127.0.0.1"
+from genlight.adapter.cluster.torchrun_environment import TorchrunEnvironment
 
 
-def server():
-    return TCPStore(HOST, 0, is_master=True, multi_tenant=True, wait_for_workers=False)
-
-
-def dead_port():
-    return server().port  # closed as soon as nothing refers to it
-
-
-@pytest.mark.parametrize("stale", ["nothing", "ended", "anothers"])
-def test_a_rank_waits_for_the_store_of_this_start(stale):
-    agent, another = server(), server()
-    if stale != "nothing":
-        agent.set(PLACE, f"{dead_port() if stale == 'ended' else another.port} 0123456789abcdef")
-    found = []
-    thread = threading.Thread(target=lambda: found.append(find_store(agent, HOST)))
-    thread.start()
-    thread.join(0.3)
-    assert found == []
-
-    opened = open_store(agent, HOST)
-    thread.join()
-    assert found == [opened.port]
-
-
-def test_torch_is_told_the_store_of_this_start(monkeypatch):
-    agent = server()
-    variables = {
-        "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(agent.port),
-        "RANK": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+@pytest.fixture
+def shared(monkeypatch):
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    environment = TorchrunEnvironment()
-
-    port = environment.main_port
-    assert port == environment.main_port != agent.port
-    assert find_store(agent, HOST) == port
-    assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"
 
 
-def test_where_torchrun_shares_no_store_its_port_is_taken(monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", HOST)
-    monkeypatch.setenv("MASTER_PORT", "29400")
+def test_each_start_has_a_port_of_its_own_that_torch_is_to_open(shared, monkeypatch):
+    ports = []
+    for count in range(3):
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
+        environment = TorchrunEnvironment()
+        ports.append(environment.main_port)
+        assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+        assert environment.main_port == ports[-1]
+    assert len({29400, *ports}) == 4
+
+
+def test_where_torchrun_shares_no_store_its_port_is_taken(shared, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     assert TorchrunEnvironment().main_port == 29400

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import inspect
 import pickle
 from pathlib import Path
@@ -29,7 +28,6 @@ EXAMPLES = [
     exceptions.EvaluationError("the command printed no JSON"),
     exceptions.UploadError("checkpoint not delivered", auth=True),
     exceptions.ReplicaDriftError("one tensor differs"),
-    exceptions.ShadowMismatchError("the loss differs after step 1"),
     exceptions.NonfiniteError("the loss is nan at step 3"),
     exceptions.RecoveryError("training could not be recovered after 5 attempts"),
     exceptions.RankFailedError("rank 1 was killed by signal 9"),
@@ -47,10 +45,6 @@ def test_every_exception_of_the_module_is_a_genlight_error_and_has_an_example_he
     assert all(issubclass(cls, exceptions.GenlightError) for cls in classes())
 
 
-def test_the_module_exports_each_of_its_exceptions():
-    assert {cls.__name__ for cls in classes()} <= set(exceptions.__all__)
-
-
 def test_the_tree_in_the_docstring_names_every_exception():
     assert all(cls.__name__ in exceptions.__doc__ for cls in classes())
 
@@ -62,13 +56,6 @@ def test_an_exception_keeps_text_and_facts_when_it_is_pickled(error):
     assert type(copy) is type(error)
     assert str(copy) == str(error)
     assert vars(copy) == vars(error)
-
-
-def test_a_startup_error_reads_code_then_message():
-    error = exceptions.StartupContractError("startup.invalid_timeout", "Expected a number.")
-
-    assert str(error) == "startup.invalid_timeout: Expected a number."
-    assert (error.code, error.message) == ("startup.invalid_timeout", "Expected a number.")
 
 
 @pytest.mark.parametrize(
@@ -89,23 +76,23 @@ def test_an_exception_is_caught_as_what_python_would_call_it(error, caught_as):
         raise error
 
 
+def test_an_unwritten_checkpoint_says_what_helps():
+    error = exceptions.UnwrittenCheckpointError("final", "/c", 2_500_000, 28, "it went wrong", None)
+
+    assert str(error).startswith("checkpoint final (2.5 MB) could not be written to /c: it went wrong; free some space")
+    assert (error.errno, error.strerror, error.filename) == (28, "it went wrong", None)
+
+
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("error", "text"),
     [
-        (errno.ENOSPC, "free some space, keep fewer checkpoints, or choose another directory"),
-        (errno.EDQUOT, "free some space, keep fewer checkpoints, or choose another directory"),
-        (errno.EACCES, "let this user write there, or choose another directory"),
-        (errno.EROFS, "let this user write there, or choose another directory"),
-        (errno.EIO, "look at the disk, or choose another directory"),
-        (errno.ENOTDIR, "choose another directory"),
-        (None, "choose another directory"),
+        (exceptions.StartupContractError("startup.x", "Expected a number."), "startup.x: Expected a number."),
+        (exceptions.BrokenCheckpointError("final", "digest differs"), "checkpoint final is broken: digest differs"),
+        (exceptions.TrainingCanceled(), "canceled"),
     ],
 )
-def test_an_unwritten_checkpoint_says_what_helps_against_its_cause(code, said):
-    error = exceptions.UnwrittenCheckpointError("final", "/c", 2_500_000, code, "it went wrong", None)
-
-    assert str(error) == f"checkpoint final (2.5 MB) could not be written to /c: it went wrong; {said}"
-    assert (error.errno, error.strerror, error.filename) == (code, "it went wrong", None)
+def test_an_exception_says_its_facts(error, text):
+    assert str(error) == text
 
 
 def test_an_unstorable_value_is_named_with_its_path_and_the_hint_only_if_there_is_one():
@@ -114,20 +101,3 @@ def test_an_unstorable_value_is_named_with_its_path_and_the_hint_only_if_there_i
 
     assert str(plain) == 'state["rng"]: random.Random cannot be stored in a checkpoint'
     assert str(hinted) == str(plain) + "; store its getstate()"
-
-
-def test_a_broken_checkpoint_says_which_and_why():
-    error = exceptions.BrokenCheckpointError("final", "record digest differs")
-
-    assert str(error) == "checkpoint final is broken: record digest differs"
-    assert (error.checkpoint, error.reason) == ("final", "record digest differs")
-
-
-def test_a_stop_without_a_reason_is_canceled():
-    assert exceptions.TrainingCanceled().reason == "canceled"
-    assert str(exceptions.TrainingCanceled("timeout")) == "timeout"
-
-
-def test_an_upload_error_knows_whether_the_server_refused_the_credentials():
-    assert exceptions.UploadError("x", auth=True).auth
-    assert not exceptions.UploadError("x").auth

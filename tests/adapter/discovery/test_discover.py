@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 from collections import OrderedDict, deque, namedtuple
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -286,15 +287,10 @@ def test_a_parameter_as_a_key_is_not_printed_in_a_path():
     assert found.path == 'state["by_weight"][Parameter(3, 2)]'
 
 
-def test_sets_are_searched_in_an_order_that_addresses_do_not_decide():
-    for _ in range(5):
-        found = discover({nn.Linear(n, 1) for n in (3, 1, 2)})
-        assert [f.value.in_features for f in found.modules] == [1, 2, 3]
-
-
-def test_a_set_of_modules_that_nothing_tells_apart_is_refused():
-    with pytest.raises(ContractError, match="Use a list"):
-        discover({"nets": {nn.Linear(1, 1), nn.Linear(1, 1)}})
+def test_a_set_of_modules_is_refused_and_one_of_values_is_not():
+    assert discover({"seen": {(1, 2), (0, 1)}, "files": {Path("a"), Path("b")}, "nets": {nn.Linear(1, 1)}}).modules
+    with pytest.raises(ContractError, match=r'state\["nets"\] is a set with 2 objects, such as a Linear, .*Use a list'):
+        discover({"nets": {nn.Linear(1, 1), nn.Linear(2, 1)}})
 
 
 def test_large_containers_are_data_and_are_not_searched():

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import datetime
-import io
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from PIL import Image
 
 from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed import to_torch
-from genlight.adapter.feed.collate import LazyImage
 
 
 def address(array: pa.Array) -> int:
@@ -109,18 +106,6 @@ def test_structs_become_dictionaries_and_other_values_lists():
     assert batch["p"]["x"].tolist() == [1.0, 2.0]
     assert batch["p"]["name"] == ["a", None]
     assert batch["d"] == ["u", "v"]
-
-
-def test_images_are_decoded_when_they_are_asked_for():
-    encoded = io.BytesIO()
-    Image.new("RGB", (2, 3), (1, 2, 3)).save(encoded, "PNG")
-    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    rows = [{"bytes": encoded.getvalue(), "path": None}, {"bytes": b"broken", "path": None}, None]
-    images = to_torch(pa.record_batch({"image": pa.array(rows, kind)}))["image"]
-    assert images[0].tensor().shape == (3, 2, 3)
-    assert images[0].tensor()[0, 0].tolist() == [1, 2, 3]
-    assert isinstance(images[1], LazyImage)
-    assert images[2] is None
 
 
 @pytest.mark.parametrize(

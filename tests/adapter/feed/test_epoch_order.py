@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
-import pytest
 from hypothesis import given, strategies as st
 
 from genlight.adapter.feed import ArrowFeed, batching
@@ -63,11 +62,3 @@ def test_the_size_of_decoded_chunks_does_not_change_the_order(rows_file, ids, mo
     whole = ids(ArrowFeed(path, **options))
     monkeypatch.setattr(batching, "CHUNK_BYTES", 100)
     assert ids(ArrowFeed(path, **options)) == whole
-
-
-def test_a_window_that_would_fill_the_memory_is_warned_of():
-    untouched = pa.py_buffer(np.zeros(3 << 30, np.uint8))  # zeros that nobody reads take no memory
-    blobs = pa.FixedSizeBinaryArray.from_buffers(pa.binary(1 << 20), 3 << 10, [None, untouched])
-    with pytest.warns(UserWarning, match="`shuffle_window` of 65536 rows of this data takes about 3.2 GB"):
-        ArrowFeed(pa.table({"blob": blobs}), shuffle=True).check()
-    ArrowFeed(pa.table({"blob": blobs}), shuffle=True, shuffle_window=100).check()

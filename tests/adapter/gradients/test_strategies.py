@@ -46,7 +46,6 @@ BLOCKS = [
     "Adapted",
     "Checkpointed",
     "SavingAndLoading",
-    "Frozen",
 ]
 HALF = ["Base", "Gan", "Accumulating", "ClippedByValue", "ClampedInside", "OwnScaler", "AdamClosure", "LooseTensor"]
 

@@ -63,7 +63,7 @@ def train(module, bundle, steps):
 def trained():
     torch.manual_seed(0)
     module = Adapted()
-    bundle = build_default_adamw_bundle(module, lr=0.1, warmup_steps=2, max_steps=20, lr_schedule="cosine")
+    bundle = build_default_adamw_bundle(module, lr=0.1, warmup_steps=2, max_steps=20)
     train(module, bundle, 3)
     return module, bundle
 
@@ -93,11 +93,6 @@ def test_a_seed_that_numpy_cannot_take_is_refused_before_anything_is_seeded(seed
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_seed_that_is_no_integer_is_refused():
-    with pytest.raises(TypeError):
-        seed_everything(0.5)
-
-
 @pytest.mark.parametrize(
     "value",
     [2, 2.0, torch.tensor(2), torch.tensor([[2.0]], requires_grad=True), np.float32(2), np.array([2]), np.array(2)],
@@ -106,22 +101,18 @@ def test_numbers_and_single_elements_become_a_float(value):
     result = to_float_scalar(value)
     assert type(result) is float
     assert result == 2.0
-
-
-def test_a_value_that_is_not_finite_stays_what_it_is():
     assert math.isnan(to_float_scalar(torch.tensor(float("nan"))))
-    assert to_float_scalar(float("-inf")) == -math.inf
 
 
-@pytest.mark.parametrize("value", [torch.ones(2), np.zeros((0,)), np.ones((2, 1))])
-def test_several_elements_or_none_are_no_scalar(value):
-    with pytest.raises(ValueError, match=r"Expected one element, but received shape \("):
-        to_float_scalar(value)
-
-
-@pytest.mark.parametrize("value", ["2", None, [2.0], {"loss": 1}, b"2", 1j])
-def test_what_is_no_number_is_no_scalar(value):
-    with pytest.raises(TypeError, match="Expected a number"):
+@pytest.mark.parametrize(
+    ("value", "error", "said"),
+    [
+        *((value, ValueError, r"one element, but received shape \(") for value in (torch.ones(2), np.zeros((0,)))),
+        *((value, TypeError, "Expected a number") for value in ("2", None, [2.0], {"loss": 1}, b"2", 1j)),
+    ],
+)
+def test_what_is_no_single_number_is_no_scalar(value, error, said):
+    with pytest.raises(error, match=said):
         to_float_scalar(value)
 
 
@@ -168,37 +159,10 @@ def test_no_parameters_are_an_error_and_none_gives_an_empty_bundle():
     assert build_default_adamw_bundle(None, hyperparams={"max_steps": 3}) == (None, None)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "rates"),
-    [
-        ("constant", [0.1, 0.55, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", [0.1, 0.55, 1.0, 0.5, 0.0, 0.0]),
-        ("cosine", [0.1, 0.55, 1.0, 0.5, 0.0, 0.0]),
-    ],
-)
-def test_the_rate_warms_up_and_then_follows_the_schedule(schedule, rates):
-    optimizer, scheduler = build_default_adamw_bundle(
-        nn.Linear(2, 2), lr=1.0, warmup_steps=2, max_steps=4, lr_schedule=schedule
-    )
-    seen = []
-    for _ in rates:
-        seen.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    assert seen == pytest.approx(rates, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("settings_", "name"),
-    [
-        ({"lr_schedule": "cosine"}, "max_steps"),
-        ({"lr_schedule": "polynomial", "max_steps": 5}, "lr_schedule"),
-        ({"warmup_steps": -1}, "warmup_steps"),
-    ],
-)
-def test_a_schedule_that_cannot_work_is_refused_by_name(settings_, name):
+@pytest.mark.parametrize("name", ["warmup_steps", "max_steps"])
+def test_a_schedule_that_cannot_work_is_refused_by_name(name):
     with pytest.raises(ValueError, match=f"Invalid `{name}`"):
-        build_default_adamw_bundle(nn.Linear(2, 2), **settings_)
+        build_default_adamw_bundle(nn.Linear(2, 2), **{name: -1})
 
 
 # the checkpoint of trainable parameters
@@ -212,30 +176,16 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(trained, tmp_path):
     torch.manual_seed(99)
     other = Adapted()
     other.base.load_state_dict(module.base.state_dict())
-    other_bundle = build_default_adamw_bundle(other, lr=0.1, warmup_steps=2, max_steps=20, lr_schedule="cosine")
+    other_bundle = build_default_adamw_bundle(other, lr=0.1, warmup_steps=2, max_steps=20)
     facts = load_trainable_module_checkpoint(
         module=other, optimizer=other_bundle.optimizer, scheduler=other_bundle.scheduler, checkpoint_dir=tmp_path
     )
     assert (facts["step"], facts["final"], facts["base"]) == (3, False, "sd")
-    assert facts["trainable"] == ["down.weight", "up.weight"]
     assert other_bundle.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
     for pair in (trained, (other, other_bundle)):
         train(*pair, 4)
     for name, value in module.state_dict().items():
         assert torch.equal(value, other.state_dict()[name]), name
-
-
-def test_the_result_names_the_weights_and_every_file(trained, tmp_path):
-    module, bundle = trained
-    result = save_trainable_module_checkpoint(
-        module=module, output_dir=str(tmp_path / "new" / "dir"), step=3, optimizer=bundle.optimizer, final=True
-    )
-    written = sorted(path.name for path in (tmp_path / "new" / "dir").iterdir())
-    assert result["primary_path"] == str(tmp_path / "new" / "dir" / "lora.safetensors")
-    assert result["optimizer_path"] == str(tmp_path / "new" / "dir" / "optimizer.safetensors")
-    assert (result["step"], result["final"]) == (3, True)
-    assert written == sorted(result["files"])
-    assert written == ["checkpoint_meta.json", "lora.safetensors", "optimizer.json", "optimizer.safetensors"]
 
 
 def test_frozen_parameters_are_left_out_and_left_alone(trained, tmp_path):
@@ -249,9 +199,7 @@ def test_frozen_parameters_are_left_out_and_left_alone(trained, tmp_path):
     assert torch.equal(other.up.weight, module.up.weight)
 
 
-@pytest.mark.parametrize(
-    "name", ["lora.safetensors", "optimizer.safetensors", "optimizer.json", "checkpoint_meta.json"]
-)
+@pytest.mark.parametrize("name", ["lora.safetensors", "optimizer.json", "checkpoint_meta.json"])
 def test_a_missing_file_is_an_error_that_names_it_and_changes_nothing(trained, tmp_path, name):
     module, bundle = trained
     save_trainable_module_checkpoint(module, tmp_path, step=3, optimizer=bundle.optimizer)
@@ -264,7 +212,8 @@ def test_a_missing_file_is_an_error_that_names_it_and_changes_nothing(trained, t
 
 
 @pytest.mark.parametrize(
-    "name", ["lora.safetensors", "optimizer.safetensors", "optimizer.json", "checkpoint_meta.json"]
+    "name",
+    ["lora.safetensors", "optimizer/training_state.safetensors", "optimizer.json", "checkpoint_meta.json"],
 )
 def test_a_cut_off_file_is_broken(trained, tmp_path, name):
     module, bundle = trained
@@ -291,30 +240,16 @@ def test_every_parameter_that_does_not_fit_is_named_at_once(trained, tmp_path):
         assert words in str(caught.value)
 
 
-def test_asking_for_a_state_that_was_not_saved_is_an_error(trained, tmp_path):
-    module, bundle = trained
-    save_trainable_module_checkpoint(module, tmp_path, step=3, optimizer=bundle.optimizer)
-    with pytest.raises(CheckpointError, match="holds no scheduler"):
-        load_trainable_module_checkpoint(module, tmp_path, scheduler=bundle.scheduler)
-
-
 def test_an_optimizer_of_other_parameters_is_refused_before_the_weights_change(trained, tmp_path):
     module, bundle = trained
     save_trainable_module_checkpoint(module, tmp_path, step=3, optimizer=bundle.optimizer)
     other = Adapted()
     before = other.up.weight.clone()
-    with pytest.raises(CheckpointError, match=r"\[4\] parameters in its groups; this one has \[1\]"):
+    with pytest.raises(CheckpointError, match="holds no scheduler"):
+        load_trainable_module_checkpoint(module, tmp_path, scheduler=bundle.scheduler)
+    with pytest.raises(CheckpointError, match="does not fit this one"):
         load_trainable_module_checkpoint(other, tmp_path, optimizer=torch.optim.AdamW([other.up.weight]))
     assert torch.equal(other.up.weight, before)
-
-
-def test_a_tensor_that_the_description_refers_to_must_be_there(trained, tmp_path):
-    module, bundle = trained
-    save_trainable_module_checkpoint(module, tmp_path, step=3, optimizer=bundle.optimizer)
-    text = (tmp_path / "optimizer.json").read_text()
-    (tmp_path / "optimizer.json").write_text(text.replace("exp_avg_sq", "gone"))
-    with pytest.raises(BrokenCheckpointError, match=r'lacks .optimizer\["state"\]\[2\]\["gone"\]'):
-        load_trainable_module_checkpoint(module, tmp_path, optimizer=bundle.optimizer)
 
 
 def test_a_module_without_trainable_parameters_has_nothing_to_save(tmp_path):
@@ -341,7 +276,7 @@ def test_a_value_that_cannot_be_stored_is_named_and_the_old_checkpoint_stays(tra
     with pytest.raises(UnstorableStateError, match=r'scheduler\["cache"\]\[1\]: object') as caught:
         save_trainable_module_checkpoint(module, tmp_path, step=4, scheduler=Odd({"cache": [1, object()]}))
     assert caught.value.path == 'scheduler["cache"][1]'
-    with pytest.raises(UnstorableStateError, match="tensor"):
+    with pytest.raises(UnstorableStateError, match="Tensor is not JSON"):
         save_trainable_module_checkpoint(module, tmp_path, step=4, metadata={"tensor": torch.ones(1)})
     assert (tmp_path / "checkpoint_meta.json").read_bytes() == before
 
@@ -352,7 +287,7 @@ def test_a_save_that_fails_half_way_over_an_old_checkpoint_leaves_none(trained, 
     write = module_checkpoint.write_bytes_durably
 
     def full_disk(path, data):
-        if path.name == "optimizer.json":
+        if path.name == "lora.safetensors":
             raise OSError(28, "No space left on device")
         write(path, data)
 
@@ -361,50 +296,3 @@ def test_a_save_that_fails_half_way_over_an_old_checkpoint_leaves_none(trained, 
         save_trainable_module_checkpoint(module, tmp_path, step=4, optimizer=bundle.optimizer)
     with pytest.raises(CheckpointError, match=r"checkpoint_meta\.json is missing"):
         load_trainable_module_checkpoint(module, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda p: torch.optim.SGD(p, lr=0.1),
-        lambda p: torch.optim.SGD(p, lr=torch.tensor(0.1), momentum=0.9),
-        lambda p: torch.optim.LBFGS(p, lr=0.1),
-        lambda p: torch.optim.Adagrad(p, lr=0.1),
-    ],
-)
-def test_other_optimizers_come_back_as_they_were(make, tmp_path):
-    module = nn.Linear(3, 1)
-
-    def step(owner, optimizer):
-        def closure():
-            optimizer.zero_grad()
-            loss = owner(torch.linspace(0, 1, 6).reshape(2, 3)).square().mean()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-
-    optimizer = make(module.parameters())
-    step(module, optimizer)
-    save_trainable_module_checkpoint(module, tmp_path, step=1, optimizer=optimizer)
-    other = nn.Linear(3, 1)
-    other_optimizer = make(other.parameters())
-    load_trainable_module_checkpoint(other, tmp_path, optimizer=other_optimizer)
-    step(module, optimizer)
-    step(other, other_optimizer)
-    assert torch.equal(module.weight, other.weight)
-
-
-def test_schedulers_with_keys_that_are_no_text_and_infinite_values_come_back(tmp_path):
-    module = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    schedulers = [
-        torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4]),
-        torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
-    ]
-    for index, scheduler in enumerate(schedulers):
-        expected = dict(scheduler.state_dict())
-        save_trainable_module_checkpoint(module, tmp_path / str(index), step=0, scheduler=scheduler)
-        odd = Odd({})
-        load_trainable_module_checkpoint(module, tmp_path / str(index), scheduler=odd)
-        assert odd.loaded == expected

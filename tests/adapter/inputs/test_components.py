@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from genlight.adapter.contract.exceptions import InputError
-from genlight.adapter.contract.types import ModelRuntimeConfig
-from genlight.adapter.inputs.components import SafetensorsLoader, load_components
+from genlight.adapter.inputs.components import load_components
 
 
 @pytest.fixture
@@ -102,9 +101,3 @@ def test_an_unknown_precision_is_a_value_error(tmp_path, save):
     save("model.safetensors", w=torch.ones(1))
     with pytest.raises(ValueError, match="Expected one of fp32, bf16, fp16, but received 'int8'"):
         load_components(tmp_path, "cpu", "int8")
-
-
-def test_the_loader_of_the_contract_does_the_same(tmp_path, save):
-    save("model.safetensors", w=torch.ones(1))
-    loaded = SafetensorsLoader().load_components(model_dir=tmp_path, config=ModelRuntimeConfig("cpu", "bf16"))
-    assert loaded["model"]["w"].dtype == torch.bfloat16

@@ -47,13 +47,6 @@ def test_an_empty_file_is_a_file(server, fetch):
     assert fetch(server.put("/a", b"")).read_bytes() == b""
 
 
-def test_a_known_digest_makes_the_cached_copy_good_without_a_request(server, fetch, sha256):
-    url = server.put("/a", CONTENT)
-    fetch(url, sha256=sha256(CONTENT))
-    fetch(url, sha256=sha256(CONTENT))
-    assert len(server.requests) == 1
-
-
 def test_without_a_digest_the_server_confirms_the_cached_copy(server, fetch):
     url = server.put("/a", CONTENT)
     fetch(url)
@@ -73,13 +66,6 @@ def test_where_the_server_gives_nothing_to_ask_with_a_copy_older_than_this_proce
     monkeypatch.setattr(http, "PROCESS_BEGAN", time.time() + 1)
     fetch(url)
     assert len(server.requests) == 2
-
-
-def test_a_cached_copy_that_was_touched_is_fetched_again(server, fetch, sha256):
-    url = server.put("/a", CONTENT)
-    path = fetch(url, sha256=sha256(CONTENT))
-    path.write_bytes(b"x" * len(CONTENT))
-    assert fetch(url, sha256=sha256(CONTENT)).read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("known", [{"sha256": "0" * 64}, {"size_bytes": 3}, {"xxh3_128": "0" * 32}])

@@ -130,7 +130,7 @@ def test_a_hub_that_is_not_there_is_an_input_error(fetch, monkeypatch):
         fetch("owner/name")
 
 
-def test_progress_is_told_in_bytes(fetch):
+def test_the_whole_size_is_reported_at_the_end(fetch):
     told = []
     fetch("owner/name", tracker=Tracker(told.append))
     assert told[-1].finished

@@ -56,12 +56,12 @@ def test_local_inputs_are_taken_where_they_lie(config_of, materialize, tmp_path)
 def test_urls_of_data_are_left_to_the_feed_and_folders_stand_for_the_files_that_it_would_read(
     config_of, materialize, tmp_path
 ):
-    for name in ("a.parquet", "b.arrow", "._a.parquet", "_temporary/c.parquet"):
+    for name in ("a.parquet", "b.parq", "._a.parquet", "_temporary/c.parquet"):
         (tmp_path / "job" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "job" / name).touch()
     urls = ["hf://datasets/owner/name/*.parquet", "s3://bucket/data", "file:///data/x%20y.parquet"]
     found = materialize(config_of(dataset={"parquet_paths": [*urls, "."]}))
-    assert found.parquet_paths == (*urls, tmp_path / "job" / "a.parquet", tmp_path / "job" / "b.arrow")
+    assert found.parquet_paths == (*urls, tmp_path / "job" / "a.parquet", tmp_path / "job" / "b.parq")
 
 
 def test_inputs_from_the_network_come_in_the_order_of_the_job(config_of, materialize, server, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import subprocess
 import sys
@@ -12,11 +11,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.contract.exceptions import StartupContractError
-from genlight.adapter.job.config import RunConfig, resolve_run_config, trainer_arguments
+from genlight.adapter.job.config import RunConfig, resolve_run_config
 from genlight.adapter.job.errors import ConfigErrors
-from genlight.adapter.job.keys import job_keys
 from genlight.adapter.job.sources import VARIABLES, read_sources
-from genlight.adapter.job.spec import DatasetSpec, InputsSpec, SampleRequest, UploadUrls
+from genlight.adapter.job.spec import DatasetSpec, InputsSpec, JobSpec, SampleRequest, UploadUrls
+from genlight.adapter.plumbing.settings import keys_of
 from genlight.adapter.plumbing.text import folder_name
 
 MINIMAL = {"run_id": "r1", "trainer": "my_trainer:Trainer", "max_steps": 5}
@@ -391,18 +390,6 @@ def test_a_run_id_never_leaves_the_runs_folder(run_id, name):
     assert folder_name(run_id) == name
 
 
-def test_a_misspelled_argument_of_lightnings_trainer_is_named_with_the_nearest(job):
-    text = str(refused(job(lightning={"acelerator": "cpu", "devices": 1})))
-    assert "Invalid `lightning.acelerator`" in text
-    assert "Did you mean `accelerator`?" in text
-
-
-def test_the_names_of_its_arguments_are_those_of_the_real_constructor():
-    from lightning.pytorch import Trainer
-
-    assert set(trainer_arguments()) == set(inspect.signature(Trainer.__init__).parameters) - {"self"}
-
-
 def test_long_run_ids_that_begin_alike_get_folders_of_their_own():
     names = {folder_name("x" * 300 + end) for end in "ab"}
     assert len(names) == 2
@@ -433,7 +420,6 @@ def test_resolving_imports_neither_torch_nor_lightning():
     code = (
         "import sys; import genlight.adapter.job.config as config,"
         "genlight.adapter.inputs.materialize, genlight.adapter.run.artifacts_lock, genlight.adapter.run.artifact_dirs;"
-        "config.trainer_arguments();"
         "print([m for m in ('torch', 'lightning', 'httpx2', 'huggingface_hub') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -447,16 +433,19 @@ json_values = st.recursive(
 )
 nested_values = {
     block.__name__: st.dictionaries(
-        st.sampled_from(sorted(block.__struct_fields__)) | st.text(max_size=4), json_values, max_size=4
+        st.sampled_from(sorted(keys_of(block))) | st.text(max_size=4), json_values, max_size=4
     )
     for block in (DatasetSpec, InputsSpec, UploadUrls)
 }
 field_values = st.one_of(json_values, *nested_values.values(), st.just("http://h/x"), st.integers(0, 5))
-specs = st.dictionaries(st.sampled_from([*job_keys(), "request_id"]) | st.text(max_size=6), field_values, max_size=12)
+specs = st.dictionaries(
+    st.sampled_from([*keys_of(JobSpec), "request_id"]) | st.text(max_size=6), field_values, max_size=12
+)
 overrides_strategy = st.lists(
     st.builds(
         lambda key, value: f"{key}={value}",
-        st.sampled_from([*job_keys(), "dataset.seed", "hyperparams.x", "inputs.base_model_ref"]) | st.text(max_size=6),
+        st.sampled_from([*keys_of(JobSpec), "dataset.seed", "hyperparams.x", "inputs.base_model_ref"])
+        | st.text(max_size=6),
         st.text(max_size=8),
     ),
     max_size=3,

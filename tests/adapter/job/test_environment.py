@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from genlight.adapter.job.config import read_run_config
-from genlight.adapter.job.sources import JOB_VARIABLE, VARIABLES, is_true
+from genlight.adapter.job.sources import JOB_VARIABLE, VARIABLES
+from genlight.adapter.plumbing.settings import is_true
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from genlight.adapter.job.errors import CODES, ConfigErrors, render_value
-from genlight.adapter.job.spec import Rule
+from genlight.adapter.job.errors import CODES, ConfigErrors
+from genlight.adapter.plumbing.settings import Rule, render_value
 
 
 def test_without_a_fault_there_is_no_error():

@@ -13,12 +13,12 @@ from genlight.adapter.cli import main
 from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.job.config import resolve_run_config
 from genlight.adapter.job.errors import ConfigErrors
-from genlight.adapter.job.keys import job_keys, keys_of
 from genlight.adapter.job.lightning_objects import instantiate
 from genlight.adapter.job.parsing import Parser
 from genlight.adapter.job.sources import VARIABLES
-from genlight.adapter.job.spec import Settings
+from genlight.adapter.job.spec import JobSpec, Settings
 from genlight.adapter.job.standard_callbacks import STANDARD_CALLBACKS
+from genlight.adapter.plumbing.settings import keys_of
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 reference = runpy.run_path(str(EXAMPLES / "make_reference.py"))
@@ -60,7 +60,7 @@ def test_a_job_may_name_its_schema_for_editors(tmp_path):
 
 
 def test_the_outline_and_the_tables_have_every_key(capsys):
-    blocks = [job_keys(), *(keys_of(key.block) for key in job_keys().values() if key.block is not None)]
+    blocks = [keys_of(JobSpec), *(keys_of(key.block) for key in keys_of(JobSpec).values() if key.block is not None)]
     names = [name for keys in blocks for name in keys]
     with pytest.raises(SystemExit, match="0"):
         main(["run", "--help"])

@@ -9,9 +9,9 @@ import pytest
 
 from genlight.adapter.job.config import read_run_config
 from genlight.adapter.job.errors import ConfigErrors
-from genlight.adapter.job.keys import job_keys, keys_of
 from genlight.adapter.job.sources import read_job_file
-from genlight.adapter.job.spec import DatasetSpec, InputsSpec, SampleRequest, UploadUrls, ValidateSpec
+from genlight.adapter.job.spec import DatasetSpec, InputsSpec, JobSpec, SampleRequest, UploadUrls, ValidateSpec
+from genlight.adapter.plumbing.settings import keys_of
 
 MINIMAL = {"run_id": "r", "trainer": "m:T", "max_steps": 5}
 
@@ -29,7 +29,7 @@ def parse(tmp_path):
 
 
 def test_every_documented_key_is_known():
-    assert {*job_keys(), *(key.alias for key in job_keys().values() if key.alias)} == {
+    assert {*keys_of(JobSpec), *(key.alias for key in keys_of(JobSpec).values() if key.alias)} == {
         *("run_id", "request_id", "trainer", "trainer_api_version", "max_steps", "metric_every", "checkpoint_every"),
         *("sample_every", "owner", "release_ref", "hyperparams", "dataset", "data", "mock_batches", "inputs"),
         *("resume_from_latest", "resume_checkpoint_path", "sample_prompts", "sample_seed", "capability_token"),
@@ -38,12 +38,12 @@ def test_every_documented_key_is_known():
     }
     assert set(keys_of(DatasetSpec)) == {
         *("parquet_paths", "batch_size", "readahead", "columns", "shuffle", "seed", "epochs", "shard"),
-        *("filters", "drop_last", "shuffle_window", "workers", "pin_memory", "copy_ahead", "collate"),
+        *("drop_last", "shuffle_window", "workers", "pin_memory", "copy_ahead", "collate"),
     }
     assert set(keys_of(UploadUrls)) == {"metrics_url", "checkpoint_url", "sample_url", "terminal_url", "targets"}
     assert set(keys_of(InputsSpec)) == {"base_model_ref", "dataset_parquet_refs", "resume_checkpoint_ref"}
     assert len(keys_of(SampleRequest)) == 7
-    blocks = [job_keys(), *(keys_of(key.block) for key in job_keys().values() if key.block is not None)]
+    blocks = [keys_of(JobSpec), *(keys_of(key.block) for key in keys_of(JobSpec).values() if key.block is not None)]
     assert all(key.description for keys in blocks for key in keys.values())
 
 
@@ -134,29 +134,6 @@ def test_a_column_that_is_asked_for_twice_is_a_fault_beside_the_others(parse):
         "Invalid `dataset.batch_size`. Expected an integer >= 1, but received 0.",
         'Invalid `dataset.columns`. Expected different columns, but received ["a"] more than once. Name each once.',
     ]
-
-
-@pytest.mark.parametrize(
-    "filters",
-    [
-        [["a", "<", 5]],
-        [["a", "in", [1, 2]], ["b", "==", "x"]],
-        [[["a", "<", 5]], [["b", "not in", ["x"]], ["c", "!=", True]]],
-    ],
-)
-def test_filters_are_conditions_or_lists_of_them(filters, parse):
-    spec, errors, _ = parse(dataset={"parquet_paths": ["x"], "filters": filters})
-    assert (spec.dataset.filters, errors) == (filters, [])
-
-
-@pytest.mark.parametrize(
-    "filters",
-    [[], [[]], ["a", "<", 5], [["a", "<"]], [["a", "<<", 5]], [[5, "<", 5]], [["a", "in", 5]], [[["a", "<", 5], 3]]],
-)
-def test_filters_of_another_form_are_told_the_operators(filters, parse):
-    _, errors, _ = parse(dataset={"filters": filters, "collate": "torhc"})
-    assert [error.partition(". ")[0] for error in errors] == ["Invalid `dataset.filters`", "Invalid `dataset.collate`"]
-    assert "operators are =, ==, !=, <, >, <=, >=, in, not in" in errors[0]
 
 
 def test_all_faults_of_a_spec_are_found_in_one_go(parse):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from genlight.adapter import ContractError, StepResult
-from genlight.adapter.check.causes import Circumstances
 from genlight.adapter.check.plain_loop import plain_steps
 from genlight.adapter.contract.run_state import RunState
 from genlight.adapter.contract.types import StepContext, TrainingJobSpec
@@ -123,7 +122,7 @@ def test_a_plain_loop_tells_them_of_the_same_events() -> None:
     configured = plugin.configure
     plugin.configure = lambda ctx: state.update(configured(ctx)) or state  # type: ignore[method-assign,func-returns-value]
     ctx = StepContext(job=job, device="cpu", dtype="fp32", run_state=RunState())
-    list(plain_steps(plugin, ctx, None, Circumstances(world_size=1, precision="32-true"), steps=8))
+    list(plain_steps(plugin, ctx, None, steps=8))
     names = [entry[0] for entry in state["loss"].heard]
     phase = ["on_rollout_start", "on_rollout_end", *["on_mb_end"] * 6, "on_train_phase_end", "on_epoch_end"]
     assert names == [*phase, *phase[:4]]

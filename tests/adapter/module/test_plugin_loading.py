@@ -47,119 +47,118 @@ def cls(name):
     return CLASS.replace("{name}", name)
 
 
-def test_a_class_is_made_with_no_arguments(module):
-    module(cls("Mine"))
-
-    trainer = load_trainer_plugin("user_trainer:Mine")
-
-    assert type(trainer).__name__ == "Mine"
-    assert trainer.lr == 0.1
-
-
-def test_an_instance_is_taken_as_it_is(module):
-    module(cls("Mine") + "mine = Mine()\nmine.lr = 7")
-
-    trainer = load_trainer_plugin("user_trainer:mine")
-
-    assert trainer is sys.modules["user_trainer"].mine
-    assert trainer.lr == 7
-
-
-def test_a_class_within_a_class_is_found_by_its_dotted_name(module):
-    module("class Outer:\n" + textwrap.indent(cls("Inner").replace("{hooks}", HOOKS), "    "))
-
-    assert type(load_trainer_plugin("user_trainer:Outer.Inner")).__name__ == "Inner"
-
-
-def test_a_class_that_is_written_with_a_dot_is_told_of_the_colon(module):
-    module(cls("Mine"))
-
-    with pytest.raises(ContractError, match=r"has no submodule 'Mine'; write a class of it as 'user_trainer:Mine'"):
-        load_trainer_plugin("user_trainer.Mine")
-
-
-def test_a_module_of_a_package_is_found(module):
-    module("", "user_package/__init__")
-    module(cls("Mine"), "user_package/part")
-
-    assert type(load_trainer_plugin(" user_package.part:Mine ")).__name__ == "Mine"
-
-
-@pytest.mark.parametrize(
-    ("names", "chosen"),
-    [
-        (("TRAINER", "Trainer", "trainer", "Other"), "TRAINER"),
-        (("Trainer", "trainer", "Other"), "Trainer"),
-        (("trainer", "Other"), "trainer"),
-        (("Other",), "Other"),
-    ],
-)
-def test_a_module_alone_offers_its_default_names_in_order_else_the_only_one_that_conforms(module, names, chosen):
-    module("".join(cls(name) for name in names))
-
-    assert type(load_trainer_plugin("user_trainer")).__name__ == chosen
+ABSTRACT = "import abc\nclass {name}(abc.ABC):\n    @abc.abstractmethod\n    def extra(self): ...\n{hooks}\n"
+FOUND = {
+    "a class": (cls("Mine"), "user_trainer:Mine", "Mine"),
+    "an instance": (cls("Mine") + "mine = Mine()", "user_trainer:mine", "Mine"),
+    "a class in a class": (
+        "class Outer:\n" + textwrap.indent(cls("Inner").replace("{hooks}", HOOKS), "    "),
+        "user_trainer:Outer.Inner",
+        "Inner",
+    ),
+    "a module of a package, with blanks": (cls("Mine"), " user_package.part:Mine ", "Mine"),
+    "the first default name": (
+        "".join(map(cls, ("TRAINER", "Trainer", "trainer", "Other"))),
+        "user_trainer",
+        "TRAINER",
+    ),
+    "the second default name": ("".join(map(cls, ("Trainer", "trainer", "Other"))), "user_trainer", "Trainer"),
+    "the third default name": ("".join(map(cls, ("trainer", "Other"))), "user_trainer", "trainer"),
+    "the only one that conforms": (cls("Other"), "user_trainer", "Other"),
+    "a default name that is an imported module": (
+        "from gen_worker import trainer\n" + cls("Mine"),
+        "user_trainer",
+        "Mine",
+    ),
+    "two names of one class": (cls("Mine") + "Alias = Mine", "user_trainer", "Mine"),
+    "an imported class alone": ("from user_base import Imported", "user_trainer", "Imported"),
+    "its own beside an imported one": (
+        "from user_base import Imported\nclass Own(Imported): ...",
+        "user_trainer",
+        "Own",
+    ),
+    "an implementation beside its abstract base": (
+        ABSTRACT.replace("{name}", "Base") + "class Mine(Base):\n    def extra(self): ...",
+        "user_trainer",
+        "Mine",
+    ),
+    "one beside the protocol": (
+        "from gen_worker.trainer import TrainerPlugin\n" + cls("Mine"),
+        "user_trainer",
+        "Mine",
+    ),
+    "arguments with defaults": (
+        "class Mine:\n    def __init__(self, lr=3, *rest, **options): ...\n{hooks}",
+        "user_trainer:Mine",
+        "Mine",
+    ),
+}
 
 
-def test_a_default_name_that_is_a_function_is_refused_rather_than_passed_over(module):
-    module("def Trainer(): ...\n" + cls("Mine"))
-
-    with pytest.raises(ContractError, match="'user_trainer' is a function"):
-        load_trainer_plugin("user_trainer")
-
-
-def test_a_default_name_bound_to_an_imported_module_is_passed_over(module):
-    module("from gen_worker import trainer\n" + cls("Mine"))
-
-    assert type(load_trainer_plugin("user_trainer")).__name__ == "Mine"
-
-
-def test_several_that_conform_are_an_error_that_names_them(module):
-    module(cls("First") + cls("Second") + cls("_Hidden"))
-
-    with pytest.raises(ContractError, match=r"several trainers; name one of user_trainer:First, user_trainer:Second$"):
-        load_trainer_plugin("user_trainer")
-
-
-def test_two_names_of_one_class_are_one_candidate(module):
-    module(cls("Mine") + "Alias = Mine")
-
-    assert type(load_trainer_plugin("user_trainer")).__name__ == "Mine"
-
-
-def test_a_class_that_a_module_imports_counts_only_where_it_has_none_of_its_own(module):
+@pytest.mark.parametrize(("source", "path", "name"), FOUND.values(), ids=FOUND)
+def test_a_trainer_is_found_by_class_instance_or_module_alone(module, source, path, name):
     module(cls("Imported"), "user_base")
-    module("from user_base import Imported")
-    assert type(load_trainer_plugin("user_trainer")).__name__ == "Imported"
+    module("", "user_package/__init__")
+    module(source, "user_package/part" if "package" in path else "user_trainer")
 
-    module("from user_base import Imported\nclass Own(Imported): ...", "user_second")
-    assert type(load_trainer_plugin("user_second")).__name__ == "Own"
+    trainer = load_trainer_plugin(path)
 
-
-def test_an_abstract_base_beside_its_only_implementation_is_no_second_candidate(module):
-    module("import abc\nclass Base(abc.ABC):\n    @abc.abstractmethod\n    def extra(self): ...\n{hooks}\n"
-           "class Mine(Base):\n    def extra(self): ...")  # fmt: skip
-
-    assert type(load_trainer_plugin("user_trainer")).__name__ == "Mine"
+    assert type(trainer).__name__ == name
+    if path == "user_trainer:mine":
+        assert trainer is sys.modules["user_trainer"].mine
 
 
-def test_the_imported_protocol_is_no_candidate(module):
-    module("from gen_worker.trainer import TrainerPlugin\n" + cls("Mine"))
+REFUSED = {
+    "a class with a dot": (
+        cls("Mine"),
+        "user_trainer.Mine",
+        r"has no submodule 'Mine'; write a class of it as 'user_trainer:Mine'",
+    ),
+    "a default name that is a function": (
+        "def Trainer(): ...\n" + cls("Mine"),
+        "user_trainer",
+        "'user_trainer' is a function",
+    ),
+    "several": (
+        cls("First") + cls("Second") + cls("_Hidden"),
+        "user_trainer",
+        r"several trainers; name one of user_trainer:First, user_trainer:Second$",
+    ),
+    "none": ("x = 1", "user_trainer", "contains no trainer: no TRAINER, Trainer, trainer, and no public object"),
+    "a function": (
+        "def make(): ...",
+        "user_trainer:make",
+        r"'user_trainer:make' is a function; the contract requires a class",
+    ),
+    "arguments": (
+        "class Mine:\n    def __init__(self, lr, *, depth=2): ...\n{hooks}",
+        "user_trainer:Mine",
+        r"class Mine\(lr, \*, depth=2\) requires arguments",
+    ),
+    "abstract": (
+        ABSTRACT.replace("{name}", "Mine"),
+        "user_trainer:Mine",
+        "class Mine is abstract; it does not implement extra",
+    ),
+    "coroutines, which nobody awaits": (
+        cls("Mine") + "    async def prepare_batch(self, *args): ...\n    async def rollout(self, *args): yield 1\n",
+        "user_trainer:Mine",
+        r"class Mine has hooks that are `async def`: prepare_batch, rollout",
+    ),
+    "a hook under Lightning's name": (
+        f"class Ported:\n{HOOKS.replace('def train_step', 'def training_step')}",
+        "user_trainer:Ported",
+        "lacks the hooks train_step; rename `training_step` to `train_step`",
+    ),
+}
 
-    assert type(load_trainer_plugin("user_trainer")).__name__ == "Mine"
 
+@pytest.mark.parametrize(("source", "path", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_trainer_is_refused_with_the_way_out(module, source, path, said):
+    module(source)
 
-def test_a_module_without_a_trainer_says_what_it_looked_for(module):
-    module("x = 1")
-
-    with pytest.raises(ContractError, match="contains no trainer: no TRAINER, Trainer, trainer, and no public object"):
-        load_trainer_plugin("user_trainer")
-
-
-def test_a_function_is_refused(module):
-    module("def make(): ...")
-
-    with pytest.raises(ContractError, match=r"'user_trainer:make' is a function; the contract requires a class"):
-        load_trainer_plugin("user_trainer:make")
+    with pytest.raises(ContractError, match=said):
+        load_trainer_plugin(path)
 
 
 @pytest.mark.parametrize("made", ["", "mine = Mine()"])
@@ -231,26 +230,6 @@ def test_an_exception_of_the_constructor_is_that_exception_never_a_wrong_signatu
     assert not isinstance(caught.value, ContractError)
 
 
-def test_a_class_that_wants_arguments_is_refused_with_its_signature(module):
-    module("class Mine:\n    def __init__(self, lr, *, depth=2): ...\n{hooks}")
-
-    with pytest.raises(ContractError, match=r"class Mine\(lr, \*, depth=2\) requires arguments"):
-        load_trainer_plugin("user_trainer:Mine")
-
-
-def test_a_class_whose_arguments_have_defaults_is_made(module):
-    module("class Mine:\n    def __init__(self, lr=3, *rest, **options): self.lr = lr\n{hooks}")
-
-    assert load_trainer_plugin("user_trainer:Mine").lr == 3
-
-
-def test_an_abstract_class_is_refused_with_the_names_it_lacks(module):
-    module("import abc\nclass Mine(abc.ABC):\n    @abc.abstractmethod\n    def extra(self): ...\n{hooks}")
-
-    with pytest.raises(ContractError, match="class Mine is abstract; it does not implement extra"):
-        load_trainer_plugin("user_trainer:Mine")
-
-
 def test_folders_of_the_search_path_come_first_in_their_order_and_only_while_loading(tmp_path, module):
     module(cls("Elsewhere"))
     first, second = tmp_path / "first", tmp_path / "second"
@@ -276,13 +255,6 @@ def test_the_search_path_is_restored_also_when_the_module_fails_or_took_its_fold
     assert sys.path == before
 
 
-def test_hooks_that_are_coroutines_are_refused_by_name_because_nobody_awaits_them(module):
-    module(cls("Mine") + "    async def prepare_batch(self, *args): ...\n    async def rollout(self, *args): yield 1\n")
-
-    with pytest.raises(ContractError, match=r"class Mine has hooks that are `async def`: prepare_batch, rollout"):
-        load_trainer_plugin("user_trainer:Mine")
-
-
 class Whole:
     setup = configure = prepare_batch = train_step = state_dict = load_state_dict = lambda *_: None
 
@@ -305,11 +277,3 @@ def test_an_object_that_is_no_trainer_is_refused(given, said):
 def test_a_file_in_place_of_a_module_is_refused_with_the_form_that_is_meant(path):
     with pytest.raises(ContractError, match=r"names a file; write it as 'module:Class', such as 'user_trainer:Class'"):
         load_trainer_plugin(path)
-
-
-def test_a_hook_under_lightnings_name_is_told_what_it_is_called_here(module):
-    hooks = HOOKS.replace("def train_step", "def training_step")
-    module(f"class Ported:\n{hooks}")
-
-    with pytest.raises(ContractError, match="lacks the hooks train_step; rename `training_step` to `train_step`"):
-        load_trainer_plugin("user_trainer:Ported")

@@ -63,10 +63,10 @@ class Widens(Unfreezes):
     [
         (
             Unfreezes,
-            r'state\["optimizer"\] had groups of \[2\] parameters after `configure` and has \[2, 2\].*all groups',
+            r'state\["optimizer"\]\.param_groups was \(2,\) after `configure` and is \(2, 2\).*all groups',
         ),
-        (Grows, r'state\["net"\]\.3\.weight \(1, 1\) is new since `configure`.*final size'),
-        (Shrinks, r'state\["net"\]\.2\.weight is gone since `configure`'),
+        (Grows, r'state\["net"\]\.3\.weight was not there after `configure` and is \(1, 1\).*final size'),
+        (Shrinks, r'state\["net"\]\.2\.weight was \(1, 4\) after `configure` and is gone'),
         (Widens, r'state\["net"\]\.2\.weight was \(1, 4\) after `configure` and is \(2, 4\)'),
     ],
 )

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-import statistics
 import sys
 import threading
 import tracemalloc
-from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +18,7 @@ import pytest
 import torch
 
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
-from genlight.callbacks import Checkpoint, Hook, JobProgress, LogMetrics, StopRequests, WriteSamples
+from genlight.callbacks import Checkpoint, LogMetrics, StopRequests, WriteSamples
 from genlight.reporters import EventLogger
 
 FAR = 10**9
@@ -174,67 +172,11 @@ def test_a_step_with_everything_that_a_job_gets_makes_few_calls(tmp_path: Path) 
     assert calls_of_standard_set(tmp_path) <= BARE + 9
 
 
-def test_a_step_with_events_makes_few_calls(tmp_path: Path) -> None:
-    """Two metrics of every step in the event log, each checked and written when it is reported."""
-    assert calls_of_standard_set(tmp_path, metric_every=1) <= BARE + 64
-
-
 def test_mixed_precision_takes_few_calls(tmp_path: Path) -> None:
     """Autocast is entered once, by an object that is there; backward and update are led around it."""
     plain = calls_per_step(tmp_path / "plain", [LogMetrics(0)], trainer_class=Updating)
     mixed = calls_per_step(tmp_path / "mixed", [LogMetrics(0)], trainer_class=Updating, precision="bf16-mixed")
     assert mixed - plain <= 30
-
-
-def test_a_line_of_progress_takes_two_calls(tmp_path: Path) -> None:
-    """Between two lines there is a look at the clock in every eighth step."""
-    without = calls_per_step(tmp_path / "without", standard_set(tmp_path))
-    with_progress = calls_per_step(tmp_path / "with", [*standard_set(tmp_path), JobProgress(line_every_s=1000.0)])
-    assert with_progress - without <= 2
-
-
-def test_hooks_that_nobody_overrides_cost_no_call(tmp_path: Path) -> None:
-    """A hundred callbacks without hooks of a step take as many calls as none."""
-    idle: list[pl.Callback] = [Hook() for _ in range(100)]
-    few = calls_per_step(tmp_path / "few", [LogMetrics(0)])
-    assert calls_per_step(tmp_path / "many", [LogMetrics(0), *idle]) == few
-
-
-def test_a_hook_that_does_nothing_costs_five_calls(tmp_path: Path) -> None:
-    """The policy of a hook, its look for the rank, and its own body."""
-
-    class NoOp(Hook):
-        def on_train_batch_end(self, *_: Any) -> None: ...
-
-    one = calls_per_step(tmp_path / "one", [LogMetrics(0), NoOp()])
-    eleven = calls_per_step(tmp_path / "eleven", [LogMetrics(0), *[NoOp() for _ in range(11)]])
-    assert eleven - one == 50
-
-
-@pytest.mark.parametrize(("metric_every", "most"), [(0, 256), (1, 2500)])
-def test_little_memory_is_taken_between_two_steps_and_all_of_it_given_back(
-    tmp_path: Path, metric_every: int, most: int
-) -> None:
-    """A step of the loop makes a few numbers; metrics take a few hundred bytes until their lines are written."""
-    held, taken = array("q", [0] * 800), array("q", [0] * 800)  # which take no memory while they are filled
-
-    def measure(step: int) -> None:
-        if step == 100:
-            tracemalloc.start()
-        if 100 < step <= 800:
-            now, peak = tracemalloc.get_traced_memory()
-            held[step - 1], taken[step - 1] = now, peak - before[0]
-            tracemalloc.reset_peak()
-            before[0] = tracemalloc.get_traced_memory()[0]
-
-    before = [0]
-    try:
-        fit(tmp_path, Idle(measure), 800, standard_set(tmp_path, metric_every=metric_every), events=True)
-    finally:
-        tracemalloc.stop()
-    assert statistics.median(taken[100:]) <= most
-    # The least of so many steps that the lines of all before it were written in one of them.
-    assert min(held[500:]) - min(held[200:500]) <= 300 * 16, "a step keeps 16 bytes or more"
 
 
 @pytest.mark.parametrize("metric_every", [0, 10])
@@ -335,13 +277,3 @@ def test_whoever_looks_at_the_metrics_in_a_step_sees_those_of_that_step(tmp_path
     trainer.fit(ContractModule(plugin, TrainingJobSpec("cost", 4)), Numbers(4))
     assert seen == [1.0, 2.0, 3.0, 4.0]
     assert float(trainer.callback_metrics["train/loss"]) == 4.0
-
-
-def test_a_callback_of_somebody_else_costs_a_step_few_calls(tmp_path: Path) -> None:
-    """What Lightning does around a hook in which something may be logged is not done where nothing was."""
-
-    class Guest(pl.Callback):
-        def on_train_batch_end(self, *_: Any) -> None: ...
-
-    alone = calls_per_step(tmp_path / "alone", [LogMetrics(0)])
-    assert calls_per_step(tmp_path / "guest", [LogMetrics(0), Guest()]) - alone <= 20

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
 import stat
 import subprocess
@@ -112,13 +111,3 @@ def test_a_file_system_without_locks_is_an_error_that_says_what_it_said(path, wi
         FileLock(path)
     assert caught.value.strerror == os.strerror(errno.ENOSYS)
     assert not is_held(path)
-
-
-def test_where_the_lock_is_not_required_this_process_alone_is_kept_out(path, without_locks, caplog):
-    with caplog.at_level(logging.WARNING):
-        lock = FileLock(path, is_required=False)
-    assert "has no locks" in caplog.text
-    with pytest.raises(LockHeldError):
-        FileLock(path, is_required=False)
-    lock.release()
-    FileLock(path, is_required=False).release()

@@ -14,7 +14,6 @@ from genlight.adapter.plumbing.urls import (
     is_http_url,
     origin_of,
     origin_text,
-    parse_origins,
     safe_url,
     trusted_origins,
     url_fault,
@@ -172,18 +171,8 @@ def test_trusted_origins_pass_over_what_is_not_set_and_other_schemes():
     origins = {"https://a.example:443", "https://c.example:443", "http://b.example:80"}
     assert trusted_origins(given_urls, ["http://b.example"]) == origins
     with pytest.raises(ValueError, match="Invalid URL"):
-        trusted_origins([], ["b.example"])
-
-
-def test_origins_of_a_setting_are_separated_by_commas_or_blanks_and_a_bare_host_means_https():
-    assert parse_origins("https://A.example, http://b:8080 c.example/path\t") == (
-        "https://a.example:443",
-        "http://b:8080",
-        "https://c.example:443",
-    )
-    assert parse_origins("") == ()
-    with pytest.raises(ValueError, match="origins such as"):
-        parse_origins("https://a.example, ftp://b")
+        trusted_origins([], ["ftp://b"])
+    assert trusted_origins([], ["A.example"]) == {"https://a.example:443"}
 
 
 @pytest.mark.parametrize(

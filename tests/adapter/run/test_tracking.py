@@ -16,6 +16,7 @@ import pytest
 
 from genlight.adapter.run.resume import RUNS_FILE
 from genlight.reporters import read_events
+from support.forked import Forked
 
 PACKAGES = Path(sys.prefix) / "guides"
 
@@ -91,35 +92,51 @@ print(json.dumps({"wandb": parts, "mlflow": runs}))
 
 
 @pytest.fixture
-def command(tmp_path):
-    """Run Python in the folder of the job, as a user who has wandb and mlflow, and no network."""
+def environ(tmp_path):
+    """Of a user who has wandb and mlflow, and no network; the job is in the folder."""
     (tmp_path / "killed.py").write_text(TRAINER)
     (tmp_path / "job.json").write_text(json.dumps(JOB))
     mine = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "MLFLOW"))}
     offline = {"WANDB_SILENT": "true", "WANDB_MODE": "offline", "MLFLOW_ALLOW_FILE_STORE": "true"}
     path = os.pathsep.join([str(PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environ = mine | offline | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    return mine | offline | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
-    def run(*arguments, kill_at=0):
+
+@pytest.fixture
+def command(tmp_path, environ):
+    """Run Python code in the folder of the job."""
+
+    def run(code):
+        arguments = [sys.executable, "-c", code]
         return subprocess.run(
-            [sys.executable, *arguments],
-            cwd=tmp_path,
-            env=environ | {"KILL_AT": str(kill_at)},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=280,
+            arguments, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=280
         )
 
     return run
 
 
-def test_a_run_that_is_killed_twice_is_one_run_with_each_step_once_and_in_order(command, tmp_path):
-    for kill_at in (350, 405, 0):
-        done = command("-m", "genlight", "run", "job.json", kill_at=kill_at)
-        assert done.returncode == (-signal.SIGKILL if kill_at else 0), done.stderr
+@pytest.fixture
+def genlight(tmp_path, environ):
+    """Run ``genlight``, killed at a step; what it said. It has to end so, or well."""
 
-    found = json.loads(command("-c", READ).stdout)
+    def run(*words, kill_at):
+        log = tmp_path / f"said-{kill_at}"
+        settings = environ | {"KILL_AT": str(kill_at)}
+        process = Forked("genlight.adapter.cli", *words, environ=settings, folder=tmp_path, log=log)
+        try:
+            assert process.wait(280) == (-signal.SIGKILL if kill_at > 0 else 0), log.read_text()
+        finally:
+            process.kill_session()
+        return log.read_text()
+
+    return run
+
+
+def test_a_run_that_is_killed_twice_is_one_run_with_each_step_once_and_in_order(genlight, command, tmp_path):
+    for kill_at in (350, 405, 0):
+        genlight("run", "job.json", kill_at=kill_at)
+
+    found = json.loads(command(READ).stdout)
 
     expected = [[step, 1.0 / step, float(step - 1)] for step in range(1, STEPS + 1)]
     assert len(found["wandb"]) == 3
@@ -176,22 +193,21 @@ FIT = {
 }
 
 
-def test_a_fit_of_any_module_that_is_killed_is_one_run_with_each_step_once(command, tmp_path):
+def test_a_fit_of_any_module_that_is_killed_is_one_run_with_each_step_once(genlight, command, tmp_path):
     """Lightning's own loop counts its first batch as step 0."""
     (tmp_path / "module.py").write_text(MODULE)
     (tmp_path / "fit.yaml").write_text(json.dumps(FIT))
     for kill_at in (250, -1):
-        done = command("-m", "genlight", "fit", "--config", "fit.yaml", "--resume", "auto", kill_at=kill_at)
-        assert done.returncode == (-signal.SIGKILL if kill_at > 0 else 0), done.stderr
+        said = genlight("fit", "--config", "fit.yaml", "--resume", "auto", kill_at=kill_at)
 
-    found = json.loads(command("-c", READ).stdout)
+    found = json.loads(command(READ).stdout)
 
     assert len(set(found["wandb"])) == 1
     expected = [[step, float(step)] for step in range(300)]
     (run,) = found["mlflow"]
     assert run["status"] == "FINISHED"
     assert run["batch"] == expected
-    assert "not checkpoint records" not in done.stderr
+    assert "not checkpoint records" not in said
 
 
 ARTIFACTS = """
@@ -223,7 +239,7 @@ run.finish()
 
 
 def test_a_checkpoint_hook_keeps_whole_checkpoints_as_artifacts_of_wandb(command, tmp_path):
-    done = command("-c", ARTIFACTS)
+    done = command(ARTIFACTS)
     assert done.returncode == 0, done.stderr
 
     lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("noted ")]

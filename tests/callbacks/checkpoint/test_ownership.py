@@ -150,7 +150,7 @@ def test_a_sweep_leaves_copies_of_data_and_temporary_names_of_others(tmp_path):
     assert tree(tmp_path) == before
 
 
-def test_what_a_kill_left_is_reused_but_not_with_a_file_of_others_in_it(tmp_path):
+def test_what_a_kill_left_is_swept_but_not_a_file_of_others_in_it(tmp_path):
     for name in "ab":
         save(tmp_path / name, checkpoint_of(1))
         (tmp_path / f"{name}.json").unlink()
@@ -159,8 +159,9 @@ def test_what_a_kill_left_is_reused_but_not_with_a_file_of_others_in_it(tmp_path
     for name in "ab":
         save(tmp_path / name, checkpoint_of(2))
         assert verify(tmp_path / name).step == 2
-    assert [read_record(tmp_path / f"{name}.json").folder for name in "ab"] == ["a", "b~1"]
-    assert sweep(tmp_path) == ["b"]
+    assert [read_record(tmp_path / f"{name}.json").folder for name in "ab"] == ["a~1", "b~1"]
+    assert sweep(tmp_path) == ["a", "b"]
+    assert not (tmp_path / "a").exists()
     assert os.listdir(tmp_path / "b") == ["model.gguf"]
     assert verify(tmp_path / "a").step == verify(tmp_path / "b").step == 2
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from genlight.reporters.telemetry import read_events
 from support.rank_processes import run_ranks
+from support.recovered import rungs_in
 
 pytestmark = pytest.mark.slow
 
@@ -27,9 +27,7 @@ def test_every_rank_takes_the_same_rungs_at_the_same_steps(outcomes):
         assert first[name]["next"] == second[name]["next"], name
         assert first[name]["calls"] == second[name]["calls"], name
         assert first[name]["error"] == second[name]["error"], name
-    rungs = [event["artifacts"].get("rung") for event in read_events(folder / "nan.jsonl")]
-    assert rungs[:3] == ["skip", "lower_lr", "roll_back"]
-    assert [event["step"] for event in read_events(folder / "nan.jsonl")][:3] == [13, 14, 16]
+    assert rungs_in(folder / "nan")[:3] == [(13, "skip"), (14, "lower_lr"), (16, "roll_back")]
 
 
 def test_a_resumed_run_of_several_ranks_ends_as_one_in_peace(outcomes):
@@ -40,7 +38,7 @@ def test_a_resumed_run_of_several_ranks_ends_as_one_in_peace(outcomes):
 def test_a_loss_that_is_high_on_one_rank_leaves_the_update_out_on_all(outcomes):
     folder, (first, second) = outcomes
     assert first["spike"]["ladder"]["taken"] == {"skip": 1}
-    assert read_events(folder / "spike.jsonl")[0]["step"] == 41
+    assert rungs_in(folder / "spike")[0] == (41, "skip")
     assert second["spike"]["error"] == ""
 
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from genlight.reporters.telemetry import read_events
 from support import SUPPORT
+from support.recovered import rungs_in
 
 
 @pytest.mark.slow
@@ -17,6 +17,5 @@ def test_a_run_that_is_killed_while_it_recovers_or_later_ends_as_one_in_peace(tm
     ends = {place.name: (place / "end").read_text().split()[0] for place in tmp_path.iterdir()}
     assert len(ends) >= 13  # of all moments with GENLIGHT_LONG_FAULTS=1
     assert {name for name, digest in ends.items() if digest != ends["peace"]} == set()
-    told = [event["artifacts"] for event in read_events(tmp_path / "peace/telemetry.jsonl")]
     rungs = ["skip", "lower_lr", "roll_back", "roll_back"]
-    assert [each.get("rung", each["state"]) for each in told] == [*rungs, "rate_restored", "recovered"]
+    assert [what for _, what in rungs_in(tmp_path / "peace")] == [*rungs, "rate_restored", "recovered"]

@@ -140,11 +140,6 @@ def test_the_age_of_the_process_grows_with_time_and_began_before_this_module():
     assert before > 0
 
 
-def test_a_negative_limit_is_refused():
-    with pytest.raises(ValueError, match=r"Invalid `max_runtime_s`. Expected a number >= 0, but received -1\."):
-        StopRequests(max_runtime_s=-1)
-
-
 # callables
 
 

@@ -7,9 +7,12 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
+
+from support.forked import fork_server
 
 pytestmark = pytest.mark.slow
 
@@ -138,19 +141,32 @@ def test_a_port_that_is_in_use_is_named(job, kill_after, torchrun_environs):
     assert f"port {port} of {socket.gethostname()} is in use" in failed["error"]
 
 
+STAND_IN = Path(__file__).parents[1] / "forked_job.py"
+
+
 @pytest.fixture
 def torchrun(job, kill_after):
-    def start():
+    """Starts two ranks by torchrun: copies of a process that has all loaded, or, `anew`, as users start them.
+
+    It waits so long for ranks that do not end when they are told to; by default for 30 s.
+    """
+
+    def start(*, anew=False, waits_s=30):
         options = ["--standalone", "--nproc-per-node", "2"]
-        (job.folder / "main.py").write_text(NOTES_ITS_CODE)
-        command = ["main.py", "run", str(job.spec)]
-        with (job.folder / "stderr").open("wb") as log:
+        log = job.folder / "stderr"
+        if anew:
+            (job.folder / "main.py").write_text(NOTES_ITS_CODE)
+            command = ["main.py", "run", str(job.spec)]
+        else:
+            (job.folder / "processes").mkdir()
+            command = ["--no-python", sys.executable, STAND_IN, fork_server(), log, job.spec, job.folder / "processes"]
+        with log.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *options, *command],
+                [sys.executable, "-m", "torch.distributed.run", *options, *map(str, command)],
                 cwd=job.folder,
-                env=job.process_environ(),
-                stderr=log,
-                stdout=log,
+                env=job.process_environ(TORCH_ELASTIC_SHUTDOWN_TIMEOUT=str(waits_s)),
+                stderr=output,
+                stdout=output,
             )
         kill_after(process)
         return process
@@ -169,7 +185,7 @@ def test_a_rank_of_torchrun_that_fails_is_the_one_that_is_reported(job, torchrun
 
 def test_ranks_whose_torchrun_is_killed_save_and_end(job, torchrun):
     write(job, {"at": "train_step:6", "rank": 1, "holds": 60.0})
-    process = torchrun()
+    process = torchrun(anew=True)
     job.wait_until(lambda: job.reached(1), process)
     ranks = psutil.Process(process.pid).children()
     try:
@@ -187,7 +203,7 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(job, torchrun):
 
 def test_torchrun_that_is_told_to_end_stops_all_ranks_at_one_step(job, torchrun):
     write(job, {"at": "train_step:6", "rank": 1, "holds": 60.0})
-    process = torchrun()
+    process = torchrun(anew=True)
     job.wait_until(lambda: job.reached(1), process)
     process.send_signal(signal.SIGTERM)
     job.go()
@@ -204,7 +220,7 @@ def test_a_rank_of_torchrun_that_stays_paused_is_named_once_the_run_hangs(job, t
     """Where rank 0 is paused, nobody is left to write how the run ended; the next start finds it without an end."""
     hangs = {"WatchHangs": {"floor_s": 3.0, "end_run": True}}
     write(job, {"at": "train_step:6", "rank": rank, "holds": 60.0}, callbacks=hangs)
-    process = torchrun()
+    process = torchrun(waits_s=2)
     job.wait_until(lambda: job.reached(rank), process)
     os.kill(int((job.folder / f"reached-{rank}").read_text()), signal.SIGSTOP)
 
@@ -217,9 +233,9 @@ def test_a_rank_of_torchrun_that_stays_paused_is_named_once_the_run_hangs(job, t
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_of_torchrun_that_stays_paused_when_a_stop_comes_is_named(job, torchrun, rank):
-    """Before torchrun, which waits for half a minute, kills them all."""
+    """Before torchrun, which waits for a while, kills them all."""
     write(job, {"at": "train_step:6", "rank": rank, "holds": 60.0})
-    process = torchrun()
+    process = torchrun(waits_s=25)
     job.wait_until(lambda: job.reached(rank), process)
     paused = int((job.folder / f"reached-{rank}").read_text())
     os.kill(paused, signal.SIGSTOP)

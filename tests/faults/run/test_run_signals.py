@@ -26,49 +26,6 @@ def told(job):
     return job.server.posted("/terminal")[-1]["error"]
 
 
-PHASES = {
-    "setup": ({"at": "setup"}, {}, 0),
-    "first step": ({"at": "train_step:1"}, {}, 1),
-    "sample": ({"at": "generate_sample:3", "samples": True}, {"sample_every": 3, "sample_prompts": ["a cat"]}, 4),
-    "save": ({"at": "save_checkpoint:2"}, {}, 3),
-}
-
-
-@pytest.mark.parametrize("phase", PHASES)
-def test_sigterm_while_training(job, start, phase):
-    """The step at which the ranks agreed, a checkpoint of it, exit 75."""
-    plan, fields, most_steps = PHASES[phase]
-    job.write(plan={**plan, "holds": 60.0, "step_s": 0.05}, resume_from_latest=True, **fields)
-    process = start()
-    job.wait_until(job.reached, process)
-    process.send_signal(signal.SIGTERM)
-    job.go()
-
-    assert process.wait(120) == 75
-    failed = job.terminal_event()
-    assert (failed["event"], failed["category"], failed["error"], failed["resumable"]) == (
-        "failed",
-        "preempted",
-        "preempted",
-        True,
-    )
-    assert failed["step"] <= most_steps
-    assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists() == (failed["step"] > 0)
-    assert told(job) == "preempted"
-
-
-def test_sigterm_while_inputs_are_fetched(job, start):
-    job.server.gates["/files/x.parquet"] = threading.Event()
-    urls = {"dataset_parquet_urls": ["SERVER/files/x.parquet"]}
-    job.write(mock_batches=..., dataset={"batch_size": 4}, inputs=urls)
-    process = start()
-    job.wait_until(lambda: job.server.at_gate, process)
-    process.send_signal(signal.SIGTERM)
-
-    assert process.wait(120) == 75
-    assert job.terminal_event()["error"] == told(job) == "preempted"
-
-
 def test_sigterm_while_uploads_settle(job, start):
     """What is trained stays; the wait for an endpoint that is away ends, and the next start delivers."""
     job.server.status["/checkpoint"] = 503
@@ -84,18 +41,6 @@ def test_sigterm_while_uploads_settle(job, start):
     assert job.run() == 0
     assert job.terminal_event()["event"] == "completed"
     assert {"step": 5, "final": True}.items() <= job.server.posted("/checkpoint")[-1].items()
-
-
-def test_sigterm_while_the_last_artifact_is_written(job, start):
-    """All steps are done, so there is nothing left to stop."""
-    job.write(plan={"at": "save_final", "holds": 60.0})
-    process = start()
-    job.wait_until(job.reached, process)
-    process.send_signal(signal.SIGTERM)
-    job.go()
-
-    assert process.wait(120) == 0
-    assert job.terminal_event()["event"] == "completed"
 
 
 @pytest.mark.parametrize("trigger", [signal.SIGTERM, signal.SIGINT])
@@ -140,16 +85,6 @@ def test_a_second_signal_ends_the_process_at_once_and_the_next_start_goes_on(job
     job.write(resume_from_latest=True)
     assert job.run(allow_changed=True) == 0
     assert job.terminal_event()["event"] == "completed"
-
-
-def test_a_limit_ends_the_fetching_of_inputs(job, start):
-    job.server.gates["/files/x.parquet"] = threading.Event()
-    urls = {"dataset_parquet_urls": ["SERVER/files/x.parquet"]}
-    job.write(mock_batches=..., dataset={"batch_size": 4}, inputs=urls, max_runtime_seconds=4)
-    process = start()
-
-    assert process.wait(120) == 75
-    assert job.terminal_event()["error"] == told(job) == "timeout"
 
 
 ONE = {"accelerator": "cpu"}
@@ -209,27 +144,6 @@ def test_a_rank_that_fails_is_the_one_that_is_reported(job, start):
     assert failed["category"] == "train-step"
     assert "ValueError: bad row (rank 1)" in failed["error"]
     assert failed["error"] == told(job)
-
-
-def test_rank_zero_that_fails_is_reported_itself(job, start):
-    many(job, {"at": "train_step:12", "rank": 0, "raises": "ValueError", "text": "bad row", "step_s": 0.02})
-    process = start()
-
-    assert process.wait(120) == 1
-    assert job.terminal_event()["error"] == told(job) == "train-step:ValueError: bad row"
-
-
-def test_a_signal_to_one_rank_stops_all(job, start):
-    many(job, {"at": "train_step:12", "rank": 0, "holds": 60.0, "step_s": 0.02})
-    process = start()
-    job.wait_until(job.reached, process)
-    process.send_signal(signal.SIGTERM)
-    job.go()
-
-    assert process.wait(120) == 75
-    failed = job.terminal_event()
-    assert failed["error"] == told(job) == "preempted"
-    assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists()
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -25,6 +25,7 @@ from genlight.adapter.contract.exceptions import (
     TrainingCanceled,
     UploadError,
 )
+from genlight.callbacks import Checkpoint
 from genlight.reporters.events.event_log import EventLog
 from genlight.reporters.events.event_logger import EventLogger
 from genlight.reporters.events.reader import read_events
@@ -71,7 +72,7 @@ def make_trainer(tmp_path: Path, *callbacks: Callback, logger=None, **options) -
     return pl.Trainer(
         logger=logger or EventLogger(run_id="r", save_dir=tmp_path),
         callbacks=list(callbacks),
-        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
+        enable_checkpointing=any(isinstance(callback, Checkpoint | ModelCheckpoint) for callback in callbacks),
         default_root_dir=tmp_path,
         accelerator="cpu",
         log_every_n_steps=1,
@@ -100,44 +101,12 @@ def test_a_fit_is_one_whole_attempt(tmp_path, path):
     assert "stopped" not in events[-1]
 
 
-def test_checkpoints_are_reported_after_the_metrics_of_their_step(tmp_path, path):
-    checkpoints = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    make_trainer(tmp_path, checkpoints, val_check_interval=2, limit_val_batches=1).fit(Line())
-    events = sound_events(path)
-    reported = of_kind(events, "checkpoint")
-    assert [event["step"] for event in reported] == [2, 4, 6]
-    assert all(os.path.isfile(event["path"]) for event in reported)
-    assert events[-1]["final_checkpoint"] == reported[-1]["path"]
-    assert [event["step"] for event in of_kind(events, "metric") if event["name"] == "val/loss"] == [1, 3, 5]
-
-
-def test_a_checkpoint_is_on_disk_when_it_is_reported(tmp_path, path, monkeypatch):
-    synced = set()
-    sync = os.fsync
-
-    def record(descriptor):
-        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
-        sync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", record)
-    make_trainer(tmp_path, ModelCheckpoint(every_n_train_steps=3)).fit(Line())
-    final = sound_events(path)[-1]["final_checkpoint"]
-    assert {final, os.path.dirname(final)} <= synced
-
-
-def test_a_checkpoint_that_retention_deleted_is_not_reported(tmp_path, path):
-    checkpoints = ModelCheckpoint(every_n_train_steps=1, save_top_k=1, filename="{step}")
-    make_trainer(tmp_path, checkpoints, max_steps=3).fit(Line())
-    events = sound_events(path)
-    assert [event["step"] for event in of_kind(events, "checkpoint")] == [3]
-
-
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_a_resumed_fit_is_the_next_attempt_and_says_where_it_resumed(tmp_path, path):
-    make_trainer(tmp_path, ModelCheckpoint(every_n_train_steps=3)).fit(Line())
+    make_trainer(tmp_path, Checkpoint(tmp_path / "c", every_n_steps=3)).fit(Line())
     checkpoint = sound_events(path)[-1]["final_checkpoint"]
-    trainer = make_trainer(tmp_path, ModelCheckpoint(every_n_train_steps=3), max_steps=8)
-    trainer.fit(Line(), ckpt_path=checkpoint, weights_only=False)
+    trainer = make_trainer(tmp_path, Checkpoint(tmp_path / "c"), max_steps=8)
+    trainer.fit(Line(), ckpt_path=checkpoint)
     events = sound_events(path)
     second = events[[event.get("attempt") for event in events].index(2) :]
     assert [(e["name"], e["step"]) for e in of_kind(second, "metric")] == [
@@ -289,12 +258,13 @@ def test_lightning_flushing_its_loggers_from_a_signal_handler_ends_nothing(tmp_p
 def test_metrics_at_a_step_whose_checkpoint_is_reported_are_left_out_with_one_warning(tmp_path, path, caplog):
     class LogEpochAsStep(Callback):
         def on_train_batch_end(self, trainer, *_args):
+            if trainer.global_step == 4:
+                trainer.logger.experiment.checkpoint(path="x", step=2)
             if trainer.global_step > 4:
                 trainer.logger.log_metrics({"late": 1.0}, step=2)
 
-    checkpoints = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
     with caplog.at_level(logging.WARNING):
-        make_trainer(tmp_path, LogEpochAsStep(), checkpoints).fit(Line())
+        make_trainer(tmp_path, LogEpochAsStep()).fit(Line())
     assert not [event for event in sound_events(path) if event.get("name") == "late"]
     assert caplog.text.count("metrics late of step 2") == 1
 
@@ -304,7 +274,7 @@ def test_an_attached_logger_adds_metrics_and_leaves_the_rest_to_the_owner(tmp_pa
         event_log.started()
         logger = EventLogger()
         logger.attach(event_log)
-        trainer = make_trainer(tmp_path, ModelCheckpoint(every_n_train_steps=2), logger=logger)
+        trainer = make_trainer(tmp_path, logger=logger)
         trainer.fit(Line())
         assert event_log.phase == "started"
         event_log.completed(step=6, final_checkpoint=None)
@@ -340,8 +310,8 @@ RANKS = """
 import sys
 import lightning.pytorch as pl
 import torch
+from genlight.callbacks import Checkpoint
 from genlight.reporters.events.event_logger import EventLogger
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 class Logging(BoringModel):
@@ -353,7 +323,7 @@ class Logging(BoringModel):
 pl.Trainer(
     accelerator="cpu", devices=2, strategy="ddp", max_steps=4, limit_val_batches=0, log_every_n_steps=1,
     logger=EventLogger(run_id="r", save_dir=sys.argv[1]), default_root_dir=sys.argv[1],
-    callbacks=[ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)], enable_progress_bar=False,
+    callbacks=[Checkpoint(f"{sys.argv[1]}/checkpoints")], enable_progress_bar=False,
 ).fit(Logging())
 """
 
@@ -365,7 +335,7 @@ def test_several_ranks_write_one_log(tmp_path, path):
     environ = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | {"OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, timeout=120, env=environ)
     kinds = [event["event"] for event in sound_events(path)]
-    assert (kinds.count("started"), kinds.count("metric"), kinds.count("checkpoint")) == (1, 4, 2)
+    assert (kinds.count("started"), kinds.count("metric"), kinds.count("checkpoint")) == (1, 4, 1)
     assert kinds[-1] == "completed"
 
 

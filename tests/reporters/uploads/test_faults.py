@@ -549,4 +549,4 @@ def test_a_token_that_no_header_can_hold_is_refused_without_showing_it(chaos, co
 def test_blanks_around_what_the_environment_gives_are_no_part_of_it(tmp_path):
     environ = {"TRAINER_CAPABILITY_TOKEN": " secret\n", "TENSORHUB_URL": " ", "TRAINER_TOKEN_ORIGINS": " "}
     config = UploadConfig.from_environment(environ, run_id="r", queue_dir=tmp_path)
-    assert (config.token, config.file_store_url, config.token_origins) == ("secret", None, ())
+    assert (config.token, config.file_store_url, config.token_origins) == ("secret", None, frozenset())

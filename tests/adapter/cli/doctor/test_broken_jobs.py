@@ -145,7 +145,6 @@ BROKEN = {
     "no such column": {"dataset": {"parquet_paths": ["a.parquet"], "columns": ["y"]}},
     "no rows": {"dataset": {"parquet_paths": ["empty.parquet"]}},
     "empty batches": {"dataset": {"parquet_paths": ["a.parquet"], "batch_size": 0}},
-    "operator that no filter has": {"dataset": {"parquet_paths": ["a.parquet"], "filters": [["x", ">>", 1]]}},
     "unknown collate": {"dataset": {"parquet_paths": ["a.parquet"], "collate": "troch"}},
     "collate that cannot be imported": {
         "dataset": {"parquet_paths": ["a.parquet"], "collate": "broken_jobs_trainer:nope"}
@@ -203,7 +202,7 @@ def test_what_run_refuses_doctor_finds(folder, capsys, fields):
     assert not list(folder.rglob("checkpoints/*.json"))
 
 
-@pytest.mark.parametrize("dataset", [{"filters": [["x", ">>", 1]]}, {"collate": "troch"}, {"collate": "os:nope"}])
+@pytest.mark.parametrize("dataset", [{"collate": "troch"}, {"collate": "os:nope"}])
 def test_options_of_a_dataset_that_cannot_be_used_are_startup_errors_without_a_traceback(folder, caplog, dataset):
     """They are mistakes of the job, known before the trainer class is made."""
     job = write(folder, {"dataset": {"parquet_paths": ["a.parquet"], **dataset}})

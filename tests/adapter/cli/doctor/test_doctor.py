@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from genlight.adapter.cli import doctor, network_checks as doctor_network
+from genlight.adapter.cli import doctor
 from genlight.adapter.cli.doctor import check_devices
 from genlight.adapter.job.sources import VARIABLES
 
@@ -73,37 +70,6 @@ def diagnose(capsys):
     return run
 
 
-@pytest.fixture
-def server():
-    """A web server that answers 200 below ``/ok``, 403 below ``/private`` and 404 elsewhere."""
-    seen = []
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self):
-            seen.append((self.command, self.path, self.headers.get("Authorization")))
-            status = 200 if self.path.startswith("/ok") else 403 if self.path.startswith("/private") else 404
-            self.send_response(status)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        do_HEAD = do_GET
-
-        def log_message(self, *args):
-            pass
-
-    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    running.daemon_threads = True
-    thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    running.url, running.seen = f"http://127.0.0.1:{running.server_port}", seen
-    yield running
-    running.shutdown()
-    running.server_close()
-    thread.join()
-
-
 def lines(text, level):
     return [line for line in text.splitlines() if line.startswith(level)]
 
@@ -155,11 +121,7 @@ def test_faults_of_spec_environment_trainer_data_and_inputs_are_all_told_at_once
     for word in (
         *("`metric_every`", "`TRAINER_UPLOAD_DEADLINE_SECONDS`", "startup.missing_capability_token", "train_step"),
         *("startup.invalid_artifact_paths", "no column 'y'", "none.parquet", "no/model"),
-        *(
-            "127.0.0.1 is at 127.0.0.1, which is a private address",
-            "`lightning.device`",
-            "`lightning.strategy`",
-        ),
+        *("`lightning.strategy`",),
     ):
         assert word in found
     assert f"{len(lines(text, 'fault'))} faults" in text
@@ -227,65 +189,11 @@ def test_secrets_are_masked_wherever_they_come_from(job, diagnose, monkeypatch):
     assert "canary" not in text
 
 
-def test_destinations_are_asked_without_the_token_and_inputs_with_it(job, diagnose, server):
-    path = job(
-        dataset=None,
-        capability_token="canary",
-        uploads={"metrics_url": f"{server.url}/gone", "terminal_url": f"{server.url}/ok/terminal"},
-        inputs={
-            "base_model_url": f"{server.url}/ok/m",
-            "dataset_parquet_urls": [f"{server.url}/private/d", f"{server.url}/none"],
-        },
-    )
-    code, text = diagnose(path)
-    assert code == 2
-    assert [line.split()[1] for line in lines(text, "fault")] == ["input", "input"]
-    assert "status 403" in text
-    assert "status 404" in text
-    assert {(path, token is not None) for _, path, token in server.seen} == {
-        ("/gone", False),
-        ("/ok/terminal", False),
-        ("/ok/m", True),
-        ("/private/d", True),
-        ("/none", True),
-    }
-
-
-@pytest.fixture
-def silent():
-    """The URL of a server that takes connections and never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-
-
-def test_a_server_that_never_answers_is_a_fault_and_is_not_waited_for(job, diagnose, silent, monkeypatch):
-    monkeypatch.setattr(doctor_network, "ANSWER_TIMEOUT_S", 0.05)
-    path = job(uploads={"metrics_url": f"{silent}/m"}, inputs={"base_model_url": f"{silent}/b"})
-    _, text = diagnose(path)
-    assert [line.split()[1] for line in lines(text, "fault")] == ["input"]
-    assert "ReadTimeout" in text
-
-
-def test_upload_targets_that_are_away_are_a_warning_since_the_run_starts_without_them(job, diagnose):
-    code, text = diagnose(job(uploads={"terminal_url": "http://127.0.0.1:1/t"}))
-    assert code == 0
-    (told,) = (line for line in lines(text, "warning") if "uploads.terminal_url" in line)
-    assert (
-        "http://127.0.0.1:1/t cannot be reached: ConnectError: Connection refused; the run starts all the same" in told
-    )
-
-
-def test_batches_that_are_smaller_than_asked_are_told(job, diagnose, tmp_path):
+def test_data_without_a_full_batch_is_a_fault_where_the_rest_is_dropped(job, diagnose, tmp_path):
     pq.write_table(pa.table({"x": list(range(10))}), tmp_path / "ten.parquet")
-    for size, level, said in (
-        (4, "ok", "the last batch of an epoch has 2 of 4 rows on one rank, and is smaller"),
-        (11, "warning", "`batch_size` is 11, and there are 10 rows: no batch is full"),
-    ):
-        code, text = diagnose(job(dataset={"parquet_paths": ["ten.parquet"], "batch_size": size}))
-        assert code == 0
-        assert any(said in line for line in lines(text, level)), text
-    _, text = diagnose(job(dataset={"parquet_paths": ["ten.parquet"], "batch_size": 5}))
-    assert "batch" not in "".join(line.partition("dataset")[2] for line in lines(text, "ok"))
+    for drops, code in ((False, 0), (True, 2)):
+        dataset = {"parquet_paths": ["ten.parquet"], "batch_size": 11, "drop_last": drops}
+        assert diagnose(job(dataset=dataset))[0] == code
 
 
 def test_a_misspelled_optional_hook_is_named(job, diagnose):
@@ -295,12 +203,6 @@ def test_a_misspelled_optional_hook_is_named(job, diagnose):
         "`evaluates` is not a hook and is never called; did you mean `evaluate`?" in line
         for line in lines(text, "warning")
     ), text
-
-
-def test_what_has_not_answered_by_the_deadline_is_a_fault(job, diagnose, silent, monkeypatch):
-    monkeypatch.setattr(doctor, "NETWORK_PATIENCE_S", 0.0)
-    _, text = diagnose(job(uploads={"metrics_url": f"{silent}/m"}))
-    assert f"{silent}/m did not answer in time" in text
 
 
 def test_an_existing_checkpoint_is_a_fault_unless_the_run_resumes(job, diagnose, tmp_path):
@@ -335,9 +237,9 @@ def test_a_token_that_would_travel_without_encryption_is_a_warning(job, diagnose
     assert [line.split()[0] for line in text.splitlines() if line.split()[1:2] == ["token"]] == levels
 
 
-def test_a_token_that_nobody_gets_and_a_destination_without_one_are_warnings(job, diagnose, server):
+def test_a_token_that_nobody_gets_and_a_destination_without_one_are_warnings(job, diagnose):
     assert "no origin that it would be sent to" in diagnose(job(capability_token="t"))[1]
-    assert "will be asked without one" in diagnose(job(uploads={"metrics_url": f"{server.url}/ok"}))[1]
+    assert "will be asked without one" in diagnose(job(uploads={"metrics_url": "http://127.0.0.1:1/m"}))[1]
 
 
 @pytest.mark.parametrize(
@@ -373,12 +275,4 @@ def test_data_behind_a_url_is_a_warning_that_it_was_not_looked_into(job, diagnos
     code, text = diagnose(job(dataset={"parquet_paths": ["s3://key:canary@bucket/x.parquet"]}))
     assert code == 0
     assert "s3://bucket/x.parquet is not checked" in text
-    assert "canary" not in text
-
-
-def test_proxies_of_the_environment_that_cannot_be_used_are_a_fault(job, diagnose, monkeypatch):
-    monkeypatch.setenv("ALL_PROXY", "socks5://user:canary@127.0.0.1:9")
-    code, text = diagnose(job(uploads={"metrics_url": "http://127.0.0.1:9/m"}))
-    assert code == 2
-    assert "a SOCKS proxy needs the package socksio" in text
     assert "canary" not in text

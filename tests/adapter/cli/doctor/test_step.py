@@ -48,7 +48,7 @@ class Forgets(Fits):
     [
         ("Fits", 0, ["text string, x int64", "'text' (1 of 3)", "2 weights have gradients", "train/loss"]),
         ("TakesText", 2, ["text in column 'text'", "(stepped_takestext.py:25: return torch.tensor("]),
-        ("Forgets", 0, ["no weight of an optimizer has a gradient", "train/loss nan"]),
+        ("Forgets", 0, ["2 of 2 weights have no gradient and no change", "train/loss nan"]),
     ],
 )
 def test_one_step_is_taken_and_leaves_nothing(name, code, told, tmp_path, monkeypatch, capsys):

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from genlight.adapter.run.ranks.node_check import NodeFacts, clock_differences, node_faults
+from genlight.adapter.run.ranks.node_check import NodeFacts, node_faults
 
 HERE = NodeFacts("n9", sees_folder=True, versions={"torch": "2.13", "numpy": "2.4"}, code={"t.py": "a"})
 THERE = dataclasses.replace(HERE, host="n10")
@@ -29,22 +29,3 @@ def test_packages_and_code_that_differ_are_named():
         "n10 has torch 2.12, and n9 has 2.13. Install the same on all nodes",
         "t.py on n10 is not the file that n9 has. Give all nodes the same code",
     ]
-
-
-def test_clocks_that_differ_are_told_once_for_each_host_and_a_rank_that_was_paused_is_not():
-    hosts = ["n9", "n9", "n10", "n10", "n11"]
-    looks = [
-        [100.0, 100.0, 140.0, 140.5, 70.0],
-        [200.0, 209.0, 240.5, 240.0, 170.0],
-        [300.0, 300.1, 355.0, 340.0, 270.0],
-    ]
-    told = clock_differences(hosts, looks)
-    assert [sentence.partition(". ")[0] for sentence in told] == [
-        "The clock of n10 is 40 s ahead of that of n9",
-        "The clock of n11 is 30 s behind that of n9",
-    ]
-
-
-def test_clocks_that_differ_by_less_than_misleads_are_not_told():
-    assert clock_differences(["n9", "n10"], [[100.0, 101.5]]) == []
-    assert clock_differences(["n9", "n10"], [[100.0, 105.0], [200.0, 200.1]]) == []

@@ -76,7 +76,7 @@ def same(one, other):
         return (
             (one.dtype, one.shape, one.requires_grad, one.layout)
             == (other.dtype, other.shape, other.requires_grad, other.layout)
-            and one.stride() == other.stride()
+            and steps(one) == steps(other)
             and bits(one) == bits(other)
         )
     if isinstance(one, np.ndarray):
@@ -92,6 +92,11 @@ def same(one, other):
     if isinstance(one, list | tuple | collections.deque):
         return len(one) == len(other) and all(map(same, one, other))
     return one == other
+
+
+def steps(tensor):
+    """The strides of what there are several of."""
+    return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and tensor.numel()]
 
 
 def bits(tensor):
@@ -240,34 +245,20 @@ def test_sparse_tensors_and_lazy_conjugates_are_kept_as_values(tmp_path):
     assert torch.equal(loaded[1], conjugate.resolve_conj())
 
 
-def test_one_element_of_a_column_is_kept_with_what_shares_it(tmp_path):
+def test_one_element_of_a_column_is_kept(tmp_path):
     """It is contiguous for torch, whatever its stride."""
-    one = torch.arange(6.0).view(3, 2)[:1, 1]
-    value = {"alone": torch.arange(4.0)[::2][:1], "shared": [one, one.view(1, 1), one.as_strided((), ())]}
-    loaded = round_trip(tmp_path, value)
-    assert same(loaded, value)
-    loaded["shared"][0].fill_(7.0)
-    assert [float(tensor) for tensor in loaded["shared"]] == [7.0, 7.0, 7.0]
+    value = [torch.arange(4.0)[::2][:1], torch.arange(6.0).view(3, 2)[:1, 1]]
+    assert same(round_trip(tmp_path, value), value)
 
 
-def test_tensors_that_share_memory_share_it_again(tmp_path):
+def test_a_tensor_that_is_there_twice_is_one_and_other_views_of_its_memory_are_independent(tmp_path):
     base = torch.arange(12.0)
-    value = {
-        "all": base,
-        "same": base,
-        "row": base[3:6],
-        "matrix": base.view(3, 4).t(),
-        "bytes": base.view(torch.uint8)[4:8],
-        "overlap": [torch.arange(8.0)[:5]],
-    }
-    value["overlap"].append(value["overlap"][0].as_strided((4,), (1,), 3))
+    value = {"all": base, "same": base, "row": base[3:6], "matrix": base.view(3, 4).t(), "last": base[-1].expand(3)}
     loaded = round_trip(tmp_path, value)
+    assert same({**loaded, "last": loaded["last"].tolist()}, {**value, "last": [11.0] * 3})
     loaded["all"][3] = 99.0
     assert loaded["same"] is loaded["all"]
-    assert (float(loaded["row"][0]), float(loaded["matrix"][3, 0])) == (99.0, 99.0)
-    assert same(loaded["bytes"], value["bytes"])
-    loaded["overlap"][0][4] = 55.0
-    assert float(loaded["overlap"][1][1]) == 55.0
+    assert loaded["row"].tolist() == [3.0, 4.0, 5.0]
 
 
 def test_independent_parts_of_one_storage_stay_independent(tmp_path):
@@ -394,32 +385,18 @@ def test_a_saved_plain_tree_is_plain_json_in_the_record(tmp_path):
     assert record.state == state
 
 
-def test_a_configuration_of_omegaconf_comes_back_with_its_type_flags_and_interpolations(tmp_path, monkeypatch):
-    """Unresolved: what an interpolation reads from the environment is in no checkpoint."""
+def test_a_configuration_of_omegaconf_is_stored_as_what_it_holds_without_what_interpolations_read(
+    tmp_path, monkeypatch
+):
     omegaconf = pytest.importorskip("omegaconf")
     monkeypatch.setenv("GENLIGHT_TEST_SECRET", "hunter2")
-    fields = {
-        "a": 1,
-        "b": {"c": [1, "${a}"]},
-        "secret": "${oc.env:GENLIGHT_TEST_SECRET}",
-        "missing": "???",
-        "none": None,
-    }
+    fields = {"a": 1, "b": {"c": [1, "${a}"]}, "secret": "${oc.env:GENLIGHT_TEST_SECRET}", "missing": "???"}
     config = omegaconf.OmegaConf.create(fields)
-    omegaconf.OmegaConf.set_readonly(config, True)
-    tree = {"config": config, "list": omegaconf.OmegaConf.create([1, 2]), "type": type(config), "part": config.b}
 
-    back = round_trip(tmp_path, tree)
+    back = round_trip(tmp_path, {"config": config, "list": config.b.c, "type": type(config)})
 
+    assert back == {"config": fields, "list": fields["b"]["c"], "type": "DictConfig"}
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
-    assert type(back["config"]) is omegaconf.DictConfig
-    assert type(back["list"]) is omegaconf.ListConfig
-    assert back["type"] is omegaconf.DictConfig
-    assert back["config"] == config
-    assert back["config"].b.c[1] == 1
-    assert back["config"].secret == "hunter2"
-    assert omegaconf.OmegaConf.is_readonly(back["config"])
-    assert not omegaconf.OmegaConf.is_readonly(back["list"])
 
 
 @pytest.mark.parametrize("key", ["a", ("a", 1), 1, None, Color.RED, frozenset({1}), b"x"])

@@ -7,24 +7,30 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from genlight.adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from genlight.callbacks.checkpoint import CheckpointStore, load, read_record, save, verify
 from genlight.callbacks.checkpoint.capture import capture
-from genlight.callbacks.checkpoint.format.record import RecordMeta
-from genlight.callbacks.checkpoint.format.tensor_files import BLOCK, SliceEntry, block_digests
+from genlight.callbacks.checkpoint.format.record import CheckpointRecord, RecordMeta
+from genlight.callbacks.checkpoint.format.tensor_files import (
+    BLOCK,
+    Box,
+    SlicedTensor,
+    StoredSlice,
+    block_digests,
+    make_whole,
+)
 from genlight.callbacks.checkpoint.loading import load_record
 from genlight.callbacks.checkpoint.sharded.rank_channel import Channel, RankGroups
 from genlight.callbacks.checkpoint.sharded.slices import (
-    Box,
-    Piece,
     StoredSlices,
     WholeTensor,
     keep_sharded,
-    make_whole,
     whole,
+    within,
 )
 from genlight.callbacks.checkpoint.storage.commit import Staging
 from genlight.callbacks.checkpoint.writing import plan_save, require_shared_directory, write
@@ -64,16 +70,18 @@ def test_slices_make_a_whole_without_gap_and_overlap(boxes, expected):
 def stored(tmp_path):
     """A tensor of 6 MiB in three slices of rows, one after the other in a file that begins with something else."""
     values = torch.randn(3 * 1024, 512)
-    pieces = []
-    with open(tmp_path / "model.safetensors", "wb") as file:
+    slices = []
+    (tmp_path / "step-1" / "rank-00000").mkdir(parents=True)
+    with open(tmp_path / "step-1" / "rank-00000" / "model.safetensors", "wb") as file:
         file.write(b"header")
         for first in range(0, 3 * 1024, 1024):
-            rows = values[first : first + 1024]
-            data = memoryview(rows.numpy()).cast("B")
-            facts = ("float32", (3 * 1024, 512), (first, 0), (1024, 512), file.tell(), len(data), block_digests(data))
-            pieces.append(Piece("step-1", tmp_path / "model.safetensors", SliceEntry("model.safetensors", "w", *facts)))
+            data = memoryview(values[first : first + 1024].numpy()).cast("B")
+            slices.append(StoredSlice(0, Box((first, 0), (1024, 512)), file.tell(), block_digests(data)))
             file.write(data)
-    return values, StoredSlices(tuple(pieces), (3 * 1024, 512), torch.float32)
+    record = CheckpointRecord(path=tmp_path / "step-1.json", step=1, run_id="", state={}, folder="step-1")
+    return values, StoredSlices(
+        record, SlicedTensor("model.safetensors", "w", "float32", (3 * 1024, 512), tuple(slices))
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,22 +96,22 @@ def stored(tmp_path):
 )
 def test_any_part_is_read_from_the_blocks_that_hold_it_and_no_others(stored, monkeypatch, part, blocks):
     values, slices = stored
-    read = []
-    preadv = os.preadv
+    hashed = []
+    digest = xxhash.xxh3_128_hexdigest
 
-    def counted(descriptor, buffers, offset):
-        read.append(preadv(descriptor, buffers, offset))
-        return read[-1]
+    def counted(data):
+        hashed.append(len(data))
+        return digest(data)
 
-    monkeypatch.setattr(os, "preadv", counted)
+    monkeypatch.setattr(xxhash, "xxh3_128_hexdigest", counted)
 
-    assert torch.equal(slices.read(part), part.within(values, of=Box((0, 0), tuple(values.shape))))
-    assert sum(read) == blocks * BLOCK
+    assert torch.equal(slices.read(part), within(part, values, of=Box((0, 0), tuple(values.shape))))
+    assert sum(hashed) == blocks * BLOCK
 
 
 def test_a_flipped_bit_in_a_block_is_found_by_those_who_read_it_and_not_by_others(stored, tmp_path):
     values, slices = stored
-    path = tmp_path / "model.safetensors"
+    path = tmp_path / "step-1" / "rank-00000" / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[BLOCK + 99] ^= 1
     path.write_bytes(data)
@@ -203,9 +211,8 @@ def test_the_same_weights_in_the_trainers_payload_are_stored_once(sharded, tmp_p
     save_in_parts(tmp_path, {"state_dict": {"w": sharded}, "genlight": {"state": {"model": {"w": sharded.detach()}}}})
 
     record = verify(tmp_path / "step-00000001")
-    assert [name for f in record.files if "rank-" in (name := record.file_name(f))] == [
-        *("rank-00000/model.safetensors", "rank-00000/part.json")
-    ]
+    names = [name for f in record.files if "rank-" in (name := record.file_name(f))]
+    assert names == ["rank-00000/model.safetensors"]
     loaded = load(tmp_path / "step-00000001")
     assert loaded["genlight"]["state"]["model"]["w"] is loaded["state_dict"]["w"]
 

@@ -1,0 +1,55 @@
+"""How rows become batches, declared once: for `ArrowFeed`, and for the `dataset` of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from ..plumbing.settings import Count, NonBlank, Positive, example
+from .row_plan import Shard
+
+__all__ = ["FeedOptions"]
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class FeedOptions:
+    """What a feed can be told about order, batches and processes.
+
+    A dataclass and no struct, since `ArrowFeed` takes its fields as arguments of its own.
+    """
+
+    batch_size: Positive = 32
+    """Rows per batch, on each rank."""
+    readahead: Count = 2
+    """Decoded chunks of up to 32 MiB kept ready by a thread; 0 decodes in the training thread."""
+    columns: Annotated[Sequence[NonBlank], Meta(min_length=1), example(["image", "label"])] | None = None
+    """Columns to read, in this order; all by default."""
+    shuffle: bool = False
+    """A different order in each epoch: of row groups, and of rows within `shuffle_window`."""
+    seed: Count = 0
+    """Seed of the order, which depends only on this and the epoch; in a job the job's `seed` by default."""
+    epochs: Annotated[Positive, example(3)] | None = None
+    """Passes over the data; by default it repeats without end."""
+    drop_last: bool = False
+    """Drop the rows at the end of an epoch that do not fill a step of all ranks."""
+    shard: Shard = "rows"
+    """How ranks share the rows: `rows` (each step is split among them) or `row_groups` (each rank decodes its own
+    part)."""
+    shuffle_window: Positive = 65_536
+    """Size of the window, in rows, within which rows are shuffled; they are in memory meanwhile."""
+    workers: Count = 0
+    """Processes that decode and collate; 0 uses the training process. Order and position are the same for any
+    number."""
+    pin_memory: bool | None = None
+    """Hand out the tensors of `collate` in pinned memory, from which `.to(device, non_blocking=True)` does not wait; by
+    default where there is an accelerator."""
+    copy_ahead: bool = False
+    """Hand out tensors on the accelerator, copied while the step before trains; needs `collate` `torch`, or `workers`:
+    another `collate` would be called a step early, and would draw other random numbers after a resume."""
+    # The text first: jsonargparse would save it as an instance that cannot be serialized.
+    collate: str | Callable[[Any], Any] | None = None
+    """Converts record batches: `torch` gives a dictionary of tensors, lists padded with zeros and their lengths under
+    `<column>_lengths`; `module:function` is yours; by default the trainer gets the record batch."""

@@ -1,0 +1,413 @@
+"""What a setting is declared with, and the table that is read from such declarations.
+
+A block of settings is a struct of msgspec or a dataclass whose fields have a type, with a `Rule` where the type says
+too little, a default, and a text below. `keys_of` reads them. A job, the options of a feed and the settings of uploads
+are declared so, each in one place: `adapter.job.spec`, `adapter.feed.options`, `reporters.uploads.config`.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import inspect
+import ipaddress
+import itertools
+import json
+import os
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+from typing_extensions import override
+
+from .redaction import HIDDEN, without_secrets
+from .text import is_storable, is_utf8
+from .urls import hide_urls, origin_of, url_fault
+
+__all__ = [
+    "LARGEST",
+    "Block",
+    "Key",
+    "Rule",
+    "alias",
+    "example",
+    "faults_of",
+    "group",
+    "is_true",
+    "keys_of",
+    "refusal",
+    "render_text",
+    "render_value",
+    "shown",
+    "value_of",
+    "variable",
+]
+
+LARGEST = 2**63 - 1
+"""Of an integer: what Arrow, torch and JSON readers in other languages hold."""
+
+TRUE_WORDS = frozenset({"1", "true", "t", "yes", "y"})
+FALSE_WORDS = frozenset({"0", "false", "f", "no", "n", "off", "none"})
+
+LONGEST_VALUE = 80
+_NUMBER_LIKE = re.compile(r"[-+]?(\d{1,12}(\.\d{0,12})?(e[-+]?\d{1,4})?|nan|inf(inity)?)", re.IGNORECASE)
+
+INVALID, TIMEOUT, PATHS = "startup.invalid_job_spec", "startup.invalid_timeout", "startup.invalid_artifact_paths"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition on a value beyond its type; stands in the annotation of a key, where msgspec passes over it."""
+
+    expected: str
+    """In words, for messages."""
+    holds: Callable[[Any], bool] = lambda _: True
+    secret: bool = False
+    """Whether no message may show the value."""
+    code: str = INVALID
+    """The startup code of a value that does not hold."""
+    way_out: str = ""
+    relative: Literal["", "path", "reference"] = ""
+    """How a relative path in it is made absolute: always (a URL stays as it is), or only where it can be a path."""
+
+
+def example(value: Any) -> Meta:
+    """A value that the reference shows."""
+    return Meta(examples=[value])
+
+
+def variable(name: str) -> Meta:
+    """The environment variable that gives the setting."""
+    return Meta(extra={"variable": name})
+
+
+def alias(name: str) -> Meta:
+    """Another spelling of the key in a job file."""
+    return Meta(extra={"alias": name})
+
+
+def group(heading: str) -> Meta:
+    """Heading of the settings from this one on, in ``genlight run --help``."""
+    return Meta(extra={"group": heading})
+
+
+def _is_nonblank(text: str) -> bool:
+    return bool(text.strip()) and is_storable(text)
+
+
+def _is_path(text: str) -> bool:
+    """Whether the system can encode it, whatever its bytes are, and it has no control characters."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return all(ord(character) >= 32 for character in text)
+
+
+def _is_origin(text: str) -> bool:
+    try:
+        return bool(origin_of(text if "://" in text else f"https://{text}"))
+    except ValueError:
+        return False
+
+
+_HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,252}[a-z0-9_])?", re.IGNORECASE)
+
+
+def _is_host(text: str) -> bool:
+    """Whether `text` is a host name, an address, a network, or a star for all."""
+    if text == "*" or _HOST_NAME.fullmatch(text):
+        return True
+    try:
+        ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return False
+    return True
+
+
+Text: TypeAlias = Annotated[str, Rule("a string without control characters", is_storable)]
+NonBlank: TypeAlias = Annotated[str, Rule("a non-empty string", _is_nonblank)]
+Prose: TypeAlias = Annotated[str, Rule("a string", is_utf8)]
+ImportPath: TypeAlias = Annotated[
+    str, Rule("a string without control characters", is_storable, code="startup.missing_trainer_import")
+]
+DataPath: TypeAlias = Annotated[str, Rule("a non-empty string", _is_nonblank, relative="path")]
+Reference: TypeAlias = Annotated[str, Rule("a string without control characters", is_storable, relative="reference")]
+NonBlankReference: TypeAlias = Annotated[str, Rule("a non-empty string", _is_nonblank, relative="reference")]
+FilePath: TypeAlias = Annotated[Path, Rule("a string without control characters", _is_path, relative="path")]
+ArtifactPath: TypeAlias = Annotated[
+    Path, Rule("a string without control characters", _is_path, relative="path", code=PATHS)
+]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
+Positive: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST)]
+Minutes: TypeAlias = Annotated[
+    float, Meta(ge=0), Rule("a number of minutes >= 0", lambda minutes: minutes < float("inf"))
+]
+Seconds: TypeAlias = Annotated[
+    float,
+    Meta(ge=0),
+    Rule(
+        "a number of seconds >= 0",
+        lambda seconds: seconds < float("inf"),
+        code=TIMEOUT,
+        way_out="0 means no limit.",
+    ),
+]
+Token: TypeAlias = Annotated[
+    str,
+    Rule(
+        "a string of printable ASCII characters",
+        lambda token: token.isascii() and is_storable(token),
+        secret=True,
+        code="startup.missing_capability_token",
+    ),
+]
+Url: TypeAlias = Annotated[str, Rule("an http:// or https:// URL", lambda url: url_fault(url) is None)]
+Target: TypeAlias = Annotated[
+    str,
+    Rule(
+        "a URL such as hf://owner/name or s3://bucket/folder",
+        lambda url: re.fullmatch(r"hf://[^/@]+/[^/@]+/?(@.*)?|(?!hf:)[^:/]+://.+", url) is not None,
+    ),
+]
+Origin: TypeAlias = Annotated[str, Rule("origins such as https://hub.example.com, separated by commas", _is_origin)]
+Host: TypeAlias = Annotated[str, Rule("host names, addresses or networks, separated by commas, or *", _is_host)]
+_COLLATE = r"^(torch|[^:\s]+:[^:\s]+)$"
+Collate: TypeAlias = Annotated[
+    str,
+    Meta(pattern=_COLLATE),
+    Rule('"torch" or "module:function"', lambda name: re.fullmatch(_COLLATE, name) is not None),
+]
+_FUNCTION = r"^[^:\s]+:[^:\s]+$"
+Function: TypeAlias = Annotated[
+    str, Meta(pattern=_FUNCTION), Rule('"module:function"', lambda name: re.fullmatch(_FUNCTION, name) is not None)
+]
+
+
+def shown(block: Any) -> str:
+    """A block as its ``repr``: without secrets and credentials of URLs."""
+    kind: Any = type(block)
+    values = without_secrets({name: getattr(block, name) for name in keys_of(kind)})
+    return f"{kind.__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+
+
+class Block(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings that belong together; its ``repr`` shows no secret and no credentials of URLs."""
+
+    @override
+    def __repr__(self) -> str:
+        return shown(self)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting, as its block declares it."""
+
+    name: str
+    type: Any
+    """The type that msgspec converts a plain value to; of a block the block, of a list ``tuple`` or ``frozenset``."""
+    rule: Rule
+    block: Any = None
+    """The block of a key that holds an object with known keys."""
+    is_path: bool = False
+    """Whether the text becomes a ``Path``."""
+    item: Key | None = None
+    """The key that each entry of a list is read as."""
+    least_entries: int = 0
+    examples: tuple[Any, ...] = ()
+    variable: str = ""
+    """The environment variable that gives it."""
+    alias: str = ""
+    """Another spelling of its name in a job file."""
+    group: str = ""
+    """Heading of the keys from this one on, in ``genlight run --help``."""
+    default: Any = None
+    is_required: bool = False
+    owner: Any = None
+    """The block that it is a key of."""
+
+    @property
+    def description(self) -> str:
+        """Its purpose: the text below its declaration."""
+        return "" if self.owner is None else _texts(self.owner)[self.name]
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the value is a text, so that ``--set key=17`` means the text "17"."""
+        return self.type_is(str)
+
+    def type_is(self, plain: type) -> bool:
+        """Whether it is a plain value of that type."""
+        return _plain(self.type) is plain
+
+    def fault(self, value: Any) -> str:
+        """The words for what was expected in place of a plain `value`; empty where it can be used."""
+        if self.item is not None:
+            if not isinstance(value, (list, tuple, set, frozenset)):
+                return f"a list, each {self.item.rule.expected}"
+            return next((f"of each entry {fault}" for entry in value if (fault := self.item.fault(entry))), "")
+        try:
+            converted = msgspec.convert(value, self.type)
+        except (msgspec.ValidationError, OverflowError, UnicodeEncodeError):  # the last of half a surrogate pair
+            converted = None
+        if converted is not None and self.rule.holds(converted):
+            return ""
+        too_large = type(value) is int and value > LARGEST and ">=" in self.rule.expected
+        return f"{self.rule.expected} and below 2**63" if too_large else self.rule.expected
+
+
+@cache
+def keys_of(block: Any) -> Mapping[str, Key]:
+    """The keys of a block, a struct or a dataclass, by name, in order."""
+    hints = typing.get_type_hints(block, include_extras=True)
+    fields: Any = dataclasses.fields(block) if dataclasses.is_dataclass(block) else msgspec.structs.fields(block)
+    missing = (dataclasses.MISSING, msgspec.NODEFAULT)
+    keys = {}
+    for each in fields:
+        key = replace(_key(each.name, hints[each.name]), owner=block)
+        if each.default_factory not in missing:
+            keys[each.name] = replace(key, default=each.default_factory())
+        elif each.default not in missing:
+            keys[each.name] = replace(key, default=each.default)
+        else:
+            keys[each.name] = replace(key, is_required=True)
+    return keys
+
+
+def value_of(key: Key | None, text: str) -> Any:
+    """The value that a text means for `key`: JSON, a number, a true or false word, entries between commas, or itself.
+
+    A key that is a text keeps what was typed, so that ``run_id=17`` needs no quotes.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    if key is None:
+        return value
+    if key.is_text:
+        return value if isinstance(value, str | None) else text
+    if key.type_is(bool) and text.strip().lower() in TRUE_WORDS | FALSE_WORDS:
+        return is_true(text)
+    if key.item is not None and key.variable and not isinstance(value, list | None):
+        return [entry for entry in re.split(r"[\s,]+", text) if entry]
+    if key.type_is(float) and isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)
+    return value
+
+
+def is_true(text: str) -> bool:
+    """Whether `text` is one of the true words, in any case; every other text is false."""
+    return text.strip().lower() in TRUE_WORDS
+
+
+def faults_of(options: Any, block: Any) -> list[str]:
+    """What is wrong with the values that `options` has for the keys of `block`, each as a sentence."""
+    found = []
+    for name, key in keys_of(block).items():
+        value = getattr(options, name)
+        expected = "" if value is None and key.default is None else key.fault(value)
+        if expected:
+            rule = replace(key.rule, expected=expected)
+            found.append(refusal(name, rule, value, may_be_secret=bool(key.variable)))
+    return found
+
+
+def refusal(name: str, rule: Rule, value: Any, *, may_be_secret: bool = False) -> str:
+    """The sentence about a setting whose value does not keep to its rule.
+
+    Args:
+        name: The setting, or what gives it.
+        rule: Its rule.
+        value: The value.
+        may_be_secret: Whether a text is not to be shown.
+    """
+    received = render_text(value) if may_be_secret else render_value(value, secret=rule.secret)
+    return f"Invalid `{name}`. Expected {rule.expected}, but received {received}. {rule.way_out}".rstrip()
+
+
+def render_value(value: Any, *, secret: bool = False) -> str:
+    """`value` as a message may show it: short, on one line, without credentials of URLs; hidden if `secret`."""
+    if secret:
+        return HIDDEN
+    try:
+        text = json.dumps(value, ensure_ascii=True, default=repr)
+    except (ValueError, RecursionError):
+        text = type(value).__name__
+    text = hide_urls(text)
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
+
+
+def render_text(value: Any) -> str:
+    """A variable's value as a message may show it: a number as it is, of anything else the length alone.
+
+    Variables get mixed up, and then this one holds a token.
+    """
+    return str(value) if _NUMBER_LIKE.fullmatch(str(value)) else f"a string of length {len(str(value))}"
+
+
+@cache
+def _texts(block: Any) -> Mapping[str, str]:
+    """The text below each field of a block, from its source."""
+    found = {}
+    for cls in reversed([cls for cls in block.__mro__ if "__annotations__" in vars(cls)]):
+        (declared,) = ast.parse(inspect.getsource(cls)).body
+        assert isinstance(declared, ast.ClassDef)
+        for above, below in itertools.pairwise(declared.body):
+            if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name) and isinstance(below, ast.Expr):
+                found[above.target.id] = " ".join(ast.literal_eval(below.value).split())
+    return found
+
+
+def _key(name: str, annotation: Any) -> Key:
+    value = _without_none(annotation)
+    plain, said = _plain(value), [*getattr(annotation, "__metadata__", ()), *getattr(value, "__metadata__", ())]
+    rules, metas = [each for each in said if isinstance(each, Rule)], [each for each in said if isinstance(each, Meta)]
+    common: dict[str, Any] = {key: text for meta in metas for key, text in (meta.extra or {}).items()}
+    common["examples"] = next((tuple(meta.examples) for meta in metas if meta.examples), ())
+    if isinstance(plain, type) and (issubclass(plain, msgspec.Struct) or dataclasses.is_dataclass(plain)):
+        return Key(name, plain, Rule("an object"), block=plain, **common)
+    if typing.get_origin(plain) in (tuple, frozenset, Sequence):
+        least = next((meta.min_length for meta in metas if meta.min_length), 0)
+        entry = _key(name, typing.get_args(plain)[0])
+        kind = frozenset if typing.get_origin(plain) is frozenset else tuple
+        return Key(name, kind, Rule("a list"), item=entry, least_entries=least, **common)
+    is_path = plain is Path
+    # The last rule is the one that stands nearest to the key.
+    rule = rules[-1] if rules else _rule_of(plain, metas)
+    return Key(name, str if is_path else value, rule, is_path=is_path, **common)
+
+
+def _rule_of(plain: Any, metas: list[Meta]) -> Rule:
+    """The words for a type that says by itself what it takes."""
+    if typing.get_origin(plain) is Literal:
+        choices = [json.dumps(choice) for choice in typing.get_args(plain)]
+        return Rule(" or ".join([", ".join(choices[:-1]), choices[-1]]))
+    words = {int: "an integer", float: "a number", bool: "true or false", dict: "an object", list: "a list"}
+    bounds = [text for meta in metas for text in (_bound(">=", meta.ge), _bound(">", meta.gt)) if text]
+    return Rule("".join([words.get(typing.get_origin(plain) or plain, "anything"), *dict.fromkeys(bounds)]))
+
+
+def _bound(relation: str, least: float | None) -> str:
+    return "" if least is None else f" {relation} {least}"
+
+
+def _without_none(annotation: Any) -> Any:
+    """`annotation` without ``| None``; ``Any`` where several types are left."""
+    if typing.get_origin(annotation) not in (types.UnionType, typing.Union):
+        return annotation
+    members = [member for member in typing.get_args(annotation) if member is not type(None)]
+    return members[0] if len(members) == 1 else Any
+
+
+def _plain(annotation: Any) -> Any:
+    return annotation.__origin__ if typing.get_origin(annotation) is Annotated else annotation
