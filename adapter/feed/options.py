@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from ..plumbing.settings import Count, NonBlank, Positive, example
+from ..plumbing.settings import Count, NonBlank, Positive, Rule, example
 from .row_plan import Shard
 
 __all__ = ["FeedOptions"]
@@ -25,7 +25,15 @@ class FeedOptions:
     """Rows per batch, on each rank."""
     readahead: Count = 2
     """Decoded chunks of up to 32 MiB kept ready by a thread; 0 decodes in the training thread."""
-    columns: Annotated[Sequence[NonBlank], Meta(min_length=1), example(["image", "label"])] | None = None
+    columns: (
+        Annotated[
+            Sequence[NonBlank],
+            Meta(min_length=1),
+            Rule("a list of at least one entry", bool, way_out="Leave it out for the default."),
+            example(["image", "label"]),
+        ]
+        | None
+    ) = None
     """Columns to read, in this order; all by default."""
     shuffle: bool = False
     """A different order in each epoch: of row groups, and of rows within `shuffle_window`."""

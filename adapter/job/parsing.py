@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from ..plumbing.settings import Key, Rule, keys_of
+from ..plumbing.settings import Key, keys_of
 from ..plumbing.text import closest
 from ..plumbing.urls import has_scheme, looks_like_path
 from .errors import ConfigErrors
@@ -87,12 +87,17 @@ class Parser:
         """`value` as the key's type, or None when it is an error."""
         rule = key.rule
         if key.block is not None:
-            if not isinstance(value, dict):
+            given = {"prompt": value} if key.block is SampleRequest and isinstance(value, str) else value
+            if not isinstance(given, dict):
                 self.errors.invalid(name, rule, value)
                 return None
-            return key.block(**self.block(key.block, value, f"{name}."))
+            return key.block(**self.block(key.block, given, f"{name}."))
         if key.item is not None:
-            return self._convert_list(name, value, key, key.item)
+            if not isinstance(value, list) or not rule.holds(value):
+                self.errors.invalid(name, rule, value)
+                return None
+            entries = [self._convert(f"{name}[{index}]", entry, key.item) for index, entry in enumerate(value)]
+            return key.type(entry for entry in entries if entry is not None)
         value = value.strip() if isinstance(value, str) and rule.expected.endswith(" URL") else value
         expected = key.fault(value)
         if expected:
@@ -102,26 +107,6 @@ class Parser:
             text = self._absolute(name, value, is_reference=rule.relative == "reference")
             return Path(text) if key.is_path else text
         return msgspec.convert(value, key.type)
-
-    def _convert_list(self, name: str, value: Any, key: Key, item: Key) -> Any:
-        if not isinstance(value, list):
-            self.errors.invalid(name, key.rule, value)
-            return None
-        if len(value) < key.least_entries:
-            self.errors.invalid(name, Rule("at least one entry", way_out="Leave it out for the default."), value)
-            return None
-        convert = self._sample if item.block is SampleRequest else self._convert
-        entries = [convert(f"{name}[{index}]", entry, item) for index, entry in enumerate(value)]
-        return key.type(entry for entry in entries if entry is not None)
-
-    def _sample(self, name: str, value: Any, item: Key) -> Any:
-        """A sample request; a string is its prompt, and its place in the list the name of one that has none."""
-        given = {"prompt": value} if isinstance(value, str) else value
-        if not isinstance(given, dict):
-            self.errors.invalid(name, Rule("a string or an object"), value)
-            return None
-        index = int(name.rpartition("[")[2].rstrip("]"))
-        return SampleRequest(**{"name": f"sample-{index:02d}", **self.block(SampleRequest, given, f"{name}.")})
 
     def _absolute(self, name: str, text: str, *, is_reference: bool) -> str:
         """`text` as an absolute path; a URL, and a reference that is no path, stays as it is."""

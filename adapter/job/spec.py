@@ -211,7 +211,9 @@ class JobSpec(Block, frozen=True, kw_only=True):
     """When to call the trainer's own `evaluate`."""
     sample_every: Annotated[Count, group("samples")] = 0
     """Steps between samples; 0 turns them off."""
-    sample_prompts: Annotated[tuple[SampleRequest, ...], example(["a cat"])] = ()
+    sample_prompts: Annotated[
+        tuple[Annotated[SampleRequest, Rule("a string or an object")], ...], example(["a cat"])
+    ] = ()
     """Samples to generate at each sample cadence."""
     sample_seed: Count | None = None
     """Seed for samples without one of their own."""

@@ -180,16 +180,10 @@ Target: TypeAlias = Annotated[
 ]
 Origin: TypeAlias = Annotated[str, Rule("origins such as https://hub.example.com, separated by commas", _is_origin)]
 Host: TypeAlias = Annotated[str, Rule("host names, addresses or networks, separated by commas, or *", _is_host)]
-_COLLATE = r"^(torch|[^:\s]+:[^:\s]+)$"
 Collate: TypeAlias = Annotated[
-    str,
-    Meta(pattern=_COLLATE),
-    Rule('"torch" or "module:function"', lambda name: re.fullmatch(_COLLATE, name) is not None),
+    str, Meta(pattern=r"^(torch|[^:\s]+:[^:\s]+)$"), Rule('"torch" or "module:function"', is_storable)
 ]
-_FUNCTION = r"^[^:\s]+:[^:\s]+$"
-Function: TypeAlias = Annotated[
-    str, Meta(pattern=_FUNCTION), Rule('"module:function"', lambda name: re.fullmatch(_FUNCTION, name) is not None)
-]
+Function: TypeAlias = Annotated[str, Meta(pattern=r"^[^:\s]+:[^:\s]+$"), Rule('"module:function"', is_storable)]
 
 
 def shown(block: Any) -> str:
@@ -221,7 +215,6 @@ class Key:
     """Whether the text becomes a ``Path``."""
     item: Key | None = None
     """The key that each entry of a list is read as."""
-    least_entries: int = 0
     examples: tuple[Any, ...] = ()
     variable: str = ""
     """The environment variable that gives it."""
@@ -251,8 +244,8 @@ class Key:
     def fault(self, value: Any) -> str:
         """The words for what was expected in place of a plain `value`; empty where it can be used."""
         if self.item is not None:
-            if not isinstance(value, (list, tuple, set, frozenset)):
-                return f"a list, each {self.item.rule.expected}"
+            if not isinstance(value, (list, tuple, set, frozenset)) or not self.rule.holds(value):
+                return f"{self.rule.expected}, each {self.item.rule.expected}"
             return next((f"of each entry {fault}" for entry in value if (fault := self.item.fault(entry))), "")
         try:
             converted = msgspec.convert(value, self.type)
@@ -374,16 +367,14 @@ def _key(name: str, annotation: Any) -> Key:
     rules, metas = [each for each in said if isinstance(each, Rule)], [each for each in said if isinstance(each, Meta)]
     common: dict[str, Any] = {key: text for meta in metas for key, text in (meta.extra or {}).items()}
     common["examples"] = next((tuple(meta.examples) for meta in metas if meta.examples), ())
-    if isinstance(plain, type) and (issubclass(plain, msgspec.Struct) or dataclasses.is_dataclass(plain)):
-        return Key(name, plain, Rule("an object"), block=plain, **common)
-    if typing.get_origin(plain) in (tuple, frozenset, Sequence):
-        least = next((meta.min_length for meta in metas if meta.min_length), 0)
-        entry = _key(name, typing.get_args(plain)[0])
-        kind = frozenset if typing.get_origin(plain) is frozenset else tuple
-        return Key(name, kind, Rule("a list"), item=entry, least_entries=least, **common)
-    is_path = plain is Path
     # The last rule is the one that stands nearest to the key.
     rule = rules[-1] if rules else _rule_of(plain, metas)
+    if isinstance(plain, type) and (issubclass(plain, msgspec.Struct) or dataclasses.is_dataclass(plain)):
+        return Key(name, plain, rule, block=plain, **common)
+    if typing.get_origin(plain) in (tuple, frozenset, Sequence):
+        kind = frozenset if typing.get_origin(plain) is frozenset else tuple
+        return Key(name, kind, rule, item=_key(name, typing.get_args(plain)[0]), **common)
+    is_path = plain is Path
     return Key(name, str if is_path else value, rule, is_path=is_path, **common)
 
 
@@ -392,9 +383,10 @@ def _rule_of(plain: Any, metas: list[Meta]) -> Rule:
     if typing.get_origin(plain) is Literal:
         choices = [json.dumps(choice) for choice in typing.get_args(plain)]
         return Rule(" or ".join([", ".join(choices[:-1]), choices[-1]]))
-    words = {int: "an integer", float: "a number", bool: "true or false", dict: "an object", list: "a list"}
+    words: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", Any: "anything"}
+    words |= dict.fromkeys((list, tuple, frozenset, Sequence), "a list")
     bounds = [text for meta in metas for text in (_bound(">=", meta.ge), _bound(">", meta.gt)) if text]
-    return Rule("".join([words.get(typing.get_origin(plain) or plain, "anything"), *dict.fromkeys(bounds)]))
+    return Rule("".join([words.get(typing.get_origin(plain) or plain, "an object"), *dict.fromkeys(bounds)]))
 
 
 def _bound(relation: str, least: float | None) -> str:
