@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from ..contract.exceptions import StartupContractError
 from ..plumbing.redaction import redact
-from ..plumbing.settings import Rule, refusal
 
 __all__ = ["ConfigError", "ConfigErrors"]
 
@@ -53,20 +51,6 @@ class ConfigErrors:
     def concern_part(self, name: str) -> bool:
         """Whether an error of the setting `name`, or of an element or key of it, was noted."""
         return any(error.name == name or error.name.startswith((f"{name}[", f"{name}.")) for error in self.found)
-
-    def invalid(self, name: str, rule: Rule, value: Any, *, expected: str = "", variable: str = "") -> None:
-        """Note that a setting has a value that does not keep to its rule.
-
-        Args:
-            name: The setting.
-            rule: Its rule.
-            value: The value.
-            expected: What was expected, where that is more than the rule says.
-            variable: The environment variable that gives it, if any.
-        """
-        judged = replace(rule, expected=expected or rule.expected)
-        text = refusal(variable or name, judged, value, may_be_secret=bool(variable))
-        self.add(text, name=name, code=rule.code)
 
     def warn(self, text: str) -> None:
         """Note something that has no effect or looks like a mistake."""

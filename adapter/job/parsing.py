@@ -16,11 +16,11 @@ from typing import Any
 
 import msgspec
 
-from ..plumbing.settings import Key, keys_of
+from ..plumbing.settings import Key, Rule, keys_of, refusal
 from ..plumbing.text import closest
 from ..plumbing.urls import has_scheme, looks_like_path
 from .errors import ConfigErrors
-from .sources import Sources
+from .sources import VARIABLES, Sources
 from .spec import SampleRequest
 
 __all__ = ["Parser"]
@@ -89,24 +89,26 @@ class Parser:
         if key.block is not None:
             given = {"prompt": value} if key.block is SampleRequest and isinstance(value, str) else value
             if not isinstance(given, dict):
-                self.errors.invalid(name, rule, value)
-                return None
+                return self._refuse(name, rule, value)
             return key.block(**self.block(key.block, given, f"{name}."))
         if key.item is not None:
             if not isinstance(value, list) or not rule.holds(value):
-                self.errors.invalid(name, rule, value)
-                return None
+                return self._refuse(name, rule, value)
             entries = [self._convert(f"{name}[{index}]", entry, key.item) for index, entry in enumerate(value)]
             return key.type(entry for entry in entries if entry is not None)
         value = value.strip() if isinstance(value, str) and rule.expected.endswith(" URL") else value
-        expected = key.fault(value)
-        if expected:
-            self.errors.invalid(name, rule, value, expected=expected, variable=self.sources.variable_of(name))
-            return None
+        if broken := key.fault(value):
+            return self._refuse(name, broken, value)
         if rule.relative:
             text = self._absolute(name, value, is_reference=rule.relative == "reference")
             return Path(text) if key.is_path else text
         return msgspec.convert(value, key.type)
+
+    def _refuse(self, name: str, rule: Rule, value: Any) -> Any:
+        """Note a value that does not keep to `rule`, by the variable that gives it or its own name; None."""
+        source = self.sources.source_of(name)
+        shown = source if source in VARIABLES else name
+        self.errors.add(refusal(shown, rule, value, may_be_secret=shown != name), name=name, code=rule.code)
 
     def _absolute(self, name: str, text: str, *, is_reference: bool) -> str:
         """`text` as an absolute path; a URL, and a reference that is no path, stays as it is."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,17 +42,11 @@ VARIABLES = {key.variable: name for name, key in all_keys() if key.variable}
 """The setting of each variable that a run reads besides. ``HF_TOKEN`` and ``HF_HOME`` are huggingface_hub's."""
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
-WHOLE_JOB = "job spec"
-"""Name of errors that leave no key of the job to speak of."""
-
 LARGEST_FILE_BYTES = 128 << 20
 """Of a job file; a device, or data named by mistake, would fill the memory."""
 
 DEEPEST = 100
 """Levels of nesting; whatever walks through hyperparameters later may recurse."""
-
-MOST_DIGITS = 400
-"""Of an integer; Python's own limit can be set, and differs between processes."""
 
 LONGEST_NAME = 60
 COMMENT = "$comment"
@@ -99,11 +93,6 @@ class Sources:
         """Where a relative path of a setting starts: a job file's at its folder, others at the working directory."""
         return self.folder if self.source_of(name) == JOB_FILE else Path.cwd()
 
-    def variable_of(self, name: str) -> str:
-        """The environment variable that a setting comes from; empty where it comes from elsewhere."""
-        source = self.source_of(name)
-        return "" if source in (JOB_FILE, COMMAND_LINE, DEFAULT) else source
-
     def put(self, path: tuple[str, ...], value: Any, source: str) -> bool:
         """Set what is at `path`, copying the objects on the way; False where something on it is no object."""
         target = self.merged
@@ -136,17 +125,15 @@ def read_sources(
         _override(text, sources, errors)
     tokens = ((raw or {}).get("capability_token"), environ.get("TRAINER_CAPABILITY_TOKEN", "").strip())
     secrets = [token for token in tokens if isinstance(token, str) and token]
-    if _is_deeper_than(sources.merged, DEEPEST):
-        errors.add(f"The job spec is nested too deeply. Expected at most {DEEPEST} levels.", name=WHOLE_JOB)
+    try:
+        texts = list(_texts(sources.merged))
+    except RecursionError:
+        errors.add(f"The job spec is nested too deeply. Expected at most {DEEPEST} levels.")
         sources.merged, sources.readable = {}, False
     else:
         secrets += [*secrets_in(sources.merged), *secrets_in(raw or {})]
-        _refuse_hidden(sources.merged, errors)
-        sources.merged = {
-            key: inner
-            for name, value in sources.merged.items()
-            for key, inner in _without_half_characters(name, value, errors).items()
-        }
+        if _refuse_texts(texts, errors):  # with question marks, what is known can still be reported
+            sources.merged = json.loads(json.dumps(sources.merged, ensure_ascii=False).encode("utf-8", "replace"))
     sources.secrets = tuple(secrets)
     return sources
 
@@ -255,48 +242,45 @@ def _override(text: str, sources: Sources, errors: ConfigErrors) -> None:
         errors.add(f"`--set {'.'.join(path)}` cannot be applied: `{path[0]}` is not an object.")
 
 
-def _is_deeper_than(value: Any, levels: int) -> bool:
-    """Whether objects and lists are nested deeper than `levels`, found without recursion."""
-    layer = [value]
-    for _ in range(levels):
-        inner = [list(outer.values()) if isinstance(outer, dict) else outer for outer in layer]
-        layer = [each for values in inner if isinstance(values, list) for each in values]
-        if not layer:
-            return False
-    return True
+def _texts(value: Any, name: str = "", levels: int = DEEPEST) -> Iterator[tuple[str, str]]:
+    """Every text in a decoded JSON value, the keys of its objects too, after the dotted name of its place.
 
-
-def _refuse_hidden(value: Any, errors: ConfigErrors, name: str = "") -> None:
-    """Note each secret that stood in the job from which a run's ``job.json`` was written."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            _refuse_hidden(inner, errors, f"{name}.{key}" if name else key)
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            _refuse_hidden(inner, errors, f"{name}[{index}]")
-    elif isinstance(value, str) and HIDDEN in value:
-        key = name.partition("[")[0]
-        errors.add(
-            f"`{name}` holds {HIDDEN}, which stands for a secret that was not written. Give it with `--set {key}=...`, "
-            f"or leave it out with `--set {key}=null`.",
-            name=name,
-        )
-
-
-def _without_half_characters(name: str, value: Any, errors: ConfigErrors) -> dict[str, Any]:
-    """A setting with a question mark for each half of a surrogate pair, an error: nothing can be written with it.
-
-    Bytes of a path that are not UTF-8 stand in a text as such halves too; those the system can encode.
+    Raises:
+        RecursionError: Objects and lists are nested deeper than `levels`.
     """
-    text = json.dumps({name: value}, ensure_ascii=False)
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError as error:
-        shown = name.encode("utf-8", "backslashreplace").decode()
-        half = f"\\u{ord(text[error.start]):x}"
-        errors.add(f"`{shown}` holds {half}, half of a surrogate pair. Write the complete character.", name=shown)
-        return dict(json.loads(text.encode("utf-8", "replace")))
-    return {name: value}
+    if isinstance(value, str):
+        yield name, value
+    elif isinstance(value, (dict, list)):
+        if not levels:
+            raise RecursionError
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            place = f"{name}[{key}]" if isinstance(value, list) else f"{name}.{key}".lstrip(".")
+            yield from _texts(key, place, levels)
+            yield from _texts(inner, place, levels - 1)
+
+
+def _refuse_texts(texts: Iterable[tuple[str, str]], errors: ConfigErrors) -> bool:
+    """Note texts that stand for hidden secrets, and those with half a surrogate pair; whether there are any of these.
+
+    Nothing can be written with such a half. Bytes of a path that are not UTF-8 stand in a text as halves too; those the
+    system can encode.
+    """
+    has_halves = False
+    for name, text in texts:
+        if HIDDEN in text:
+            key = name.partition("[")[0]
+            errors.add(
+                f"`{name}` holds {HIDDEN}, which stands for a secret that was not written. Give it with "
+                f"`--set {key}=...`, or leave it out with `--set {key}=null`."
+            )
+        try:
+            os.fsencode(text)
+        except UnicodeEncodeError as error:
+            shown = name.encode("utf-8", "backslashreplace").decode()
+            half = f"\\u{ord(text[error.start]):x}"
+            errors.add(f"`{shown}` holds {half}, half of a surrogate pair. Write the complete character.")
+            has_halves = True
+    return has_halves
 
 
 def read_job_file(path: Path, errors: ConfigErrors) -> dict[str, Any] | None:
@@ -330,9 +314,7 @@ def _object_in(content: bytes, path: Path) -> dict[str, Any]:
         pipe = "" if path.is_file() else "; a pipe can be read once, and each process of a run reads its job spec"
         raise ValueError(f"is empty{pipe}. Expected a JSON object, {{...}}.")
     try:
-        decoded = json.loads(
-            content, parse_int=_integer, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates
-        )
+        decoded = json.loads(content, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates)
     except UnicodeDecodeError as error:  # whose own message would quote the bytes
         raise ValueError(f"is not JSON: byte {error.start} is not {error.encoding}.") from None
     except ValueError as error:
@@ -357,12 +339,6 @@ def _not_in_json(error: ValueError) -> str:
     is_after_comma = before.endswith(",") and rest[:1] in ("}", "]", "")
     is_comma = rest.startswith(",") and rest[1:].lstrip()[:1] in "}]"
     return " Remove the comma after the last entry." if is_after_comma or is_comma else ""
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > MOST_DIGITS:
-        raise ValueError(f"a number has {len(digits)} digits")
-    return int(digits)
 
 
 def _refuse_constant(name: str) -> Any:

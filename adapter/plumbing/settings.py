@@ -241,20 +241,21 @@ class Key:
         """Whether it is a plain value of that type."""
         return _plain(self.type) is plain
 
-    def fault(self, value: Any) -> str:
-        """The words for what was expected in place of a plain `value`; empty where it can be used."""
+    def fault(self, value: Any) -> Rule | None:
+        """The rule that a plain `value` does not keep to; None where it can be used."""
         if self.item is not None:
             if not isinstance(value, (list, tuple, set, frozenset)) or not self.rule.holds(value):
-                return f"{self.rule.expected}, each {self.item.rule.expected}"
-            return next((f"of each entry {fault}" for entry in value if (fault := self.item.fault(entry))), "")
+                return replace(self.rule, expected=f"{self.rule.expected}, each {self.item.rule.expected}")
+            broken = next((rule for entry in value if (rule := self.item.fault(entry))), None)
+            return broken and replace(broken, expected=f"of each entry {broken.expected}")
         try:
             converted = msgspec.convert(value, self.type)
         except (msgspec.ValidationError, OverflowError, UnicodeEncodeError):  # the last of half a surrogate pair
             converted = None
         if converted is not None and self.rule.holds(converted):
-            return ""
+            return None
         too_large = type(value) is int and value > LARGEST and ">=" in self.rule.expected
-        return f"{self.rule.expected} and below 2**63" if too_large else self.rule.expected
+        return replace(self.rule, expected=f"{self.rule.expected} and below 2**63") if too_large else self.rule
 
 
 @cache
@@ -308,10 +309,9 @@ def faults_of(options: Any, block: Any) -> list[str]:
     found = []
     for name, key in keys_of(block).items():
         value = getattr(options, name)
-        expected = "" if value is None and key.default is None else key.fault(value)
-        if expected:
-            rule = replace(key.rule, expected=expected)
-            found.append(refusal(name, rule, value, may_be_secret=bool(key.variable)))
+        broken = None if value is None and key.default is None else key.fault(value)
+        if broken:
+            found.append(refusal(name, broken, value, may_be_secret=bool(key.variable)))
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from genlight.adapter.job.errors import CODES, ConfigErrors
-from genlight.adapter.plumbing.settings import Rule, render_value
+from genlight.adapter.plumbing.settings import Rule, refusal, render_value
 
 
 def test_without_a_fault_there_is_no_error():
@@ -17,7 +17,7 @@ def test_without_a_fault_there_is_no_error():
 def test_the_error_has_the_code_that_is_documented_first_and_names_the_others_by_line():
     errors = ConfigErrors()
     errors.add("late", code="startup.missing_capability_token")
-    errors.invalid("max_steps", Rule("an integer >= 1"), 0)
+    errors.add(refusal("max_steps", Rule("an integer >= 1"), 0), name="max_steps")
     error = errors.exception()
     assert error is not None
     assert error.code == "startup.invalid_job_spec"
@@ -68,7 +68,7 @@ def test_a_value_that_contains_itself_is_still_shown():
 def test_the_error_holds_no_secret_not_even_the_part_of_it_that_a_short_message_has_room_for():
     token = "canary" * 30
     errors = ConfigErrors()
-    errors.invalid("run_id", Rule("a name"), token)
+    errors.add(refusal("run_id", Rule("a name"), token), name="run_id")
     message = str(errors.exception(secrets=[token]))
     assert "canary" not in message
     assert "Invalid `run_id`" in message
