@@ -19,7 +19,6 @@ from .batching import Spec, Supply, ThreadSupply
 from .epoch_order import Order
 from .options import FeedOptions
 from .position import Layout, Position
-from .schema import checked_columns
 from .sources import Source, open_source
 
 __all__ = ["ArrowFeed", "imported"]
@@ -65,7 +64,7 @@ class ArrowFeed(FeedOptions):
 
     def __post_init__(self) -> None:
         self._refuse_out_of_range()
-        self.columns = checked_columns(self.columns)
+        self.columns = None if self.columns is None else tuple(self.columns)
         self._collate = _collate_function(self.collate)
         runs_users_code = not self.workers and getattr(self._collate, "__module__", "") != f"{__package__}.collate"
         if self.copy_ahead and (self._collate is None or runs_users_code):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -12,6 +12,10 @@ from ..plumbing.settings import Count, NonBlank, Positive, Rule, example
 from .row_plan import Shard
 
 __all__ = ["FeedOptions"]
+
+
+def _are_different(columns: Collection[Any]) -> bool:
+    return 0 < len(columns) == len({repr(column) for column in columns})
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -29,7 +33,7 @@ class FeedOptions:
         Annotated[
             Sequence[NonBlank],
             Meta(min_length=1),
-            Rule("a list of at least one entry", bool, way_out="Leave it out for the default."),
+            Rule("a list of different column names", _are_different, way_out="Leave it out for all of them."),
             example(["image", "label"]),
         ]
         | None

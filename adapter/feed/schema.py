@@ -9,23 +9,7 @@ import pyarrow.compute as pc
 
 from ..plumbing.text import closest
 
-__all__ = ["checked_columns", "conform", "nearest_column", "project"]
-
-
-def checked_columns(columns: Sequence[str] | None) -> tuple[str, ...] | None:
-    """`columns`, where they can be meant.
-
-    Raises:
-        ValueError: They are none at all, or one of them twice.
-    """
-    if columns is None:
-        return None
-    chosen = tuple(columns)
-    if not chosen or len(set(chosen)) < len(chosen):
-        raise ValueError(
-            f"Invalid `columns`. Expected a list of different column names, or None for all, but received {columns!r}."
-        )
-    return chosen
+__all__ = ["conform", "nearest_column", "project"]
 
 
 def project(named: Iterable[tuple[str, pa.Schema]], columns: Sequence[str] | None) -> tuple[pa.Schema, list[str]]:

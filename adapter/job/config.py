@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,8 @@ ENDS_WITH_ITS_PROCESSES = (
     "the one that started them. Use ddp, which starts the script once for each device"
 )
 """Why a strategy that spawns or forks the processes that train cannot host a trainer class."""
-_STARTS_BY_COPY = re.compile(r"ddp_(spawn|fork|notebook)(_.*)?")
+_STARTS_BY_COPY = re.compile(r'"ddp_(spawn|fork|notebook)|"start_method": "(spawn|fork)')
+"""In JSON of a job's ``strategy`` by which processes are started by pickling or forking this one."""
 
 
 class RunConfig(Settings, frozen=True, kw_only=True):
@@ -199,21 +199,18 @@ def _artifact_paths(settings: Settings, sources: Sources, *, is_from_file: bool)
 
 def _contradictions(settings: Settings, errors: ConfigErrors) -> None:
     """Note settings that exclude each other, and what must be there because of another one."""
-    dataset, inputs = settings.dataset, settings.inputs
-    paths, refs = bool(dataset and dataset.parquet_paths), bool(inputs.dataset_parquet_refs)
-    if paths and refs:
-        errors.add("`dataset.parquet_paths` and `inputs.dataset_parquet_refs` both name the data. Give one of them.")
-    given = {"`mock_batches`": settings.mock_batches is not None, "`data`": settings.data is not None}
-    both = [name for name, is_given in {**given, "Parquet files": paths or refs}.items() if is_given]
-    if len(both) > 1:
-        errors.add(f"{' and '.join(both)} are given together. Each is all the data of a run; leave one of them.")
-    has_errors = errors.concern_part("dataset") or errors.concern_part("inputs")
-    if dataset and not paths and not refs and not any(given.values()) and not has_errors:
+    inputs = settings.inputs
+    sources = {
+        "`mock_batches`": settings.mock_batches,
+        "`data`": settings.data,
+        "`dataset.parquet_paths`": settings.dataset and (settings.dataset.parquet_paths or None),
+        "`inputs.dataset_parquet_refs`": inputs.dataset_parquet_refs or None,
+    }
+    given = [name for name, value in sources.items() if value is not None]
+    if len(given) > 1:
+        errors.add(f"{' and '.join(given)} are given together. Each is all the data of a run; leave one of them.")
+    if settings.dataset and not given and not errors.concern("dataset") and not errors.concern("inputs"):
         errors.add("`dataset` names no files. Add `dataset.parquet_paths`, `inputs.dataset_parquet_refs` or `data`.")
-    twice = [name for name, count in Counter((dataset and dataset.columns) or ()).items() if count > 1]
-    if twice:
-        text = f"Expected different columns, but received {render_value(twice)} more than once. Name each once."
-        errors.add(f"Invalid `dataset.columns`. {text}", name="dataset.columns")
     if settings.resume_checkpoint_path and inputs.resume_checkpoint_ref:
         errors.add("`resume_checkpoint_path` and `inputs.resume_checkpoint_ref` are both given. Give one of them.")
     if settings.orchestrated and not settings.capability_token and not errors.concern("capability_token"):
@@ -251,16 +248,8 @@ def _lightning_arguments(arguments: Mapping[str, Any], errors: ConfigErrors) -> 
         example = json.dumps({"class_path": f"lightning.pytorch.loggers.{meant}", "init_args": {"save_dir": "x"}})
         given = "With `true` a job has its event log alone" if logger is True else f'"{logger}" is no class'
         errors.add(f"Invalid `lightning.logger`. {given}. Name one, such as {example}{install}, or leave it out.")
-    if _launches_by_copy(arguments.get("strategy")):
+    if _STARTS_BY_COPY.search(json.dumps(arguments.get("strategy"))):
         errors.add(f"Invalid `lightning.strategy`. With {arguments['strategy']!r} {ENDS_WITH_ITS_PROCESSES}.")
-
-
-def _launches_by_copy(strategy: Any) -> bool:
-    """Whether a job's ``strategy`` starts processes by pickling or forking this one: ``ddp_spawn`` and its kin."""
-    if isinstance(strategy, Mapping):
-        arguments = strategy.get("init_args", strategy.get("dict_kwargs"))
-        return isinstance(arguments, Mapping) and arguments.get("start_method") in ("spawn", "fork", "forkserver")
-    return isinstance(strategy, str) and _STARTS_BY_COPY.fullmatch(strategy) is not None
 
 
 _LOGGERS = {

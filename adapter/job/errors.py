@@ -45,10 +45,6 @@ class ConfigErrors:
         self.found.append(ConfigError(code, text, name))
 
     def concern(self, name: str) -> bool:
-        """Whether an error of the setting `name` was noted."""
-        return any(error.name == name for error in self.found)
-
-    def concern_part(self, name: str) -> bool:
         """Whether an error of the setting `name`, or of an element or key of it, was noted."""
         return any(error.name == name or error.name.startswith((f"{name}[", f"{name}.")) for error in self.found)
 

@@ -58,7 +58,7 @@ class Parser:
                     values[name] = converted
         for name, key in keys.items():
             if key.is_required and name not in values:
-                if complete and name not in misspelled and not self.errors.concern_part(f"{prefix}{name}"):
+                if complete and name not in misspelled and not self.errors.concern(f"{prefix}{name}"):
                     self._missing(prefix, key)
                 values[name] = "" if key.is_text else 0
         return values

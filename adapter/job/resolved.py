@@ -46,10 +46,6 @@ def job_file(config: RunConfig, environ: Mapping[str, str] | None = None) -> dic
     # Parsed anew, since what one setting says for others, such as a seed, would keep them from following it later.
     given = Settings(**Parser(ConfigErrors(), config.given).block(Settings, config.given.merged, complete=False))
     job = _given({name: getattr(given, name) for name in JobSpec.__struct_fields__})
-    if config.source_of("checkpoint_every") == DEFAULT:  # which means the same as this
-        del job["checkpoint_every"]
-    elif "every_n_steps" in job["checkpoints"]:
-        del job["checkpoints"]["every_n_steps"]
     if "dataset" in job and config.source_of("dataset.seed") == DEFAULT and given.seed is not None:
         del job["dataset"]["seed"]
     job["base_dir"] = str(config.spec_dir)
