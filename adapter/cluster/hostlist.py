@@ -7,9 +7,9 @@ releases before 23 refuse, is taken.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 __all__ = ["MOST_HOSTS", "expand_hostlist"]
 
@@ -21,21 +21,8 @@ _PLAIN = re.compile(r"[\w.:-]*", re.ASCII)
 _RANGE = re.compile(r"(?P<low>\d{1,18})(-(?P<high>\d{1,18}))?", re.ASCII)
 
 
-@dataclass(frozen=True)
-class _Range:
-    """Consecutive numbers, of at least so many digits."""
-
-    low: int
-    high: int
-    width: int
-
-    def __len__(self) -> int:
-        return self.high - self.low + 1
-
-    def numbers(self) -> Iterator[str]:
-        return (f"{number:0{self.width}d}" for number in range(self.low, self.high + 1))
-
-
+_Range = tuple[int, int, int]
+"""The first and the last of consecutive numbers, and how many digits they have at least."""
 _Part = str | list[_Range]
 
 
@@ -48,9 +35,10 @@ def expand_hostlist(text: str) -> list[str]:
     parsed = [_parsed(word, text) for word in _words(text)]
     if not parsed:
         raise ValueError(f"Invalid hostlist {text!r}. It names no host.")
-    if sum(_count(parts) for parts in parsed) > MOST_HOSTS:
+    names = list(itertools.islice((name for parts in parsed for name in _names(parts)), MOST_HOSTS + 1))
+    if len(names) > MOST_HOSTS:
         raise ValueError(f"Invalid hostlist {text!r}. It stands for more than {MOST_HOSTS:,} hosts.")
-    return [name for parts in parsed for name in _names(parts)]
+    return names
 
 
 def _words(text: str) -> Iterator[str]:
@@ -90,14 +78,7 @@ def _range(entry: str, text: str) -> _Range:
     low, high = int(match["low"]), int(match["high"] or match["low"])
     if high < low:
         raise ValueError(f"Invalid hostlist {text!r}. The range {entry!r} ends before it begins.")
-    return _Range(low, high, len(match["low"]))
-
-
-def _count(parts: list[_Part]) -> int:
-    count = 1
-    for part in parts:
-        count *= 1 if isinstance(part, str) else sum(map(len, part))
-    return count
+    return low, high, len(match["low"])
 
 
 def _names(parts: list[_Part]) -> Iterator[str]:
@@ -113,6 +94,6 @@ def _filled(parts: list[_Part], order: list[int]) -> Iterator[str]:
     place, *rest = order
     ranges = parts[place]
     assert not isinstance(ranges, str)
-    for numbers in ranges:
-        for number in numbers.numbers():
-            yield from _filled([*parts[:place], number, *parts[place + 1 :]], rest)
+    for low, high, width in ranges:
+        for number in range(low, high + 1):
+            yield from _filled([*parts[:place], f"{number:0{width}d}", *parts[place + 1 :]], rest)

@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .job_context import JobContext
@@ -35,8 +35,9 @@ def bind_job_context(
         bound = inspect.signature(function).bind_partial(*given, **named).arguments
     except (TypeError, ValueError):  # a call that Python will refuse, or a builtin without a signature
         return given, named
-    fixed = _fixed_by_partials(function)
-    namespace = _namespace(function)
+    layers = list(_layers(function))
+    fixed = {name for each in layers if isinstance(each, functools.partial) for name in each.keywords}
+    namespace = _namespace(layers[-1])
     for place, (name, parameter) in enumerate(parameters.items()):
         if name in bound or name in fixed or not _asks(parameter, namespace):
             continue
@@ -76,29 +77,17 @@ def _allows_context(annotation: Any, namespace: Mapping[str, Any]) -> bool:
     return annotation is JobContext
 
 
-def _fixed_by_partials(function: Any) -> set[str]:
-    """Names for which a partial object already has a value."""
-    names: set[str] = set()
+def _layers(function: Any) -> Iterator[Any]:
+    """`function`, and what its partial objects and ``__wrapped__`` stand for, one within the other."""
     while function is not None:
-        if isinstance(function, functools.partial):
-            names |= set(function.keywords)
+        yield function
         function = function.func if isinstance(function, functools.partial) else getattr(function, "__wrapped__", None)
-    return names
 
 
-def _namespace(function: Any) -> dict[str, Any]:
+def _namespace(innermost: Any) -> dict[str, Any]:
     """Where the texts of annotations are looked up: the module of the function, then the names of this rule."""
-    while True:
-        if isinstance(function, functools.partial):
-            function = function.func
-        elif hasattr(function, "__wrapped__"):
-            function = function.__wrapped__
-        elif hasattr(function, "__globals__"):
-            break
-        else:
-            called = vars(function).get("__init__") if isinstance(function, type) else type(function).__call__
-            if not hasattr(called, "__globals__"):
-                break
-            function = called
+    if not hasattr(innermost, "__globals__"):  # a class, or an object that can be called
+        called = vars(innermost).get("__init__") if isinstance(innermost, type) else type(innermost).__call__
+        *_, innermost = _layers(called or innermost)
     known = {"JobContext": JobContext, "Optional": typing.Optional, "Union": typing.Union}
-    return {**known, **getattr(function, "__globals__", {})}
+    return {**known, **getattr(innermost, "__globals__", {})}

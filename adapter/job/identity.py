@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from ..plumbing.redaction import is_secret_name
 from ..plumbing.urls import safe_url
@@ -50,10 +49,7 @@ def spec_fields(job: JobSpec, folder: Path) -> dict[str, str]:
             "shuffle": dataset.shuffle,
             "seed": dataset.seed,
         }
-    if job.data is not None:
-        identity["data"] = job.data
-    if job.mock_batches is not None:
-        identity["mock_batches"] = job.mock_batches
+    identity |= {"data": job.data, "mock_batches": job.mock_batches}
     identity["inputs"] = {
         "base_model_ref": _reference(inputs.base_model_ref, folder),
         "dataset_parquet_refs": [_reference(ref, folder) for ref in inputs.dataset_parquet_refs],
@@ -101,12 +97,8 @@ def without_credentials(reference: str) -> str:
     """A reference without user info and query, with its fragment."""
     if "://" not in reference:
         return reference
-    try:
-        fragment = urlsplit(reference).fragment
-    except ValueError:
-        fragment = ""
-    plain = safe_url(reference)
-    return f"{plain}#{fragment}" if fragment else plain
+    _, mark, fragment = reference.partition("#")
+    return f"{safe_url(reference)}{mark if fragment else ''}{fragment}"
 
 
 def _public(hyperparams: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import msgspec
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from ... import callbacks as genlight_callbacks
 from ...reporters.events.event_logger import EventLogger
+from .. import feed
 from ..cluster.placement import placed_by_launcher
 from ..contract.exceptions import StartupContractError
+from ..feed.mock import MockDataModule
 from ..plumbing.redaction import text_of
 from ..plumbing.text import as_list, nearest
 from .config import RunConfig
 from .parser_errors import root_cause, shortened
 from .spec import DatasetSpec
-from .standard_callbacks import callbacks_of_job, plain
+from .standard_callbacks import callbacks_of_job
 
 __all__ = ["epochs_of", "instantiate", "instantiate_alone", "make_data"]
 
@@ -95,17 +97,16 @@ def make_data(config: RunConfig, parquet_paths: Sequence[str] = ()) -> pl.Lightn
     dataset = config.dataset
     try:
         if config.mock_batches is not None:
-            return _data_module("MockDataModule", batches=list(config.mock_batches))
+            return MockDataModule(batches=list(config.mock_batches))
         if dataset is None:
             return None
-        defaults = plain(DatasetSpec())
-        changed = {name: value for name, value in plain(dataset).items() if value != defaults[name]}
-        named = changed.pop("parquet_paths", [])
-        changed.pop("epochs", None)  # the trainer counts them
+        # Neither the files nor the epochs, which the trainer counts, are options of a data module.
+        defaults = msgspec.to_builtins(DatasetSpec(parquet_paths=dataset.parquet_paths, epochs=dataset.epochs))
+        changed = {name: value for name, value in msgspec.to_builtins(dataset).items() if value != defaults[name]}
         if config.data is not None:
-            return _data_module("FunctionDataModule", function=config.data, **changed)
-        paths = list(parquet_paths or named)
-        return _data_module("ArrowDataModule", parquet_paths=paths, **changed) if paths else None
+            return feed.FunctionDataModule(function=config.data, **changed)
+        paths = list(parquet_paths or dataset.parquet_paths)
+        return feed.ArrowDataModule(parquet_paths=paths, **changed) if paths else None
     except (ValueError, TypeError) as error:
         raise StartupContractError(
             "startup.invalid_job_spec", f"The data of the job cannot be used: {text_of(error)}"
@@ -163,34 +164,20 @@ def _errors_of(block: str) -> Iterator[None]:
 
 def _instantiated(given: Mapping[str, Any]) -> dict[str, Any]:
     """Trainer arguments as a job gives them, with instances in place of class paths, and what the launcher decides."""
-    if not given:
-        return placed_by_launcher(given)
-    arguments = copy.deepcopy(dict(given))  # jsonargparse puts objects of its own into what it parses
-    parser = ArgumentParser(exit_on_error=False)
     known = inspect.signature(pl.Trainer).parameters.keys()
-    # Reading the types of the other forty takes longer than making the trainer.
-    parser.add_class_arguments(pl.Trainer, "lightning", instantiate=False, skip=known - arguments.keys())
-    errors = [f"`{name}`: there is no such argument.{nearest(name, known)}" for name in arguments if name not in known]
-    errors += [
-        error for name, value in arguments.items() if name in known and (error := _argument_error(parser, name, value))
-    ]
+    parsed, errors = {}, []
+    for name, value in copy.deepcopy(dict(given)).items():  # jsonargparse puts objects of its own into what it parses
+        if name not in known:
+            errors.append(f"`{name}`: there is no such argument.{nearest(name, known)}")
+            continue
+        # A parser for each, since one stops at its first error; to read the types of all others takes long.
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_class_arguments(pl.Trainer, "lightning", instantiate=False, skip=known - {name})
+        try:
+            parsed[name] = parser, parser.parse_object({"lightning": {name: value}})
+        except ArgumentError as error:
+            errors.append(shortened(str(error)))
     if errors:
         raise ValueError("\n  - ".join(["", *errors]) if len(errors) > 1 else errors[0])
-    made = parser.instantiate(parser.parse_object({"lightning": arguments})).lightning
-    found = {name: getattr(made, name) for name in arguments}
-    return {**found, **placed_by_launcher(found)}
-
-
-def _argument_error(parser: ArgumentParser, name: str, value: Any) -> str | None:
-    """The error of one argument, if it has one; jsonargparse stops at the first."""
-    try:
-        parser.parse_object({"lightning": {name: value}})
-    except ArgumentError as error:
-        return shortened(str(error))
-    return None
-
-
-def _data_module(name: str, **arguments: Any) -> pl.LightningDataModule:
-    """One of the adapter's own, by name: this package may not import the feed."""
-    made: pl.LightningDataModule = getattr(importlib.import_module("genlight.adapter"), name)(**arguments)
-    return made
+    made = {name: parser.instantiate(read).lightning[name] for name, (parser, read) in parsed.items()}
+    return {**made, **placed_by_launcher(made)}

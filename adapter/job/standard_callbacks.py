@@ -13,7 +13,7 @@ import msgspec
 from ..plumbing.text import nearest
 from .spec import Settings
 
-__all__ = ["STANDARD_CALLBACKS", "StandardCallback", "callbacks_of_job", "fault_of_callbacks", "plain"]
+__all__ = ["STANDARD_CALLBACKS", "StandardCallback", "callbacks_of_job", "fault_of_callbacks"]
 
 
 class StandardCallback(NamedTuple):
@@ -28,12 +28,6 @@ class StandardCallback(NamedTuple):
     """Whether a job cannot leave it out."""
 
 
-def plain(block: Any) -> dict[str, Any]:
-    """A block as keyword arguments that YAML can write."""
-    given = dict(msgspec.to_builtins(block))
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
-
-
 def _stops(job: Settings) -> dict[str, Any]:
     cancel_file = None if job.cancel_file_path is None else str(job.cancel_file_path)
     return {
@@ -44,7 +38,7 @@ def _stops(job: Settings) -> dict[str, Any]:
 
 
 def _samples(job: Settings) -> dict[str, Any]:
-    requests = [{name: value for name, value in plain(each).items() if value not in (None, "")}
+    requests = [{name: value for name, value in msgspec.to_builtins(each).items() if value not in (None, "")}
                 for each in job.sample_prompts]  # fmt: skip
     cadence = {"every_n_steps": job.sample_every, "seed": job.sample_seed}
     return {"directory": str(job.samples_dir), "requests": requests, **cadence}
@@ -58,7 +52,7 @@ def _nonfinite(job: Settings) -> dict[str, Any] | None:
 
 def _checkpoints(job: Settings) -> dict[str, Any]:
     keep_last = job.checkpoints.keep_last or None
-    return {"dirpath": str(job.checkpoints_dir), **plain(job.checkpoints), "keep_last": keep_last}
+    return {"dirpath": str(job.checkpoints_dir), **msgspec.to_builtins(job.checkpoints), "keep_last": keep_last}
 
 
 STANDARD_CALLBACKS: Mapping[str, StandardCallback] = {
@@ -67,7 +61,7 @@ STANDARD_CALLBACKS: Mapping[str, StandardCallback] = {
     ),
     "Evaluate": StandardCallback(
         "calls the class's `evaluate`; with `validate` in the job",
-        lambda job: plain(job.validate) if job.validate else None,
+        lambda job: msgspec.to_builtins(job.validate) if job.validate else None,
     ),
     "LogMetrics": StandardCallback(
         "logs metrics every `metric_every` steps", lambda job: {"every_n_steps": job.metric_every}, in_fit=True

@@ -119,20 +119,16 @@ def _run(options: argparse.Namespace, termination: _Termination) -> int:
 
 
 def _begin(options: argparse.Namespace) -> RunBeginContext:
+    given = {each.name: getattr(options, each.name) for each in fields(RunBeginContext) if each.name in options}
     return RunBeginContext(
+        **given,
         job_context=None,
-        module=options.module,
-        function=options.function,
         hostname=socket.gethostname(),
         process_id=os.getpid(),
         python_executable=sys.executable,
         python_version=platform.python_version(),
         working_directory=Path.cwd(),
         started_at=time.time(),
-        job_dir=options.job_dir,
-        stdout_path=options.stdout_path,
-        stderr_path=options.stderr_path,
-        pre_submission_id=options.pre_submission_id,
     )
 
 
