@@ -19,7 +19,7 @@ import msgspec
 from typing_extensions import override
 
 from ..contract.types import TrainingJobSpec
-from ..plumbing.settings import render_value
+from ..plumbing.settings import render_value, value_of
 from ..plumbing.text import HUB_LOGIN, folder_name
 from ..plumbing.urls import trusted_origins
 from .errors import ConfigErrors
@@ -184,17 +184,11 @@ def _artifact_paths(settings: Settings, sources: Sources, *, is_from_file: bool)
     # As every relative path of a job: else the same job, started from another folder, would begin anew there.
     own = sources.folder / "runs" / folder_name(settings.run_id or UNKNOWN_RUN_ID)
 
-    def chosen(name: str, default: Path) -> Path:
-        given: Path = getattr(settings, name)
-        return default if given == Path() else given
-
-    root = chosen("artifacts_dir", own if is_from_file else ENVIRONMENT_ARTIFACTS_DIR)
-    paths = {f"{name}_dir": chosen(f"{name}_dir", root / name) for name in ("checkpoints", "samples", "metrics")}
-    return {
-        "artifacts_dir": root,
-        **paths,
-        "events_path": chosen("events_path", paths["metrics_dir"] / "events.jsonl"),
-    }
+    names = ("artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir", "events_path")
+    given = {name: path for name in names if (path := getattr(settings, name)) != Path()}
+    root = given.get("artifacts_dir", own if is_from_file else ENVIRONMENT_ARTIFACTS_DIR)
+    folders = {f"{name}_dir": root / name for name in ("checkpoints", "samples", "metrics")} | given
+    return {"events_path": folders["metrics_dir"] / "events.jsonl", **folders, "artifacts_dir": root}
 
 
 def _contradictions(settings: Settings, errors: ConfigErrors) -> None:
@@ -241,10 +235,9 @@ def _lightning_arguments(arguments: Mapping[str, Any], errors: ConfigErrors) -> 
             "`checkpoint_every` at 0 to save no other."
         )
     logger = arguments.get("logger")
-    meant = _LOGGERS.get(str(logger).lower())
-    if meant is not None:
-        package = meant.removesuffix("Logger").lower()
-        install = f" (`pip install {package}` where it is missing)" if package in ("wandb", "mlflow") else ""
+    word = "csv" if logger is True else str(logger).lower()
+    for meant in [name for name in _LOGGERS if name.lower() == f"{word}logger"]:
+        install = f" (`pip install {word}` where it is missing)" if word in ("wandb", "mlflow") else ""
         example = json.dumps({"class_path": f"lightning.pytorch.loggers.{meant}", "init_args": {"save_dir": "x"}})
         given = "With `true` a job has its event log alone" if logger is True else f'"{logger}" is no class'
         errors.add(f"Invalid `lightning.logger`. {given}. Name one, such as {example}{install}, or leave it out.")
@@ -252,16 +245,8 @@ def _lightning_arguments(arguments: Mapping[str, Any], errors: ConfigErrors) -> 
         errors.add(f"Invalid `lightning.strategy`. With {arguments['strategy']!r} {ENDS_WITH_ITS_PROCESSES}.")
 
 
-_LOGGERS = {
-    "true": "CSVLogger",
-    "csv": "CSVLogger",
-    "mlflow": "MLFlowLogger",
-    "tensorboard": "TensorBoardLogger",
-    "wandb": "WandbLogger",
-}
-"""Words that stand for a logger elsewhere, with the class that is meant."""
-
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
+_LOGGERS = ("CSVLogger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger")
+"""Classes whose first word stands for a logger elsewhere."""
 
 
 def _without_effect(settings: Settings, errors: ConfigErrors) -> None:
@@ -280,7 +265,7 @@ def _without_effect(settings: Settings, errors: ConfigErrors) -> None:
                 f"`uploads.targets` has a repository of the Hugging Face hub, and nobody is logged in: {HUB_LOGIN}."
             )
     for name, value in settings.hyperparams.items():
-        if isinstance(value, str) and _NUMBER.fullmatch(value):
+        if isinstance(value, str) and type(value_of(None, value)) in (int, float):
             shown = render_value(name)[1:-1]
             errors.warn(
                 f'`hyperparams.{shown}` is the text "{value}". If the class expects a number, write it without quotes.'

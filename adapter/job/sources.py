@@ -228,12 +228,11 @@ def _override(text: str, sources: Sources, errors: ConfigErrors) -> None:
         shown = f" {name.strip()[:LONGEST_NAME]}{separator}…" if separator else f" {text[:LONGEST_NAME]}"
         errors.add(f"Invalid `--set{shown}`. Expected key=value or key.sub=value.")
         return
-    for depth, part in enumerate(path):
+    for depth in range(len(path)):
         known = keys_at(path[:depth])
-        part = _canonical(part, known)
-        path = (*path[:depth], part, *path[depth + 1 :])
-        if known and part not in known:
-            errors.add(f"Unknown key `{'.'.join(path[: depth + 1])}` in `--set`.{nearest(part, known)}")
+        path = (*path[:depth], _canonical(path[depth], known), *path[depth + 1 :])
+        if known and path[depth] not in known:
+            errors.add(f"Unknown key `{'.'.join(path[: depth + 1])}` in `--set`.{nearest(path[depth], known)}")
             return
     decoded = value_of(key_at(path), value)
     if isinstance(decoded, dict):
