@@ -58,7 +58,7 @@ class CheckpointingTrainerPlugin(Protocol):
 
 
 # Not contravariant in what it only takes: classes use the same variables for generics of their own.
-class TrainerEndpointContract(Protocol[StateT, RawBatchT, PreparedBatchT]):  # type: ignore[misc]
+class TrainerEndpointContract(CheckpointingTrainerPlugin, Protocol[StateT, RawBatchT, PreparedBatchT]):  # type: ignore[misc]
     """All hooks of a trainer class, generic in its state and its batches, as a base to inherit from.
 
     A hook that a subclass does not define counts as missing: the ones here do nothing.
@@ -85,17 +85,6 @@ class TrainerEndpointContract(Protocol[StateT, RawBatchT, PreparedBatchT]):  # t
 
     def load_state_dict(self, state: StateT, payload: dict[str, object], ctx: StepContext) -> None:
         """Take over what ``state_dict`` returned."""
-
-    def save_checkpoint(
-        self, *, state: StateT, step: int, output_dir: str, final: bool, ctx: StepContext
-    ) -> Mapping[str, object] | None:
-        """Write files of the trainer's own into `output_dir`."""
-        ...
-
-    def load_checkpoint(
-        self, *, state: StateT, checkpoint_dir: str, payload: Mapping[str, object], ctx: StepContext
-    ) -> None:
-        """Take over what ``save_checkpoint`` wrote."""
 
 
 class ArtifactUploadError(UploadError, RuntimeError):

@@ -24,7 +24,6 @@ from ..plumbing.text import HUB_LOGIN, folder_name
 from ..plumbing.urls import trusted_origins
 from .errors import ConfigErrors
 from .identity import digest_of_fields, spec_fields
-from .parsing import Parser
 from .sources import DEFAULT, Sources, read_sources
 from .spec import DatasetSpec, Settings
 from .standard_callbacks import fault_of_callbacks
@@ -68,6 +67,8 @@ class RunConfig(Settings, frozen=True, kw_only=True):
     spec_fields: Mapping[str, str]
     """The digest of each field that `spec_digest` covers, for `identity.differing_fields`."""
     warnings: tuple[str, ...]
+    asked: Settings
+    """The settings as they were given: without what one of them says for others."""
     given: Sources
     """Where each setting comes from."""
 
@@ -123,8 +124,7 @@ def read_run_config(
     """
     errors = ConfigErrors()
     sources = read_sources(spec_path, overrides, os.environ if environ is None else environ, errors)
-    values = Parser(errors, sources).block(Settings, sources.merged, complete=complete and sources.readable)
-    given = Settings(**values)
+    given = Settings(**sources.block(Settings, sources.merged, complete=complete and sources.readable))
     settings = _completed(given, sources)
     _contradictions(settings, errors)
     _lightning_arguments(settings.lightning, errors)
@@ -141,6 +141,7 @@ def read_run_config(
         spec_digest=digest_of_fields(fields),
         spec_fields=fields,
         warnings=tuple(errors.warnings),
+        asked=given,
         given=sources,
     )
     return config, errors

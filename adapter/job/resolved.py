@@ -22,10 +22,8 @@ from ..plumbing.redaction import HIDDEN, secrets_of_environment, without_secrets
 from ..plumbing.safe_open import read_regular
 from ..plumbing.settings import Block
 from .config import RunConfig
-from .errors import ConfigErrors
-from .parsing import Parser
 from .sources import COMMENT, DEFAULT, LARGEST_FILE_BYTES
-from .spec import JobSpec, Settings
+from .spec import JobSpec
 
 __all__ = ["JOB_NAME", "job_file", "read_job", "write_job"]
 
@@ -43,10 +41,9 @@ def job_file(config: RunConfig, environ: Mapping[str, str] | None = None) -> dic
         config: The run.
         environ: The environment, none of whose secrets is written; None takes the process's own.
     """
-    # Parsed anew, since what one setting says for others, such as a seed, would keep them from following it later.
-    given = Settings(**Parser(ConfigErrors(), config.given).block(Settings, config.given.merged, complete=False))
-    job = _given({name: getattr(given, name) for name in JobSpec.__struct_fields__})
-    if "dataset" in job and config.source_of("dataset.seed") == DEFAULT and given.seed is not None:
+    # As it was asked for: what one setting says for others, such as a seed, would keep them from following it later.
+    job = _given({name: getattr(config.asked, name) for name in JobSpec.__struct_fields__})
+    if "dataset" in job and config.source_of("dataset.seed") == DEFAULT and config.seed is not None:
         del job["dataset"]["seed"]
     job["base_dir"] = str(config.spec_dir)
     shown = without_secrets(job, secrets=[*config.secrets, *secrets_of_environment(environ)])

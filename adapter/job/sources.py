@@ -1,7 +1,10 @@
-"""A job file, the environment and ``--set``, put together as one object.
+"""A job file, the environment and ``--set``, put together as one object, and read as the values of its keys.
 
-Each setting is resolved on its own: ``--set`` first, then the environment, then the job file, then the default. How a
-job file spells a key, and how a text becomes a value, is known here; whether a value can be used is known by `parsing`.
+Each setting is resolved on its own: ``--set`` first, then the environment, then the job file, then the default. Errors
+are all noted in one go. A key that is unknown and nearly a known one is an error, at every depth; any other unknown key
+is a warning, because a newer orchestrator may write one. A key that is null or a blank text counts as absent.
+
+Apart from `config`, which knows how settings depend on each other: here each is judged by its own declaration.
 """
 
 from __future__ import annotations
@@ -14,12 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ..cluster.job_context import build_job_context
 from ..plumbing.redaction import HIDDEN, secrets_in
-from ..plumbing.settings import Key, keys_of, render_text, value_of
-from ..plumbing.text import nearest
+from ..plumbing.settings import Key, Rule, keys_of, refusal, render_text, value_of
+from ..plumbing.text import closest, nearest
+from ..plumbing.urls import has_scheme, looks_like_path
 from .errors import ConfigErrors
-from .spec import JobSpec, Settings, all_keys, key_at, keys_at
+from .spec import JobSpec, SampleRequest, Settings, all_keys, key_at, keys_at
 
 __all__ = [
     "COMMENT",
@@ -60,7 +66,9 @@ _YAML = (".yaml", ".yml")
 class Sources:
     """The settings that something gives, and where each comes from."""
 
-    path: Path | None
+    errors: ConfigErrors = field(repr=False)
+    """Where errors and warnings go. A faulty key is left out of what is read."""
+    path: Path | None = None
     """The job file; None where none is named."""
     merged: dict[str, Any] = field(default_factory=dict, repr=False)
     """Settings as the job file spells them, with those of the environment and ``--set`` in place."""
@@ -89,10 +97,6 @@ class Sources:
             name = name.rpartition(".")[0]
         return self.of.get(name, DEFAULT)
 
-    def folder_of(self, name: str) -> Path:
-        """Where a relative path of a setting starts: a job file's at its folder, others at the working directory."""
-        return self.folder if self.source_of(name) == JOB_FILE else Path.cwd()
-
     def put(self, path: tuple[str, ...], value: Any, source: str) -> bool:
         """Set what is at `path`, copying the objects on the way; False where something on it is no object."""
         target = self.merged
@@ -110,12 +114,92 @@ class Sources:
         self.of |= dict.fromkeys(names, source)
         return True
 
+    def block(self, struct: Any, raw: Mapping[str, Any], prefix: str = "", *, complete: bool = True) -> dict[str, Any]:
+        """The sound values of an object, as keywords of `struct`; a required key that has none gets an empty one.
+
+        Args:
+            struct: The block.
+            raw: The decoded object.
+            prefix: What stands before its keys in messages, ``"dataset."``.
+            complete: Whether a required key that is missing is an error.
+        """
+        keys = keys_of(struct)
+        values, misspelled = {}, set[str | None]()
+        for name, value in raw.items():
+            if name not in keys:
+                misspelled.add(self._unknown(prefix, name, keys))
+            elif value is not None and not _is_blank(value):
+                converted = self._convert(f"{prefix}{name}", value, keys[name])
+                if converted is not None:
+                    values[name] = converted
+        for name, key in keys.items():
+            if key.is_required and name not in values:
+                if complete and name not in misspelled and not self.errors.concern(f"{prefix}{name}"):
+                    self._missing(prefix, key)
+                values[name] = "" if key.is_text else 0
+        return values
+
+    def _unknown(self, prefix: str, name: str, keys: Mapping[str, Key]) -> str | None:
+        """Note a key that is not known; the one that was probably meant."""
+        shown = f"{prefix}{name.encode('ascii', 'backslashreplace').decode()[:60]}"
+        meant = closest(name, keys)
+        if meant is None:
+            self.errors.warn(f"Unknown key `{shown}` is ignored.")
+        else:
+            self.errors.add(f"Unknown key `{shown}`. Did you mean `{meant}`?", name=shown)
+        return meant
+
+    def _missing(self, prefix: str, key: Key) -> None:
+        addition = f'"{key.name}": {json.dumps(key.examples[0])}'
+        if prefix:
+            way_out = f"Add {addition}, or leave out `{prefix.rstrip('.')}`."
+        else:
+            or_set = f", or set `{key.variable}`" if key.variable else ""
+            way_out = f"Add {addition} to the job file{or_set}."
+        name = f"{prefix}{key.name}"
+        self.errors.add(f"`{name}` is missing. {way_out}", name=name, code=key.rule.code)
+
+    def _convert(self, name: str, value: Any, key: Key) -> Any:
+        """`value` as the key's type, or None when it is an error."""
+        rule = key.rule
+        if key.block is not None:
+            given = {"prompt": value} if key.block is SampleRequest and isinstance(value, str) else value
+            if not isinstance(given, dict):
+                return self._refuse(name, rule, value)
+            return key.block(**self.block(key.block, given, f"{name}."))
+        if key.item is not None:
+            if not isinstance(value, list) or not rule.holds(value):
+                return self._refuse(name, rule, value)
+            entries = [self._convert(f"{name}[{index}]", entry, key.item) for index, entry in enumerate(value)]
+            return key.type(entry for entry in entries if entry is not None)
+        value = value.strip() if isinstance(value, str) and rule.expected.endswith(" URL") else value
+        if broken := key.fault(value):
+            return self._refuse(name, broken, value)
+        if rule.relative:
+            text = self._absolute(name, value, is_reference=rule.relative == "reference")
+            return Path(text) if key.is_path else text
+        return msgspec.convert(value, key.type)
+
+    def _refuse(self, name: str, rule: Rule, value: Any) -> Any:
+        """Note a value that does not keep to `rule`, by the variable that gives it or its own name; None."""
+        source = self.source_of(name)
+        shown = source if source in VARIABLES else name
+        self.errors.add(refusal(shown, rule, value, may_be_secret=shown != name), name=name, code=rule.code)
+
+    def _absolute(self, name: str, text: str, *, is_reference: bool) -> str:
+        """`text` as an absolute path; a URL, and a reference that is no path, stays as it is."""
+        if has_scheme(text):
+            return text
+        start = self.folder if self.source_of(name) == JOB_FILE else Path.cwd()
+        path = os.path.abspath(start / os.path.expanduser(text))
+        return path if not is_reference or os.path.exists(path) or looks_like_path(text) else text
+
 
 def read_sources(
     job_file: str | os.PathLike[str] | None, overrides: Sequence[str], environ: Mapping[str, str], errors: ConfigErrors
 ) -> Sources:
     """Read all sources and note their errors; never raises because of what they hold."""
-    sources = Sources(_path_of_job(job_file, environ, errors))
+    sources = Sources(errors, _path_of_job(job_file, environ, errors))
     raw = None if sources.path is None else read_job_file(sources.path, errors)
     sources.readable = raw is not None
     for name, value in _under_one_name(_of_job(raw or {}, errors), keys_of(JobSpec), errors).items():
@@ -136,6 +220,10 @@ def read_sources(
             sources.merged = json.loads(json.dumps(sources.merged, ensure_ascii=False).encode("utf-8", "replace"))
     sources.secrets = tuple(secrets)
     return sources
+
+
+def _is_blank(value: Any) -> bool:
+    return isinstance(value, str) and not value.strip()
 
 
 def _path_of_job(given: str | os.PathLike[str] | None, environ: Mapping[str, str], errors: ConfigErrors) -> Path | None:

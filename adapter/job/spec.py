@@ -1,9 +1,9 @@
 """A job, declared once: every setting with its type, default, meaning and example.
 
 `JobSpec` is what a job file may say; `Settings` adds what only the environment and ``--set`` may say, since whoever
-writes a job file does not decide about the machine. What parses a job (`parsing`), the environment, ``--set``, the JSON
-Schema that editors complete from, ``genlight run --help``, ``genlight doctor`` and the reference are all made from the
-annotations and the texts below, by `keys_of`.
+writes a job file does not decide about the machine. What reads a job (`sources`), the JSON Schema that editors complete
+from, ``genlight run --help``, ``genlight doctor`` and the reference are all made from the annotations and the texts
+below, by `keys_of`.
 """
 
 from __future__ import annotations

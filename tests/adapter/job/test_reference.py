@@ -14,8 +14,7 @@ from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.job.config import resolve_run_config
 from genlight.adapter.job.errors import ConfigErrors
 from genlight.adapter.job.lightning_objects import instantiate
-from genlight.adapter.job.parsing import Parser
-from genlight.adapter.job.sources import VARIABLES
+from genlight.adapter.job.sources import VARIABLES, Sources
 from genlight.adapter.job.spec import JobSpec, Settings
 from genlight.adapter.job.standard_callbacks import STANDARD_CALLBACKS
 from genlight.adapter.plumbing.settings import keys_of
@@ -45,7 +44,7 @@ def test_what_the_schema_refuses_the_parser_refuses(job):
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(job, job_schema())
     errors = ConfigErrors()
-    Parser(errors).block(Settings, job, complete=False)
+    Sources(errors).block(Settings, job, complete=False)
     assert errors.found
 
 

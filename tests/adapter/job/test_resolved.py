@@ -47,7 +47,7 @@ def written(config, **environ):
 
 
 def settings_of(config):
-    own = {"spec_path", "given", "base_dir", "secrets"}
+    own = {"spec_path", "asked", "given", "base_dir", "secrets"}
     return {name: value for name in config.__struct_fields__ if name not in own for value in [getattr(config, name)]}
 
 
