@@ -27,7 +27,7 @@ require_linux(__name__)
 ENVIRONMENT = {"class_path": "ray.train.lightning.RayLightningEnvironment"}
 STRATEGY = {"class_path": "ray.train.lightning.RayDDPStrategy"}
 REPLICATED = (None, "auto", "ddp")
-"""What a job may name as its strategy for Ray's own to take its place."""
+"""Strategies of a job in whose place Ray's own is taken."""
 
 
 def train_loop(job: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Callable[[], None]:

@@ -145,7 +145,7 @@ class _OneDevice(CPUAccelerator):
 
 
 def _trainer_directory(path: Path) -> Path:
-    """What the trainer's ``save_checkpoint`` wrote, from its directory or from a checkpoint's record."""
+    """The folder of the trainer's ``save_checkpoint``, from its directory or from a checkpoint's record."""
     if path.is_dir():
         return path
     ours, older = path.with_suffix("") / "trainer", path.with_suffix("")

@@ -166,7 +166,7 @@ class JobProgress(Hook):
             sys.stderr.write("  ".join(filter(None, [self.description, f"step {count}", *state])) + "\n")
 
     def _read(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """What was logged last: of a trainer class loss, rate and returns, of another module what is for the bar."""
+        """The metrics logged last: of a trainer class loss, rate and returns, of another module those for the bar."""
         published: Mapping[str, float] | None = getattr(pl_module, "published", None)
         if published is None:
             self._values = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
@@ -176,7 +176,7 @@ class JobProgress(Hook):
             }
 
     def _state(self, trainer: pl.Trainer, limit: int | None) -> list[str]:
-        """What is said of a run besides its step, the most important first."""
+        """The parts of the line besides the step, the most important first."""
         (first_step, began), (step, now) = self._looks[0], self._looks[-1]
         speed = (step - first_step) / max(now - began, 1e-9)
         last = last_step(trainer)
@@ -214,7 +214,7 @@ def _limit(trainer: pl.Trainer) -> int | None:
 
 
 def _header(trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
-    """What is trained: ``Tiny: 1,234 parameters, cpu, 32-true, 100 steps``."""
+    """A header for the run: ``Tiny: 1,234 parameters, cpu, 32-true, 100 steps``."""
     parameters = list(pl_module.parameters())
     count = sum(parameter.numel() for parameter in parameters)
     frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)

@@ -20,11 +20,11 @@ __all__ = ["NO_DATA", "halves", "job_batches"]
 
 
 NO_DATA = "The job names no data: add `dataset.parquet_paths`, `data` or `mock_batches`."
-"""What to say where a class needs some."""
+"""The message where a class needs some."""
 
 
 class _OneRank:
-    """What our data modules ask of their trainer."""
+    """The attributes that our data modules ask of their trainer."""
 
     global_rank, world_size = 0, 1
 
@@ -57,7 +57,7 @@ def job_batches(
 
 
 def _feed_of(data: pl.LightningDataModule, ctx: StepContext, stack: ExitStack) -> Any:
-    """What feeds a training of one rank that `data` is not attached to; closed with `stack`."""
+    """The batches of a training of one rank that `data` is not attached to; closed with `stack`."""
     data.trainer = _OneRank()  # type: ignore[assignment]
     stack.callback(data.teardown, "fit")
     data.setup("fit")

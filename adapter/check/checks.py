@@ -87,7 +87,7 @@ def _found(check: str, level: Level, detail: str) -> Finding:
 
 @dataclass(frozen=True)
 class _Case:
-    """What the checks of a training share."""
+    """The state that the checks of a training share."""
 
     subject: Subject
     whole: Watched
@@ -194,7 +194,7 @@ def _check_hooks(trainer: object) -> Finding:
 
 
 def check_discovered(case: _Case) -> Iterator[Finding]:
-    """What of modules and optimizers was found, and whether something trains without anybody to update it."""
+    """Report the modules and optimizers that were found, and parameters that nobody updates."""
     discovered = case.whole.discovered
     parts = [
         f"{found.path} ({sum(p.numel() for p in found.value.parameters()):,} parameters, {how})"

@@ -67,7 +67,7 @@ _CAUSES = {
     "update": "Gradients and settings agree, and the update does not: another optimizer, or version of its rule.",
     "step": "The same weights and rows give something else: it reads a clock, a file or a variable of a module.",
 }
-"""What a difference probably comes from, and the way out."""
+"""The probable cause of a difference, and the way out."""
 _PARALLEL = 1e-3
 """Up to this relative rest, one gradient is a multiple of another."""
 
@@ -84,11 +84,11 @@ class Difference:
     distance: float
     """Relative; infinite where one loop lacks the value, or it is not finite in one of them, or of another shape."""
     plain: str
-    """What the other loop has, in words."""
+    """The other loop's value, in words."""
     hosted: str
-    """What genlight has."""
+    """The value under genlight."""
     cause: str
-    """What it probably comes from, and what to do."""
+    """The probable cause, and what to do."""
 
 
 @dataclass
@@ -96,13 +96,13 @@ class Comparison:
     """How far a hosted training is from another loop; grows while it trains."""
 
     recording: Recording
-    """What the other loop left."""
+    """The other loop's snapshots and errors."""
     precision: str = "32-true"
     """Lightning's name for that of the hosted loop; the other one computes in fp32."""
     rtol: float = 0.0
     """Distances up to this are none."""
     kinds: tuple[str, ...] = KINDS
-    """What is compared."""
+    """The kinds of state that are compared."""
     steps: dict[int, dict[str, tuple[str, float]]] = field(default_factory=dict)
     """By step and kind, the name with the largest distance, and the distance."""
     first: Difference | None = None
@@ -110,7 +110,7 @@ class Comparison:
     overflow_steps: int = 0
     """Updates that a gradient scaler has skipped."""
     notes: list[str] = field(default_factory=list)
-    """What a reader has to know of how the two ran."""
+    """Remarks for a reader on how the two ran."""
 
     def take(self, step: int, plain: Snapshot, hosted: Snapshot) -> None:
         """Compare what the two loops have after a step."""

@@ -29,7 +29,7 @@ MOST_SHOWN = 12
 
 
 def one_step(config: RunConfig) -> Iterator[Finding]:
-    """What the first step of a job shows: of its batch, of what raises and where, of gradients, of the metrics.
+    """Findings of a job's first step: on its batch, on what raises and where, on gradients, on metrics.
 
     Nothing is written, and random numbers are afterwards as they were.
     """

@@ -134,7 +134,7 @@ def another_trainer(target: Any) -> TrainerPlugin:
 def plain_context(
     config: RunConfig, trainer: pl.Trainer | None = None, model_handles: Mapping[str, Any] | None = None
 ) -> StepContext:
-    """What a trainer class gets in a plain loop: one rank, fp32.
+    """The context of a trainer class in a plain loop: one rank, fp32.
 
     Args:
         config: The job.

@@ -27,7 +27,7 @@ WORLD_SIZE = 2
 SHARDED = "sharded"
 """The job that is done by FSDP 2 instead of DDP."""
 REFUSED = "refused"
-"""What a snapshot has where there is none."""
+"""The value in a snapshot where there is none."""
 
 
 class RanksError(RuntimeError):
@@ -126,7 +126,7 @@ def main(folder: Path, rank: int) -> int:
 
 
 def _trained(name: str, subject: Subject, batches: list[Any]) -> Mapping[str, Any]:
-    """What a rank has after training; the whole weights under FSDP 2, or the error that says why that cannot be."""
+    """The state of a rank after training; whole weights under FSDP 2, or the error that says why that cannot be."""
     strategy: Any = DDPStrategy(cluster_environment=LightningEnvironment(), process_group_backend="gloo")
     if name == SHARDED:
         strategy = ModelParallelStrategy(WORLD_SIZE, 1, process_group_backend="gloo")

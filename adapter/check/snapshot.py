@@ -50,10 +50,10 @@ __all__ = [
 ]
 
 KINDS: Final = ("metric", "setting", "optimizer state", "weight")
-"""What two loops are compared by, in the order in which a step makes them: a difference stands next to its cause."""
+"""The kinds that two loops are compared by, in the order in which a step makes them: differences follow their cause."""
 
 EVERYTHING: Final = ("weight", "optimizer state", "setting", "value")
-"""What a resume has to bring back; a value is whatever else the class keeps: averages, counters, generators, texts."""
+"""The kinds that a resume has to restore; a value is whatever else the class keeps: averages, counters, texts."""
 
 NOISE = 1e-5
 """Below this share of the largest first moment, a gradient is the rounding of one that is zero."""
@@ -61,7 +61,7 @@ NOISE = 1e-5
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a trainer class kept at one moment; copies, on the CPU."""
+    """The state of a trainer class at one moment; copies, on the CPU."""
 
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By kind, then by path: tensors, arrays, numbers, texts."""

@@ -54,7 +54,7 @@ class Watched(Hook):
         self.rollouts = 0
         """How many were begun."""
         self.snapshots: dict[int, Snapshot] = {}
-        """What the trainer kept after each step, and before the first of this run; only where they were to be kept."""
+        """Snapshots before the first step of this run and after each; only where they were asked for."""
         self.metrics: list[dict[str, float]] = []
         """Of each of these steps."""
 
@@ -84,12 +84,12 @@ class Watched(Hook):
 
     @property
     def discovered(self) -> Discovered:
-        """What the class built."""
+        """The objects that the class built."""
         assert self.module.discovered is not None
         return self.module.discovered
 
     def reached(self, *kinds: str) -> Snapshot:
-        """What the class has now, of these kinds or of all; a collective where it is sharded."""
+        """A snapshot of the class now, of these kinds or of all; a collective where it is sharded."""
         module = self.module
         return snapshot(module.contract_state, module.plugin, kinds=kinds or EVERYTHING, whole=True, host=module)
 

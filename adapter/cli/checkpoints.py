@@ -123,7 +123,7 @@ def _list(path: Path, *, as_json: bool) -> int:
 
 
 def _row(listed: Listed, *, is_best: bool) -> dict[str, Any]:
-    """What a listing says; files are looked at, not read."""
+    """One line of a listing; no file of the checkpoint is read."""
     record = listed.record
     name = name_of(listed.path)
     if record is None:

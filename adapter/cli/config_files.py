@@ -16,7 +16,7 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 MOST_VALUES = 100_000
 """Of a configuration; anchors within anchors stand for billions in a few lines, and each would be built."""
 _OF_CONTENT = frozenset(":{\n")
-"""What a configuration that stands on the command line itself has, and hardly a path."""
+"""Characters that a configuration on the command line itself has, and hardly a path."""
 
 
 def is_configuration_name(path: str | None) -> bool:
@@ -25,7 +25,7 @@ def is_configuration_name(path: str | None) -> bool:
 
 
 def config_file_fault(words: Sequence[str]) -> str | None:
-    """What is wrong with the first file among the arguments `words` that holds no configuration; None where all do."""
+    """The fault of the first file among the arguments `words` that holds no configuration; None where all do."""
     stray = next((word for word in words[1:2] if word.endswith(_SUFFIXES)), None)
     values = _values(words) if stray is None else (stray,)
     fault = next((fault for value in values if (fault := configuration_fault(value)) is not None), None)

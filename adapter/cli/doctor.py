@@ -135,7 +135,7 @@ def check_artifacts(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_start(config: RunConfig) -> Iterator[Finding]:
-    """What the run would start from, the broken checkpoints that it would pass over, and those in its way."""
+    """Report what the run would start from, the broken checkpoints it would pass over, and those in its way."""
     if config.inputs.resume_checkpoint_ref is not None:  # which the inputs bring
         return
     try:
@@ -153,7 +153,7 @@ def check_start(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_stop(config: RunConfig) -> Iterator[Finding]:
-    """What would stop the run before its first step."""
+    """Report what would stop the run before its first step."""
     if config.canceled:
         yield Finding("stop", "warn", "`TRAINER_CANCELLED` is set: the run stops before its first step")
     if config.cancel_file_path is not None and cancel_file_is_set(config.cancel_file_path):
@@ -261,7 +261,7 @@ def _wanted_devices(devices: Any) -> int:
 
 
 def check_training(config: RunConfig) -> Iterator[Finding]:
-    """What the run would refuse once it has loaded the trainer class, which can be imported; it is not constructed."""
+    """Report what the run would refuse once it has loaded the trainer class, which is imported and not constructed."""
     try:
         with on_sys_path([config.spec_dir, Path.cwd()]):
             trainer, _ = prepare_training(
@@ -275,7 +275,7 @@ def check_training(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_sharding(trainer: Any) -> Iterator[Finding]:
-    """What FSDP 2 needs and refuses, where a trainer of Lightning's shards by it."""
+    """Report what FSDP 2 needs and refuses, where a trainer of Lightning's shards by it."""
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     from ..gradients.refused import needs

@@ -69,7 +69,7 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 log = logging.getLogger(__name__)
 
 _WORDS_OF_LIGHTNING = ("best", "hpc", "last")
-"""What ``--ckpt_path`` takes besides a path."""
+"""Words that ``--ckpt_path`` takes besides a path."""
 _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
@@ -503,7 +503,7 @@ def _unreadable(error: OSError) -> UnusableConfigurationError:
 
 
 def _text_of_error(error: Exception) -> str:
-    """What an error says, of one about a path without the system's number for it."""
+    """The text of an error, without the system's number where it is about a path."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error).strip()

@@ -1,4 +1,4 @@
-"""What the command line writes: any character, visibly, and no reader that has to stay.
+"""Output of the command line: any character is made visible, and a reader may leave before the end.
 
 `say` and `complain` write every line that a command writes. Names, notes and errors come from files of others, so no
 character that could command a terminal (ESC, BEL, bidirectional controls, C1) passes them.

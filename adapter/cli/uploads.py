@@ -141,7 +141,7 @@ def _config(args: argparse.Namespace, queue: Path, about: Description) -> Upload
 
 
 def _settings(job: str | None) -> RunConfig:
-    """What the environment and, where one is named, a job file say.
+    """The settings of uploads in the environment and, where one is named, in a job file.
 
     Raises:
         UploadError: With everything in them that cannot be used.
@@ -155,7 +155,7 @@ def _settings(job: str | None) -> RunConfig:
 
 
 def _require_destinations(config: UploadConfig, about: Description, entries: Sequence[Entry]) -> None:
-    """What has no destination would wait for ever, and without its store a checkpoint would arrive without bytes."""
+    """Refuse what has no destination, which would wait for ever; without its store a checkpoint would have no bytes."""
     kinds = {entry.kind for entry in entries}
     missing = [f"TRAINER_UPLOAD_{kind.upper()}_URL" for kind in sorted(kinds) if not config.wants(kind)]
     if about.stores_files and kinds & {"checkpoint", "sample"} and not config.stores_files():

@@ -1,4 +1,4 @@
-"""What a trainer class built: the modules, optimizers, schedulers and bare parameters in its state or on itself.
+"""Discovery of modules, optimizers, schedulers and bare parameters in a trainer's state or on the trainer itself.
 
 May import the contract, the plumbing and the callbacks.
 """

@@ -1,4 +1,4 @@
-"""What an object leads to by one step: items, attributes, variables that a function closes over."""
+"""The children of an object: items, attributes, variables that a function closes over."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["ATOMS", "GENERATORS", "SEARCHED_ITEMS", "Reference", "below", "key_t
 SEARCHED_ITEMS = 10_000
 """A container with more items than this is data, such as a replay buffer, and is not searched."""
 ATOMS = (str, bytes, bytearray, int, float, complex, type(None), type, types.ModuleType, types.FunctionType)
-"""What leads nowhere, but for functions that close over variables."""
+"""Types without children, but for functions that close over variables."""
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 """Kinds of generators of random numbers, of which a trainer may keep some of its own."""
@@ -57,7 +57,7 @@ class Reference(NamedTuple):
 
 
 def below(path: str, value: Any) -> Iterable[Reference]:
-    """What `value` leads to by one step, with paths that begin with its own."""
+    """The children of `value`, with paths that begin with its own."""
     if isinstance(value, Tensor | Optimizer | GradScaler):
         return ()
     if isinstance(value, nn.Module):
@@ -166,7 +166,7 @@ def _attributes(path: str, value: Any) -> Iterator[Reference]:
 
 
 def _attributes_of_module(path: str, module: nn.Module) -> Iterator[Reference]:
-    """What the module and its submodules keep beside parameters, buffers and submodules, such as an optimizer."""
+    """Attributes of the module and its submodules that are no parameter, buffer or submodule, such as an optimizer."""
     for name, submodule in module.named_modules():
         where = f"{path}.{name}" if name else path
         is_torchs = type(submodule).__module__.startswith("torch.")

@@ -45,7 +45,7 @@ class Found(Generic[T]):
 
 @dataclass(frozen=True)
 class Discovered:
-    """What a trainer built, each object once, in an order that is equal on all ranks."""
+    """The objects that a trainer built, each once, in an order that is equal on all ranks."""
 
     modules: tuple[Found[nn.Module], ...] = ()
     """Outermost modules; a compiled module is given as the module that it was compiled from."""
@@ -62,7 +62,7 @@ class Discovered:
     generators: tuple[Found[Any], ...] = ()
     """Generators of random numbers, of torch, NumPy and Python."""
     roots: tuple[tuple[str, Any], ...] = ()
-    """What was searched: the state and the trainer, by the names that paths begin with."""
+    """The roots of the search, the state and the trainer, by the names that paths begin with."""
     layout: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
     """By path the shapes of the modules' parameters as they were found, None of a lazy one, which gets its shape later;
     and of each optimizer how many parameters its groups had."""
@@ -80,7 +80,7 @@ class Discovered:
         return tuple(m for m in self.modules if m.name not in trained)
 
     def updated(self) -> Iterator[Tensor]:
-        """What training changes: the optimizers' tensors, or, of a trainer without any, all that wants a gradient."""
+        """Tensors that training changes: the optimizers', or, of a trainer without any, all that require gradients."""
         if self.optimizers:
             return self.optimized()
         parameters = (p for found in self.modules for p in found.value.parameters())
@@ -93,7 +93,7 @@ class Discovered:
         yield from {id(parameter): parameter for parameter in held}.values()
 
     def not_optimized(self) -> list[Tensor]:
-        """What a trainer may update itself, beside its optimizers: parameters and leaf tensors, each once."""
+        """Parameters and leaf tensors, each once, that a trainer may update itself, outside of its optimizers."""
         optimized = {id(tensor) for tensor in self.optimized()}
         parameters = (p for found in self.modules for p in found.value.parameters())
         tensors = (found.value for found in (*self.parameters, *self.tensors) if found.value.is_leaf)
@@ -118,7 +118,7 @@ class Discovered:
 
 
 def _look_up(path: str, named: dict[str, Any], children: dict[str, dict[str, Any]]) -> Any:
-    """What is at `path`, below one of the objects that are `named` by the beginning of it; None where nothing is."""
+    """The object at `path`, below one of the objects that are `named` by its beginning; None where there is none."""
     while path not in named:
         where = next((start for start in named if path.startswith((f"{start}.", f"{start}["))), None)
         if where is None:

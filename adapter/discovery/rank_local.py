@@ -1,4 +1,4 @@
-"""What a trainer class declares to differ by rank: a replay buffer, a rank's own latents, sharded optimizer states."""
+"""State that a trainer class declares to differ by rank: a replay buffer, own latents, sharded optimizer states."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class RankLocal:
             yield from self.buffers(found)
 
     def replicated(self, discovered: Discovered) -> Iterator[tuple[str, Tensor]]:
-        """What must be equal on all ranks, by path: `tensors`, then `optimizer_states`."""
+        """All tensors that must be equal on all ranks, by path: `tensors`, then `optimizer_states`."""
         yield from self.tensors(discovered)
         yield from self.optimizer_states(discovered)
 
@@ -89,7 +89,7 @@ class RankLocal:
                         yield f"{key} of {paths[id(parameter)]} in {found.path}", value
 
     def settings(self, discovered: Discovered) -> Iterator[tuple[str, Any]]:
-        """What else must be equal on all ranks: settings and counters of optimizers, and states of schedulers."""
+        """Values that must be equal on all ranks: settings and counters of optimizers, and states of schedulers."""
         shared = [found for found in self.shared(discovered) if not self.covers_state_of(found)]
         for found in shared:
             yield from settings_and_counters(found.path, found.value)
@@ -120,7 +120,7 @@ EVERYTHING_SHARED = RankLocal()
 
 
 def rank_local_of(plugin: object) -> RankLocal:
-    """What `plugin` declares.
+    """The names that `plugin` declares.
 
     Raises:
         ContractError: ``rank_local`` is not a sequence of names.

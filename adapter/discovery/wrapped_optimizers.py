@@ -1,4 +1,4 @@
-"""What an optimizer that wraps another one keeps, and its own ``state_dict`` leaves out or names by addresses.
+"""State of an optimizer that wraps another one, where its ``state_dict`` leaves it out or names it by addresses.
 
 Lookahead, SAM and their like are often published with a ``state_dict`` that forgets the wrapped optimizer's moments, or
 keys slow weights by ``id``, which another process cannot match. So both states are saved once more, by the place of
@@ -58,7 +58,7 @@ class KeptByWrapper:
 
 
 def kept_by_wrappers(optimizers: tuple[Found[Optimizer], ...]) -> list[KeptByWrapper]:
-    """What to save beside the state dicts of `optimizers`; nothing for torch's own."""
+    """The state to save in addition to the state dicts of `optimizers`; empty for torch's own."""
     return [kept for found in optimizers for kept in _of(found.path, found.value, set())]
 
 

@@ -23,7 +23,7 @@ __all__ = ["Block", "CLOSED", "ReadAhead", "Spec", "Supply", "ThreadSupply", "ba
 CHUNK_BYTES = 32 << 20
 FIRST_CHUNK_BYTES = 1 << 18
 LEAST_COST = CHUNK_BYTES // 64
-"""What a small chunk counts for, in bytes: each is an object, and handing it over takes time."""
+"""The least size that a chunk counts for, in bytes: each is an object, and handing it over takes time."""
 READAHEAD_BYTES = 256 << 20
 """Decoded bytes kept ready at most, beyond the chunk that is in use and the one being decoded."""
 CLOSED = "The feed was closed or iterated again while one of its iterators was in use."

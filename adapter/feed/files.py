@@ -137,7 +137,7 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def _about_hub(name: str) -> str:
-    """What to do where a file of the Hugging Face hub is not found: the hub hides what a user may not read."""
+    """The hint where a file of the Hugging Face hub is not found: the hub hides what a user may not read."""
     return f"; or it may not be read: {HUB_LOGIN}" if name.startswith("hf://") else ""
 
 

@@ -20,7 +20,7 @@ def _are_different(columns: Collection[Any]) -> bool:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class FeedOptions:
-    """What a feed can be told about order, batches and processes.
+    """Settings of a feed: order, batches and processes.
 
     A dataclass and no struct, since `ArrowFeed` takes its fields as arguments of its own.
     """

@@ -48,7 +48,7 @@ class RowFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReplayMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """What `META` says: which rows there are, of which buffer, and in which files."""
+    """The content of `META`: which rows there are, of which buffer, and in which files."""
 
     layout: dict[str, Any]
     oldest: _Count
@@ -134,7 +134,7 @@ class ReplayFiles:
         self._folder, self._files = opened, files
 
     def look(self, folder: Path, layout: Mapping[str, Any]) -> tuple[ReplayMeta, dict[str, Tensor]]:
-        """What the save in `folder` has other than its rows; raises as `ReplayBuffer.load` does."""
+        """The save in `folder` without its rows; raises as `ReplayBuffer.load` does."""
         meta = _meta(folder)
         if different := [
             f"{name} {meta.layout.get(name)!r}, not {value!r}"

@@ -1,4 +1,4 @@
-"""What happens to a trainer's ``backward()`` and ``step()``: routing, averaging over ranks, FSDP 2, precision.
+"""A trainer's own ``backward()`` and ``step()``: routing, averaging over ranks, FSDP 2, precision.
 
 May import discovery and what that may import.
 """

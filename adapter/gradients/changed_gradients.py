@@ -101,7 +101,7 @@ def _version(gradient: Tensor) -> tuple[int, float]:
 
 
 def _local(gradient: Tensor) -> Tensor:
-    """What this rank holds of a gradient."""
+    """The part of a gradient that this rank holds."""
     return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
 
 

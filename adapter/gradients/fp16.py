@@ -68,7 +68,7 @@ class Fp16(StepPart):
         self._sharded = [p for p in parameters if isinstance(p, DTensor)]
         self._had: list[tuple[DTensor, Tensor | None]] = []
         self._inverse: Tensor | None = None
-        """What makes a gradient true that is computed now; None outside of backward calls."""
+        """The factor that brings a gradient computed now to true units; None outside of backward calls."""
 
     @override
     def before_backward(self, call: BackwardCall) -> None:
@@ -149,7 +149,7 @@ class TrueUnitScaler(GradScaler):
         self.overflow_steps = 0
         """Updates that were skipped because a gradient was not finite."""
         self._found_by_hand: Tensor | None = None
-        """What `check_by_hand` found since the scale was adapted."""
+        """The result of `check_by_hand` since the scale was adapted."""
 
     @classmethod
     def like(cls, scaler: GradScaler) -> TrueUnitScaler:
@@ -159,7 +159,7 @@ class TrueUnitScaler(GradScaler):
         return mine
 
     def inverse_scale(self) -> Tensor:
-        """What a scaled gradient is multiplied by; exact, because scales are powers of two."""
+        """The factor for a scaled gradient; exact, because scales are powers of two."""
         scale = self._scale
         assert scale is not None, "the loss is scaled before its gradients are unscaled"
         return scale.double().reciprocal().float()

@@ -1,4 +1,4 @@
-"""What a precision plugin means for a trainer that calls ``loss.backward()`` itself."""
+"""Precision plugins of Lightning, for a trainer that calls ``loss.backward()`` itself."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 @dataclass(frozen=True)
 class StepPrecision:
-    """What has to be done around and inside a ``train_step``; all of it None or empty in fp32."""
+    """Actions of a precision around and inside a ``train_step``; all None or empty in fp32."""
 
     dtype: str
     """As ``ctx.dtype`` has it: ``fp32``, ``bf16``, ``fp16`` or ``fp64``."""
@@ -63,7 +63,7 @@ def contract_dtype(plugin: Precision) -> str:
 
 
 def step_precision(plugin: Precision, discovered: Discovered) -> StepPrecision:
-    """What `plugin` asks of each step, given what the trainer built.
+    """The actions that `plugin` asks of each step, given what the trainer built.
 
     Under ``16-mixed`` the plugin's scaler is replaced by one that keeps true units, so that Lightning saves and
     restores it. A trainer that brought a `GradScaler` of its own keeps it and gets no second one.

@@ -65,7 +65,7 @@ _SKIPPED_ALONE = (
     "which are those of all ranks, or a flag that goes through torch.distributed.all_reduce; or leave the test out and "
     "set on_nonfinite to skip, which leaves out such an update on all ranks."
 )
-"""What to do about a rank that ends its step without the update that others make."""
+"""The way out for a rank that ends its step without the update that others make."""
 
 END_OF_STEP, BACKWARD, UPDATE, USED = "end the step", "call backward", "update by", "leave gradients of"
 """How the messages begin that are about a whole step."""
@@ -86,7 +86,7 @@ _NOT_THE_USERS = ("genlight.", "torch.", "contextlib", "functools", "lightning."
 
 
 class Why(enum.IntEnum):
-    """What had the gradients averaged."""
+    """The call that had the gradients averaged."""
 
     UPDATE = 1
     READ = 2
@@ -129,7 +129,7 @@ class Point(NamedTuple):
     """Paths of the parameters that want a gradient; only for a message."""
 
     def numbers(self) -> list[int]:
-        """What is compared with other ranks."""
+        """The values that are compared with other ranks."""
         place = [int(self.why), self.step % _MODULUS, min(self.ordinal, _MODULUS - 1), self.updates % _MODULUS]
         return [*place, *divmod(self.mark, _MODULUS)]
 
@@ -365,7 +365,7 @@ class RankAgreement:
         self._look(PENDING_DIGESTS)
 
     def end_step(self, *, failed: bool) -> None:
-        """What follows is not part of a step. After a failure the other ranks may not come this far."""
+        """End the step. After a failure the other ranks may not come this far."""
         if self._is_on and not failed and not self._tells_all:
             self._send()
         self._is_on = False

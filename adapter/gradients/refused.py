@@ -1,4 +1,4 @@
-"""What a trainer class cannot do on several ranks, in one table for DDP and one for FSDP 2: reasons and ways out.
+"""Refusals on several ranks, in one table for DDP and one for FSDP 2: reasons and ways out.
 
 Building, sharding, a training step and ``genlight check`` raise these errors. All that is not in the tables works, or
 torch itself fails with an error, to which `explained` adds the way out, or replicas differ, which `ReplicaGuard` names.
@@ -95,7 +95,7 @@ def refusal(name: str, what: str = "") -> ContractError:
 
 
 def needs() -> str:
-    """What FSDP 2 takes, and what it refuses, for somebody who chooses it."""
+    """A summary of what FSDP 2 takes and refuses, for somebody who chooses it."""
     return (
         f"FSDP 2 needs {SUPPORTED['torch']}, `unused_parameters` torch>=2.13; torch {torch.__version__} is installed; "
         f"what it cannot do is refused, with the way out, when a class is sharded or does it: {', '.join(REFUSED)}"

@@ -22,7 +22,7 @@ class BackwardCall:
     retain_graph: bool
     create_graph: bool
     inputs: Sequence[Tensor] = ()
-    """What the call names to accumulate in; empty for all leaves."""
+    """The ``inputs`` of the call, to accumulate in; empty for all leaves."""
 
 
 class StepPart:
@@ -34,7 +34,7 @@ class StepPart:
     """
 
     may_skip: str = ""
-    """What asks for it, where this part can leave out updates: a closure is then evaluated before the update."""
+    """The reason, where this part can leave out updates: a closure is then evaluated before the update."""
 
     def open(self) -> None:
         """Training begins, with the modules where they will be."""
@@ -69,7 +69,7 @@ class StepPart:
         """The update was made or left out, or a closure of it is about to be evaluated."""
 
     def of_loss(self, loss: Any) -> Any:
-        """What a closure returned, as the optimizer is to see it."""
+        """The result of a closure, as the optimizer is to see it."""
         return loss
 
     def end(self) -> None:

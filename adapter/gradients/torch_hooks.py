@@ -66,7 +66,7 @@ _WITHOUT_GRAPHS = tuple(
         *(f"ddp.{name}" for name in ("averaging", "buckets", "buffers", "parameters")),
     )
 )
-"""What runs in a trainer's backward calls and updates; not what is called in its forward, which has to be traced."""
+"""Modules that run in a trainer's backward calls and updates; none that its forward calls, which has to be traced."""
 
 run_backward = engine_run_backward
 """Torch's own entry: outputs, their gradients, then what the engine takes."""
@@ -74,11 +74,11 @@ run_backward = engine_run_backward
 _GRAD: Any = Tensor.grad
 read_gradient: Callable[[Tensor], Tensor | None] = _GRAD.__get__
 write_gradient: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
-"""What is behind ``tensor.grad``, past a `GradientGuard`."""
+"""Read and write the gradient behind ``tensor.grad``, past a `GradientGuard`."""
 
 
 class Interceptor(Protocol):
-    """What is called instead, in the thread that began it."""
+    """Called in place of torch's entries, in the thread that began it."""
 
     in_backward: bool
     """Whether one of its backward calls is running; a call inside of it is activation checkpointing."""

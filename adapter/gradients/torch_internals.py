@@ -109,7 +109,7 @@ post_accumulate_hooks: Callable[[Tensor], Any] = operator.attrgetter("_post_accu
 
 
 def engine_entry() -> Callable[..., Any]:
-    """What a backward call comes through now."""
+    """The function that backward calls go through now."""
     return vars(torch.autograd)[_ENGINE]  # type: ignore[no-any-return]
 
 

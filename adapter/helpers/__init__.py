@@ -1,4 +1,4 @@
-"""What trainer classes import to save themselves the usual lines: seeds, scalars, AdamW, a LoRA-style checkpoint.
+"""Helpers for trainer classes: seeds, scalars, AdamW, a LoRA-style checkpoint.
 
 All of it works without genlight's runtime around it. torch is imported when a helper is called, so that importing
 this module costs nothing.

@@ -187,7 +187,7 @@ def _check_same_parameters(
 
 
 def _load_torch(file: Path) -> Any:
-    """What the older runtime wrote by ``torch.save``: tensors and plain values, and no code to run."""
+    """Load a file that the older runtime wrote by ``torch.save``: tensors and plain values, and no code to run."""
     import torch
 
     return torch.load(file, map_location="cpu", weights_only=True)

@@ -1,4 +1,4 @@
-"""What `configure` has just built, beside what a checkpoint restores: settings of optimizers, schedulers and scalers.
+"""Settings of optimizers, schedulers and scalers: as `configure` has just built them, and as a resume restores them.
 
 A restored optimizer brings the learning rate of its checkpoint, whatever `configure` built. A checkpoint therefore
 holds the settings that were built for it. Where a resume builds others, that is said; those that the caller names are
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 SCHEDULE, SCALER = "schedule", "scaler"
 """Names for the settings of all schedulers, and of all scalers; those of optimizers have their own."""
 SET_BY_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
-"""What schedulers of torch, which a trainer may make later, put into groups."""
+"""Keys that schedulers of torch, which a trainer may make later, put into groups."""
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 """Of a group: what a new rate scales, where a schedule has changed it since."""
 _NO_SETTING = {"params", "param_names", *SET_BY_SCHEDULERS}
 _OF_THE_RATE = {"base_lrs", "_last_lr"}
-"""What a scheduler keeps of the rates of its optimizer."""
+"""Attributes in which a scheduler keeps the rates of its optimizer."""
 
 
 class BuiltSettings:

@@ -433,7 +433,7 @@ class ContractEpochLoop(TrainingEpochLoop):
             self._validate_where_due(data_fetcher)
 
     def _validate_where_due(self, data_fetcher: DataFetcher) -> None:
-        """What follows a step, of one that was counted before."""
+        """Do what follows a step, for one that was counted before."""
         self._batches_that_stepped -= 1
         self.on_advance_end(data_fetcher)
 

@@ -97,7 +97,7 @@ class ContractModule(pl.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.ctx = ctx
-        """What the trainer's hooks get."""
+        """The context that the trainer's hooks get."""
         self.plugin: TrainerPlugin = load_trainer_plugin(plugin) if isinstance(plugin, str) else check_instance(plugin)
         self.job = job
         self._keeps_context_dtype = context is not None
@@ -105,9 +105,9 @@ class ContractModule(pl.LightningModule):
         self._keep_on_resume = keep_on_resume
         self._names_unread = True
         self.step_result: Any = None
-        """What the last ``train_step`` returned."""
+        """The result of the last ``train_step``."""
         self.published: dict[str, float] = {}
-        """What was last sent to loggers, by name."""
+        """The metrics last sent to loggers, by name."""
         self.ended = False
         """Whether the loop has ended as planned."""
         self._state: TrainerState | None = None
@@ -183,12 +183,12 @@ class ContractModule(pl.LightningModule):
 
     @property
     def contract_state(self) -> Any:
-        """What ``configure`` returned; None before."""
+        """The result of ``configure``; None before."""
         return None if self._state is None else self._state.value
 
     @property
     def discovered(self) -> Discovered | None:
-        """What was found in it and on the trainer; None before."""
+        """The objects found in it and on the trainer; None before."""
         return None if self._state is None else self._state.discovered
 
     @property
@@ -199,7 +199,7 @@ class ContractModule(pl.LightningModule):
     @property
     @override
     def hparams_initial(self) -> AttributeDict:
-        """What loggers get: the job's hyperparameters, and those that a subclass has saved; without secrets."""
+        """Hyperparameters for loggers: the job's, and those that a subclass has saved; without secrets."""
         return AttributeDict(without_secrets({**uncounted(self.given_job.hyperparams), **super().hparams_initial}))
 
     @property
@@ -227,7 +227,7 @@ class ContractModule(pl.LightningModule):
         return "should_stop" if self.trainer.should_stop else "data_exhausted"
 
     def metrics_on_device(self) -> dict[str, torch.Tensor]:
-        """What was last sent to loggers, with the last step's metrics in place of older ones; waits for no device.
+        """The metrics last sent to loggers, with the last step's in place of older ones; waits for no device.
 
         Metrics that are neither tensors nor plain numbers come at a cadence alone, where `metrics` reads them.
         """
@@ -372,12 +372,12 @@ class ContractModule(pl.LightningModule):
             self._state.is_sharded = shard_for(self.trainer.strategy, self._state.discovered)
 
     def replicated_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What must be equal on all ranks, by path: parameters, trained tensors, buffers and optimizer states."""
+        """Tensors that must be equal on all ranks, by path: parameters, trained tensors, buffers, optimizer states."""
         if self._state is not None:
             yield from rank_local_of(self.plugin).replicated(self._state.discovered)
 
     def replicated_settings(self) -> Iterator[tuple[str, Any]]:
-        """What else must be equal on all ranks, by path: settings and counters of optimizers, schedulers' states."""
+        """Values that must be equal on all ranks, by path: settings and counters of optimizers, schedulers' states."""
         if self._state is not None:
             yield from rank_local_of(self.plugin).settings(self._state.discovered)
 
@@ -455,7 +455,7 @@ class ContractModule(pl.LightningModule):
             self.published = dict(checkpoint[CONTRACT_KEY].get("metrics", {}))
 
     def state_payload(self) -> dict[str, object]:
-        """What the trainer's ``state_dict`` returns.
+        """The result of the trainer's ``state_dict``.
 
         Raises:
             ContractError: It is not a dict.
@@ -508,7 +508,7 @@ def _job_context() -> JobContext | None:
 
 
 def _feed_of(trainer: pl.Trainer, module: ContractModule, ctx: StepContext) -> Any:
-    """What feeds the run; None where the trainer class has its own batches, or nothing is trained."""
+    """The source of batches; None where the trainer class has its own, or nothing is trained."""
     if trainer.state.fn != TrainerFn.FITTING:
         return None
     source = training_source(trainer)

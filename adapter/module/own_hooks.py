@@ -47,7 +47,7 @@ class OwnHookAdapter(TrainerHookAdapter):
 
 
 def own_hooks(plugin: Any, state: Any, ctx: StepContext) -> list[Any]:
-    """What ``trainer_hooks`` of a trainer class returns; empty where it has none.
+    """The result of ``trainer_hooks`` of a trainer class; empty where it has none.
 
     Raises:
         ContractError: It returned something else than several objects.

@@ -218,7 +218,7 @@ def optional_hook(trainer: Any, name: str) -> Callable[..., Any] | None:
 
 
 def loader_of_class(trainer: Any, ctx: StepContext) -> Any:
-    """What ``train_loader`` of a trainer returns, as batches of the rank of `ctx`; see `feed_of`."""
+    """The result of a trainer's ``train_loader``, as batches of the rank of `ctx`; see `feed_of`."""
     from ..feed.given import feed_of  # loads Arrow and torch's data loaders
 
     return feed_of(trainer.train_loader, ctx, {})

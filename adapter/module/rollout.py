@@ -71,7 +71,7 @@ class RolloutBatches:
 
     @property
     def lost_on_resume(self) -> str | None:
-        """What a run that is resumed within a phase loses; None where it goes on with that phase."""
+        """The loss of a run that is resumed within a phase, in words; None where it goes on with that phase."""
         if self._phase is not None:
             return None
         why = self._lost or "the checkpoint holds none of its batches"
@@ -223,7 +223,7 @@ class RolloutBatches:
 
 
 def collected(batches: Iterator[Any], run_state: RunState) -> list[Any]:
-    """What a generator gives until its end, or until the rollout is to stop."""
+    """The items of a generator until its end, or until the rollout is to stop."""
     found: list[Any] = []
     try:
         for batch in batches:
@@ -275,7 +275,7 @@ class Phase:
     _seen: list[Any] = field(default_factory=list)
     """Of an iterator that more passes follow: what it gave."""
     _nbytes: int | str | None = None
-    """What a checkpoint needs for the batches, or why it cannot hold them; None until that is asked for."""
+    """The batches' part of a checkpoint, or the reason why there can be none; None until that is asked for."""
 
     def rest_of_pass(self) -> Iterator[Any]:
         """The batches that this pass still has."""

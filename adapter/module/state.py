@@ -1,4 +1,4 @@
-"""What a trainer class keeps: what ``configure`` built, and how a checkpoint holds it and gives it back, by rank.
+"""The state of a trainer class: built by ``configure``, held by a checkpoint and given back, by rank.
 
 Weights, optimizers and first schedulers are saved by Lightning. The contract's part of a checkpoint has the rest: what
 the trainer's own ``state_dict`` returned, further schedulers and scalers, and, for each rank, what it has otherwise
@@ -75,7 +75,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, f
 
 @dataclass(frozen=True)
 class ToRestore:
-    """What the trainer is handed before the first step of a resumed run."""
+    """The payload that the trainer is handed before the first step of a resumed run."""
 
     parts: Mapping[str, Any]
     """Members of a checkpoint's contract part, by name; without `STATE`, ``load_state_dict`` is not called."""
@@ -86,7 +86,7 @@ class ToRestore:
 
 
 class TrainerState:
-    """What ``configure`` of a trainer built, from then on.
+    """The state that ``configure`` of a trainer built, from then on.
 
     Args:
         module: Hosts the trainer, with what was found registered in it.
@@ -120,7 +120,7 @@ class TrainerState:
         self._warned_of_ranks = False
 
     def check_unchanged(self) -> Discovered:
-        """What the trainer has now, without modules, optimizers, layers and groups that a step added or removed.
+        """The trainer's objects now, without modules, optimizers, layers and groups that a step added or removed.
 
         Raises:
             ContractError: There are some; names the path of each.
@@ -128,7 +128,7 @@ class TrainerState:
         return check_unchanged(self.discovered, self.value, self.plugin, host=self.module)
 
     def optimizer_configs(self) -> list[dict[str, Any]]:
-        """What Lightning gets of the optimizers, each with the first scheduler that drives it."""
+        """The optimizers as Lightning gets them, each with the first scheduler that drives it."""
         configs: list[dict[str, Any]] = [{"optimizer": optimizer} for optimizer in self.optimizers]
         for found in self.discovered.schedulers:
             for config in configs:
@@ -137,7 +137,7 @@ class TrainerState:
         return configs
 
     def payload(self) -> dict[str, object]:
-        """What the trainer's ``state_dict`` returns, without tensors that look like one rank's part.
+        """The result of the trainer's ``state_dict``, without tensors that look like one rank's part.
 
         Raises:
             ContractError: It is not a dict.
@@ -203,7 +203,7 @@ class TrainerState:
             )
 
     def take_from(self, checkpoint: dict[str, Any]) -> ToRestore:
-        """What the contract's part of a checkpoint has for this rank; the rest of its copy becomes this rank's too.
+        """The contract's part of a checkpoint for this rank; the rest of its copy becomes this rank's too.
 
         Buffers get the shapes that they had.
 
@@ -276,7 +276,7 @@ class TrainerState:
         return flags if any(flags) else []
 
     def _unmanaged(self) -> Iterator[tuple[str, Any]]:
-        """What Lightning does not save: scalers, other schedulers, and what wrappers of optimizers keep."""
+        """State that Lightning does not save: scalers, other schedulers, and the state of optimizers' wrappers."""
         trainer = self.module.trainer
         managed = {id(config.scheduler) for config in trainer.lr_scheduler_configs}
         kept: list[Found[Any]] = [*self.discovered.scalers, *self.discovered.schedulers]
@@ -290,7 +290,7 @@ class TrainerState:
 
 
 def _memory(tensor: Tensor) -> tuple[torch.device, int] | None:
-    """What tensors that share memory of a device have in common; None of those in host memory, and of shards."""
+    """A key of the device memory that tensors share; None for those in host memory, and for shards."""
     if tensor.device.type in ("cpu", "meta") or type(tensor) not in (Tensor, nn.Parameter):
         return None
     is_dense = tensor.layout is torch.strided
@@ -328,7 +328,7 @@ def _set_random_state(generator: Any, state: Any) -> None:
 
 
 def _bits(generator: np.random.Generator) -> Any:
-    """What draws for a generator of NumPy; the types of its states are those of its class."""
+    """The bit generator of a generator of NumPy; the types of its states are those of its class."""
     return generator.bit_generator
 
 
@@ -449,7 +449,7 @@ def collect_from_ranks(checkpoint: dict[str, Any], trainer: pl.Trainer, channel:
 
 
 def _of_ranks(contract: Mapping[str, Any]) -> list[list[Differing]]:
-    """What `collect_from_ranks` has added to a checkpoint's contract part, by rank."""
+    """The values that `collect_from_ranks` has added to a checkpoint's contract part, by rank."""
     stored = contract.get(_OF_RANKS, [])
     return [[Differing(tuple(entry["path"]), entry["value"]) for entry in of_rank] for of_rank in stored]
 

@@ -184,7 +184,7 @@ class Step:
 
 
 class LoggedInSteps(ResultCollection):
-    """What user callbacks logged, and the metrics of the last step for readers of ``trainer.callback_metrics``.
+    """Metrics that user callbacks logged, and those of the last step for readers of ``trainer.callback_metrics``.
 
     Lightning asks this object at each look, so that a step whose metrics are not looked at makes no tensors of them. In
     ``trainer.progress_bar_metrics`` are those that were sent to loggers last.

@@ -48,7 +48,7 @@ def metric_name(name: object) -> str:
 
 
 def validated_result(result: Any) -> StepResult | Any:
-    """What ``train_step`` returned, if it has ``metrics``.
+    """The result of ``train_step``, if it has ``metrics``.
 
     Raises:
         ContractError: It has none, or they are not a mapping.

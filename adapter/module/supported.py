@@ -151,7 +151,7 @@ def leave_unwrapped(strategy: Strategy) -> None:
 
 
 def missing_callbacks(trainer: pl.Trainer, *, metric_every: int) -> list[pl.Callback]:
-    """What every training of a trainer class needs and `trainer` was not given."""
+    """Callbacks that every training of a trainer class needs and `trainer` was not given."""
     present = callbacks_of(trainer)
     missing: list[pl.Callback] = []
     if not any(isinstance(callback, LogMetrics) for callback in present):

@@ -16,7 +16,7 @@ __all__ = ["checked_result", "trainer_directory"]
 
 
 def checked_result(result: Any, output_dir: Path) -> dict[str, Any] | None:
-    """What ``save_checkpoint`` returned, for the record: paths within `output_dir` become relative to it.
+    """The result of ``save_checkpoint``, for the record: paths within `output_dir` become relative to it.
 
     Raises:
         ContractError: It is not a mapping or None, or its ``primary_path`` does not exist or lies outside.

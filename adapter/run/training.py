@@ -204,7 +204,7 @@ def _completion(config: RunConfig, step: int, stopped: str | None = None) -> Com
 
 
 def imported_trainer(config: RunConfig) -> Any:
-    """What the job names as its trainer, imported and not constructed.
+    """The trainer that the job names, imported and not constructed.
 
     Raises:
         StartupContractError: ``startup.invalid_trainer``: it cannot be imported or does not conform.

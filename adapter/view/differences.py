@@ -1,4 +1,4 @@
-"""What differs between runs: configuration, data, code, versions, results. Pages and `genlight diff` say the same."""
+"""Differences between runs: configuration, data, code, versions, results. Pages and `genlight diff` say the same."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Difference:
 
 
 def facts_of_run(summary: RunSummary) -> dict[str, Any]:
-    """What is compared of a run, as JSON: its summary, how it came to be (``metadata``, ``packages``) and its ``job``.
+    """The facts of a run to compare, as JSON: its summary, its ``metadata`` and ``packages``, and its ``job``.
 
     ``job`` has the settings of its ``job.json`` by dotted name; None where it has none.
     """
@@ -54,7 +54,7 @@ def facts_of_run(summary: RunSummary) -> dict[str, Any]:
 
 
 def differences(runs: Sequence[Mapping[str, Any]]) -> list[Difference]:
-    """What differs between runs, as `facts_of_run` gives them.
+    """The differences between runs, as `facts_of_run` gives them.
 
     Whole jobs are compared where each run has its ``job.json``; else what their logs have, which of hyperparameters are
     the numbers alone.

@@ -66,7 +66,7 @@ class Budget:
 
 @dataclass
 class History:
-    """What the log of a run holds; `as_json` adds what its folder has."""
+    """The log of a run, read; `as_json` adds what its folder has."""
 
     summary: RunSummary
     curves: dict[str, Curve] = field(default_factory=dict)
@@ -206,7 +206,7 @@ def _attempt(span: Any) -> dict[str, Any]:
 
 
 def _words(summary: RunSummary) -> list[str]:
-    """What happened and what to do next."""
+    """Sentences that say what happened and what to do next."""
     of = f" of {summary.max_steps}" if summary.max_steps else ""
     at = f"at step {summary.step}{of}"
     command = summary.metadata.get("command")

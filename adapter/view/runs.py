@@ -25,7 +25,7 @@ SIZES_FOR_S = 0.3
 
 @dataclass
 class _Seen:
-    """What was read of one run; its lock is for whoever reads on."""
+    """A run as read so far; its lock is for whoever reads on."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     history: History | None = None

@@ -143,7 +143,7 @@ def _is_from_our_page(request: Request, host: str) -> bool:
 
 
 class _Pages:
-    """What each address answers. Its methods run in threads."""
+    """The answers to each address. Its methods run in threads."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs

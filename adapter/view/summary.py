@@ -57,7 +57,7 @@ _CLOCK_MARGIN_MS = 2000
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a listing says of one run.
+    """The summary of one run, for a listing.
 
     Attributes:
         path: The run's folder.
@@ -162,7 +162,7 @@ def find_runs(folder: Path, *, depth: int = DEEPEST) -> list[Path]:
 def summary_of(
     folder: Path, *, now_ms: int | None = None, sizes: bool = True, starts: Starts | None = None
 ) -> RunSummary:
-    """What the run in `folder` looks like now.
+    """The summary of the run in `folder` now.
 
     Args:
         folder: As `find_runs` gives them.

@@ -231,7 +231,7 @@ def _cells(run: Mapping[str, Any]) -> list[Text]:
 
 
 def details(run: Mapping[str, Any]) -> Table:
-    """What a run has, the newest of everything first."""
+    """The lists of a run, the newest of everything first."""
     table = Table(box=None, pad_edge=False, show_header=False, expand=True)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(ratio=1, overflow="fold")

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the state taken apart into JSON and tensors, and a copy of the tensors of one moment.
+"""The capture of a checkpoint: the state taken apart into JSON and tensors, and a copy of the tensors of one moment.
 
 Runs in the training thread and touches no disk, but for links of frozen weights. `CheckpointStore` writes what was
 captured.
@@ -92,7 +92,7 @@ class Captured:
     """Everything else that is not a tensor; the content of the state file."""
     entries: list[Entry]
     slices: list[Entry] = field(default_factory=list)
-    """What this rank holds of sharded tensors."""
+    """The slices of sharded tensors that this rank holds."""
     sharded_tensors: dict[tuple[str, str], Slice] = field(default_factory=dict)
     """All sharded tensors, by file and key."""
     staging: Staging | None = None
@@ -165,7 +165,7 @@ def _are_finite(entries: Iterable[Entry]) -> bool:
 
 
 def _check_json(value: Mapping[str, Any] | None) -> None:
-    """What the hook returned goes into the record as it is, where orchestrators read it."""
+    """Check the result of the hook, which goes into the record as it is, where orchestrators read it."""
     if value is None:
         return
     try:
@@ -281,7 +281,7 @@ def base_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, LeftOut]:
-    """What a record says of tensors that it leaves out; nothing of those that this process does not hold whole."""
+    """The entries of a record for tensors that it leaves out; none for those that this process does not hold whole."""
     return {
         key: LeftOut(key, *stored_as(tensor), xxhash.xxh3_128_hexdigest(bytes_of(tensor.detach())))
         for key, tensor in tensors.items()
@@ -290,7 +290,7 @@ def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, LeftOut]:
 
 
 def left_out_tensors(record: CheckpointRecord, base: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
-    """What `record` leaves out, copied from `base` and proven; as a file would hold it.
+    """The tensors that `record` leaves out, copied from `base` and proven; as a file would hold them.
 
     Raises:
         CheckpointError: `base` lacks one, or has another; names it, with both digests, and the way out.

@@ -76,7 +76,7 @@ def load(path: str | os.PathLike[str], *, base: Base | None = None) -> dict[str,
 
 
 def load_torch_file(path: Path) -> dict[str, Any]:
-    """What ``torch.save`` wrote to `path`, without a pickle that could run code.
+    """Load a file that ``torch.save`` wrote, without a pickle that could run code.
 
     Raises:
         CheckpointError: It holds objects of classes that only such a pickle could make, or is no file of torch.

@@ -1,4 +1,4 @@
-"""What Lightning saves and loads through: a checkpoint plugin, and a strategy whose sharded tensors go through it too.
+"""Lightning's way in: a checkpoint plugin, and a strategy whose sharded tensors go through it too.
 
 The plugin writes whole, durable checkpoints without pickle. A `ModelParallelStrategy` has a way of its own, which knows
 one format per way of sharding, and writes it around the plugin. Here it saves and restores through the plugin: every

@@ -167,7 +167,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._trained_in: Path | None = None
         """Known to copies in other processes, too, which a launcher makes for a second fit."""
         self.run = RecordMeta()
-        """What every record of this run says; the runtime fills in run_id, attempt, max_steps and spec digest."""
+        """Facts for every record of this run; the runtime sets run_id, attempt, max_steps and spec digest."""
         self._clock = SaveClock(self.every_minutes)
         self._kept = Kept(self.retention)
         self._resume = ResumeState()
@@ -446,7 +446,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         return path
 
     def _meta(self, trainer: pl.Trainer, trainer_checkpoint: Mapping[str, Any] | None, *, final: bool) -> RecordMeta:
-        """What the record of a checkpoint of this moment says."""
+        """The facts for the record of a checkpoint of this moment."""
         return replace(
             self.run,
             step=trainer.global_step,

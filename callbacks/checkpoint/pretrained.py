@@ -1,4 +1,4 @@
-"""What Hugging Face models need besides their weights, so that an export is a folder for ``from_pretrained``.
+"""The files that Hugging Face models need besides weights, so that an export is a folder for ``from_pretrained``.
 
 ``genlight-pretrained/PATH/`` beside the checkpoints of a run has ``config.json`` and ``generation_config.json`` of the
 model at PATH in the trained module, and the files of the tokenizer. They are written where training starts, by the

@@ -1,4 +1,4 @@
-"""What each rank has for itself in a checkpoint: random states, gradients, and whatever differs from rank zero.
+"""The state of each rank in a checkpoint: random states, gradients, and whatever differs from rank zero.
 
 Rank zero writes the checkpoint. What the ranks have alike, nearly all of it, is stored once; what differs (a generator
 seeded by rank, a replay buffer, a hidden state) is found by digests and brought to rank zero by its place in the tree.
@@ -167,7 +167,7 @@ def _gathered(gradients: dict[str, torch.Tensor], channel: Channel) -> list[dict
 
 
 def gradients_of_rank(parts: list[dict[str, torch.Tensor]], rank: int, world_size: int) -> dict[str, torch.Tensor]:
-    """What this rank puts back: its own part, and of sharded parameters what rank zero holds.
+    """The gradients that this rank restores: its own part, and of sharded parameters what rank zero holds.
 
     With another number of ranks it is the mean over those that saved: the gradients of an open window are averaged over
     the ranks in the end, and no rank's part of it may be lost or count twice.
@@ -273,7 +273,7 @@ def _needs_gradients(trainer: pl.Trainer, pl_module: pl.LightningModule, is_betw
 
 
 class ResumeState:
-    """What was loaded of a checkpoint and is put back later, at the points from which a run draws on it."""
+    """Loaded state that is restored later, at the points from which a run draws on it."""
 
     def __init__(self) -> None:
         self._gradients: dict[str, Any] = {}
@@ -372,7 +372,7 @@ class Differing:
 
 
 def differences_of_ranks(tree: dict[str, Any], channel: Channel) -> list[list[Differing]]:
-    """What differs in `tree` on each rank from rank zero, in the order of ranks; on rank zero alone. Collective.
+    """The differences of each rank's `tree` from rank zero's, in the order of ranks; on rank zero alone. Collective.
 
     Sharded tensors are left out: each rank stores its own slices of them anyway.
 
@@ -422,7 +422,7 @@ def _with_value(node: Any, path: Path, value: Any) -> Any:
 
 
 def _members(value: Any) -> list[tuple[Any, Any]] | None:
-    """What is below a container that is compared member by member, by key or index; None for a leaf."""
+    """The members of a container, by key or index; None for a leaf."""
     if type(value) in (dict, OrderedDict):
         return list(value.items()) if all(type(key) in (str, int) for key in value) else None
     if type(value) in (list, tuple) and len(value) <= _LARGEST_LIST:

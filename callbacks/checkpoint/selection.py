@@ -224,7 +224,7 @@ WRITER = "Checkpoint"
 
 @dataclass(frozen=True)
 class Retention:
-    """What to keep; a checkpoint stays if any rule keeps it.
+    """Rules of retention; a checkpoint stays if any rule keeps it.
 
     Raises:
         ValueError: A number is out of range.
@@ -295,7 +295,7 @@ def best_first(
 
 
 def own_records(listed: Sequence[Listed]) -> list[CheckpointRecord]:
-    """What the `Checkpoint` callback wrote; a record that does not say who did counts by its name."""
+    """Checkpoints of the `Checkpoint` callback; a record that does not say who wrote it counts by its name."""
     records = [entry.record for entry in listed if entry.record is not None and not entry.path.is_symlink()]
     return [
         record
@@ -354,7 +354,7 @@ class Kept:
         return self._early_scores.get(step)
 
     def surplus(self) -> list[CheckpointRecord]:
-        """What the run does not keep, oldest first; asked again, also what could not be removed the last time."""
+        """Checkpoints that the run does not keep, oldest first; also those that could not be removed before."""
         gone = {record.path for record in self._surplus if not os.path.lexists(record.path)}
         self._records = [record for record in self._records if record.path not in gone]
         self._surplus = to_delete(self._records, self._retention)
@@ -373,7 +373,7 @@ class Kept:
 
 
 def _without_state(record: CheckpointRecord) -> CheckpointRecord:
-    """What decides about `record`, without the payload, which may be large."""
+    """The part of `record` that retention decides by, without the payload, which may be large."""
     return replace(record, state=None)
 
 

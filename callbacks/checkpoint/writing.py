@@ -67,7 +67,7 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Plan:
-    """What rank zero decided about a save."""
+    """The decision of rank zero about a save."""
 
     staging: Path
     is_sharded: bool
@@ -133,7 +133,7 @@ def write(channel: Channel, record: Path, captured: Captured) -> CheckpointRecor
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank says of its part to rank zero, which waits to hear of it."""
+    """The report of a rank on its part, for which rank zero waits."""
 
     problem: str | None = None
     files: Sequence[FileEntry] = ()
@@ -232,7 +232,7 @@ def _commit(path: Path, captured: Captured, staging: Staging, parts: Sequence[Pa
 
 
 def _index_of(captured: Captured, parts: Sequence[Part]) -> list[SlicedTensor]:
-    """What the slices of all ranks make.
+    """The tensors that the slices of all ranks make.
 
     Raises:
         CheckpointError: They do not make the tensors whole that rank zero has.

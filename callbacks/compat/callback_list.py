@@ -167,7 +167,7 @@ def _brought_by(callback: Any, view: TrainerView) -> list[pl.Callback]:
 
 
 def _kind(callback: Any, before: list[Any]) -> str:
-    """What tells the state of a callback from those of others: its class, and how many of it stand before."""
+    """The key of a callback's state: its class, and how many of it stand before."""
     same = sum(type(other) is type(callback) for other in before)
     return f"{type(callback).__module__}.{type(callback).__qualname__}" + (f"#{same}" if same else "")
 

@@ -26,7 +26,7 @@ __all__ = ["OwnLoop"]
 
 
 class OwnLoop:
-    """What callbacks ask of a Lightning trainer, of the trainer object of a loop of one's own.
+    """The attributes that callbacks ask of a Lightning trainer, for the trainer object of a loop of one's own.
 
     Args:
         trainer: That object, of any class.

@@ -58,7 +58,7 @@ class Callback:
 
     @property
     def setup(self) -> Any:
-        """What Lightning would call: this is not a callback of its.
+        """The hook that Lightning would call; this is not one of its callbacks.
 
         Raises:
             TypeError: Always.

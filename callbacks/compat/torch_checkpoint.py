@@ -63,7 +63,7 @@ def save_checkpoint(path: str | os.PathLike[str], checkpoint: Mapping[str, Any])
 
 
 def load_checkpoint(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> dict[str, Any]:
-    """What a checkpoint of that style holds; nothing in it is run.
+    """The content of a checkpoint of that style; nothing in it is run.
 
     Args:
         path: The file.

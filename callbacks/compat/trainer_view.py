@@ -1,4 +1,4 @@
-"""What callbacks of the six-hook style are handed as their trainer: a view of the Lightning trainer and the module."""
+"""The trainer that six-hook callbacks are handed: a view of the Lightning trainer and the module."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TrainerView:
 
     @property
     def device(self) -> torch.device:
-        """What trains."""
+        """The device that trains."""
         return self.lightning.strategy.root_device
 
     @property

@@ -29,7 +29,7 @@ FAULT_KINDS: Final[tuple[FaultKind, ...]] = get_args(FaultKind)
 
 Rung = Literal["skip", "lower_lr", "roll_back"]
 RUNGS: Final[tuple[Rung, ...]] = get_args(Rung)
-"""What `Recover` may do about a fault."""
+"""The actions that `Recover` may take about a fault."""
 
 LOSSES_KEPT = 256
 NORMS_KEPT = 20
@@ -39,7 +39,7 @@ COOL_DOWN_CHECKS = 2
 
 @dataclass(frozen=True)
 class Limits:
-    """What a run may say of itself: from where on gradients vanish, and latent values have collapsed."""
+    """The limits that a run may set: from where on gradients vanish, and latent values have collapsed."""
 
     gradient_min_norm: float = 1e-8
     latent_std_min: float = 1e-6

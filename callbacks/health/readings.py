@@ -1,4 +1,4 @@
-"""What a check reads: hooks on optimizers and modules, times and batches of a rank, and the `Reading` of all ranks.
+"""The readings of a check: hooks on optimizers and modules, times and batches of a rank, the `Reading` of all ranks.
 
 Nothing here waits for a device until `Probe.read`, which moves all numbers of a rank to the host at once.
 """
@@ -96,7 +96,7 @@ class Probe:
         self._traced: list[RemovableHandle] = []
         self._node: Node | None = None
         self._failures: list[Exception] = []
-        """What went wrong within a step."""
+        """Faults within a step."""
         self._losses: deque[tuple[int, Any]] = deque(maxlen=most_losses)
         self._batches: list[list[torch.Tensor] | None] = []
         """Fingerprints of the last two."""
@@ -152,7 +152,7 @@ class Probe:
             self._batches = [*self._batches[-1:], fingerprint(batch)]
 
     def read(self, step: int, outputs: Any) -> Reading:
-        """What this rank has seen since the last call, the step with these `outputs` the last; waits for the device.
+        """The reading of this rank since the last call, the step with these `outputs` the last; waits for the device.
 
         Raises:
             Exception: What went wrong within a step.
@@ -312,7 +312,7 @@ def _origin(seen: Sequence[_Seen], values: Sequence[float]) -> tuple[str | None,
 
 
 def scaled_by(trainer: pl.Trainer, module: Any) -> str:
-    """What scales losses, and leaves out updates by itself, in words; empty where nothing does."""
+    """The scaler, in words, that scales losses and leaves out updates by itself; empty where there is none."""
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         return "16-mixed, which leaves out updates by itself"
     return (

@@ -212,7 +212,7 @@ def _are_finite_on_all_ranks(trainer: pl.Trainer, tensors: Mapping[str, torch.Te
 def _examined(
     pl_module: pl.LightningModule, outputs: Any, *, weights_only: bool, scaled: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What must be finite, each with its words: losses, weights, and gradients unless a scaler makes them infinite."""
+    """Tensors that must be finite, with their words: losses, weights, and gradients unless a scaler overflows."""
     for name, value in outputs.items() if isinstance(outputs, Mapping) and not weights_only else ():
         if isinstance(name, str) and "loss" in name.lower() and isinstance(value, torch.Tensor | float):
             yield f"the metric {name!r} is", torch.as_tensor(value)

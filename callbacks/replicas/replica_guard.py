@@ -190,7 +190,7 @@ def _next_double(step: int, first: int) -> int:
 
 
 def _replicated(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
-    """What must be equal on all ranks, by name: as a hosted trainer class says, or of any Lightning module."""
+    """Tensors that must be equal on all ranks, by name: as a hosted trainer class says, or of any Lightning module."""
     own = getattr(module, "replicated_tensors", None)
     named = own() if own is not None else _of_module(module, trainer)
     settings = ((name, value) for name, value in _leaves_of_settings(module, trainer) if isinstance(value, Tensor))
@@ -240,7 +240,7 @@ def _of_module(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tupl
 def _explained(
     named: Sequence[tuple[str, Tensor]], settings: dict[str, str], step: int, group: dist.ProcessGroup | None
 ) -> str:
-    """What differs between the ranks, to be called by all of them; of settings first, which change weights too."""
+    """The differences between the ranks, settings first, which change weights too. Collective."""
     tensors = {name: (f"shape {tuple(tensor.shape)}", int(digest(tensor))) for name, tensor in named}
     everyone = gather_objects({"settings": settings, "tensors": tensors}, group)
     for what in ("settings", "tensors"):

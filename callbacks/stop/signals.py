@@ -183,7 +183,7 @@ def _say(number: int, what_next: str) -> None:
 
 
 def _do_nothing() -> None:
-    """What is not waited for."""
+    """The default of `on_stop` and `before_exit`."""
 
 
 def _leave_to_parent() -> None:

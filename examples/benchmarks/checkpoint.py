@@ -1,4 +1,4 @@
-"""What a checkpoint costs: ours beside torch.save, Lightning and torch.distributed.checkpoint, in one interleaved run.
+"""The cost of a checkpoint: ours, torch.save, Lightning and torch.distributed.checkpoint, in one interleaved run.
 
     python examples/benchmarks/checkpoint.py --mb 100 --rounds 5
     python examples/benchmarks/checkpoint.py --mb 1000 --rounds 3 --json

@@ -1,4 +1,4 @@
-"""What a killed or stopped training of each framework does at its next start, tried with the same small model and data.
+"""The next start of a killed or stopped training, by framework, with the same small model and data.
 
     python examples/benchmarks/compared.py
 
@@ -158,7 +158,7 @@ def main() -> None:
 
 
 def tried(program: str, folder: Path) -> list[str]:
-    """What the program did after each kind of end."""
+    """The behaviour of the program after each kind of end."""
     run(program, folder / "whole")
     expected = (folder / "whole.end").read_text()
     lines = []

@@ -1,4 +1,4 @@
-"""What `Diagnosis` costs at its default interval, as a share of steps of 5 ms.
+"""The cost of `Diagnosis` at its default interval, as a share of steps of 5 ms.
 
     python examples/benchmarks/diagnosis.py
 

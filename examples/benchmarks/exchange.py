@@ -80,7 +80,7 @@ class Mlp:
 
 
 def measure(chosen: argparse.Namespace) -> None:
-    """What one rank does: every host in turns with bare DDP."""
+    """The program of one rank: every host in turns with bare DDP."""
     import lightning.pytorch as pl
     import torch
     import torch.distributed as dist

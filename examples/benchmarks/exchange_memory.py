@@ -39,7 +39,7 @@ HOSTS: dict[str, dict[str, Any]] = {
 
 
 def taken_mib(host: str, rank: int, store: str) -> tuple[float, float]:
-    """What one rank of `host` takes at most, and at the end of its last forward, in MiB."""
+    """The memory of one rank of `host`, at most and at the end of its last forward, in MiB."""
     import torch
     import torch.distributed as dist
 

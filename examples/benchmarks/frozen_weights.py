@@ -1,4 +1,4 @@
-"""What a checkpoint of a model costs of which a small part is trained: bytes on the disk, and how long a save stalls.
+"""The cost of a checkpoint where a small part of the model is trained: bytes on the disk, and how long a save stalls.
 
     python examples/benchmarks/frozen_weights.py --frozen-mb 200 --trained-mb 2 --saves 10
 

@@ -1,4 +1,4 @@
-"""What comparing replicas costs, as a share of steps of 10 ms.
+"""The cost of comparing replicas, as a share of steps of 10 ms.
 
     python examples/benchmarks/replica_guard.py
 

@@ -97,7 +97,7 @@ def measure(folder: Path, plugins: list[dict[str, str]], patience_s: float) -> t
 
 
 def wait_for(look: Callable[[], list[Mark]], process: psutil.Popen, seconds: float) -> list[Mark]:
-    """What `look` finds, or nothing once the process has ended or the time is over."""
+    """The result of `look`, or None once the process has ended or the time is over."""
     end = time.monotonic() + seconds
     while not (found := look()) and process.poll() is None and time.monotonic() < end:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What many checkpoints in one directory cost: a start among them, a decision about them, and the removal of old ones.
+"""The cost of many checkpoints in one directory: a start among them, a decision about them, the removal of old ones.
 
     python examples/benchmarks/retention.py --kept 1000 --removed 1000
     python examples/benchmarks/retention.py --kept 10000 --removed 1000 --directory /dev/shm

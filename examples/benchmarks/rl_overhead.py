@@ -1,4 +1,4 @@
-"""What the examples of reinforcement learning cost beside plain loops of the same algorithms, and how fast PPO learns.
+"""The cost of the examples of reinforcement learning over plain loops of the same algorithms, and how fast PPO learns.
 
     OMP_NUM_THREADS=1 python examples/benchmarks/rl_overhead.py
     OMP_NUM_THREADS=1 python examples/benchmarks/rl_overhead.py --to-solution

@@ -1,4 +1,4 @@
-"""What hosting a trainer class costs in each step, beside a bare torch loop and other hosts.
+"""The cost of hosting a trainer class in each step, compared with a bare torch loop and other hosts.
 
     python examples/benchmarks/step_overhead.py --json step_overhead.json --plot step_overhead.png
     python examples/benchmarks/step_overhead.py --ranks 2

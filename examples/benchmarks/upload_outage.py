@@ -1,4 +1,4 @@
-"""What an outage of every upload endpoint costs training.
+"""The cost of an outage of every upload endpoint for training.
 
 The same small network is trained with and without `UploadArtifacts`, in turns, so that both see the same machine. With
 it, metrics are queued every 10 steps and a checkpoint every 100, while the endpoints are away: nobody listens

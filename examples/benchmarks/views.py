@@ -123,7 +123,7 @@ def served(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
 
 
 def read(address: str) -> bytes:
-    """What a GET of `address` answers."""
+    """The answer to a GET of `address`."""
     with urllib.request.urlopen(address) as answer:
         body: bytes = answer.read()
         return body

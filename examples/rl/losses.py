@@ -50,7 +50,7 @@ class BaseLoss:
         self.tracked.setdefault(name, []).append(value.detach())
 
     def stats(self) -> dict[str, Tensor]:
-        """What the loss has to report, as means over the phase."""
+        """Metrics of the loss, as means over the phase."""
         return {name: torch.stack(values).mean() for name, values in self.tracked.items()}
 
     def state_dict(self) -> dict[str, Any]:

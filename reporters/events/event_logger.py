@@ -287,7 +287,7 @@ def last_step(trainer: pl.Trainer) -> int | None:
 
 
 def _extent(trainer: pl.Trainer) -> dict[str, int]:
-    """What ``started`` says of a fit besides how it came to be."""
+    """The keys of ``started`` that say how large a fit is."""
     last = last_step(trainer)
     return {"ranks": trainer.world_size, **({} if last is None else {"last_step": last})}
 

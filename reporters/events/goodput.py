@@ -86,7 +86,7 @@ class _Attempt:
     last_step: int = 0
     upload_wait_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
-    """What it has spent by part, as it said last."""
+    """The seconds that it has spent by part, as it reported last."""
     said_at: int = 0
     """The step of that."""
 

@@ -96,7 +96,7 @@ class Delivery:
         self._remember(entry, artifact)
 
     def _parts(self, entry: Entry, artifact: Artifact) -> dict[str, Callable[[], UploadedFile | None]]:
-        """What is to be sent, in order, each with the function that sends it and returns its receipt."""
+        """The transfers, in order, each with the function that sends it and returns its receipt."""
         parts: dict[str, Callable[[], UploadedFile | None]] = {}
         indices = range(len(artifact.files))
         if self._config.stores_files():

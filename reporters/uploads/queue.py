@@ -295,10 +295,10 @@ class Description(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct):
-    """What an entry of metrics, or of the end of the run, holds."""
+    """The payload of an entry of metrics, or of the end of the run."""
 
     payload: dict[str, Any]
-    """What is sent."""
+    """The JSON object that is sent."""
     key: str
     """Its idempotency key."""
 

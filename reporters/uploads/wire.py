@@ -1,4 +1,4 @@
-"""What uploads say to a server: payloads, addresses and keys, and their transfer by a JSON POST or a streamed file.
+"""The protocol of uploads: payloads, addresses and keys, and their transfer by a JSON POST or a streamed file.
 
 Every error of a transfer becomes `TryAgain` or `Refused`.
 """

@@ -14,7 +14,7 @@ from genlight.adapter import StepContext, StepResult
 
 @dataclass
 class State:
-    """What `configure` builds. Any object will do; genlight finds the modules and optimizers in it."""
+    """The state that `configure` builds. Any object will do; genlight finds the modules and optimizers in it."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -48,7 +48,7 @@ class MyTrainer:
         return StepResult(metrics={"loss": loss.detach()})
 
     def state_dict(self, state: State) -> dict[str, object]:
-        """What a checkpoint needs beyond models and optimizers, which are saved without your help."""
+        """State for a checkpoint beyond models and optimizers, which are saved without your help."""
         return {}
 
     def load_state_dict(self, state: State, payload: dict[str, Any], ctx: StepContext) -> None:

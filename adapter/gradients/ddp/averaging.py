@@ -279,7 +279,7 @@ class Averaging(StepPart):
             dist.destroy_process_group(own)
 
     def state_dict(self) -> dict[str, list[list[int]]]:
-        """What a resumed run has to know to make the same exchanges; equal on all ranks."""
+        """The state by which a resumed run makes the same exchanges; equal on all ranks."""
         return {"expected": [[*place, calls] for place, calls in self._expected.items()]}
 
     def load_state_dict(self, state: Mapping[str, Sequence[Sequence[int]]]) -> None:

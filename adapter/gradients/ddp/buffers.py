@@ -1,4 +1,4 @@
-"""What rank 0 sends to all: weights when training begins, and buffers, such as the running statistics of a BatchNorm.
+"""Broadcasts from rank 0: weights when training begins, and buffers, such as the running statistics of a BatchNorm.
 
 As with DDP each rank's forward updates its own buffers, and rank 0's count. They are sent where a step ends, as they
 are then: any other code finds them equal.

@@ -199,7 +199,7 @@ def _to_stay_whole(
 def _units(
     called: Sequence[tuple[str, nn.Module]], sharding: Sharding, whole: Collection[nn.Parameter]
 ) -> list[tuple[str, nn.Module]]:
-    """What is sharded together, inner units first: ``fully_shard`` gives one what no unit inside of it has taken."""
+    """The units of sharding, inner ones first: ``fully_shard`` gives one what no unit inside of it has taken."""
     found: dict[nn.Module, str] = {}
     for path, module in called:
         if all(p in whole for p in module.parameters()):
@@ -249,7 +249,7 @@ def _kept_by_themselves(discovered: Discovered, optimizers: Sequence[Found[Optim
 
 
 def _faults(discovered: Discovered, modules: Sequence[Found[nn.Module]], kept: Sequence[Reference]) -> Iterator[str]:
-    """What sharding would break, by its path."""
+    """Objects that sharding would break, by path."""
     for optimizer in discovered.optimizers:
         if isinstance(optimizer.value, LBFGS):
             yield f"{optimizer.path}: {REFUSED['lbfgs']}"

@@ -1,4 +1,4 @@
-"""What ``state_dict`` and ``load_state_dict`` of sharded modules and optimizers give and take.
+"""``state_dict`` and ``load_state_dict`` of sharded modules and optimizers.
 
 Within a training step the tensors are the weights themselves, as torch has it: what is written to them is written to
 the weights, and another sharded module loads them. Elsewhere they are whole, for files and for code that knows nothing
@@ -36,7 +36,7 @@ def whole_metrics(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def whole_payload(payload: dict[str, Any]) -> dict[str, Any]:
-    """What a trainer's ``state_dict`` returned, without tensors that look like one rank's part."""
+    """The result of a trainer's ``state_dict``, without tensors that look like one rank's part."""
     made: dict[str, Any] = tree_map(whole, payload)
     return made
 

@@ -1,4 +1,4 @@
-"""What a training step does beside the trainer's own code, where modules are sharded.
+"""The part of a training step that handles sharded modules.
 
 FSDP 2's own hooks gather weights in the call of a unit and reduce gradients in backward. Around them::
 
@@ -79,7 +79,7 @@ class _Unit:
         """Where its shards are, and in a call what is gathered; a tied one has several."""
         self.shards: list[DTensor] = []
         self.gathered: list[Tensor] = []
-        """What calls compute with in place of each shard; always the same objects, without memory between calls."""
+        """The full tensors that calls use in place of shards; always the same objects, without memory between calls."""
         self.used: set[int] = set()
         """Of which a backward call left gradients on this rank."""
         self._noted: set[int] = set()
@@ -229,7 +229,7 @@ class ShardedStep(StepPart):
         self._keeps_graph = False
         """Whether there is a graph of gradients, of which weights may be read in each call of torch's engine."""
         self._backward = contextlib.ExitStack()
-        """What ends with the backward call that runs."""
+        """State that ends with the backward call that runs."""
         self._had: list[bool] = []
         self._updates_shards = any(isinstance(p, DTensor) for each in optimizers for p in parameters_of(each))
         self._several_ranks, self._group, self._device = several_ranks, group, device

@@ -1,4 +1,4 @@
-"""What a trainer's step computes with shards by itself: as torch has it, but never one rank's part for the whole.
+"""Computations of a trainer's step with shards: as in torch, but never with one rank's part for the whole.
 
 Norms, averages, clamps, products of shards are right as torch computes them. Left to torch, though, a number read from
 a norm is this rank's share of it, a maximum fails on a rank that holds nothing, noise is equal in every shard, and what
@@ -73,7 +73,7 @@ def begin_step(agree: Callable[[str], None], note: Callable[[str], None]) -> Non
 
 
 def end_step() -> None:
-    """What follows is not part of a step."""
+    """End the step."""
     global _agree
     _agree = None
 
@@ -184,7 +184,7 @@ def _assigned(attribute: str, target: DTensor, value: Any) -> Any:
 
 
 def _placed(value: Any, target: DTensor) -> Any:
-    """What goes into a shard in place, such as a product, sharded as that is; torch would change the target."""
+    """The operand of an in-place operation on a shard, sharded as that is; torch would change the target."""
     fits = isinstance(value, DTensor) and value.shape == target.shape and value.placements != target.placements
     return value.redistribute(placements=target.placements) if fits else value
 

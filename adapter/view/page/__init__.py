@@ -51,7 +51,7 @@ def report(histories: Sequence[History]) -> str:
 
 
 def facts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a page shows of runs that `History.as_json` gave."""
+    """The data of a page, of runs that `History.as_json` gave."""
     rows = [[each.name, *each.values] for each in differences(runs)]
     return {"runs": runs, "differences": rows, **stamp()}
 
@@ -88,7 +88,7 @@ def page_of(data: Mapping[str, Any], *, title: str, sources: str = "img-src data
 
 
 def hash_of(text: str) -> str:
-    """What a content policy says of a script or a style in a page, so that nothing else is run or applied."""
+    """The source of a script or a style for a content policy, so that nothing else is run or applied."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 

@@ -49,7 +49,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Slice:
-    """What an entry is a part of."""
+    """The tensor that an entry is a part of."""
 
     box: Box
     whole: tuple[int, ...]
@@ -64,7 +64,7 @@ class TensorTable:
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.slices: list[Entry] = []
-        """What this rank holds of sharded tensors."""
+        """The slices of sharded tensors that this rank holds."""
         self.sharded_tensors: dict[tuple[str, str], Slice] = {}
         """All sharded tensors, by file and key."""
         self._keys: set[tuple[str, str]] = set()
@@ -138,7 +138,7 @@ def _entry(file: str, key: str, values: torch.Tensor, part: Slice | None = None)
 
 
 def _facts(tensor: torch.Tensor) -> dict[str, Any]:
-    """What a reference says of a tensor beside where it is: what its file cannot tell."""
+    """The part of a reference that a tensor's file cannot tell."""
     facts: dict[str, Any] = {}
     if (name := _name_of(tensor.dtype)) not in TORCH_TYPES:
         facts |= {"dtype": name, "shape": list(tensor.shape)}

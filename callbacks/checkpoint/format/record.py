@@ -1,4 +1,4 @@
-"""What lies on disk for a checkpoint: the names of its parts, and the commit record.
+"""The layout of a checkpoint on disk: the names of its parts, and the commit record.
 
 A checkpoint `NAME` is a commit record ``NAME.json`` (or, when Lightning's ``ModelCheckpoint`` chose the path,
 ``NAME.ckpt``) and a folder ``NAME/`` with its data. Where something of that name is there already, the folder is
@@ -89,7 +89,7 @@ ARRAYS_FILE = "arrays.safetensors"
 STATE_FILE = "training_state.json"
 """Everything that is not a tensor, with references to the tensors."""
 TRAINER_FOLDER = "trainer"
-"""What the trainer's own ``save_checkpoint`` hook wrote."""
+"""The files of the trainer's own ``save_checkpoint`` hook."""
 SCORES_FILE = "scores.json"
 """Scores that came after the record was written, which therefore does not list it."""
 
@@ -252,7 +252,7 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordMeta:
-    """What a run knows about a checkpoint beside its content."""
+    """The facts of a run about a checkpoint, apart from its content."""
 
     step: _Count | None = None
     """Completed steps; None takes ``global_step`` from the checkpoint itself."""
@@ -264,7 +264,7 @@ class RecordMeta:
     spec: Mapping[str, Any] = field(default_factory=dict)
     """The fields that `spec_digest` covers, so that a mismatch can name those that differ."""
     trainer_checkpoint: Mapping[str, Any] | None = None
-    """What the trainer's ``save_checkpoint`` hook returned; a relative ``primary_path`` is relative to its folder."""
+    """The result of the trainer's ``save_checkpoint`` hook; a relative ``primary_path`` is relative to its folder."""
     elapsed_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """Training time so far, over all attempts."""
     world_size: Annotated[int, msgspec.Meta(ge=1, le=2**31)] = 1
@@ -317,7 +317,7 @@ class CheckpointRecord(RecordMeta):
 
     @property
     def trainer_folder(self) -> Path | None:
-        """What the trainer's hook got as ``output_dir``, where it wrote anything.
+        """The ``output_dir`` of the trainer's hook, where it wrote anything.
 
         For an older runtime's record that is the folder of the same name beside it, wherever both were moved.
         """
@@ -341,7 +341,7 @@ class CheckpointRecord(RecordMeta):
 
     @property
     def reported_path(self) -> Path:
-        """What events and uploads call this checkpoint: what the trainer's hook named and is there, else the record."""
+        """The path that events and uploads name: what the trainer's hook named and is there, else the record."""
         named = self.primary_path
         return named if named is not None and named.exists() else self.path
 
@@ -382,7 +382,7 @@ LARGEST_RECORD_BYTES = 256 << 20
 """JSON takes many times its size in memory. Tensors and arrays are not in the record, so this is a lot."""
 
 _TORCH_MAGICS = (b"PK", b"\x80\x02")
-"""What a file that ``torch.save`` wrote begins with: a ZIP archive, or a bare pickle."""
+"""The first bytes of a file that ``torch.save`` wrote: a ZIP archive, or a bare pickle."""
 
 _OLD_KEYS = frozenset({"step", "run_id", "request_id", "final", "trainer_checkpoint", "state"})
 """Keys that a record of an older runtime may have."""

@@ -1,4 +1,4 @@
-"""What the files of tensors say of themselves: headers, indices of slices, and references to what they hold.
+"""The files of tensors: headers, indices of slices, and references to what they hold.
 
 A header says where each tensor's bytes lie. The format is that of safetensors, written here rather than by its package,
 because the bytes are hashed while they stream to the file and never exist twice; every file is readable by
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 RAW = "U8"
-"""What holds the bytes of element types that the format does not know."""
+"""Carriers for the bytes of element types that the format does not know."""
 
 TORCH_TYPES = {
     "bool": "BOOL",
@@ -117,7 +117,7 @@ def build_header(
 
 
 def parse_json(data: bytes) -> Any:
-    """What JSON of a checkpoint says; of a key that is there twice, no reader could tell which one was meant.
+    """Parse JSON of a checkpoint; a key that is there twice is refused, as no reader could tell which one was meant.
 
     Raises:
         ValueError: It is not JSON, or an object has a key twice.
@@ -201,7 +201,7 @@ class Box:
         return math.prod(self.shape)
 
     def overlap(self, other: Box) -> Box | None:
-        """What two parts of one tensor have in common; None for nothing."""
+        """The intersection of two slices of one tensor; None where it is empty."""
         begins = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         ends = (min(a, b) for a, b in zip(self.ends, other.ends, strict=True))
         shape = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
@@ -321,7 +321,7 @@ _OTHER_ELEMENT_BYTES = {
 
 
 class TensorReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a reference to a tensor may say."""
+    """The declared keys of a reference to a tensor."""
 
     file: str = ""
     key: str = ""
@@ -333,7 +333,7 @@ class TensorReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ArrayReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a reference to a NumPy array may say."""
+    """The declared keys of a reference to a NumPy array."""
 
     file: str
     key: str

@@ -24,7 +24,7 @@ LONGEST_WAIT = dt.timedelta(hours=1)
 
 
 class Channel:
-    """What ranks tell each other, each time all of them in the same order.
+    """Messages between ranks, each time from all of them in the same order.
 
     Args:
         longest_wait: For a rank that does not answer; None takes torch's default.
@@ -49,7 +49,7 @@ class Channel:
         return [value] if self._group is None else gather_objects(value, self._group)
 
     def share(self, value: Any) -> Any:
-        """What rank zero calls `value`."""
+        """The `value` of rank zero."""
         if self._group is None:
             return value
         values = [value]
@@ -115,10 +115,10 @@ class EndOfSave:
 
 
 def text_of(problem: BaseException | None) -> str | None:
-    """What other ranks get of a problem."""
+    """The form in which other ranks get a problem."""
     return None if problem is None else f"{type(problem).__name__}: {problem}"
 
 
 def first_problem(texts: list[str | None], doing: str) -> str | None:
-    """What is wrong on the first rank that has a problem; None on all but rank zero, and where all is well."""
+    """The problem of the first rank that has one; None on all but rank zero, and where all is well."""
     return next((f"rank {rank} could not {doing}: {text}" for rank, text in enumerate(texts) if text is not None), None)

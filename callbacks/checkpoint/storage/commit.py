@@ -98,7 +98,7 @@ class DataFolder:
 
     path: Path
     files: frozenset[str] | None
-    """What its record lists, relative to `path`; None where no record can be read."""
+    """The files that its record lists, relative to `path`; None where no record can be read."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def records_in(directory: str | os.PathLike[str]) -> list[Listed]:
 
 
 def claims_of(listed: Sequence[Listed]) -> Claims:
-    """What the records of a directory claim; a link claims nothing beyond what its target does."""
+    """The files that the records of a directory claim; a link claims nothing beyond what its target does."""
     own = [entry for entry in listed if not entry.path.is_symlink()]
     folders = Counter(entry.record.folder or "" for entry in own if entry.record is not None)
     return Claims(folders, frozenset(name_of(entry.path) for entry in own if entry.record is None))

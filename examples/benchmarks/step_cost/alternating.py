@@ -80,7 +80,7 @@ class Alternation:
 
     @property
     def pairs(self) -> list[Pair]:
-        """What was measured."""
+        """The measurements."""
         assert len(self._pairs) == self._blocks, f"{len(self._pairs)} blocks of {self._blocks}: the host ended early"
         return self._pairs[WARM_BLOCKS:]
 

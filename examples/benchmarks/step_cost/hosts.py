@@ -37,7 +37,7 @@ class NoOp(Hook):
 
 
 class Terminal(io.StringIO):
-    """What a bar is drawn on, for nobody."""
+    """A terminal for a bar that nobody sees."""
 
     def isatty(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""What it takes to start: CPU seconds of whole processes, and until the first step."""
+"""The cost of a start: CPU seconds of whole processes, and until the first step."""
 
 from __future__ import annotations
 
