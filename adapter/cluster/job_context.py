@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from .hostlist import MOST_HOSTS, expand_hostlist
 
@@ -122,41 +122,32 @@ def build_job_context(env: Mapping[str, str]) -> JobContext:
             is listed.
     """
     reader = _Reader(env)
-    job_id, output_dir = reader.text("SLURM_JOB_ID", "SLURM_JOBID"), reader.text("JOB_DIR")
-    known = _of_slurm(reader, job_id)
-    tasks = known.pop("tasks")
+    job_id, output_dir = reader.first(str, "SLURM_JOB_ID", "SLURM_JOBID"), reader.first(Path, "JOB_DIR")
+    hostnames = reader.first(expand_hostlist, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") or []
+    node_rank, step_id = reader.first(_count, "SLURM_NODEID"), reader.first(str, "SLURM_STEP_ID", "SLURM_STEPID")
+    num_nodes = reader.first(_positive, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    tasks = reader.first(_tasks_per_node, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    address = reader.first(_address, "MASTER_ADDR") or next(iter(hostnames), None)
     context = JobContext(
-        **known,
         job_id=job_id,
+        step_id=step_id,
+        rank=reader.first(_count, "SLURM_PROCID"),
+        local_rank=reader.first(_count, "SLURM_LOCALID"),
+        node_rank=node_rank,
+        world_size=reader.first(_positive, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "WORLD_SIZE"),
+        num_nodes=num_nodes or len(hostnames) or None,
+        local_world_size=_on_node(tasks, node_rank) or reader.first(_positive, "SLURM_NTASKS_PER_NODE"),
+        gpus_per_node=reader.first(_gpus, "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
+        hostnames=tuple(hostnames),
+        master_addr=address or reader.first(_address, "SLURM_LAUNCH_NODE_IPADDR"),
+        # Not SLURM_SRUN_COMM_PORT, on which srun itself listens.
+        master_port=reader.first(_port, "MASTER_PORT") or _derived_port(job_id, step_id),
         environment=_kept(env),
-        output_dir=None if output_dir is None else Path(output_dir),
+        output_dir=output_dir,
     )
     if faults := [*reader.faults, *_contradictions(context, tasks)]:
         raise ValueError("\n  - ".join(["The variables of Slurm cannot be used:", *faults]))
     return context
-
-
-def _of_slurm(reader: _Reader, job_id: str | None) -> dict[str, Any]:
-    hostnames = reader.first(expand_hostlist, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") or []
-    node_rank, step_id = reader.first(_count, "SLURM_NODEID"), reader.text("SLURM_STEP_ID", "SLURM_STEPID")
-    num_nodes = reader.first(_positive, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-    tasks = reader.first(_tasks_per_node, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    address = reader.first(_address, "MASTER_ADDR") or next(iter(hostnames), None)
-    return {
-        "step_id": step_id,
-        "rank": reader.first(_count, "SLURM_PROCID"),
-        "local_rank": reader.first(_count, "SLURM_LOCALID"),
-        "node_rank": node_rank,
-        "world_size": reader.first(_positive, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "WORLD_SIZE"),
-        "num_nodes": num_nodes or len(hostnames) or None,
-        "local_world_size": _on_node(tasks, node_rank) or reader.first(_positive, "SLURM_NTASKS_PER_NODE"),
-        "gpus_per_node": reader.first(_gpus, "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
-        "hostnames": tuple(hostnames),
-        "master_addr": address or reader.first(_address, "SLURM_LAUNCH_NODE_IPADDR"),
-        # Not SLURM_SRUN_COMM_PORT, on which srun itself listens.
-        "master_port": reader.first(_port, "MASTER_PORT") or _derived_port(job_id, step_id),
-        "tasks": tasks,
-    }
 
 
 class _Reader:
@@ -165,9 +156,6 @@ class _Reader:
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = env
         self.faults: list[str] = []
-
-    def text(self, *names: str) -> str | None:
-        return next((text for name in names if (text := self._env.get(name, "").strip())), None)
 
     def first(self, parse: Callable[[str], _T], *names: str) -> _T | None:
         """The value of the first variable that is set and sound; a fault where some are set and none is sound."""
