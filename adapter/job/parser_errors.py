@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import textwrap
 import traceback
-from collections.abc import Iterable
 
 __all__ = ["UnusableValueError", "is_about_what_was_given", "root_cause", "shortened"]
 
@@ -36,13 +35,13 @@ def is_about_what_was_given(error: Exception, *, by: tuple[str, ...] = ("genligh
         error: What was raised.
         by: Which of the two packages, or parts of them, may have raised it.
     """
-    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    named = [name for name in modules if name != "__main__"]
-    return bool(named) and named[-1].startswith(by) and _packages(named) <= _READERS
+    named = [name for name in _modules(error) if name != "__main__"]
+    return bool(named) and named[-1].startswith(by) and {name.partition(".")[0] for name in named} <= _READERS
 
 
-def _packages(modules: Iterable[str]) -> set[str]:
-    return {name.partition(".")[0] for name in modules}
+def _modules(error: Exception) -> list[str]:
+    """The modules that `error` went through, the one that raised it last."""
+    return [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 def root_cause(error: Exception) -> Exception:
@@ -54,8 +53,7 @@ def root_cause(error: Exception) -> Exception:
     chain = [error]
     while isinstance(chain[-1].__cause__, Exception):
         chain.append(chain[-1].__cause__)
-    frames = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(chain[-1].__traceback__)]
-    if frames and frames[-1].startswith("jsonargparse."):
+    if "".join(_modules(chain[-1])[-1:]).startswith("jsonargparse."):
         for each in chain:
             text = str(each)
             if (short := shortened(text)) != text:
@@ -68,11 +66,11 @@ def shortened(message: str) -> str:
 
     Of a class path and its arguments, what is wrong with them; of a plain value, the types that were expected.
     """
-    simple = _SIMPLE.search(message)
-    if simple is not None and _UNION not in message:
-        return f"`{simple['key']}`: Expected {_plain(simple['type'])}, but received {simple['value']}"
     if _UNION not in message:
-        return message
+        simple = _SIMPLE.search(message)
+        if simple is None:
+            return message
+        return f"`{simple['key']}`: Expected {_plain(simple['type'])}, but received {simple['value']}"
     key, given = _KEY.search(message), _GIVEN.search(message)
     prefix = f"`{key['key']}`: " if key is not None else ""
     reasons = [

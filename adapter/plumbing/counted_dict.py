@@ -42,27 +42,18 @@ def uncounted(values: Mapping[str, Any]) -> dict[str, Any]:
     return dict(dict.items(values)) if isinstance(values, dict) else dict(values)
 
 
-def _of_one(name: str) -> Callable[..., Any]:
-    method = getattr(dict, name)
-
-    def counting(self: CountedDict, key: str, *arguments: Any) -> Any:
-        self.read.add(key)
-        return method(self, key, *arguments)
-
-    return counting
-
-
-def _of_all(name: str) -> Callable[..., Any]:
+def _counting(name: str, *, of_one: bool) -> Callable[..., Any]:
+    """A method of `dict` that notes the name that it is asked for, or all of them."""
     method = getattr(dict, name)
 
     def counting(self: CountedDict, *arguments: Any) -> Any:
-        self.read.update(dict.keys(self))
+        self.read.update(arguments[:1] if of_one else dict.keys(self))
         return method(self, *arguments)
 
     return counting
 
 
 for _name in ("__getitem__", "__contains__", "get", "pop", "setdefault"):
-    setattr(CountedDict, _name, _of_one(_name))
+    setattr(CountedDict, _name, _counting(_name, of_one=True))
 for _name in ("__iter__", "__reversed__", "__or__", "__ror__", "__eq__", "keys", "values", "items", "copy", "popitem"):
-    setattr(CountedDict, _name, _of_all(_name))
+    setattr(CountedDict, _name, _counting(_name, of_one=False))
