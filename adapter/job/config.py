@@ -167,14 +167,6 @@ def _completed(settings: Settings, sources: Sources) -> Settings:
         dataset=dataset,
         checkpoint_every=settings.checkpoint_every or every,
         checkpoints=replace(settings.checkpoints, every_n_steps=every),
-        sample_prompts=tuple(
-            replace(
-                request,
-                name=request.name or f"sample-{index:02d}",
-                seed=settings.sample_seed if request.seed is None else request.seed,
-            )
-            for index, request in enumerate(settings.sample_prompts)
-        ),
         private_hosts=reachable,
         token_origins=trusted_origins(urls, settings.token_origins),
     )

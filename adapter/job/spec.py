@@ -133,17 +133,20 @@ class ResumeSpec(Block, frozen=True, kw_only=True):
 
 
 class SampleRequest(Block, frozen=True, kw_only=True):
-    """A sample to generate at every sample cadence. A plain string is short for its prompt."""
+    """A sample to generate at every sample cadence. A plain string is short for its prompt.
 
-    name: Text = ""
+    What is left out here has the defaults of `WriteSamples`.
+    """
+
+    name: Text | None = None
     """Name of the sample's files; by default its index in the list."""
-    task: Text = "t2i"
-    """Kind of sample, passed to the generator."""
-    prompt: Prose = ""
+    task: Text | None = None
+    """Kind of sample, passed to the generator; `t2i` by default."""
+    prompt: Prose | None = None
     """The prompt."""
-    negative_prompt: Prose = ""
+    negative_prompt: Prose | None = None
     """What the sample should not show."""
-    instruction: Prose = ""
+    instruction: Prose | None = None
     """An instruction for edits."""
     source_image: Reference | None = None
     """Path of an image to start from."""

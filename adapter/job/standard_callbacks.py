@@ -29,19 +29,14 @@ class StandardCallback(NamedTuple):
 
 
 def _stops(job: Settings) -> dict[str, Any]:
-    cancel_file = None if job.cancel_file_path is None else str(job.cancel_file_path)
-    return {
-        "cancel_file": cancel_file,
-        "max_runtime_s": job.max_runtime_seconds or None,
-        "canceled": job.canceled,
-    }
+    limit = job.max_runtime_seconds or None
+    return {"cancel_file": job.cancel_file_path, "max_runtime_s": limit, "canceled": job.canceled}
 
 
 def _samples(job: Settings) -> dict[str, Any]:
-    requests = [{name: value for name, value in msgspec.to_builtins(each).items() if value not in (None, "")}
-                for each in job.sample_prompts]  # fmt: skip
+    requests = [msgspec.to_builtins(each) for each in job.sample_prompts]
     cadence = {"every_n_steps": job.sample_every, "seed": job.sample_seed}
-    return {"directory": str(job.samples_dir), "requests": requests, **cadence}
+    return {"directory": job.samples_dir, "requests": requests, **cadence}
 
 
 def _nonfinite(job: Settings) -> dict[str, Any] | None:
@@ -52,7 +47,7 @@ def _nonfinite(job: Settings) -> dict[str, Any] | None:
 
 def _checkpoints(job: Settings) -> dict[str, Any]:
     keep_last = job.checkpoints.keep_last or None
-    return {"dirpath": str(job.checkpoints_dir), **msgspec.to_builtins(job.checkpoints), "keep_last": keep_last}
+    return {"dirpath": job.checkpoints_dir, **msgspec.to_builtins(job.checkpoints), "keep_last": keep_last}
 
 
 STANDARD_CALLBACKS: Mapping[str, StandardCallback] = {
@@ -74,7 +69,7 @@ STANDARD_CALLBACKS: Mapping[str, StandardCallback] = {
     "Recover": StandardCallback("recovers from faults: skips updates, lowers the learning rate, rolls back"),
     "WatchHangs": StandardCallback(
         "writes the stacks of all threads when no step ends for a long time",
-        lambda job: {"directory": str(job.artifacts_dir / "hangs")},
+        lambda job: {"directory": job.artifacts_dir / "hangs"},
     ),
     "Checkpoint": StandardCallback("saves checkpoints as `checkpoints` says", _checkpoints, required=True),
     "ReplicaGuard": StandardCallback("compares the weights of all ranks; on several ranks", in_fit=True, required=True),

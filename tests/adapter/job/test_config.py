@@ -14,9 +14,11 @@ from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.job.config import RunConfig, resolve_run_config
 from genlight.adapter.job.errors import ConfigErrors
 from genlight.adapter.job.sources import VARIABLES, read_sources
-from genlight.adapter.job.spec import DatasetSpec, InputsSpec, JobSpec, SampleRequest, UploadUrls
+from genlight.adapter.job.spec import DatasetSpec, InputsSpec, JobSpec, UploadUrls
+from genlight.adapter.job.standard_callbacks import callbacks_of_job
 from genlight.adapter.plumbing.settings import keys_of
 from genlight.adapter.plumbing.text import folder_name
+from genlight.callbacks.write_samples import SampleRequest
 
 MINIMAL = {"run_id": "r1", "trainer": "my_trainer:Trainer", "max_steps": 5}
 
@@ -209,10 +211,10 @@ def test_an_input_that_is_a_file_beside_the_spec_becomes_a_path_and_any_other_st
 def test_sample_seed_is_the_seed_of_prompts_that_name_none(job):
     path = job(sample_seed=7, sample_prompts=["a", {"prompt": "b", "seed": 3, "source_image": "cat.png"}])
     (path.parent / "cat.png").touch()
-    assert resolve(path).sample_prompts == (
-        SampleRequest(name="sample-00", prompt="a", seed=7),
-        SampleRequest(name="sample-01", prompt="b", seed=3, source_image=str(path.parent / "cat.png")),
-    )
+    samples = callbacks_of_job(resolve(path))["WriteSamples"]
+    first, second = (SampleRequest(given, index) for index, given in enumerate(samples["requests"]))
+    assert (samples["seed"], first["name"], first["seed"], first["task"]) == (7, "sample-00", None, "t2i")
+    assert (second["name"], second["seed"], second["source_image"]) == ("sample-01", 3, str(path.parent / "cat.png"))
 
 
 def test_the_token_may_go_to_upload_urls_the_hub_and_listed_origins_alone(job):

@@ -9,6 +9,7 @@ import pytest
 from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.job.config import resolve_run_config
 from genlight.adapter.job.resolved import JOB_NAME, job_file, read_job, write_job
+from genlight.adapter.job.standard_callbacks import callbacks_of_job
 
 KEY, TOKEN, PASSWORD, OF_ENVIRONMENT = "key-canary-7", "token-canary-31", "password-canary-5", "variable-canary-13"
 JOB = {
@@ -67,7 +68,8 @@ def test_settings_that_follow_another_one_follow_it_in_the_written_job_too(job):
         spec_path=path, overrides=["seed=9", "sample_seed=8", "checkpoints.every_n_steps=4"], environ={}
     )
     assert changed.dataset is not None
-    assert (changed.dataset.seed, changed.sample_prompts[0].seed, changed.checkpoint_every) == (9, 8, 4)
+    seed_of_samples = callbacks_of_job(changed)["WriteSamples"]["seed"]
+    assert (changed.dataset.seed, seed_of_samples, changed.checkpoint_every) == (9, 8, 4)
     early = written(resolve_run_config(spec_path=job(checkpoints={}, checkpoint_every=3), environ={}))
     assert resolve_run_config(spec_path=early, overrides=["checkpoint_every=4"], environ={}).checkpoint_every == 4
 

@@ -180,7 +180,7 @@ def test_sample_prompts_are_texts_or_objects(parse):
     spec, errors, _ = parse(sample_prompts=["3", {"prompt": "cat", "task": "i2i", "seed": 4, "name": "cat"}])
     assert errors == []
     assert spec.sample_prompts == (
-        SampleRequest(name="sample-00", prompt="3"),
+        SampleRequest(prompt="3"),
         SampleRequest(name="cat", task="i2i", prompt="cat", seed=4),
     )
 
