@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ import msgspec
 from ..cluster.job_context import build_job_context
 from ..plumbing.redaction import HIDDEN, secrets_in
 from ..plumbing.settings import Key, Rule, keys_of, refusal, render_text, value_of
-from ..plumbing.text import closest, nearest
+from ..plumbing.text import closest, nearest, with_unique_keys
 from ..plumbing.urls import has_scheme, looks_like_path
 from .errors import ConfigErrors
 from .spec import JobSpec, SampleRequest, Settings, all_keys, key_at, keys_at
@@ -401,7 +400,7 @@ def _object_in(content: bytes, path: Path) -> dict[str, Any]:
         pipe = "" if path.is_file() else "; a pipe can be read once, and each process of a run reads its job spec"
         raise ValueError(f"is empty{pipe}. Expected a JSON object, {{...}}.")
     try:
-        decoded = json.loads(content, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates)
+        decoded = json.loads(content, parse_constant=_refuse_constant, object_pairs_hook=with_unique_keys)
     except UnicodeDecodeError as error:  # whose own message would quote the bytes
         raise ValueError(f"is not JSON: byte {error.start} is not {error.encoding}.") from None
     except ValueError as error:
@@ -430,11 +429,3 @@ def _not_in_json(error: ValueError) -> str:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the key {twice!r} appears twice in one object")
-    return found

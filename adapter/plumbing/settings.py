@@ -266,13 +266,9 @@ def keys_of(block: Any) -> Mapping[str, Key]:
     missing = (dataclasses.MISSING, msgspec.NODEFAULT)
     keys = {}
     for each in fields:
-        key = replace(_key(each.name, hints[each.name]), owner=block)
-        if each.default_factory not in missing:
-            keys[each.name] = replace(key, default=each.default_factory())
-        elif each.default not in missing:
-            keys[each.name] = replace(key, default=each.default)
-        else:
-            keys[each.name] = replace(key, is_required=True)
+        default = each.default if each.default_factory in missing else each.default_factory()
+        given = {"is_required": True} if default in missing else {"default": default}
+        keys[each.name] = replace(_key(each.name, hints[each.name]), owner=block, **given)
     return keys
 
 

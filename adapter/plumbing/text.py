@@ -1,9 +1,10 @@
-"""Words for messages and paths: the nearest name, sizes, which texts can be kept, a run's id as a folder."""
+"""Texts: the nearest name, sizes, what can be kept, a run's id as a folder, JSON without doubt about a key."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 from urllib.parse import quote
@@ -18,6 +19,7 @@ __all__ = [
     "nearest",
     "printable",
     "size_text",
+    "with_unique_keys",
 ]
 
 HUB_LOGIN = "run `hf auth login`, or set `HF_TOKEN`"
@@ -74,6 +76,19 @@ def folder_name(run_id: str) -> str:
     if len(name) <= LONGEST_FOLDER_NAME:
         return name
     return f"{name[:LONGEST_FOLDER_NAME]}~{hashlib.sha256(run_id.encode()).hexdigest()[:12]}"
+
+
+def with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, as an ``object_pairs_hook``: of a key that appears twice, nobody could tell which was meant.
+
+    Raises:
+        ValueError: Names the key.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice!r} appears twice in one object")
+    return found
 
 
 def as_list(value: Any) -> list[Any]:

@@ -25,6 +25,8 @@ from typing import Annotated, Any
 import msgspec
 import xxhash
 
+from ....adapter.plumbing.text import with_unique_keys
+
 __all__ = [
     "BLOCK",
     "Box",
@@ -123,15 +125,7 @@ def parse_json(data: bytes) -> Any:
         ValueError: It is not JSON, or an object has a key twice.
         RecursionError: It is nested too deeply.
     """
-    return json.loads(data, object_pairs_hook=_unique)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
-    return found
+    return json.loads(data, object_pairs_hook=with_unique_keys)
 
 
 class _Entry(msgspec.Struct, frozen=True):
