@@ -40,5 +40,10 @@ def digits():
 
 @pytest.fixture(scope="session")
 def make_dataset():
-    """The module that writes the digits data."""
+    """The module that writes the digits data.
+
+    scikit-learn is not among the packages of the tests: it brings scipy, which `import lightning` loads wherever it is
+    installed. That made each of the hundreds of processes that the tests start a second slower.
+    """
+    pytest.importorskip("sklearn", reason="needs scikit-learn")
     return import_file("example_digits_make_dataset", EXAMPLES / "digits" / "make_dataset.py")
