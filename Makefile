@@ -12,6 +12,9 @@ TESTS_OF_VERSIONS := tests/adapter/module tests/adapter/gradients \
 TESTS_OF_NUMBERS := tests/adapter/gradients tests/adapter/module tests/callbacks/checkpoint tests/zoo
 LIGHTNING := $(shell sed -n 's/.*"\(lightning>=[^"]*\)".*/\1/p' pyproject.toml)
 
+# The tests start hundreds of processes; without stored bytecode each of them compiles genlight anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all check format reference zoo faults security shake versions newest-lightning lock clean
 
 demo: $(INSTALLED)  ## train the digits model through the whole path
