@@ -38,7 +38,7 @@ class JobContext:
     """The place of one process in a job; what the scheduler does not tell is None."""
 
     job_id: str | None = None
-    """Differs for each task of an array; see `array_job_id`."""
+    """Differs for each task of an array, which has SLURM_ARRAY_JOB_ID and SLURM_ARRAY_TASK_ID in `environment`."""
     step_id: str | None = None
     rank: int | None = None
     local_rank: int | None = None
@@ -57,17 +57,6 @@ class JobContext:
     created_at: float = field(default_factory=time.time, compare=False)
     """Seconds since 1970."""
     output_dir: Path | None = None
-
-    @property
-    def array_job_id(self) -> str | None:
-        """The identifier that all tasks of an array share; None outside of one."""
-        return self.environment.get("SLURM_ARRAY_JOB_ID") or None
-
-    @property
-    def array_task_id(self) -> int | None:
-        """The index of this task of an array; None outside of one."""
-        text = self.environment.get("SLURM_ARRAY_TASK_ID", "")
-        return int(text) if text.isdecimal() else None
 
     def torch_distributed_env(self, master_port: int | None = None) -> dict[str, str]:
         """The variables by which torch finds the other ranks; what is not known is left out.

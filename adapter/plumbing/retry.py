@@ -12,7 +12,6 @@ from typing import TypeVar
 __all__ = [
     "RetryPolicy",
     "TransientError",
-    "backoff_s",
     "is_transient",
     "parsed_date",
     "retry_after_s",
@@ -55,8 +54,13 @@ class RetryPolicy:
     """The longest wait that a server may ask for."""
 
     def delay_s(self, failures: int, asked_s: float | None) -> float:
-        """Seconds before the next attempt."""
-        delay = backoff_s(failures, self.first_delay_s, self.longest_delay_s, random.Random())
+        """Seconds before the next attempt, after so many failures in a row (1 or more).
+
+        Doubles from the first delay to the longest; the upper half is random, so that many runs that lost the same
+        server do not come back in step.
+        """
+        delay = min(self.longest_delay_s, self.first_delay_s * 2.0 ** min(failures - 1, 30))
+        delay *= random.Random().uniform(0.5, 1.0)  # its own generator: training draws from the global one
         return max(delay, min(asked_s or 0.0, self.longest_retry_after_s))
 
 
@@ -94,16 +98,6 @@ def with_retries(
 def is_transient(status: int) -> bool:
     """Whether a request that was answered with `status` may succeed later."""
     return status in TRANSIENT_STATUS or 500 <= status <= 599
-
-
-def backoff_s(failures: int, base_s: float, cap_s: float, rng: random.Random) -> float:
-    """Seconds to wait after the given number of consecutive failures (1 or more).
-
-    Doubles from `base_s` to `cap_s`; the upper half is random, so that many runs that lost the same server do not
-    come back in step.
-    """
-    whole = min(cap_s, base_s * 2.0 ** min(failures - 1, 30))
-    return whole * (0.5 + 0.5 * rng.random())
 
 
 def retry_after_s(value: str | None, now: datetime) -> float | None:

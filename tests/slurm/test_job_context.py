@@ -13,7 +13,8 @@ from genlight.adapter import current_job_context
 from genlight.adapter.cluster.job_context import in_srun_task
 context = current_job_context()
 fields = {field.name: getattr(context, field.name) for field in dataclasses.fields(context)}
-fields |= {"array": [context.array_job_id, context.array_task_id], "env": context.torch_distributed_env()}
+array = [context.environment.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK")]
+fields |= {"array": [array[0], array[1] and int(array[1])], "env": context.torch_distributed_env()}
 fields |= {"is_task": in_srun_task(), "environment": None}
 print(json.dumps(fields, default=str))
 """

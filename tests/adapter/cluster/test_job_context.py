@@ -99,9 +99,6 @@ FIRST_SOUND = [
     ({"MASTER_PORT": "29500", "SLURM_JOB_ID": "1"}, "master_port", 29500),
     ({"SLURM_PROCID": "0"}, "rank", 0),
     ({"SLURM_JOBID": "12"}, "job_id", "12"),
-    ({"SLURM_ARRAY_JOB_ID": "3", "SLURM_JOB_ID": "4"}, "array_job_id", "3"),
-    ({"SLURM_ARRAY_TASK_ID": "2"}, "array_task_id", 2),
-    ({}, "array_task_id", None),
 ]
 
 

@@ -218,7 +218,7 @@ def prepare(job):
 @pytest.fixture
 def impatient(monkeypatch):
     """Retries of a download follow each other at once."""
-    monkeypatch.setattr("genlight.adapter.plumbing.retry.backoff_s", lambda *_: 0.0)
+    monkeypatch.setattr("genlight.adapter.plumbing.retry.RetryPolicy.delay_s", lambda *_: 0.0)
 
 
 @pytest.mark.parametrize("name", FAULTS)

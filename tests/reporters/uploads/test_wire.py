@@ -1,13 +1,12 @@
 """Addresses, keys, payloads and the patience of retries: pure functions."""
 
 import json
-import random
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from genlight.adapter.plumbing.retry import LONGEST_RETRY_AFTER_S, backoff_s, retry_after_s
+from genlight.adapter.plumbing.retry import LONGEST_RETRY_AFTER_S, RetryPolicy, retry_after_s
 from genlight.reporters.uploads.wire import (
     Refused,
     TryAgain,
@@ -111,11 +110,11 @@ def test_retry_after_never_fails_whatever_a_server_says(text):
 
 
 def test_the_back_off_doubles_up_to_its_cap_and_is_spread():
-    rng = random.Random(0)
+    policy = RetryPolicy(first_delay_s=0.5, longest_delay_s=60.0)
     for failures, whole in [(1, 0.5), (2, 1.0), (5, 8.0), (9, 60.0), (10_000, 60.0)]:
-        drawn = [backoff_s(failures, 0.5, 60.0, rng) for _ in range(50)]
+        drawn = [policy.delay_s(failures, None) for _ in range(50)]
         assert whole / 2 <= min(drawn) < max(drawn) <= whole
-    assert backoff_s(1, 0.0, 60.0, rng) == 0.0
+    assert RetryPolicy(first_delay_s=0.0).delay_s(1, None) == 0.0
 
 
 def test_a_date_with_a_zone_counts_from_that_zone():
