@@ -58,7 +58,7 @@ class ConfigErrors:
             return None
         known = tuple(secrets)
         code = min((error.code for error in self.found), key=CODES.index)
-        lines = [_line(error, code) for error in self.found]
+        lines = [error.text if error.code == code else f"{error.code}: {error.text}" for error in self.found]
         if len(lines) > MOST_SHOWN:
             lines = [*lines[:MOST_SHOWN], f"and {len(lines) - MOST_SHOWN} more errors."]
         message = (
@@ -67,7 +67,3 @@ class ConfigErrors:
         # A misspelled key is often why another one is missing.
         notes = [f"note: {warning}" for warning in self.warnings]
         return StartupContractError(code, redact("\n  ".join([message, *notes]), known))
-
-
-def _line(error: ConfigError, code: str) -> str:
-    return error.text if error.code == code else f"{error.code}: {error.text}"

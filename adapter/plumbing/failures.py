@@ -148,14 +148,11 @@ def stop_reason(error: BaseException) -> StopReason | None:
     return "canceled" if isinstance(error, KeyboardInterrupt) else None
 
 
-def _is_lost_worker(error: BaseException) -> bool:
-    """Whether a torch data loader lost a worker to a signal; torch says so in words alone."""
-    return any(isinstance(part, RuntimeError) and _LOST_WORKER.search(text_of(part)) for part in causes_of(error))
-
-
 def stop_behind_lost_worker(error: BaseException, reason: StopReason | None) -> TrainingCanceled | None:
     """The stop for `reason` whose signal ended a data worker before the step was done, and says so; None otherwise."""
-    if reason is None or not _is_lost_worker(error):
+    # Torch says in words alone that its loader lost a worker.
+    lost = any(isinstance(part, RuntimeError) and _LOST_WORKER.search(text_of(part)) for part in causes_of(error))
+    if reason is None or not lost:
         return None
     log.warning("the stop signal ended a data worker first, so no checkpoint of this step was saved")
     return TrainingCanceled(reason)

@@ -93,7 +93,7 @@ def source_digest(hosted: object) -> str | None:
 
     It tells two states of a working tree apart that git has both as uncommitted.
     """
-    source = None if hosted is None else _source_of(hosted)
+    source = _source_of(hosted)
     try:
         return None if source is None else f"sha256:{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}"
     except OSError:
@@ -131,18 +131,13 @@ def installed_packages() -> Mapping[str, str]:
     has them: reading each one's metadata takes a hundred times as long. The first on ``sys.path`` is what is imported.
     """
     found: dict[str, str] = {}
-    for name, version in _dist_infos():
-        found.setdefault(name, version)
-    return dict(sorted(found.items()))
-
-
-def _dist_infos() -> Iterator[tuple[str, str]]:
-    for place in sys.path:
+    for place in reversed(sys.path):
         with contextlib.suppress(OSError):  # a path that does not exist, or a ZIP archive
             for name in os.listdir(place or os.curdir):
                 project, dash, version = name.removesuffix(_DIST_INFO).partition("-")
                 if dash and name.endswith(_DIST_INFO):
-                    yield project.replace("_", "-"), version
+                    found[project.replace("_", "-")] = version
+    return dict(sorted(found.items()))
 
 
 def command_line(arguments: Sequence[str] | None = None, *, secrets: Iterable[str | None] = ()) -> str:
