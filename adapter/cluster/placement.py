@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from typing_extensions import override
 
 from ..plumbing.text import as_list
-from .job_context import in_srun_task
+from .job_context import derived_port, in_srun_task
 from .slurm_environment import SlurmEnvironment
-from .torchrun_environment import TorchrunEnvironment, shares_store_of_agent
 
-__all__ = ["placed_by_launcher"]
+__all__ = ["TorchrunEnvironment", "placed_by_launcher"]
 
 _NOT_GIVEN = (None, "auto", -1, "-1")
 """The values that `devices` may have where the launcher decides."""
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 def placed_by_launcher(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,7 +37,7 @@ def placed_by_launcher(arguments: Mapping[str, Any]) -> dict[str, Any]:
     chosen = _has_cluster_environment(arguments)
     environment: ClusterEnvironment | None = None
     if TorchElasticEnvironment.detect():  # also where srun started it: torchrun has numbered its processes itself
-        environment = TorchrunEnvironment() if shares_store_of_agent() and not chosen else None
+        environment = TorchrunEnvironment() if _shares_store_of_agent() and not chosen else None
         devices, num_nodes = _number("LOCAL_WORLD_SIZE"), _number("GROUP_WORLD_SIZE")
     elif chosen or not in_srun_task():
         environment = LightningEnvironment() if "SLURM_NTASKS" in os.environ and not chosen else None
@@ -62,3 +64,33 @@ def _has_cluster_environment(arguments: Mapping[str, Any]) -> bool:
 def _number(variable: str) -> int | None:
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
+def _shares_store_of_agent() -> bool:
+    """Whether torchrun has this process meet the others in the store of its agent."""
+    return os.environ.get(_AGENT_STORE) == str(True)
+
+
+class TorchrunEnvironment(TorchElasticEnvironment):
+    """Ranks that torchrun started, which meet in a store that rank zero opens for this start alone.
+
+    The agents of torch 2.13 hand all starts of a job the same store. What the ranks of an earlier start have written
+    there, such as the addresses at which they were to be found, is read by those of the next one: without this, a
+    restart after a failure waits for processes that have ended, fails, and costs another restart.
+
+    ``genlight run`` and ``genlight fit`` use it by themselves. Agents end the ranks of a start before the next one, so
+    that nobody listens at its port any more, also where a start after a change of nodes has the same number.
+    """
+
+    @property
+    @override
+    def main_port(self) -> int:
+        """The port of that store, which follows from that of the agents and the number of the start."""
+        return self._port
+
+    @cached_property
+    def _port(self) -> int:
+        if not _shares_store_of_agent():
+            return super().main_port
+        os.environ[_AGENT_STORE] = str(False)  # torch reads it when the process group is made
+        return derived_port(super().main_port, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))

@@ -3,8 +3,7 @@
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from genlight.adapter.cluster.placement import placed_by_launcher
-from genlight.adapter.cluster.torchrun_environment import TorchrunEnvironment
+from genlight.adapter.cluster.placement import TorchrunEnvironment, placed_by_launcher
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "5", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"}
 

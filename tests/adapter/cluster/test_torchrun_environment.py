@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from genlight.adapter.cluster.torchrun_environment import TorchrunEnvironment
+from genlight.adapter.cluster.placement import TorchrunEnvironment
 
 
 @pytest.fixture
