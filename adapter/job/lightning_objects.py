@@ -95,11 +95,11 @@ def make_data(config: RunConfig, parquet_paths: Sequence[str] = ()) -> pl.Lightn
             `collate` that cannot be imported.
     """
     dataset = config.dataset
-    try:
-        if config.mock_batches is not None:
-            return MockDataModule(batches=list(config.mock_batches))
-        if dataset is None:
-            return None
+    if config.mock_batches is not None:
+        return MockDataModule(batches=list(config.mock_batches))
+    if dataset is None:
+        return None
+    with _errors_of("The data"):
         # Neither the files nor the epochs, which the trainer counts, are options of a data module.
         defaults = msgspec.to_builtins(DatasetSpec(parquet_paths=dataset.parquet_paths, epochs=dataset.epochs))
         changed = {name: value for name, value in msgspec.to_builtins(dataset).items() if value != defaults[name]}
@@ -107,10 +107,6 @@ def make_data(config: RunConfig, parquet_paths: Sequence[str] = ()) -> pl.Lightn
             return feed.FunctionDataModule(function=config.data, **changed)
         paths = list(parquet_paths or dataset.parquet_paths)
         return feed.ArrowDataModule(parquet_paths=paths, **changed) if paths else None
-    except (ValueError, TypeError) as error:
-        raise StartupContractError(
-            "startup.invalid_job_spec", f"The data of the job cannot be used: {text_of(error)}"
-        ) from error
 
 
 def instantiate(
@@ -126,9 +122,9 @@ def instantiate(
             options, that cannot be used.
     """
     data = make_data(config, parquet_paths)
-    with _errors_of("callbacks"):
+    with _errors_of("The `callbacks` block"):
         callbacks = [getattr(genlight_callbacks, name)(**given) for name, given in callbacks_of_job(config).items()]
-    with _errors_of("lightning"):
+    with _errors_of("The `lightning` block"):
         theirs = _instantiated(_their_arguments(config))
         path = config.events_path
         logger = EventLogger(path=path.name, run_id=config.run_id, save_dir=str(path.parent))
@@ -147,19 +143,18 @@ def instantiate_alone(config: RunConfig, callbacks: Sequence[pl.Callback]) -> pl
             used.
     """
     given = {name: value for name, value in _their_arguments(config).items() if name not in _LEAVES_SOMETHING}
-    with _errors_of("lightning"):
+    with _errors_of("The `lightning` block"):
         alone = {"logger": False, "enable_checkpointing": False, "limit_val_batches": 0, "callbacks": list(callbacks)}
         return pl.Trainer(**{**_our_arguments(config), **_instantiated(given), **alone})
 
 
 @contextlib.contextmanager
-def _errors_of(block: str) -> Iterator[None]:
+def _errors_of(what: str) -> Iterator[None]:
     try:
         yield
     except (ArgumentError, ValueError, TypeError, ImportError, MisconfigurationException) as error:
-        raise StartupContractError(
-            "startup.invalid_job_spec", f"The `{block}` block of the job cannot be used: {root_cause(error)}"
-        ) from error
+        text = f"{what} of the job cannot be used: {text_of(root_cause(error))}"
+        raise StartupContractError("startup.invalid_job_spec", text) from error
 
 
 def _instantiated(given: Mapping[str, Any]) -> dict[str, Any]:
