@@ -125,13 +125,8 @@ class CallbackList(Hook):
                     f"{type(callback).__name__} needs a Lightning trainer, and this loop has none: leave it out, or "
                     "train with `Trainer(callbacks=[CallbackList([…])])`"
                 )
-            act = getattr(callback, "act_in_own_loop", None)  # of ours, which else stand for Lightning callbacks
-            if act is None and (method := getattr(callback, hook, None)) is not None:
-                method(trainer)
-            elif act is not None and hook == "on_train_begin":
-                callback.on_train_begin(self._own_loop)  # counts from this step on
-            elif act is not None and hook == "on_step_end":
-                act(self._own_loop)
+            if (method := getattr(callback, hook, None)) is not None:
+                method(self._own_loop if getattr(callback, "takes_own_loop", False) else trainer)
 
     on_train_begin = functools.partialmethod(_dispatch, "on_train_begin")
     on_epoch_begin = functools.partialmethod(_dispatch, "on_epoch_begin")

@@ -21,6 +21,7 @@ from ...adapter.plumbing.redaction import without_secrets
 from ..checkpoint.policy import Checkpoint
 from ..early_stopping import EarlyStopping
 from ..health.diagnosis import Diagnosis
+from ..health.faults import Reading
 from ..hook.cadence import crossed
 from ..hook.events import callbacks_of, log_to_loggers, run_state_of
 from ..job_progress import JobProgress
@@ -43,6 +44,9 @@ __all__ = [
 
 class _Periodic(Callback):
     """Acts at the end of every so many steps; 0 turns it off."""
+
+    takes_own_loop = False
+    """Whether a loop of one's own is handed to it as an `OwnLoop`, and not as the trainer object that it has."""
 
     def __init__(self, name: str, every: int) -> None:
         if every < 0:
@@ -79,6 +83,8 @@ class LoggingCallback(_Periodic):
         ModuleNotFoundError: `use_wandb` is set and wandb is not installed.
     """
 
+    takes_own_loop = True
+
     def __init__(
         self,
         log_interval: int = 100,
@@ -95,7 +101,7 @@ class LoggingCallback(_Periodic):
             raise ModuleNotFoundError("use_wandb needs wandb: pip install genlight[wandb]")
 
     @override
-    def on_train_begin(self, trainer: TrainerView) -> None:
+    def on_train_begin(self, trainer: Any) -> None:
         super().on_train_begin(trainer)
         if self.use_wandb:
             from lightning.pytorch.loggers import WandbLogger
@@ -104,10 +110,6 @@ class LoggingCallback(_Periodic):
             if not any(isinstance(logger, WandbLogger) for logger in loggers):
                 named = WandbLogger(self.wandb_run_name, trainer.output_dir, project=self.wandb_project)
                 trainer.lightning.loggers = [*loggers, named]
-
-    def act_in_own_loop(self, loop: OwnLoop) -> None:
-        """Write the metrics of a step, where it is due."""
-        self.on_step_end(loop)
 
     @override
     def act(self, trainer: TrainerView | OwnLoop) -> None:
@@ -135,6 +137,7 @@ class CheckpointCallback(_Periodic):
     """
 
     critical = True
+    takes_own_loop = True
 
     def __init__(
         self,
@@ -165,10 +168,6 @@ class CheckpointCallback(_Periodic):
                 monitor="train/loss" if self.save_best and is_hosted else None,
             )
         ]
-
-    def act_in_own_loop(self, loop: OwnLoop) -> None:
-        """Have the trainer's own ``save_checkpoint(path)`` write the files of this style, where it is due."""
-        self.on_step_end(loop)
 
     @override
     def act(self, trainer: TrainerView | OwnLoop) -> None:
@@ -216,10 +215,13 @@ class EvalCallback(_Periodic):
         _send(trainer, {f"eval/{name}": float(value) for name, value in scores.items()}, self._step)
 
 
-class _StandsFor(Callback):
-    """Stands for one of genlight's own callbacks."""
+class _StandsFor(_Periodic):
+    """Stands for one of genlight's own callbacks, which needs Lightning; in a loop of one's own it acts itself."""
 
-    def __init__(self, callback: Any, run_id: str | None = None) -> None:
+    takes_own_loop = True
+
+    def __init__(self, callback: Any, every: int = 1, run_id: str | None = None) -> None:
+        super().__init__("every", every)
         self.callback = callback
         self.run_id = run_id
 
@@ -228,6 +230,16 @@ class _StandsFor(Callback):
         state = run_state_of(trainer.lightning)
         state.run_id = state.run_id or self.run_id or ""
         return [self.callback]
+
+    @override
+    def act(self, trainer: TrainerView | OwnLoop) -> None:
+        if isinstance(trainer, OwnLoop):
+            trainer.name_run(self.run_id)
+            self.act_in_own_loop(trainer)
+
+    def act_in_own_loop(self, loop: OwnLoop) -> None:
+        """Do what the callback does at a step at which it is due."""
+        raise NotImplementedError
 
 
 class EarlyStoppingCallback(_StandsFor):
@@ -245,9 +257,11 @@ class EarlyStoppingCallback(_StandsFor):
     def __init__(self, patience: int = 5000, *, min_delta: float = 1e-4, monitor: str = "loss") -> None:
         super().__init__(EarlyStopping(monitor, patience, min_delta=min_delta))
 
+    @override
     def act_in_own_loop(self, loop: OwnLoop) -> None:
-        """Set the trainer's ``should_stop`` once the metric no longer improves."""
-        loop.stop_early(self.callback)
+        monitor = self.callback.monitor
+        value = loop.metric(monitor)
+        self.callback.judge(loop, {} if value is None else {monitor: value}, loop.global_step)
 
 
 class ProgressCallback(_StandsFor):
@@ -266,9 +280,9 @@ class ProgressCallback(_StandsFor):
         is_shown = any(isinstance(callback, JobProgress) for callback in callbacks_of(trainer.lightning))
         return [] if is_shown else [self.callback]
 
+    @override
     def act_in_own_loop(self, loop: OwnLoop) -> None:
-        """Write the step about once a second."""
-        if time.monotonic() - self._shown_at >= 1:
+        if time.monotonic() - self._shown_at >= 1:  # about once a second
             self._shown_at = time.monotonic()
             sys.stderr.write(f"{self.callback.description}: step {loop.global_step}\n")
 
@@ -294,11 +308,19 @@ class HeartbeatCallback(_StandsFor):
         run_id: str | None = None,
         metrics_path: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__(Heartbeat(interval_steps, scenario, path=metrics_path), run_id)
+        super().__init__(Heartbeat(interval_steps, scenario, path=metrics_path), interval_steps, run_id)
 
+    @override
     def act_in_own_loop(self, loop: OwnLoop) -> None:
-        """Write a heartbeat, where it is due."""
-        loop.beat(self.callback, self.run_id)
+        seconds = time.monotonic() - loop.began_at
+        self.callback.events.write(
+            loop,
+            event="heartbeat",
+            success=True,
+            duration_sec=seconds,
+            ttfi_sec=loop.first_step_s,
+            throughput_steps_per_sec=(loop.global_step - loop.first_step) / seconds if seconds else None,
+        )
 
 
 class DiagnosisCallback(_StandsFor):
@@ -327,11 +349,18 @@ class DiagnosisCallback(_StandsFor):
         metrics_path: str | os.PathLike[str] | None = None,
     ) -> None:
         limits = (gradient_min_norm, latent_std_min)
-        super().__init__(Diagnosis(check_interval, *limits, scenario=scenario, path=metrics_path), run_id)
+        diagnosis = Diagnosis(check_interval, *limits, scenario=scenario, path=metrics_path)
+        super().__init__(diagnosis, check_interval, run_id)
 
+    @override
     def act_in_own_loop(self, loop: OwnLoop) -> None:
-        """Look at the losses and the gradients of the trainer's ``model``, where it is due."""
-        loop.diagnose(self.callback, self.run_id)
+        """Judge the losses, the gradients that the step has left, and the spread of latent values."""
+        named = getattr(getattr(loop.trainer, "model", None), "named_parameters", dict)
+        norms = {name: float(value.grad.norm()) for name, value in dict(named()).items() if value.grad is not None}
+        spreads = ((name, loop.metric(name)) for name in ("latent_std", "z_std"))
+        latent = next(((name, value) for name, value in spreads if value is not None), None)
+        norms = {name: norm if math.isfinite(norm) else math.nan for name, norm in norms.items()}
+        self.callback.judge(loop, Reading(loop.global_step, norms, losses=loop.take_losses(), latent=latent))
 
 
 class TrainingReportCallback(Callback):

@@ -15,12 +15,7 @@ from typing import Any
 
 import torch
 
-from ..early_stopping import EarlyStopping
-from ..health.diagnosis import Diagnosis
-from ..health.faults import Reading
-from ..hook.cadence import crossed
 from ..hook.events import run_state_of
-from ..telemetry.heartbeat import Heartbeat
 
 __all__ = ["OwnLoop"]
 
@@ -42,11 +37,9 @@ class OwnLoop:
         self.callbacks: list[Any] = []
         self.loggers: list[Any] = []
         self._steps = 0
-        self._began_at = time.monotonic()
-        self._first_step_s: float | None = None
-        self._first_step = self.global_step
-        self._seen: dict[int, int] = {}
-        """By the id of each callback, the step of its last look."""
+        self.began_at = time.monotonic()
+        self.first_step_s: float | None = None
+        self.first_step = self.global_step
         self._losses: list[tuple[int, float]] = []
 
     @property
@@ -103,56 +96,21 @@ class OwnLoop:
             raise TypeError(f"CheckpointCallback needs `save_checkpoint(path)` of {type(self.trainer).__name__}.")
         save(path)
 
-    def is_due(self, callback: Any, every: int) -> bool:
-        """Whether a cadence of a callback was crossed since its last look."""
-        before, now = self._seen.get(id(callback), self._first_step), self.global_step
-        self._seen[id(callback)] = now
-        return crossed(before, now, every)
-
     def step_ended(self) -> None:
         """Count a step; before its callbacks are called."""
         self._steps += 1
-        if self._first_step_s is None:
-            self._first_step_s = time.monotonic() - self._began_at
+        if self.first_step_s is None:
+            self.first_step_s = time.monotonic() - self.began_at
         loss = self.metric("loss")
         if loss is not None:
             self._losses = [*self._losses[-255:], (self.global_step, loss if math.isfinite(loss) else math.nan)]
 
-    def stop_early(self, early_stopping: EarlyStopping) -> None:
-        """Judge the monitored metric of the step that has ended."""
-        value = self.metric(early_stopping.monitor)
-        values = {} if value is None else {early_stopping.monitor: value}
-        early_stopping.judge(self, values, self.global_step)  # type: ignore[arg-type]
-
-    def beat(self, heartbeat: Heartbeat, run_id: str | None) -> None:
-        """Write a heartbeat, where it is due."""
-        if not self.is_due(heartbeat, heartbeat.interval_steps):
-            return
-        self._name_run(run_id)
-        seconds = time.monotonic() - self._began_at
-        heartbeat.events.write(
-            self,  # type: ignore[arg-type]
-            event="heartbeat",
-            success=True,
-            duration_sec=seconds,
-            ttfi_sec=self._first_step_s,
-            throughput_steps_per_sec=(self.global_step - self._first_step) / seconds if seconds else None,
-        )
-
-    def diagnose(self, diagnosis: Diagnosis, run_id: str | None) -> None:
-        """Look at losses, at the gradients that the step has left, and at the spread of latent values, where due."""
-        if not self.is_due(diagnosis, diagnosis.check_interval):
-            return
-        self._name_run(run_id)
-        named = getattr(getattr(self.trainer, "model", None), "named_parameters", dict)
-        norms = {name: float(value.grad.norm()) for name, value in dict(named()).items() if value.grad is not None}
-        spreads = ((name, self.metric(name)) for name in ("latent_std", "z_std"))
-        latent = next(((name, value) for name, value in spreads if value is not None), None)
+    def take_losses(self) -> list[tuple[int, float]]:
+        """Steps and losses since the last call, the newest 256; ``nan`` where one is not finite."""
         losses, self._losses = self._losses, []
-        norms = {name: norm if math.isfinite(norm) else math.nan for name, norm in norms.items()}
-        reading = Reading(self.global_step, norms, losses=losses, latent=latent)
-        diagnosis.judge(self, reading)  # type: ignore[arg-type]
+        return losses
 
-    def _name_run(self, run_id: str | None) -> None:
+    def name_run(self, run_id: str | None) -> None:
+        """Have events name the run as its trainer does, else by `run_id`."""
         state = run_state_of(self)  # type: ignore[arg-type]
         state.run_id = state.run_id or str(getattr(self.trainer, "run_id", "") or run_id or "")
