@@ -54,7 +54,6 @@ __all__ = [
     "call_hooks",
     "checkpoint_connector",
     "load_loader_states",
-    "loader_states",
     "DDPSettings",
     "ddp_settings",
     "logger_connector",
@@ -146,7 +145,7 @@ _USED: tuple[tuple[type, tuple[str, ...]], ...] = (
             *("_logged_metrics", "_first_loop_iter"),
         ),
     ),
-    (CombinedLoader, ("_state_dicts", "_load_state_dicts", "_iterator")),
+    (CombinedLoader, ("_load_state_dicts", "_iterator")),
     (
         pl.Trainer,
         ("_signal_connector", "_logger_connector", "_data_connector", "_checkpoint_connector", "received_sigterm"),
@@ -188,14 +187,8 @@ def checkpoint_connector(trainer: pl.Trainer) -> CheckpointConnector:
     return trainer._checkpoint_connector
 
 
-def loader_states(trainer: pl.Trainer) -> list[dict[str, Any]]:
-    """The states of the training loaders that keep one."""
-    loader = trainer.fit_loop._combined_loader
-    return [] if loader is None else list(loader._state_dicts())
-
-
 def load_loader_states(loader: CombinedLoader, states: list[dict[str, Any]]) -> None:
-    """Have the loaders that keep a state go on from what `loader_states` gave."""
+    """Have the loaders that keep a state go on from these."""
     loader._load_state_dicts(states)
 
 

@@ -50,8 +50,6 @@ TRAINER_HOOK_EVENTS = (
 _ATTRIBUTE = "_genlight_trainer_state"
 _FACTS = {each.name: each.name for each in fields(RunState)} | {"mb_idx": "minibatch_index"}
 """Fields that are facts of the run state, with their names there."""
-_EXTRA: Mapping[str, Any] = {"latest_wandb_uri": None}
-"""Fields that are facts without a field of their own in the run state, with what they are at first."""
 _LIVE = ("optimizer", "policy", "experience", "stats_tracker", "timer", "training_env_id")
 """Fields that are live objects, which no checkpoint holds."""
 
@@ -59,8 +57,8 @@ _LIVE = ("optimizer", "policy", "experience", "stats_tracker", "timer", "trainin
 class TrainerState:
     """The state that trainer hooks share: a view of the run state, and the live objects of the training.
 
-    Facts are read from and written to the `RunState`, which checkpoints hold: all of its fields, ``mb_idx`` (its
-    ``minibatch_index``), and ``latest_wandb_uri`` in its ``extra``.
+    Facts are read from and written to the `RunState`, which checkpoints hold: all of its fields, and ``mb_idx`` (its
+    ``minibatch_index``).
 
     Live objects are ``policy`` (the trainer's ``policy`` or ``model``, else its only module, else the LightningModule),
     ``optimizer`` (the first), and ``experience``, ``timer``, ``stats_tracker`` and ``training_env_id``, as the state of
@@ -104,8 +102,6 @@ class TrainerState:
             self._read_losses()
         if name in _FACTS:
             return getattr(self.run_state, _FACTS[name])
-        if name in _EXTRA:
-            return self.run_state.extra.get(name, _EXTRA[name])
         if name in _LIVE:
             return self._own[name] if name in self._own else _live(name, self._trainer, self._module)
         raise _unknown(name)
@@ -122,15 +118,13 @@ class TrainerState:
             vars(self)["_losses_of_step"] = self._trainer.global_step
         if name in _FACTS:
             setattr(self.run_state, _FACTS[name], value)
-        elif name in _EXTRA:
-            self.run_state.extra[name] = value
         elif name in _LIVE:
             self._own[name] = value
         else:
             raise _unknown(name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_FACTS, *_EXTRA, *_LIVE})
+        return sorted({*super().__dir__(), *_FACTS, *_LIVE})
 
 
 class TrainerHook:
@@ -304,7 +298,7 @@ def _live(name: str, trainer: pl.Trainer | None, pl_module: pl.LightningModule |
 
 
 def _unknown(name: str) -> AttributeError:
-    known = (*_FACTS, *_EXTRA, *_LIVE)
+    known = (*_FACTS, *_LIVE)
     return AttributeError(
         f"TrainerState has no field {name!r}.{nearest(name, known)} Facts of your own belong to `run_state.extra`"
     )

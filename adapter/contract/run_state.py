@@ -42,6 +42,8 @@ class RunState:
     latest_checkpoint_uri: str | None = None
     """The newest checkpoint that is durable, or that the run resumed from: the address of its record where it was
     uploaded, once it has arrived, and its path until then."""
+    latest_wandb_uri: str | None = None
+    """The newest checkpoint that is an artifact of Weights & Biases."""
     latest_sample_uris: list[str] | None = None
     stop_reason: str | None = None
     """Why the run is ending early, once that is decided."""

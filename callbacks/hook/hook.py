@@ -19,6 +19,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -320,16 +321,19 @@ def in_order(hooks: Sequence[Hook]) -> list[Hook]:
         HookOrderError: Hooks wait for each other, or one reads a field that no hook writes.
     """
     # By position: a hook that is a dataclass can be neither hashed nor distinguished from its equal.
-    waits_for = [_predecessors(position, hooks) for position in range(len(hooks))]
-    ordered: list[int] = []
-    remaining = list(range(len(hooks)))
-    while remaining:
-        ready = next((position for position in remaining if not waits_for[position].intersection(remaining)), None)
-        if ready is None:
-            raise HookOrderError(_describe_cycle(remaining, waits_for, hooks))
-        ordered.append(ready)
-        remaining.remove(ready)
-    return [hooks[position] for position in ordered]
+    graph = TopologicalSorter({position: _predecessors(position, hooks) for position in range(len(hooks))})
+    try:
+        graph.prepare()
+    except CycleError as error:
+        raise HookOrderError(_describe_cycle([hooks[position] for position in reversed(error.args[1])])) from None
+    ordered: list[Hook] = []
+    ready: list[int] = []
+    while graph.is_active():
+        ready = sorted([*ready, *graph.get_ready()])
+        first = ready.pop(0)
+        ordered.append(hooks[first])
+        graph.done(first)
+    return ordered
 
 
 def _predecessors(position: int, hooks: Sequence[Hook]) -> set[int]:
@@ -350,12 +354,8 @@ def _predecessors(position: int, hooks: Sequence[Hook]) -> set[int]:
     return before
 
 
-def _describe_cycle(stuck: Sequence[int], waits_for: Sequence[set[int]], hooks: Sequence[Hook]) -> str:
-    """Follow who waits for whom among the `stuck` until a hook comes twice."""
-    path = [stuck[0]]
-    while path.count(path[-1]) == 1:
-        path.append(next(position for position in stuck if position in waits_for[path[-1]]))
-    cycle = [hooks[position] for position in path[path.index(path[-1]) :]]
+def _describe_cycle(cycle: Sequence[Hook]) -> str:
+    """In words, hooks each of which waits for the next; the last one is the first again."""
     steps = [
         f"{hook.label} reads {_shared_fields(hook, writer)} of {writer.label}"
         for hook, writer in itertools.pairwise(cycle)

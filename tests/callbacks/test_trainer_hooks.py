@@ -125,7 +125,7 @@ def test_the_state_is_a_view_of_the_run_state_and_of_what_lives() -> None:
     assert (seen["epoch"], seen["timer"]) == (2, "a stopwatch")
     facts = run_state_of(trainer)
     assert facts.agent_step == 40
-    assert facts.extra == {"latest_wandb_uri": "wandb://x"}
+    assert facts.latest_wandb_uri == "wandb://x"
 
 
 def test_a_field_that_there_is_not_is_an_error_that_offers_the_nearest(fit_plain) -> None:
