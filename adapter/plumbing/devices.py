@@ -9,17 +9,20 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import gc
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.seed import isolate_rng
 
+from .redaction import text_of
+
 __all__ = [
     "LateCopy",
     "accelerator",
     "gather_objects",
+    "gather_results",
     "host_group",
     "isolated_random_numbers",
     "memory_of",
@@ -27,6 +30,8 @@ __all__ = [
     "release_memory",
     "restore_random_states",
 ]
+
+_Result = TypeVar("_Result")
 
 
 def accelerator() -> torch.device | None:
@@ -122,6 +127,27 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def gather_results(
+    act: Callable[[], _Result], group: dist.ProcessGroup | None = None
+) -> list[tuple[_Result | None, str | None]]:
+    """What `act` gives on every rank of `group`, in order, and what it raised there, in words; to be called by all.
+
+    Raises:
+        Exception: What it raised on this rank, once the others no longer wait for this one.
+    """
+    result: _Result | None = None
+    failure: Exception | None = None
+    try:
+        result = act()
+    except Exception as error:  # noqa: BLE001 - raised below
+        failure = error
+    said = None if failure is None else f"{type(failure).__qualname__}: {text_of(failure)}"
+    gathered = gather_objects((result, said), group)
+    if failure is not None:
+        raise failure
+    return gathered
 
 
 def release_memory() -> None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import ContractError, EvaluationError
-from ...adapter.plumbing.devices import gather_objects, isolated_random_numbers
-from ...adapter.plumbing.redaction import text_of
+from ...adapter.plumbing.devices import gather_results, isolated_random_numbers
 from ..hook.cadence import Boundaries, StepCadence
 from ..hook.events import publish_scores, timed
 from ..hook.hook import Hook, skippable
@@ -95,21 +92,15 @@ def _number(name: object, score: Any) -> float:
         raise ContractError(f"evaluate returned a {kind} as {name!r}; a score is one number ({error})") from error
 
 
-@contextmanager
-def _modes_after_failure(module: torch.nn.Module) -> Iterator[None]:
-    """Put the modes of `module` and its parts back where the body, which sets them, fails half-way."""
-    modes = [(part, part.training) for part in module.modules()]
+def _scores_of_rank(pl_module: pl.LightningModule) -> dict[str, float]:
+    """The scores, with the modes of all modules put back where the evaluation, which sets them, fails half-way."""
+    modes = [(part, part.training) for part in pl_module.modules()]
     try:
-        yield
+        return scores_of(pl_module)
     except BaseException:
         for part, is_training in modes:
             part.training = is_training
         raise
-
-
-def _scores_of_rank(pl_module: pl.LightningModule) -> dict[str, float]:
-    with _modes_after_failure(pl_module):
-        return scores_of(pl_module)
 
 
 def _evaluation_of(pl_module: pl.LightningModule) -> Callable[..., Any]:
@@ -131,24 +122,17 @@ def _scores_of_all_ranks(trainer: pl.Trainer, pl_module: pl.LightningModule, *, 
     """
     if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
         return _scores_of_rank(pl_module)
-    scores: dict[str, float] = {}
-    failure: Exception | None = None
-    try:
-        scores = _scores_of_rank(pl_module)
-    except Exception as error:  # noqa: BLE001 - raised below, once the other ranks do not wait for this one
-        failure = error
-    said = None if failure is None else f"{type(failure).__qualname__}: {text_of(failure)}"
-    everyone: list[tuple[dict[str, float], str | None]] = gather_objects((scores, said))
-    if failure is not None:
-        raise failure
-    for rank, (_, problem) in enumerate(everyone):
-        if problem is not None:
+    scores: list[dict[str, float]] = []
+    for rank, (theirs, problem) in enumerate(gather_results(lambda: _scores_of_rank(pl_module))):
+        if theirs is None:
             raise EvaluationError(f"the evaluation failed on rank {rank}: {problem}")
+        scores.append(theirs)
+    first = scores[0]
     if not average:
-        return everyone[0][0]
-    for rank, (theirs, _) in enumerate(everyone):
-        if set(theirs) != set(everyone[0][0]):
+        return first
+    for rank, theirs in enumerate(scores):
+        if set(theirs) != set(first):
             raise EvaluationError(
-                f"scores cannot be averaged: rank 0 has {sorted(everyone[0][0])}, and rank {rank} has {sorted(theirs)}"
+                f"scores cannot be averaged: rank 0 has {sorted(first)}, and rank {rank} has {sorted(theirs)}"
             )
-    return {name: sum(theirs[name] for theirs, _ in everyone) / len(everyone) for name in everyone[0][0]}
+    return {name: sum(theirs[name] for theirs in scores) / len(scores) for name in first}

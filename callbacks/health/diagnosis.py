@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -12,7 +13,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from typing_extensions import override
 
-from ...adapter.plumbing.devices import gather_objects, host_group
+from ...adapter.plumbing.devices import gather_results, host_group
 from ..hook.cadence import StepCadence, crossed, next_multiple
 from ..hook.events import FIGURES_FIELD, fire, publish_figures
 from ..hook.hook import Hook
@@ -164,17 +165,11 @@ class Diagnosis(Hook):
 
     def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any) -> None:
         assert self._probe is not None
-        own: Reading | None = None
-        failure: Exception | None = None
-        try:
-            own = self._probe.read(self._step, outputs)
-        except Exception as error:  # noqa: BLE001  # raised below: the other ranks wait for this one's reading
-            failure = error
-        readings = [own] if trainer.world_size == 1 else gather_objects(own, self._group)
-        if failure is not None:
-            raise failure
+        read = functools.partial(self._probe.read, self._step, outputs)
+        everyone = [(read(), None)] if trainer.world_size == 1 else gather_results(read, self._group)
+        readings = [reading for reading, _ in everyone if reading is not None]
         shares_data = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1) < trainer.world_size
-        self.judge(trainer, merged([each for each in readings if each is not None], shares_data=shares_data))
+        self.judge(trainer, merged(readings, shares_data=shares_data))
 
     def judge(self, trainer: pl.Trainer, reading: Reading) -> None:
         """Report the faults that begin or end with a reading of all ranks."""
