@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
 import time
@@ -19,10 +18,9 @@ from ..hook.events import FIGURES_FIELD, publish_figures
 from ..hook.hook import Hook, skippable
 from .flops import StepFlops
 from .run_events import RunEvents
+from .system_monitor import read_nvml
 
 __all__ = ["Heartbeat"]
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -185,14 +183,9 @@ class Heartbeat(Hook):
         """The mean over NVML's last second at most; None where nothing says it, which is not asked again."""
         if not self._has_nvml:
             return None
-        try:
-            return torch.cuda.power_draw(device) / 1000
-        except ModuleNotFoundError:
-            log.info("the power of the GPU is unknown: pip install nvidia-ml-py")
-        except Exception as error:  # noqa: BLE001  # NVML's own errors, whose class only that package has
-            log.info("the power of the GPU is unknown: %s", error)
-        self._has_nvml = False
-        return None
+        watts = read_nvml(lambda: torch.cuda.power_draw(device) / 1000, "the power of the GPU")
+        self._has_nvml = watts is not None
+        return watts
 
     def _flops_per_sec(self, trainer: pl.Trainer, batches_per_sec: float) -> float | None:
         per_step = None if self._flops is None else self._flops.per_step

@@ -6,7 +6,8 @@ import logging
 import math
 import os
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import psutil
@@ -17,9 +18,11 @@ from ..hook.cadence import Pace
 from ..hook.events import FIGURES_FIELD, publish_figures
 from ..hook.hook import Hook, skippable
 
-__all__ = ["SystemMonitor"]
+__all__ = ["SystemMonitor", "read_nvml"]
 
 log = logging.getLogger(__name__)
+
+_Figures = TypeVar("_Figures")
 
 
 class SystemMonitor(Hook):
@@ -102,19 +105,29 @@ class _Machine:
         return {f"system/{name}": float(value) for name, value in figures.items()}
 
     def _of_gpu(self, gpu: int) -> dict[str, float]:
-        try:
+        def load() -> dict[str, float]:
             return {
                 f"gpu{gpu}_utilization_percent": torch.cuda.utilization(gpu),
                 f"gpu{gpu}_memory_used_bytes": torch.cuda.device_memory_used(gpu),
                 f"gpu{gpu}_power_watts": torch.cuda.power_draw(gpu) / 1000,
                 f"gpu{gpu}_temperature_celsius": torch.cuda.temperature(gpu),
             }
-        except ModuleNotFoundError:
-            log.info("the load of the GPU is unknown: pip install 'genlight[nvml]'")
-        except Exception as error:  # noqa: BLE001  # NVML's own errors, whose class only that package has
-            log.info("the load of GPU %d is unknown: %s", gpu, error)
-        self._gpus = tuple(other for other in self._gpus if other != gpu)
-        return {}
+
+        figures = read_nvml(load, f"the load of GPU {gpu}")
+        if figures is None:
+            self._gpus = tuple(other for other in self._gpus if other != gpu)
+        return figures or {}
+
+
+def read_nvml(read: Callable[[], _Figures], what: str) -> _Figures | None:
+    """What `read` gives by NVML; None where it cannot, which is logged and need not be tried again."""
+    try:
+        return read()
+    except ModuleNotFoundError:
+        log.info("%s is unknown: pip install 'genlight[nvml]'", what)
+    except Exception as error:  # noqa: BLE001  # NVML's own errors, whose class only that package has
+        log.info("%s is unknown: %s", what, error)
+    return None
 
 
 def _gpus_of_this_machine(trainer: pl.Trainer, device: torch.device) -> tuple[int, ...]:
