@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import sys
 import weakref
@@ -241,9 +242,10 @@ class ContractModule(pl.LightningModule):
         """Whether a stop was asked for; what ``ctx.is_canceled`` answers."""
         return run_state_of(self.trainer).stop_reason is not None or any(check() for check in self._cancel_checks)
 
-    def add_cancel_check(self, check: Callable[[], bool]) -> None:
-        """Have `is_canceled` ask `check` too; a stop callback adds what it watches."""
+    def add_cancel_check(self, check: Callable[[], bool]) -> Callable[[], None]:
+        """Have `is_canceled` ask `check` too, until the result is called; a stop callback adds what it watches."""
         self._cancel_checks.append(check)
+        return functools.partial(self._cancel_checks.remove, check)
 
     @override
     def __getstate__(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import time
@@ -19,10 +18,10 @@ from ...adapter.contract.exceptions import StopReason, TrainingCanceled
 from ...adapter.plumbing.devices import host_group
 from ..checkpoint.policy import savers_of
 from ..hook.cadence import Pace, steps_within
-from ..hook.events import callbacks_of, run_state_of
+from ..hook.events import run_state_of
 from ..hook.hook import Hook, skippable
 from ..hook.run_context import RunContext
-from ..lightning_internals import attached_trainer, signal_connector
+from ..lightning_internals import signal_connector
 from .data_workers import protect_workers, release_workers
 from .signals import REASON_OF_SIGNAL, StopSignals
 from .sources import StopSources
@@ -203,11 +202,8 @@ class StopRequests(Hook):
             self._wake()
         return self._requested
 
-    def _stops(self, pl_module: pl.LightningModule) -> bool:
-        """Whether a stop was asked for, of a module that may be fitted again, by a trainer without this callback."""
-        trainer = attached_trainer(pl_module)
-        is_ours = trainer is not None and any(callback is self for callback in callbacks_of(trainer))
-        return is_ours and self.requested() is not None
+    def _stops(self) -> bool:
+        return self.requested() is not None
 
     def _wake(self) -> None:
         """Have the loop call this hook after the step that runs."""
@@ -230,7 +226,7 @@ class StopRequests(Hook):
             self._undo.callback(release_workers)
         add_cancel_check = getattr(pl_module, "add_cancel_check", None)
         if add_cancel_check is not None:
-            add_cancel_check(functools.partial(self._stops, pl_module))
+            self._undo.callback(add_cancel_check(self._stops))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
