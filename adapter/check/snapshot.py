@@ -196,7 +196,7 @@ def leaves(path: str, value: Any, *, whole: bool = False) -> Iterator[tuple[str,
             for name, part in wrapped_tensors(path, value):
                 yield from ((n, leaf, not part.is_floating_point()) for n, leaf, _ in leaves(name, part, whole=whole))
         else:
-            yield path, _whole_copy(value) if whole or not isinstance(value, DTensor) else _local_copy(value), False
+            yield path, _copy(value, whole=whole), False
     elif isinstance(value, np.ndarray):
         yield path, value.copy(), False
     elif isinstance(value, np.generic):
@@ -212,17 +212,12 @@ def leaves(path: str, value: Any, *, whole: bool = False) -> Iterator[tuple[str,
         yield path, value, False
 
 
-def _whole_copy(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, not sparse, and of a sharded tensor all of it, for which every rank has to ask."""
+def _copy(tensor: Tensor, *, whole: bool) -> Tensor:
+    """A copy on the CPU, not sparse; of a sharded tensor all of it, for which every rank has to ask, or its shard."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
+        tensor = tensor.full_tensor() if whole else tensor.to_local()
     return tensor.to_dense().cpu().clone() if tensor.is_sparse else tensor.cpu().clone()
-
-
-def _local_copy(tensor: DTensor) -> Tensor:
-    local: Tensor = tensor.to_local()
-    return local.detach().cpu().clone()
 
 
 def _digest(value: Any) -> str:

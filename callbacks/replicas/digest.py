@@ -1,4 +1,4 @@
-"""Numbers that differ where tensors differ: of one tensor, and of all that a replica holds."""
+"""A number that differs where tensors differ: of all that a replica holds, or of one of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-__all__ = ["digest", "digest_of_all"]
+__all__ = ["digest_of_all"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -25,19 +25,11 @@ _WEIGHTS = 8191
 
 
 @torch.no_grad()
-def digest(tensor: Tensor) -> Tensor:
-    """A 64-bit number of a tensor's bits and their places, on its device; NaNs compare by their bits, too.
-
-    Blocks of words are summed in one pass, and their sums then with an odd weight each.
-    """
-    return _weighted(torch.cat(_numbers(tensor)))
-
-
-@torch.no_grad()
 def digest_of_all(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """A 64-bit number of the bits, shapes and order of `tensors`, on `device`.
+    """A 64-bit number of the bits, shapes and order of `tensors`, on `device`; NaNs compare by their bits, too.
 
-    On a CPU a comparison takes little more than reading the tensors once does: some 30 GB a second.
+    Blocks of words are summed in one pass, and their sums then with an odd weight each. On a CPU a comparison takes
+    little more than reading the tensors once does: some 30 GB a second.
     """
     small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     numbers: dict[torch.device, list[Tensor]] = {}

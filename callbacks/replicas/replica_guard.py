@@ -19,7 +19,7 @@ from ..checkpoint.codec.state_tree import wrapped_tensors
 from ..hook.cadence import Boundaries, StepCadence
 from ..hook.hook import Hook
 from ..optimizer_state import named_values, settings_and_counters
-from .digest import digest, digest_of_all
+from .digest import digest_of_all
 
 __all__ = ["ReplicaGuard"]
 
@@ -241,7 +241,9 @@ def _explained(
     named: Sequence[tuple[str, Tensor]], settings: dict[str, str], step: int, group: dist.ProcessGroup | None
 ) -> str:
     """The differences between the ranks, settings first, which change weights too. Collective."""
-    tensors = {name: (f"shape {tuple(tensor.shape)}", int(digest(tensor))) for name, tensor in named}
+    tensors = {
+        name: (f"shape {tuple(tensor.shape)}", int(digest_of_all([tensor], tensor.device))) for name, tensor in named
+    }
     everyone = gather_objects({"settings": settings, "tensors": tensors}, group)
     for what in ("settings", "tensors"):
         of_ranks: list[dict[str, Any]] = [theirs[what] for theirs in everyone]

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from genlight.adapter import ContractModule, TrainingJobSpec
-from genlight.callbacks.replicas.digest import _weights, digest
+from genlight.callbacks.replicas.digest import _weights, digest_of_all
 from support.resumed_fit import STEPS, Batches, Trains, fit
 
 OPTIMIZER = torch.optim.SGD if torch.__version__.startswith("2.9.") else torch.optim.Adam
@@ -79,8 +79,8 @@ def test_gradients_are_unscaled_whatever_the_default_type_is() -> None:
 
 def test_tensors_are_compared_between_ranks_whatever_the_default_device_is() -> None:
     tensor = torch.arange(3.0)
-    expected = digest(tensor)
+    expected = digest_of_all([tensor], tensor.device)
     _weights.cache_clear()
     torch.set_default_device("meta")
 
-    assert digest(tensor).item() == expected.item()
+    assert digest_of_all([tensor], tensor.device).item() == expected.item()
