@@ -12,14 +12,14 @@ import itertools
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
 from ..job.spec import DatasetSpec
-from ..plumbing.finding import Finding, Level
+from ..plumbing.finding import Level
 from .config_files import is_configuration_name
 from .parser import at_least
 from .terminal import complain, say, say_finding
@@ -61,11 +61,17 @@ def run(args: argparse.Namespace) -> int:
         return complain("check", str(error))
     from ..check.checks import run_checks
 
-    findings = run_checks(subject)
-    shown = _print_json(findings) if args.json else _print_table(findings)
-    if any(finding.level == "fail" for finding in shown):
+    findings = []
+    for finding in run_checks(subject):
+        findings.append(finding)
+        if not args.json:
+            say_finding(finding)
+    if args.json:
+        counts = {level: sum(finding.level == level for finding in findings) for level in get_args(Level)}
+        say(json.dumps({"findings": [finding.as_json() for finding in findings], "counts": counts}))
+    if any(finding.level == "fail" for finding in findings):
         return FAULTY
-    if any(finding.check == "steps" and finding.level == "skip" for finding in shown):
+    if any(finding.check == "steps" and finding.level == "skip" for finding in findings):
         return complain("check", "training was not checked, since no data was given")
     return CONFORMING
 
@@ -151,18 +157,3 @@ def _of_configuration(args: argparse.Namespace) -> dict[str, Any]:
     if data == "FunctionDataModule":
         return {**spec, "data": options.pop("function"), "dataset": options}
     return {**spec, "dataset": options} if data == "ArrowDataModule" else spec
-
-
-def _print_table(findings: Iterable[Finding]) -> list[Finding]:
-    shown = []
-    for finding in findings:
-        shown.append(finding)
-        say_finding(finding)
-    return shown
-
-
-def _print_json(findings: Iterable[Finding]) -> list[Finding]:
-    shown = list(findings)
-    counts = {level: sum(finding.level == level for finding in shown) for level in get_args(Level)}
-    say(json.dumps({"findings": [finding.as_json() for finding in shown], "counts": counts}))
-    return shown

@@ -30,10 +30,10 @@ from ...callbacks.checkpoint.selection import (
     list_checkpoints,
     monitored,
 )
-from ...callbacks.checkpoint.storage.files import find_file, verify_files
+from ...callbacks.checkpoint.storage.files import missing_file, verify_files
 from ..contract.exceptions import BrokenCheckpointError, CheckpointError
 from ..plumbing.text import printable, size_text
-from .terminal import complain, say
+from .terminal import aligned, complain, say
 
 __all__ = ["add_arguments", "run"]
 
@@ -117,8 +117,7 @@ def _list(path: Path, *, as_json: bool) -> int:
         return _SOUND
     header = {"name": "NAME", "step": "STEP", "size": "SIZE", "saved": "SAVED", "run_id": "RUN", "note": ""}
     texts = [header, *({**row, "size": size_text(row["size"])} for row in rows)]
-    widths = {key: max(len(printable(text[key])) for text in texts) for key in header}
-    say(*("  ".join(printable(text[key]).ljust(width) for key, width in widths.items()).rstrip() for text in texts))
+    say(*aligned([[printable(text[key]) for key in header] for text in texts]))
     return _SOUND
 
 
@@ -140,11 +139,9 @@ def _row(listed: Listed, *, is_best: bool) -> dict[str, Any]:
 
 
 def _note(record: CheckpointRecord, *, is_best: bool) -> str:
-    try:
-        for entry in record.files:
-            find_file(record, entry)
-    except BrokenCheckpointError as error:
-        return f"broken: {error.reason}"
+    problem = missing_file(record)
+    if problem:
+        return f"broken: {problem}"
     notes = [f"{name}={value:g}" for name, value in record.metrics.items() if value is not None]
     bad = [_NOT_FINITE] if record.finite_weights is False else []
     facts = {"older runtime": record.is_old, "final": record.final, "best": is_best}
@@ -245,7 +242,7 @@ def _tensors(record: CheckpointRecord) -> dict[str, tuple[str, list[int]]]:
 
 
 def _outline(state: Any, indent: str) -> list[str]:
-    """The first two levels of the trainer's payload."""
+    """The first level of the trainer's payload."""
     if not isinstance(state, Mapping) or not state:
         return [f"{indent}{_text(state)}"]
     return [f"{indent}{key}: {_text(value)}" for key, value in state.items()]

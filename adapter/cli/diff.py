@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import groupby
 from typing import Any
 
 from ..plumbing.text import printable
 from ..view.differences import Difference, differences, facts_of_run
 from ..view.summary import summary_of
 from .parser import run_folder
-from .terminal import complain, say
+from .terminal import aligned, complain, say
 
 __all__ = ["add_arguments", "run"]
 
@@ -48,13 +49,10 @@ def _lines(found: list[Difference], names: list[str]) -> list[str]:
         return ["nothing that is known differs"]
     rows = [[f"  {each.name}", *map(_text, each.values)] for each in found]
     head = ["", *map(_text, names)]
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    texts = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(head, widths, strict=True)).rstrip()]
-    for index, (each, text) in enumerate(zip(found, texts, strict=True)):
-        if index == 0 or found[index - 1].about != each.about:
-            lines.append(each.about)
-        lines.append(text)
+    first, *texts = aligned([head, *rows])
+    lines = [first]
+    for about, group in groupby(zip(found, texts, strict=True), lambda each: each[0].about):
+        lines += [about, *(text for _, text in group)]
     return lines
 
 

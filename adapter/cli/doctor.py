@@ -35,7 +35,7 @@ from ..run.artifacts_lock import lock_holder
 from ..run.resume import decide_start
 from ..run.training import imported_trainer, prepare_training
 from .parser import add_overrides
-from .terminal import say, say_finding
+from .terminal import aligned, say, say_finding
 
 __all__ = ["add_arguments", "diagnose", "run"]
 
@@ -292,13 +292,9 @@ def _table(config: RunConfig, *, defaults: bool) -> list[tuple[str, str]]:
         source = config.source_of(name)
         if key.block is None and (defaults or source != "default"):
             rows.append((name, source, _shown(name, value)))
-    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
-    lines = [
-        ("dim" if source == "default" else "", f"{name:<{widths[0]}}  {source:<{widths[1]}}  {shown}")
-        for name, source, shown in rows
-    ]
+    styles = ["dim" if source == "default" else "" for _, source, _ in rows]
     hint = "" if defaults else "; --all shows the defaults too"
-    return [("", f"settings of {config.spec_path}{hint}"), *lines]
+    return [("", f"settings of {config.spec_path}{hint}"), *zip(styles, aligned(rows), strict=True)]
 
 
 def _shown(name: str, value: Any) -> str:

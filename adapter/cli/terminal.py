@@ -28,6 +28,7 @@ from ..plumbing.text import printable
 __all__ = [
     "STYLES",
     "VisibleFormatter",
+    "aligned",
     "complain",
     "fill_closed_descriptors",
     "for_any_character",
@@ -57,6 +58,12 @@ def say(*lines: object, style: str = "") -> None:
     """
     sys.stdout.write("".join(f"{_styled(style, visible(line))}\n" for line in lines))
     sys.stdout.flush()
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row, whose cells stand below those of the rows before; all rows have as many."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def say_finding(finding: Finding, *, width: int = 17, secrets: Sequence[str] = ()) -> None:

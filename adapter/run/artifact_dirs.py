@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from ..contract.exceptions import StartupContractError
@@ -44,33 +45,33 @@ def artifact_dir_faults(config: RunConfig, *, create: bool) -> list[str]:
 
 def untrusted_dirs(config: RunConfig) -> list[str]:
     """Which of the artifact directories that exist another user could change, a sentence each."""
-    found: dict[Path, str] = {}
-    for name, path in _directories(config).items():
-        if config.shared_artifacts or any(path.is_relative_to(faulty) for faulty in found):
-            continue
+
+    def fault_of(name: str, path: Path) -> str | None:
         try:
             reason = distrust(path, may_be_sticky=name not in HOLD_OUR_FILES_ALONE) if path.is_dir() else None
         except OSError:  # which `directory_fault` names
-            continue
-        if reason is not None:
-            found[path] = f"`{name}` {str(path)!r} is not safe to use: {reason}. {WAY_OUT} {SHARING}"
+            return None
+        return reason and f"`{name}` {str(path)!r} is not safe to use: {reason}. {WAY_OUT} {SHARING}"
+
+    return [] if config.shared_artifacts else _faults(config, fault_of)
+
+
+def _faults(config: RunConfig, fault_of: Callable[[str, Path], str | None]) -> list[str]:
+    """What `fault_of` says of each directory; what lies below a faulty one has its fault, and no line of its own."""
+    names = ("artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir")
+    directories = {**{name: getattr(config, name) for name in names}, "events_path": config.events_path.parent}
+    found: dict[Path, str] = {}
+    for name, path in directories.items():
+        if not any(path.is_relative_to(faulty) for faulty in found) and (fault := fault_of(name, path)):
+            found[path] = fault
     return list(found.values())
 
 
-def _directories(config: RunConfig) -> dict[str, Path]:
-    names = ("artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir")
-    return {**{name: getattr(config, name) for name in names}, "events_path": config.events_path.parent}
-
-
 def _unwritable_dirs(config: RunConfig, *, create: bool) -> list[str]:
-    found: dict[Path, str] = {}
-    for name, path in _directories(config).items():
-        # What lies below a directory that cannot be written cannot be written either, and needs no line of its own.
-        if not any(path.is_relative_to(faulty) for faulty in found) and (
-            fault := directory_fault(name, path, WAY_OUT, create=create, shared=config.shared_artifacts)
-        ):
-            found[path] = fault
-    faults = list(found.values())
+    def fault_of(name: str, path: Path) -> str | None:
+        return directory_fault(name, path, WAY_OUT, create=create, shared=config.shared_artifacts)
+
+    faults = _faults(config, fault_of)
     if os.path.isdir(config.events_path):
         faults.append(f"`events_path` is {str(config.events_path)!r}, which is a directory. Name a file.")
     return faults

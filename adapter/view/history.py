@@ -16,7 +16,7 @@ import msgspec
 
 from ...callbacks.checkpoint.format.record import name_of
 from ...callbacks.checkpoint.selection import Listed, folder_of_checkpoints, list_checkpoints
-from ...callbacks.checkpoint.storage.files import find_file
+from ...callbacks.checkpoint.storage.files import missing_file
 from ...reporters.events.event import (
     RESUMED_METRIC,
     ROLLED_BACK_METRIC,
@@ -28,7 +28,7 @@ from ...reporters.events.event import (
 )
 from ...reporters.events.goodput import Ledger
 from ...reporters.events.reader import Position, log_of_run, typed_events
-from ..contract.exceptions import BrokenCheckpointError, EventLogError
+from ..contract.exceptions import EventLogError
 from ..plumbing.safe_open import UnsafeFileError, open_regular, read_regular
 from .curves import Curve
 from .differences import facts_of_run
@@ -237,12 +237,8 @@ def _checkpoint(listed: Listed) -> dict[str, Any]:
     if record is None:
         return {"name": name_of(listed.path), "step": None, "size": 0, "saved_ms": 0, "scores": {}, "show": show,
                 "export": "", "state": f"broken: {listed.problem}"}  # fmt: skip
-    state = "final" if record.final else "saved"
-    try:
-        for entry in record.files:
-            find_file(record, entry)
-    except BrokenCheckpointError as error:
-        state = f"broken: {error.reason}"
+    problem = missing_file(record)
+    state = f"broken: {problem}" if problem else "final" if record.final else "saved"
     if record.finite_weights is False:
         state += ", weights not finite"
     return {

@@ -30,6 +30,7 @@ __all__ = [
     "check_file",
     "find_file",
     "hash_file",
+    "missing_file",
     "naming_the_checkpoint",
     "read_proven",
     "verify",
@@ -178,6 +179,16 @@ def find_file(record: CheckpointRecord, entry: FileEntry) -> Path:
             record.name, f"{entry.path} has {size:,} bytes, but its record says {entry.size:,} bytes"
         )
     return path
+
+
+def missing_file(record: CheckpointRecord) -> str:
+    """Why a file of a checkpoint is not there in its size; empty where all are. None is read."""
+    try:
+        for entry in record.files:
+            find_file(record, entry)
+    except BrokenCheckpointError as error:
+        return error.reason
+    return ""
 
 
 def read_proven(record: CheckpointRecord, entry: FileEntry) -> bytes:
