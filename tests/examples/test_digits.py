@@ -6,8 +6,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,8 +21,8 @@ from genlight.adapter.contract.types import StepContext, TrainingJobSpec
 from genlight.adapter.feed import ArrowFeed
 from genlight.adapter.job.config import resolve_run_config
 from genlight.adapter.module.module import ContractModule
+from support.forked import run_forked
 
-GENLIGHT = "from genlight.adapter.cli import main; raise SystemExit(main())"
 LOAD_DIGITS = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
 """SHA-256 of scikit-learn's ``load_digits``: its pixels and then its labels, a byte each."""
 SMALL = {"width": 16, "depth": 1, "warmup_steps": 5, "sampling_steps": 3}
@@ -202,11 +200,9 @@ def reader_of_digits(table):
 
 
 def run_job(job, artifacts, *settings):
-    command = [sys.executable, "-c", GENLIGHT, "run", str(job)]
-    for setting in settings:
-        command += ["--set", setting]
-    environment = {**os.environ, "TRAINER_ARTIFACTS_DIR": str(artifacts)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    words = [word for setting in settings for word in ("--set", setting)]
+    environ = {**os.environ, "TRAINER_ARTIFACTS_DIR": str(artifacts)}
+    return run_forked("run", job, *words, folder=Path.cwd(), environ=environ)
 
 
 def recognised(reader, picture, labels):

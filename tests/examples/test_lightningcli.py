@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
+
+from support.forked import run_forked
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*passed in a `val_dataloader`.*:UserWarning"),
@@ -96,9 +97,7 @@ def test_an_interrupted_training_goes_on_from_lightnings_checkpoint(fit):
 
 
 def genlight_fit(folder, *arguments):
-    code = "from genlight.adapter.cli import main; raise SystemExit(main())"
-    command = [sys.executable, "-c", code, "fit", "--config", "examples/lightningcli/digits.yaml", *SMALL, *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return run_forked("fit", "--config", "examples/lightningcli/digits.yaml", *SMALL, *arguments, folder=folder)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def run():
 def stand_in():
     environ = {**os.environ, IS_THE_JOB: "1"}
     wanted = {"program": os.path.abspath(__file__), "arguments": sys.argv[1:], "environ": environ}
-    wanted |= {"folder": os.getcwd(), "log": sys.argv[2]}
+    wanted |= {"folder": os.getcwd(), "log": sys.argv[2], "output": sys.argv[2]}
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(sys.argv[1])
         server.sendall(json.dumps(wanted).encode() + b"\n")

@@ -6,7 +6,6 @@ import importlib
 import json
 import logging
 import os
-import subprocess
 import sys
 import warnings
 
@@ -19,6 +18,7 @@ from genlight.adapter.cli import main
 from genlight.adapter.job.identity import differing_fields
 from genlight.callbacks import Checkpoint, Heartbeat, SystemMonitor
 from genlight.reporters import EventLogger, read_events
+from support.forked import run_forked
 
 CANARIES = {
     "token": "c4nary-0f-th3-t0ken",
@@ -235,11 +235,11 @@ def fit_config(job, does, events):
 def test_neither_does_a_fit_show_them(job, saying):
     """In a process of its own, whose interpreter shows what nobody catches."""
     path = fit_config(job, SAYINGS[saying], job.folder / "events")
-    command = [sys.executable, "-m", "genlight.adapter.cli", "fit", "--config", str(path)]
     environ = {**os.environ, "PYTHONPATH": str(job.folder), "MY_API_KEY": CANARIES["variable"]}
-    done = subprocess.run(command, cwd=job.folder, env=environ, capture_output=True, check=False)
+    done = run_forked("fit", "--config", path, folder=job.folder, environ=environ)
 
     raises = saying.startswith("exception")
     assert done.returncode == (1 if raises else 0), done.stderr
-    assert leaks(done.stdout, done.stderr, (job.folder / "events" / "events.jsonl").read_bytes()) == set()
-    assert b"<hidden>" in done.stderr
+    log = (job.folder / "events" / "events.jsonl").read_bytes()
+    assert leaks(done.stdout.encode(), done.stderr.encode(), log) == set()
+    assert "<hidden>" in done.stderr

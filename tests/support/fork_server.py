@@ -3,8 +3,9 @@
     python fork_server.py SOCKET
 
 The client is `support.forked`. It connects for each process, and sends one line of JSON: ``program`` (a file, or a
-module), ``arguments``, ``environ``, ``folder``, ``log``. It is sent two lines: the process's id, and the exit status
-once it has ended. When a client goes away its process is killed. The server ends when its standard input does.
+module), ``arguments``, ``environ``, ``folder``, ``log``, ``output``. It is sent two lines: the process's id, and the
+exit status once it has ended. When a client goes away its process is killed. The server ends when its standard input
+does.
 
 It has one thread when it copies itself, so that a copy is as good as a process of its own.
 """
@@ -122,9 +123,8 @@ def become(wanted):
     os.chdir(wanted["folder"])
     os.environ.clear()
     os.environ.update(wanted["environ"])
-    log = os.open(wanted["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
+    for descriptor, file in ((1, wanted["output"]), (2, wanted["log"])):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     faulthandler.dump_traceback_later(HANGS_AFTER_S)
     faulthandler.register(signal.SIGQUIT)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

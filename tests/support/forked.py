@@ -19,7 +19,7 @@ from pathlib import Path
 
 from support import SUPPORT
 
-__all__ = ["Forked", "fork_server"]
+__all__ = ["Forked", "fork_server", "run_forked"]
 
 
 @functools.cache
@@ -49,16 +49,35 @@ def fork_server() -> Path:
 
 
 class Forked:
-    """A process of the fork server, which leads a session of its own; has what tests need of `subprocess.Popen`."""
+    """A process of the fork server, which leads a session of its own; has what tests need of `subprocess.Popen`.
 
-    def __init__(self, program: str, *arguments: object, environ: Mapping[str, str], folder: Path, log: Path) -> None:
+    Args:
+        program: A file, or the name of a module.
+        arguments: Its arguments.
+        environ: Its environment.
+        folder: Its working directory.
+        log: File for its standard error.
+        output: File for its standard output; None is `log`.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        *arguments: object,
+        environ: Mapping[str, str],
+        folder: Path,
+        log: Path,
+        output: Path | None = None,
+    ) -> None:
         wanted = {
             "program": program,
             "arguments": list(map(str, arguments)),
             "environ": dict(environ),
             "folder": str(folder),
             "log": str(log),
+            "output": str(output or log),
         }
+        self.log = log
         self.returncode: int | None = None
         self.connection = socket.socket(socket.AF_UNIX)
         self.connection.connect(str(fork_server()))
@@ -90,7 +109,36 @@ class Forked:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def communicate(self, timeout: float | None = None) -> tuple[None, str]:
+        """Wait for the end; returns the content of the log in the place of standard error."""
+        self.wait(timeout)
+        return None, self.log.read_text(errors="replace")
+
     def kill_session(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.wait()
+
+
+def run_forked(
+    *words: object,
+    folder: Path,
+    program: str = "genlight.adapter.cli",
+    environ: Mapping[str, str] | None = None,
+    timeout: float = 240,
+) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` of a command of genlight, or of another module or file, in a process of the fork server.
+
+    Not for what is about the start of a process: modules that must not be loaded, or streams that are no files.
+    """
+    with tempfile.TemporaryDirectory() as places:
+        log, output = Path(places, "log"), Path(places, "output")
+        process = Forked(program, *words, environ=environ or os.environ, folder=folder, log=log, output=output)
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.kill_session()
+        return subprocess.CompletedProcess([program, *words], code, output.read_text(), log.read_text())

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+
+from support.forked import Forked
 
 TRAINER = """
 import os, time, zlib, struct
@@ -69,12 +72,9 @@ def write_job(folder, run_id, **job):
 
 
 def start(folder, run_id, **job):
-    """Start a run of the trainer class below `folder`, in a process of its own."""
-    code = "import sys; from genlight.adapter.cli import main; sys.exit(main())"
-    return subprocess.Popen(
-        [sys.executable, "-c", code, "run", write_job(folder, run_id, **job)],
-        cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    """Start a run of the trainer class below `folder`, in a process of the fork server."""
+    words = ("run", write_job(folder, run_id, **job))
+    return Forked("genlight.adapter.cli", *words, environ=os.environ, folder=folder, log=folder / f"{run_id}.log")
 
 
 def wait_for_step(run, step):

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
 from genlight.adapter.cli.command_line import main
 from genlight.reporters import read_events
+from support.forked import run_forked
 
 
 def genlight(*words, folder):
     """Run the command line in `folder`, without variables that name a job."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TRAINER_")}
-    command = [sys.executable, "-m", "genlight.adapter.cli", *words]
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=240)
+    return run_forked(*words, folder=folder, environ=environ)
 
 
 @pytest.mark.slow

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +14,7 @@ from genlight.adapter import StepContext, TrainingJobSpec
 from genlight.adapter.cli import main
 from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed.given import RepeatedRead, feed_of
+from support.forked import run_forked
 
 MODULE = '''
 import random
@@ -308,8 +306,7 @@ def test_two_ranks_train_other_rows_and_resume_like_a_run_without_a_break(kind, 
     def run(folder, *arguments):
         folder.mkdir(exist_ok=True)
         settings = [word for each in arguments for word in ("--set", each)]
-        command = [sys.executable, "-m", "genlight", "run", str(job), *settings]
-        done = subprocess.run(command, cwd=folder, env=os.environ, capture_output=True, text=True, check=False)
+        done = run_forked("run", job, *settings, folder=folder)
         assert done.returncode == 0, done.stderr
         return [(folder / f"rank{rank}.txt").read_text().splitlines() for rank in range(2)]
 

@@ -27,6 +27,7 @@ from genlight.callbacks.stop.sources import process_age_s
 from genlight.reporters import read_events
 from genlight.reporters.events.reader import whole_lines
 from genlight.reporters.events.validation import validate_events
+from support.forked import Forked, run_forked
 
 TRAINER = '''
 import time
@@ -717,24 +718,17 @@ def test_a_run_completes_once_though_nobody_reads_its_progress(write_job):
     job = write_job(max_steps=20)
     reader, writer = os.pipe()
     os.close(reader)
-    process = start(job, stderr=writer)
+    words = ("run", str(job), "--set", f"artifacts_dir={job.parent}/out")
+    process = subprocess.Popen([sys.executable, "-m", "genlight.adapter.cli", *words], cwd=job.parent, stderr=writer)
     os.close(writer)
     assert process.wait(120) == 0
     assert [name for name in names(job) if name in ("started", "completed", "failed")] == ["started", "completed"]
 
 
-def start(job, *, stderr=subprocess.DEVNULL):
-    """The job in a process of its own, through the command line."""
-    command = [
-        sys.executable,
-        "-m",
-        "genlight.adapter.cli",
-        "run",
-        str(job),
-        "--set",
-        f"artifacts_dir={job.parent}/out",
-    ]
-    return subprocess.Popen(command, cwd=job.parent, stderr=stderr)
+def start(job):
+    """The job in a process of the fork server, through the command line."""
+    words = ("run", job, "--set", f"artifacts_dir={job.parent}/out")
+    return Forked("genlight.adapter.cli", *words, environ=os.environ, folder=job.parent, log=job.parent / "log")
 
 
 def wait_for_event(job, name):
@@ -891,8 +885,8 @@ def test_the_orchestrated_path_from_end_to_end(write_job, serve, tmp_path):
         "TRAINER_ARTIFACTS_DIR": str(tmp_path / "out"),
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }
-    done = subprocess.run([sys.executable, "-m", "genlight.adapter.cli", "run"], env=environ, cwd=tmp_path, timeout=120)
-    assert done.returncode == 0
+    done = run_forked("run", environ=environ, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
     (resumed,) = [event for event in events(job) if event.get("name") == "trainer/resumed_from_step"]
     assert resumed["step"] == 2
     assert read_record(tmp_path / "out" / "checkpoints" / "final.json").state["total"] == sum(range(20))

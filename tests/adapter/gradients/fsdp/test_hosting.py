@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,6 +12,7 @@ import torch
 
 from genlight.callbacks.checkpoint import load, newest_valid
 from genlight.reporters import read_events
+from support.forked import run_forked
 
 pytestmark = pytest.mark.slow
 
@@ -61,10 +60,7 @@ def genlight(tmp_path):
     def run(*words):
         path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
         environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "genlight", *words]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240, check=False
-        )
+        done = run_forked(*words, folder=tmp_path, environ=environ)
         return done.returncode, done.stdout + done.stderr
 
     return run
