@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,10 +16,15 @@ from typing_extensions import override
 from .hook.cadence import StepCadence, next_multiple, suppressed
 from .hook.events import FIGURES_FIELD, publish_metrics, run_state_of
 from .hook.hook import Hook, skippable
+from .telemetry.goodput import data_wait_s
 
 __all__ = ["LogMetrics", "rollout_means"]
 
 log = logging.getLogger(__name__)
+
+
+WAIT_FRACTION = "data/wait_fraction"
+"""Metric: the share of the time in which training waited for data, from 0 to 1."""
 
 
 EVALUATED_STEP = "trainer/evaluated_step"
@@ -28,10 +34,10 @@ EVALUATED_STEP = "trainer/evaluated_step"
 class LogMetrics(Hook):
     """Sends one record of metrics to every logger of the trainer at a cadence of steps.
 
-    A record merges the metrics of the step, the means of the newest rollout's statistics (``rollout/…``), the scores of
-    an evaluation, and the figures of other hooks: ``time/…`` of `Goodput`, ``system/…`` of `SystemMonitor`, ``perf/…``
-    of `Heartbeat`, ``diagnosis/…`` of `Diagnosis`. Scores and figures that come at another step are sent at that step.
-    A score of an earlier step has it as ``trainer/evaluated_step``.
+    A record merges the metrics of the step, the means of the newest rollout's statistics (``rollout/…``), the share of
+    time spent waiting for data, the scores of an evaluation, and the figures of other hooks: ``time/…`` of `Goodput`,
+    ``system/…`` of `SystemMonitor`, ``perf/…`` of `Heartbeat`, ``diagnosis/…`` of `Diagnosis`. Scores and figures that
+    come at another step are sent at that step. A score of an earlier step has it as ``trainer/evaluated_step``.
 
     Metrics and scores, but not figures, also go to ``callback_metrics`` and the progress bar. Fires ``on_metrics``.
 
@@ -54,6 +60,7 @@ class LogMetrics(Hook):
         self.every_n_steps = every_n_steps
         self._unsent_scores: Mapping[str, float] | None = None
         self._unsent_figures: Mapping[str, float] = {}
+        self._waited: tuple[float, float] | None = None
         self._sent_rollout: Mapping[str, Any] | None = None
 
     @override
@@ -67,6 +74,8 @@ class LogMetrics(Hook):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._unsent_scores, self._unsent_figures = None, {}
         self._sent_rollout = run_state_of(trainer).rollout_stats
+        waited_s = data_wait_s(trainer)
+        self._waited = None if waited_s is None else (waited_s, time.monotonic())
 
     @skippable
     @override
@@ -86,6 +95,8 @@ class LogMetrics(Hook):
             if rollout is not self._sent_rollout:
                 self._sent_rollout = rollout
                 metrics = {**metrics, **rollout_means(rollout or {})}
+            if self._waited is not None:
+                metrics = {**metrics, WAIT_FRACTION: self._wait_fraction(trainer)}
         if self._unsent_scores is not None:
             metrics = {**metrics, **self._unsent_scores}
             self._unsent_scores = None
@@ -115,6 +126,13 @@ class LogMetrics(Hook):
         """Take `figures` of another hook into the record of this step."""
         self._unsent_figures = {**self._unsent_figures, **figures}
         self.next_due_step = 0
+
+    def _wait_fraction(self, trainer: pl.Trainer) -> float:
+        """The share of the time since the last cadence in which the step waited for data."""
+        assert self._waited is not None
+        before_s, since = self._waited
+        self._waited = waited_s, now = data_wait_s(trainer) or 0.0, time.monotonic()
+        return min(1.0, max(0.0, waited_s - before_s) / max(now - since, 1e-9))
 
 
 def rollout_means(stats: Mapping[str, Any]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from ..hook.events import FIGURES_FIELD, publish_figures
 from ..hook.hook import Hook, skippable
 from ..stop.sources import process_age_s
 
-__all__ = ["Goodput"]
+__all__ = ["Goodput", "data_wait_s"]
 
 LOOK_EVERY_STEPS = 10
 """How often it looks at the clock."""
@@ -58,7 +58,7 @@ class Goodput(Hook):
         self._next_at = self._began_at + self.every_s
         self._has_reported = False
         self._start_up_s = process_age_s()
-        self._waited_s = _data_wait_s(trainer)
+        self._waited_s = data_wait_s(trainer)
         self._spent = {}
         self.next_due_step = 0
 
@@ -82,7 +82,7 @@ class Goodput(Hook):
         now = time.monotonic() if now is None else now
         spent = dict(self._spent)
         if self._waited_s is not None:
-            spent["data_wait"] = (_data_wait_s(trainer) or 0.0) - self._waited_s
+            spent["data_wait"] = (data_wait_s(trainer) or 0.0) - self._waited_s
         spent["steps"] = max(now - self._began_at - sum(spent.values()), 0.0)
         spent["start_up"] = self._start_up_s
         return {METRIC_PREFIX + what: round(spent_s, 3) for what, spent_s in spent.items()}
@@ -113,7 +113,7 @@ class Goodput(Hook):
             self.on_time_spent(trainer, pl_module, what, time.monotonic() - since)
 
 
-def _data_wait_s(trainer: pl.Trainer) -> float | None:
+def data_wait_s(trainer: pl.Trainer) -> float | None:
     """Seconds that training has waited for data so far; None where the loader does not say."""
     waited_s: float | None = getattr(trainer.train_dataloader, "wait_seconds", None)
     return waited_s

@@ -230,7 +230,10 @@ def test_metrics_have_the_contracts_names_and_steps(write_job):
     job = write_job()
     run(job)
     metrics = [(event["step"], event["name"], event["value"]) for event in events(job) if event["event"] == "metric"]
-    assert metrics == [
+    waits = [metric for metric in metrics if metric[1] == "data/wait_fraction"]
+    assert [step for step, _, _ in waits] == [2, 4]
+    assert all(0.0 <= value <= 1.0 for _, _, value in waits)
+    assert [metric for metric in metrics if metric not in waits] == [
         (2, "train/loss", 0.5),
         (2, "total", 28.0),
         (2, "train/lr", 0.5),
