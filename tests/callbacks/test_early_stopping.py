@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -14,6 +12,7 @@ import torch
 from genlight.adapter import ContractModule, MonitorError, StepResult, TrainingJobSpec
 from genlight.adapter.training_loop import BatchStream
 from genlight.callbacks import Checkpoint, EarlyStopping, Evaluate, LogMetrics
+from support.forked import run_forked
 
 
 class Falls:
@@ -162,14 +161,7 @@ def test_a_job_with_an_unknown_monitor_ends_without_a_traceback(tmp_path: Path, 
     }
     (tmp_path / "job.json").write_text(json.dumps({key: value for key, value in spec.items() if value not in ("", {})}))
 
-    done = subprocess.run(
-        [sys.executable, "-m", "genlight", "run", "job.json"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_forked("run", "job.json", folder=tmp_path)
 
     assert done.returncode == 1, done.stdout + done.stderr
     assert said in done.stdout + done.stderr

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from support.forked import run_forked
 
 PACKAGES = Path(sys.prefix) / "guides"
 
@@ -99,18 +100,9 @@ def test_its_files_have_the_configuration_without_secrets(tmp_path, command, spe
     mine = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     offline = {"WANDB_SILENT": "true", "WANDB_MODE": "offline", "PYTHONWARNINGS": "ignore"}
     secrets = {"TRAINER_CAPABILITY_TOKEN": "c4nary-0f-th3-t0ken", "MY_API_KEY": "c4nary-0f-4-v4ri4ble"}
-    done = subprocess.run(
-        [sys.executable, "-m", "genlight", command, *(["--config"] if command == "fit" else []), "spec.json"],
-        cwd=tmp_path,
-        env=mine
-        | offline
-        | secrets
-        | {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(PACKAGES)])},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
+    path = {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(PACKAGES)])}
+    words = (command, *(["--config"] if command == "fit" else []), "spec.json")
+    done = run_forked(*words, folder=tmp_path, environ=mine | offline | secrets | path)
     assert done.returncode == 0, done.stderr
 
     files = {path.name: path.read_bytes() for path in (tmp_path / "wandb").rglob("*") if path.is_file()}

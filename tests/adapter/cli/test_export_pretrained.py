@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from support.forked import run_forked
 
 PACKAGES = Path(sys.prefix) / "guides"
 
@@ -74,13 +75,13 @@ assert AutoTokenizer.from_pretrained(folder)("the owl").input_ids == [1, 2]
 
 @pytest.fixture
 def call(tmp_path):
-    """Call a command, or another module or program, with transformers and without network; gives what it did."""
+    """Call a command, or the program of a file, with transformers and without network; gives what it did."""
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{PACKAGES}"}
     (tmp_path / "llama.py").write_text(TRAINER)
+    (tmp_path / "loads.py").write_text(LOADS)
 
-    def run(*words, program="import sys; from genlight.adapter.cli import main; sys.exit(main())"):
-        command = [sys.executable, "-c", program, *map(str, words)]
-        return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    def run(*words, program="genlight.adapter.cli"):
+        return run_forked(*words, program=str(program), folder=tmp_path, environ=environ)
 
     return run
 
@@ -100,7 +101,7 @@ def test_the_folder_of_a_trained_model_loads_with_its_tokenizer(call, tmp_path):
     run, out = train(call, tmp_path), tmp_path / "llama-3.1"
     done = call("checkpoints", "export", run, "--to", out)
     assert done.returncode == 0, done.stderr
-    loaded = call(out, run / "checkpoints/final.json", program=LOADS)
+    loaded = call(out, run / "checkpoints/final.json", program=tmp_path / "loads.py")
     assert loaded.returncode == 0, loaded.stderr
 
     (out / "model.safetensors").unlink()
@@ -111,7 +112,7 @@ def test_the_folder_of_a_trained_model_loads_with_its_tokenizer(call, tmp_path):
     assert (out / "config.json").read_text() == "mine"
     assert not (out / "model.safetensors").exists()
     assert call("checkpoints", "export", run, "--to", out, "--force").returncode == 0
-    assert call(out, run / "checkpoints/final.json", program=LOADS).returncode == 0
+    assert call(out, run / "checkpoints/final.json", program=tmp_path / "loads.py").returncode == 0
 
 
 def test_one_of_several_models_is_chosen_by_its_prefix(call, tmp_path):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +15,7 @@ from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed import ArrowDataModule, ArrowFeed
 from support import SUPPORT
+from support.forked import Forked
 from support.row_audit import trained_rows
 
 
@@ -173,20 +172,24 @@ dist.destroy_process_group()
 def test_two_real_processes_and_one_share_an_epoch_exactly(rows_file, tmp_path):
     rows_file(40, 1, 33, 27)
     path = os.pathsep.join([str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")])
+    program = tmp_path / "two_processes.py"
+    program.write_text(TWO_PROCESSES)
     audits = []
     for world_size, steps in ((1, 3), (2, 5), (1, 4), (2, 1000)):
         audits.append(f"attempt-{len(audits)}")
         ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", TWO_PROCESSES, *map(str, (tmp_path, rank, world_size, steps, audits[-1]))],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-                stderr=subprocess.PIPE,
+            Forked(
+                str(program),
+                *(tmp_path, rank, world_size, steps, audits[-1]),
+                environ={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+                folder=tmp_path,
+                log=tmp_path / f"{audits[-1]}-{rank}.log",
             )
             for rank in range(world_size)
         ]
         for process in ranks:
             _, errors = process.communicate(timeout=120)
-            assert process.returncode == 0, errors.decode()
+            assert process.returncode == 0, errors
     trained = trained_rows([tmp_path / name for name in audits])
     assert trained == {(epoch, row): 1 for epoch in range(2) for row in range(101)}
     position = json.loads((tmp_path / "position.json").read_text())

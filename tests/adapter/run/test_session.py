@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from genlight.reporters import read_events
+from support.forked import run_forked
 
 RANK_AND_HANG = """
 import sys, threading, time
@@ -50,8 +48,9 @@ watch._report(out / "hangs", 0, 1, 5.0, time.time())
 def test_a_hang_that_is_noticed_while_another_ranks_failure_is_reported_does_not_cut_the_report_off(tmp_path):
     out = tmp_path / "out"
     (out / "checkpoints").mkdir(parents=True)
-    command = [sys.executable, "-c", RANK_AND_HANG, out]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    program = tmp_path / "rank_and_hang.py"
+    program.write_text(RANK_AND_HANG)
+    done = run_forked(out, program=str(program), folder=tmp_path)
 
     assert done.returncode == 1, done.stderr
     *_, last = read_events(out / "events.jsonl")

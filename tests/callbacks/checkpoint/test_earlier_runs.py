@@ -1,12 +1,10 @@
 """A plain Lightning trainer with `Checkpoint`, in a directory that holds checkpoints already."""
 
-import subprocess
-import sys
-
 import pytest
 
 from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.callbacks.checkpoint import Checkpoint, list_checkpoints, save
+from support.forked import run_forked
 
 ANOTHER_PROCESS = """
 import sys
@@ -23,7 +21,9 @@ trainer.fit(BoringModel())
 
 
 def trained_elsewhere(directory):
-    subprocess.run([sys.executable, "-c", ANOTHER_PROCESS, str(directory)], check=True, capture_output=True)
+    program = directory.parent / "another.py"
+    program.write_text(ANOTHER_PROCESS)
+    run_forked(directory, program=str(program), folder=directory.parent).check_returncode()
     return {path: path.read_bytes() for path in directory.glob("*.json")}
 
 
