@@ -142,12 +142,20 @@ def make_directory(path: str | os.PathLike[str], *, shared: bool = False) -> Non
         OSError: It cannot be made.
     """
     directory = Path(path)
-    if directory.is_dir():
-        return
-    if directory != directory.parent:
+    try:
+        _make_one(directory, shared)
+    except FileNotFoundError:
+        if directory == directory.parent:
+            raise
         make_directory(directory.parent, shared=shared)
+        _make_one(directory, shared)
+
+
+def _make_one(directory: Path, shared: bool) -> None:
     try:
         directory.mkdir(0o777 if shared else PRIVATE_DIRECTORY)
+    except FileNotFoundError:
+        raise
     except OSError:  # not every system says EEXIST of a directory that may not be written
         if not directory.is_dir():
             raise
