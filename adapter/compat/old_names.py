@@ -33,11 +33,11 @@ __all__ = [
 ]
 
 StateT = TypeVar("StateT")
-"""What ``configure`` returns."""
+"""The result of ``configure``."""
 RawBatchT = TypeVar("RawBatchT")
-"""What the feed gives."""
+"""An item of the feed."""
 PreparedBatchT = TypeVar("PreparedBatchT")
-"""What ``prepare_batch`` returns."""
+"""The result of ``prepare_batch``."""
 
 BatchProvider = BatchSource
 ArrowBatchFeeder = BatchSource
@@ -80,7 +80,7 @@ class TrainerEndpointContract(CheckpointingTrainerPlugin, Protocol[StateT, RawBa
         ...
 
     def state_dict(self, state: StateT) -> dict[str, object]:
-        """What a checkpoint must hold."""
+        """State for a checkpoint."""
         ...
 
     def load_state_dict(self, state: StateT, payload: dict[str, object], ctx: StepContext) -> None:
@@ -88,7 +88,7 @@ class TrainerEndpointContract(CheckpointingTrainerPlugin, Protocol[StateT, RawBa
 
 
 class ArtifactUploadError(UploadError, RuntimeError):
-    """What an uploader of the caller's own raises where an artifact did not arrive."""
+    """Raised by an uploader of the caller's own where an artifact did not arrive."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class ReporterEvent:
 
 @dataclass(frozen=True)
 class TrainerSubprocessContractV1:
-    """What a process that starts a trainer in another one hands over, as a JSON file.
+    """The job of a process that starts a trainer in another one, handed over as a JSON file.
 
     Raises:
         ValueError: The version is not ``v1``, or `trainer_plugin` or `job_spec_path` is empty.

@@ -107,13 +107,13 @@ class TrainingJobSpec:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What the runtime gives to every hook of a trainer."""
+    """The context that every hook of a trainer gets."""
 
     job: TrainingJobSpec
     model_handles: Mapping[str, Any] = field(default_factory=dict)
     """Inputs that were materialised: ``base_model_dir``, ``base_model_ref`` and what else the caller put there."""
     dataset: Any = None
-    """What feeds the run: the feed of this rank, the loader that ``fit`` was given, or the caller's own source."""
+    """The source of batches: the feed of this rank, the loader that ``fit`` was given, or the caller's own source."""
     optimizer: Any = None
     scheduler: Any = None
     device: str = "cuda:0"
@@ -131,7 +131,7 @@ class StepContext:
 
 @dataclass(frozen=True)
 class StepControlHints:
-    """What a step asks of the runtime."""
+    """Requests of a step to the runtime."""
 
     skip_cadence_emit: bool = False
     """Suppress metrics, checkpoint and samples of this one step."""
@@ -141,7 +141,7 @@ class StepControlHints:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What ``train_step`` returns: scalars by name, as numbers or 0-d tensors on any device."""
+    """The result of ``train_step``: scalars by name, as numbers or 0-d tensors on any device."""
 
     metrics: Mapping[str, Any] = field(default_factory=dict)
     debug: Mapping[str, Any] = field(default_factory=dict)
@@ -172,7 +172,7 @@ class TrainerPlugin(Protocol):
         ...
 
     def state_dict(self, state: Any) -> dict[str, object]:
-        """What a checkpoint must hold beyond modules and optimizers that genlight finds itself."""
+        """State for a checkpoint beyond the modules and optimizers that genlight finds itself."""
         ...
 
     def load_state_dict(self, state: Any, payload: dict[str, object], ctx: StepContext) -> None:

@@ -43,10 +43,10 @@ __all__ = [
     "NUMBERS",
     "UPDATE",
     "USED",
-    "Point",
+    "ExchangePoint",
     "RankAgreement",
     "RankCheck",
-    "Why",
+    "Trigger",
     "check_same_on_all_ranks",
     "lost_in_buffers",
     "users_line",
@@ -85,7 +85,7 @@ MARKS = _MODULUS * _MODULUS
 _NOT_THE_USERS = ("genlight.", "torch.", "contextlib", "functools", "lightning.")
 
 
-class Why(enum.IntEnum):
+class Trigger(enum.IntEnum):
     """The call that had the gradients averaged."""
 
     UPDATE = 1
@@ -97,19 +97,19 @@ class Why(enum.IntEnum):
 
 
 _TEXTS = {
-    Why.UPDATE: "updates {what}",
-    Why.READ: "reads the gradient of {what}",
-    Why.BACKWARD: "calls backward",
-    Why.END_OF_STEP: "has ended the step with gradients and without an update",
-    Why.NOTHING: "has ended the step without a backward call",
-    Why.LAST: "has ended the last step",
+    Trigger.UPDATE: "updates {what}",
+    Trigger.READ: "reads the gradient of {what}",
+    Trigger.BACKWARD: "calls backward",
+    Trigger.END_OF_STEP: "has ended the step with gradients and without an update",
+    Trigger.NOTHING: "has ended the step without a backward call",
+    Trigger.LAST: "has ended the last step",
 }
 
 
-class Point(NamedTuple):
+class ExchangePoint(NamedTuple):
     """A point of a rank's training at which it averages gradients."""
 
-    why: Why = Why.UPDATE
+    trigger: Trigger = Trigger.UPDATE
     step: int = 0
     ordinal: int = 0
     """How many times gradients were averaged since the last update."""
@@ -130,19 +130,19 @@ class Point(NamedTuple):
 
     def numbers(self) -> list[int]:
         """The values that are compared with other ranks."""
-        place = [int(self.why), self.step % _MODULUS, min(self.ordinal, _MODULUS - 1), self.updates % _MODULUS]
+        place = [int(self.trigger), self.step % _MODULUS, min(self.ordinal, _MODULUS - 1), self.updates % _MODULUS]
         return [*place, *divmod(self.mark, _MODULUS)]
 
     def __str__(self) -> str:
         where = f" (at {self.where})" if self.where else ""
-        return _TEXTS[self.why].format(what=self.what or "parameters") + where
+        return _TEXTS[self.trigger].format(what=self.what or "parameters") + where
 
 
 class _Header(NamedTuple):
     """A header on its way through the device."""
 
-    point: Point
-    before: Point | None
+    point: ExchangePoint
+    before: ExchangePoint | None
     rows: LateCopy
 
 
@@ -158,21 +158,21 @@ class RankCheck:
         named: Gives a point whose parameter has its path, for a message.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, named: Callable[[Point], Point]) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, named: Callable[[ExchangePoint], ExchangePoint]) -> None:
         self._group = group
         self._named = named
         self._rank = dist.get_rank(group)
         self._world_size = dist.get_world_size(group)
         self._key = f"genlight/ranks/{next(_runs)}"
         self._on_their_way: deque[_Header] = deque()
-        self._previous: Point | None = None
+        self._previous: ExchangePoint | None = None
 
     @property
     def header_size(self) -> int:
         """How many numbers a header has."""
         return NUMBERS * self._world_size
 
-    def write(self, header: Tensor, at: Point) -> None:
+    def write(self, header: Tensor, at: ExchangePoint) -> None:
         """Write this rank's row into `header`, which is summed over the ranks then."""
         header.zero_()
         row = header[NUMBERS * self._rank :][:NUMBERS]
@@ -181,7 +181,7 @@ class RankCheck:
         else:  # pinned, so that the host does not wait and the memory lives until it was read
             row.copy_(torch.tensor(at.numbers(), dtype=header.dtype, pin_memory=True), non_blocking=True)
 
-    def arrived(self, header: Tensor, at: Point, *, most_left: int = LATE_EXCHANGES) -> None:
+    def arrived(self, header: Tensor, at: ExchangePoint, *, most_left: int = LATE_EXCHANGES) -> None:
         """The sum of all headers is there, as far as the device is; compare those that can be read.
 
         Args:
@@ -204,7 +204,7 @@ class RankCheck:
         if not _are_together([numbers[i : i + NUMBERS] for i in range(0, len(numbers), NUMBERS)]):
             raise self._apart(header)
 
-    def read(self, values: Tensor, at: Point) -> list[float]:
+    def read(self, values: Tensor, at: ExchangePoint) -> list[float]:
         """`values` of a device, once they are there; the host waits for them.
 
         Raises:
@@ -212,13 +212,13 @@ class RankCheck:
         """
         return self._numbers(LateCopy(values), at)
 
-    def _numbers(self, copy: LateCopy, at: Point) -> list[float]:
+    def _numbers(self, copy: LateCopy, at: ExchangePoint) -> list[float]:
         self.wait_for(copy, at)
         host = copy.read()
         numbers: list[float] = (host.real if host.is_complex() else host).tolist()
         return numbers
 
-    def wait_for(self, copy: LateCopy, at: Point) -> None:
+    def wait_for(self, copy: LateCopy, at: ExchangePoint) -> None:
         """Until the device has come to `copy`; a collective that another rank never joins keeps it from that.
 
         Raises:
@@ -247,7 +247,7 @@ class RankCheck:
         """Ranks of the group as they are numbered among all."""
         return list(ranks) if self._group is None else [dist.get_global_rank(self._group, rank) for rank in ranks]
 
-    def broken(self, error: RuntimeError, at: Point, what: Tensor) -> RankFailedError:
+    def broken(self, error: RuntimeError, at: ExchangePoint, what: Tensor) -> RankFailedError:
         """The error of an exchange that `error` ended; waits some seconds for the other ranks, which see it break, too.
 
         Args:
@@ -266,7 +266,7 @@ class RankCheck:
         """The error of ranks that are not together, each of which comes here by itself."""
         before = "" if header.before is None else str(self._named(header.before))
         own = tuple(self._named(header.point)._replace(before=before))
-        points = [Point(*point) for point in gather_objects(own, self._group)]
+        points = [ExchangePoint(*point) for point in gather_objects(own, self._group)]
         first = points[0]
         other = next((r for r, each in enumerate(points) if not _are_together([first.numbers(), each.numbers()])), 1)
         theirs = points[other]
@@ -288,12 +288,15 @@ def _are_together(rows: Sequence[Sequence[float]]) -> bool:
     """Whether the ranks that sent these rows are at points that belong together."""
     if any(row[1:] != rows[0][1:] for row in rows):
         return False
-    why = {int(row[0]) for row in rows}
+    triggers = {int(row[0]) for row in rows}
+    if len(triggers) == 1:
+        return True
     # A rank that reads a gradient before it updates does nothing that the others need to know of.
-    return len(why) == 1 or (why.isdisjoint({Why.NOTHING, Why.LAST}) and not why >= {Why.UPDATE, Why.END_OF_STEP})
+    is_updated_by_some = {Trigger.UPDATE, Trigger.END_OF_STEP} <= triggers
+    return triggers.isdisjoint({Trigger.NOTHING, Trigger.LAST}) and not is_updated_by_some
 
 
-def _trained_differently(points: Sequence[Point], other: int) -> str:
+def _trained_differently(points: Sequence[ExchangePoint], other: int) -> str:
     named = []
     for rank, without in ((0, other), (other, 0)):
         alone = sorted({*points[rank].trained} - {*points[without].trained})
@@ -307,18 +310,18 @@ def _trained_differently(points: Sequence[Point], other: int) -> str:
     )
 
 
-def _in_step(point: Point) -> str:
+def _in_step(point: ExchangePoint) -> str:
     before = f", after it {point.before}" if point.ordinal else ""
     return f"{point} in step {point.step}{before}"
 
 
-def _cure(one: Point, other: Point) -> str:
+def _cure(one: ExchangePoint, other: ExchangePoint) -> str:
     if one.ordinal != other.ordinal:
         return (
             "All ranks must call backward as often before an update, and read gradients between its calls on all ranks "
             "or on none. A rank that has nothing to add may call it with a loss of zero: `(0 * loss).backward()`."
         )
-    if Why.NOTHING in (one.why, other.why) or one.updates != other.updates or Why.END_OF_STEP in (one.why, other.why):
+    if one.updates != other.updates or {one.trigger, other.trigger} & {Trigger.NOTHING, Trigger.END_OF_STEP}:
         return _SKIPPED_ALONE
     return (
         "All ranks must go through `train_step` alike: as many backward calls and updates, and gradients that are read "

@@ -125,7 +125,7 @@ class CheckpointsSpec(Block, frozen=True, kw_only=True):
 
 
 class ResumeSpec(Block, frozen=True, kw_only=True):
-    """What a resume does not take from the checkpoint."""
+    """Settings that a resume does not take from the checkpoint."""
 
     keep: Annotated[tuple[NonBlank, ...], example(["lr"])] = ()
     """Settings that stay as `configure` builds them: of optimizers (`lr`, `weight_decay`, …), `schedule` or `scaler`;
@@ -145,7 +145,7 @@ class SampleRequest(Block, frozen=True, kw_only=True):
     prompt: Prose | None = None
     """The prompt."""
     negative_prompt: Prose | None = None
-    """What the sample should not show."""
+    """The negative prompt: content that the sample should not show."""
     instruction: Prose | None = None
     """An instruction for edits."""
     source_image: Reference | None = None
@@ -184,7 +184,7 @@ class JobSpec(Block, frozen=True, kw_only=True):
     """Seed of torch, NumPy, Python's `random` and the order of the data, set before the class is built; by default none
     is set."""
     on_nonfinite: Literal["warn", "stop", "skip"] = "warn"
-    """What to do when a loss, gradient or weight becomes nan or infinite: `warn` logs it once, with the step; `stop`
+    """The action when a loss, gradient or weight becomes nan or infinite: `warn` logs it once, with the step; `stop`
     ends the run, with exit code 3; `skip` skips the affected updates."""
     lightning: Annotated[
         dict[str, Any], example({"accelerator": "gpu", "devices": 8, "strategy": "ddp", "precision": "bf16-mixed"})
@@ -225,7 +225,7 @@ class JobSpec(Block, frozen=True, kw_only=True):
     resume_checkpoint_path: FilePath | None = None
     """A checkpoint record to resume from."""
     resume: ResumeSpec = ResumeSpec()
-    """What a resume does not take from the checkpoint."""
+    """Settings that a resume does not take from the checkpoint."""
     max_runtime_seconds: Annotated[Seconds, variable("TRAINER_MAX_RUNTIME_SECONDS"), example(3600)] = 0
     """Time limit from process start, including downloads; 0 means none."""
     cancel_file_path: Annotated[FilePath, variable("TRAINER_CANCEL_FILE")] | None = None

@@ -132,7 +132,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 def gather_results(
     act: Callable[[], _Result], group: dist.ProcessGroup | None = None
 ) -> list[tuple[_Result | None, str | None]]:
-    """What `act` gives on every rank of `group`, in order, and what it raised there, in words; to be called by all.
+    """The results of `act` on all ranks of `group`, in order, and what it raised there, in words. Collective.
 
     Raises:
         Exception: What it raised on this rank, once the others no longer wait for this one.

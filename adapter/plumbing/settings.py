@@ -1,4 +1,4 @@
-"""What a setting is declared with, and the table that is read from such declarations.
+"""Declarations of settings, and the table that is read from them.
 
 A block of settings is a struct of msgspec or a dataclass whose fields have a type, with a `Rule` where the type says
 too little, a default, and a text below. `keys_of` reads them. A job, the options of a feed and the settings of uploads
@@ -301,7 +301,7 @@ def is_true(text: str) -> bool:
 
 
 def faults_of(options: Any, block: Any) -> list[str]:
-    """What is wrong with the values that `options` has for the keys of `block`, each as a sentence."""
+    """The faults of the values that `options` has for the keys of `block`, each as a sentence."""
     found = []
     for name, key in keys_of(block).items():
         value = getattr(options, name)

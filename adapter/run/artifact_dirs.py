@@ -57,7 +57,7 @@ def untrusted_dirs(config: RunConfig) -> list[str]:
 
 
 def _faults(config: RunConfig, fault_of: Callable[[str, Path], str | None]) -> list[str]:
-    """What `fault_of` says of each directory; what lies below a faulty one has its fault, and no line of its own."""
+    """The faults of directories, by `fault_of`; what lies below a faulty one has its fault, and no line of its own."""
     names = ("artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir")
     directories = {**{name: getattr(config, name) for name in names}, "events_path": config.events_path.parent}
     found: dict[Path, str] = {}

@@ -40,7 +40,7 @@ class RunBeginContext:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of the function."""
+    """The result of the function."""
 
     status: Status
     exit_code: int

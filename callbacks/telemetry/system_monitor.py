@@ -120,7 +120,7 @@ class _Machine:
 
 
 def read_nvml(read: Callable[[], _Figures], what: str) -> _Figures | None:
-    """What `read` gives by NVML; None where it cannot, which is logged and need not be tried again."""
+    """The result of `read`, which asks NVML; None where it cannot, which is logged and need not be tried again."""
     try:
         return read()
     except ModuleNotFoundError:

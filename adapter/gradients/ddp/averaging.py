@@ -53,7 +53,7 @@ from ....callbacks.optimizer_state import parameters_of
 from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered
 from ...discovery.rank_local import EVERYTHING_SHARED, RankLocal
-from ..rank_check import MARKS, Point, RankCheck, Why, users_line
+from ..rank_check import MARKS, ExchangePoint, RankCheck, Trigger, users_line
 from ..refused import refused_on_ranks
 from ..step_part import BackwardCall, StepPart
 from ..torch_hooks import GradientGuard, read_gradient, write_gradient
@@ -190,7 +190,7 @@ class Averaging(StepPart):
         if self._is_last_call() and self._early is None and len(plan.buckets) > 1 and place not in self._not_early:
             self._agree_on(plan)
             self._watch(plan)
-            self._early = _Early(plan, self._begin_exchange(plan, Why.BACKWARD))
+            self._early = _Early(plan, self._begin_exchange(plan, Trigger.BACKWARD))
 
     @override
     def leave_backward(self, *, failed: bool) -> None:
@@ -200,15 +200,15 @@ class Averaging(StepPart):
     @override
     def after_backward(self) -> None:
         if not self._guard.guard(self._managed.all) or self._is_last_call():
-            self._average(Why.BACKWARD)
+            self._average(Trigger.BACKWARD)
 
     @override
     def before_update(self, optimizer: Optimizer) -> bool:
         self._update_line = users_line()
         first = next(parameters_of(optimizer), "nothing")
-        self._wanted(Why.UPDATE, first)
+        self._wanted(Trigger.UPDATE, first)
         if id(optimizer) in self._updated:  # what is in its gradients now was written in place
-            self._average(Why.UPDATE, first)
+            self._average(Trigger.UPDATE, first)
         self._guard.unguard()  # gradients are read without a detour
         self._updated.add(id(optimizer))
         self._ordinal = self._wants = 0
@@ -247,16 +247,16 @@ class Averaging(StepPart):
     @override
     def end(self) -> None:
         """Average what the step has left, and find out about ranks that are elsewhere."""
-        self._wanted(Why.END_OF_STEP)
+        self._wanted(Trigger.END_OF_STEP)
         self._guard.unguard()
         if self._may_be_apart:
             self._may_be_apart = False
             if dist.get_rank(self.group) == 0:
                 log.warning(_APART, dist.get_world_size(self.group))
         if not self._was_averaged:
-            self._take_no_part(Why.NOTHING)
+            self._take_no_part(Trigger.NOTHING)
         elif self._is_last_step():  # no step follows whose exchange would meet one that another rank makes still
-            self._take_no_part(Why.LAST)
+            self._take_no_part(Trigger.LAST)
 
     @override
     def abandon(self) -> None:
@@ -290,7 +290,7 @@ class Averaging(StepPart):
 
     def _on_read(self, parameter: Tensor) -> None:
         if not self._in_backward and (self._calls or id(parameter) in self._written):
-            self._wanted(Why.READ, parameter)
+            self._wanted(Trigger.READ, parameter)
 
     def _on_write(self, parameter: Tensor, value: Tensor | None) -> None:
         if self._in_backward:
@@ -300,14 +300,14 @@ class Averaging(StepPart):
         else:
             self._written.add(id(parameter))
 
-    def _wanted(self, why: Why, what: Tensor | str = "") -> None:
+    def _wanted(self, trigger: Trigger, what: Tensor | str = "") -> None:
         """Gradients are wanted: learn after how many calls, and make them those of all ranks."""
         if self._calls:
             self._expected[self._place()] = self._calls
             self._calls = 0
             self._wants += 1
         if self._waits or self._written:
-            self._average(why, what)
+            self._average(trigger, what)
 
     def _is_last_call(self) -> bool:
         """Whether the running backward call is the one, as far as is known, after which gradients are wanted."""
@@ -324,7 +324,7 @@ class Averaging(StepPart):
 
     # How they are averaged.
 
-    def _average(self, why: Why, what: Tensor | str = "") -> None:
+    def _average(self, trigger: Trigger, what: Tensor | str = "") -> None:
         """Replace every ``p.grad`` by its mean over the ranks, where any rank has one.
 
         Raises:
@@ -341,14 +341,14 @@ class Averaging(StepPart):
             if is_stale:  # all of them are sent again, as on the other ranks
                 self._not_early.add(self._place())
                 early = None
-        if why is not Why.BACKWARD:
+        if trigger is not Trigger.BACKWARD:
             self._refresh()
         self._take_on()
         plan = self._plan()
         if early is None or plan is not early.plan:  # what is trained has changed since that call
             self._agree_on(plan)
             if plan.buckets:
-                at = self._begin_exchange(plan, why, what)
+                at = self._begin_exchange(plan, trigger, what)
                 self._send_rest(plan, ())
                 self._finish(plan, at)
         self._updated.clear()
@@ -356,8 +356,8 @@ class Averaging(StepPart):
         for call in self.averaged:
             call()
 
-    def _begin_exchange(self, plan: _Plan, why: Why, what: Tensor | str = "") -> Point:
-        at = self._point(why, what, plan.mark)
+    def _begin_exchange(self, plan: _Plan, trigger: Trigger, what: Tensor | str = "") -> ExchangePoint:
+        at = self._point(trigger, what, plan.mark)
         self._ordinal += 1
         self._check.write(plan.header, at)
         self._last_plan = plan
@@ -369,7 +369,7 @@ class Averaging(StepPart):
             bucket.send([read_gradient(p) for p in bucket.parameters])
 
     @torch.no_grad()
-    def _finish(self, plan: _Plan, at: Point, *, lands: bool = True) -> None:
+    def _finish(self, plan: _Plan, at: ExchangePoint, *, lands: bool = True) -> None:
         """Wait for an exchange; write the averages of each bucket, if they count, while the next one travels."""
         for bucket in plan.buckets:
             self._wait(bucket, at)
@@ -378,7 +378,7 @@ class Averaging(StepPart):
             for i, gradient in bucket.land(lambda tail: self._check.read(tail, at)).items() if lands else ():
                 write_gradient(bucket.parameters[i], gradient)
 
-    def _take_no_part(self, why: Why) -> None:
+    def _take_no_part(self, trigger: Trigger) -> None:
         """This rank's step ends without a gradient; learn whether that is so on all ranks.
 
         Raises:
@@ -387,9 +387,9 @@ class Averaging(StepPart):
         plan = self._plan()
         if plan.buckets:
             self._agree_on(plan)
-            self._send_header(plan, self._begin_exchange(plan, why))
+            self._send_header(plan, self._begin_exchange(plan, trigger))
 
-    def _send_header(self, plan: _Plan, at: Point) -> None:
+    def _send_header(self, plan: _Plan, at: ExchangePoint) -> None:
         """Send the first bucket for its header alone, and look at it; where others send all, join them."""
         plan.buckets[0].take_part()
         try:
@@ -413,12 +413,12 @@ class Averaging(StepPart):
             return
         last = self._last_plan
         if last.buckets:
-            at = self._point(Why.UPDATE, mark=plan.mark)
+            at = self._point(Trigger.UPDATE, mark=plan.mark)
             self._check.write(last.header, at)
             self._send_header(last, at)
         self._agreed.add(plan.mark)
 
-    def _wait(self, bucket: Bucket, at: Point) -> None:
+    def _wait(self, bucket: Bucket, at: ExchangePoint) -> None:
         try:
             bucket.wait()
         except RuntimeError as error:
@@ -495,14 +495,14 @@ class Averaging(StepPart):
 
     # Where this rank is.
 
-    def _point(self, why: Why, what: Tensor | str = "", mark: int = 0) -> Point:
-        if why is Why.UPDATE:
+    def _point(self, trigger: Trigger, what: Tensor | str = "", mark: int = 0) -> ExchangePoint:
+        if trigger is Trigger.UPDATE:
             where = self._update_line
         else:
-            where = "" if why in (Why.END_OF_STEP, Why.NOTHING, Why.LAST) else users_line()
-        return Point(why, self._step, self._ordinal, self._updates, mark, what, where, self._last_update)
+            where = "" if trigger in (Trigger.END_OF_STEP, Trigger.NOTHING, Trigger.LAST) else users_line()
+        return ExchangePoint(trigger, self._step, self._ordinal, self._updates, mark, what, where, self._last_update)
 
-    def _named(self, point: Point) -> Point:
+    def _named(self, point: ExchangePoint) -> ExchangePoint:
         """`point` with the path of its parameter, which is looked for only for a message."""
         paths = {id(p): path for path, p in self._managed.named()}
         what, trained = point.what, (paths.get(id(p), "a parameter") for p in self._taking_part())
@@ -528,7 +528,7 @@ class _Early:
         sent: By bucket, its gradients when it left, and their versions.
     """
 
-    def __init__(self, plan: _Plan, at: Point) -> None:
+    def __init__(self, plan: _Plan, at: ExchangePoint) -> None:
         self.plan, self.at = plan, at
         self.sent: list[list[tuple[Tensor | None, int]]] = []
         self._bucket_of = {id(p): i for i, bucket in enumerate(plan.buckets) for p in bucket.parameters}
