@@ -168,11 +168,11 @@ def test_one_process_with_the_batches_of_all_ranks_sees_the_same_rows_per_step(f
 
 
 TRAIN = """
-import json, os, sys
+import json, os, sys, time
 from pathlib import Path
 from support.row_audit import AuditedFeed
 
-folder, attempt, workers = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+folder, attempt, workers, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 feed = AuditedFeed(
     folder / "data.parquet", batch_size=4, epochs=2, shuffle=True, workers=workers, audit=folder / attempt
 )
@@ -184,6 +184,8 @@ for step, batch in enumerate(feed):
         checkpoint.with_suffix(".tmp").write_text(json.dumps(feed.state_dict()))
         os.replace(checkpoint.with_suffix(".tmp"), checkpoint)
     print(step, flush=True)
+    if step == last:
+        time.sleep(600)  # until it is killed
 feed.close()
 """
 
@@ -194,7 +196,8 @@ def test_a_process_that_is_killed_again_and_again_trains_every_row_once(tmp_path
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")])}
     attempts = [("a", 0, 7), ("b", 1, 10), ("c", 2, 2), ("d", 0, 11), ("e", 1, None)]
     for attempt, workers, kill_at in attempts:
-        command = [sys.executable, "-c", TRAIN, str(tmp_path), attempt, str(workers)]
+        last = -1 if kill_at is None else kill_at + 4  # before the end of the rows, however late the kill comes
+        command = [sys.executable, "-c", TRAIN, str(tmp_path), attempt, str(workers), str(last)]
         with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
             for line in process.stdout:
                 if kill_at is not None and int(line) >= kill_at:
