@@ -16,7 +16,8 @@ RUN = Path("runs/killed")
 EVENTS = RUN / "metrics" / "events.jsonl"
 KILLS = (350, 650, 950)
 """At which steps. A checkpoint is saved every 200, so each kill costs up to that many."""
-STEPS = 1200
+STEPS = 2000
+"""So many that no attempt which is to be killed comes to the end first, however late the kill is."""
 RESTART_S = 0.5
 """How long the run lies idle after each kill, until it is started again; a scheduler takes longer."""
 
