@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
@@ -173,14 +172,12 @@ def chaos(tmp_path):
 @pytest.fixture
 def genlight_uploads(capsys, monkeypatch):
     """Runs ``genlight uploads``; returns its exit code, its output and its complaints."""
-    from genlight.adapter.cli import uploads as command
+    from genlight.adapter.cli import main
 
     monkeypatch.delenv("TRAINER_JOB_SPEC_PATH", raising=False)
 
     def call(*arguments):
-        parser = argparse.ArgumentParser()
-        command.add_arguments(parser)
-        code = command.run(parser.parse_args([str(argument) for argument in arguments]))
+        code = main(["uploads", *map(str, arguments)])
         out, err = capsys.readouterr()
         return code, out, err
 

@@ -1,26 +1,22 @@
 """List, verify, show or export the checkpoints of a run.
 
-Exit codes: 0 done, 1 a checkpoint is broken, 2 usage.
+`verify` proves the files of each by their digests. `export` writes one for other tools. Exit codes: 0 done, 1 a
+checkpoint is broken, 2 usage.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import errno
 import os
 from collections.abc import Mapping
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ...callbacks.checkpoint.contents import read_header, sliced_tensors
-from ...callbacks.checkpoint.format.record import (
-    CheckpointRecord,
-    name_of,
-    read_record,
-    record_path,
-    tensor_file,
-)
+from ...callbacks.checkpoint.format.record import CheckpointRecord, read_record, tensor_file
 from ...callbacks.checkpoint.format.tensor_files import RAW, TORCH_TYPES, rank_of
 from ...callbacks.checkpoint.selection import (
     Listed,
@@ -30,200 +26,122 @@ from ...callbacks.checkpoint.selection import (
     list_checkpoints,
     monitored,
 )
-from ...callbacks.checkpoint.storage.files import missing_file, verify_files
-from ..contract.exceptions import BrokenCheckpointError, CheckpointError
-from ..plumbing.text import printable, size_text
-from .terminal import aligned, complain, say
+from ..contract.exceptions import BrokenCheckpointError
+from ..plumbing.text import size_text
+from ..view.checkpoints import checkpoint_facts
+from .parser import UsageError, add_json
+from .terminal import aligned, brief, complain, say, say_json
 
 __all__ = ["add_arguments", "run"]
 
-_SOUND, _BROKEN = 0, 1
-_SHOWN_TENSORS = 40
-_NOTHING = "no checkpoint in {}; name a run's directory, its checkpoints, or one of them"
+_SHOWN_ENTRIES = 40
+_FACTS = (
+    *("step", "run_id", "attempt", "final", "max_steps", "spec_digest", "elapsed_s", "world_size", "finite_weights"),
+    *("metrics", "trainer_checkpoint", "versions", "metadata"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument("action", choices=("list", "verify", "show", "export"))
-    parser.add_argument("path", metavar="PATH", help="checkpoint (its .json or its name), or a folder of checkpoints")
-    parser.add_argument("--json", action="store_true", help="list, verify, show: JSON, for other programs")
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        help="folder of a run or of checkpoints, or one checkpoint; show and export take the newest",
+    )
+    add_json(parser, "list, verify, show: print JSON, one object a line")
     parser.add_argument(
         "--to",
         metavar="TARGET",
-        help="export: FILE.safetensors (weights alone), FILE.ckpt (Lightning's format), or FOLDER of a Hugging Face "
-        "model, which from_pretrained loads",
+        help="export: FILE.safetensors for the weights, FILE.ckpt for Lightning, or a FOLDER for `from_pretrained` of "
+        "a Hugging Face model",
     )
-    parser.add_argument("--force", action="store_true", help="export: replace what is there")
+    parser.add_argument("--force", action="store_true", help="export: replace what exists")
     parser.add_argument(
         "--strip-prefix", default="", metavar="PREFIX", help="export: only weights with this prefix, and without it"
     )
     parser.add_argument(
         "--base",
         metavar="FILE",
-        help="export: safetensors file, or checkpoint, with the tensors that this one leaves out (weights='trained')",
+        help="export: safetensors file or checkpoint with the weights that this checkpoint leaves out",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code.
+    """Carry the command out and return its exit code: 0, or 1 where a checkpoint is broken.
 
-    0 when all is well, 1 when a checkpoint is broken, 2 for arguments that cannot be used.
+    Raises:
+        UsageError: Nothing can be exported there.
+        CheckpointError: A checkpoint is broken, or cannot be exported.
+        FileNotFoundError: There is no checkpoint.
     """
-    try:
-        if args.action == "list":
-            return _list(Path(args.path), as_json=args.json)
-        if args.action == "verify":
-            return _verify(Path(args.path), as_json=args.json)
-        if args.action == "show":
-            return _show(read_record(find_checkpoint(args.path)), as_json=args.json)
-        return _export(args)
-    except BrokenCheckpointError as error:
-        return complain("checkpoints", str(error), _BROKEN)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        if error.filename is None:
-            return complain("checkpoints", str(error))
-        if not str(error.filename).startswith(os.path.abspath(args.path)):  # It is about where to export to.
-            raise
-        problem = f"{args.path} is not a checkpoint" if Path(args.path).exists() else f"there is nothing at {args.path}"
-        return complain("checkpoints", f"{problem}; name a run's directory or a checkpoint")
-    except CheckpointError as error:
-        return complain("checkpoints", str(error))
+    if args.action in ("list", "verify"):
+        return _list(args)
+    record = find_checkpoint(args.path)
+    if args.action == "show":
+        _show(read_record(record), as_json=args.json)
+    else:
+        _export(record, args)
+    return 0
 
 
-def _listed(path: Path) -> list[Listed]:
+def _list(args: argparse.Namespace) -> int:
+    proves = args.action == "verify"
+    found = _listed(args.path)
+    if not found:
+        text = f"no checkpoint in {args.path}; name the folder of a run, its checkpoints, or one of them"
+        return complain("checkpoints", text, 2 if proves else 0)
+    records = [each.record for each in found if each.record is not None]
+    monitor, mode = monitored(records)
+    best = best_first(records, monitor, mode)[:1] if mode is not None else []
+    rows = [{**checkpoint_facts(each, proves=proves), "best": each.record in best} for each in found]
+    if args.json:
+        say_json(rows)
+    else:
+        say(*aligned([("NAME", "STEP", "SIZE", "SAVED", "RUN", "STATE"), *map(_cells, rows)]))
+    return 1 if proves and any(row["problem"] for row in rows) else 0
+
+
+def _listed(path: str) -> list[Listed]:
     folder = folder_of_checkpoints(path)
     if folder is not None:
         return list_checkpoints(folder)
-    record = record_path(path)
+    record = find_checkpoint(path)
     try:
         return [Listed(record, read_record(record))]
     except BrokenCheckpointError as error:
         return [Listed(record, None, error.reason)]
 
 
-_NOT_FINITE = "weights NOT finite"
+def _cells(row: Mapping[str, Any]) -> list[object]:
+    saved = datetime.fromtimestamp(row["saved_ms"] / 1000).astimezone() if row["saved_ms"] else None
+    notes = [row["state"], *(["best"] if row["best"] else [])]
+    notes += [f"{name}={value:g}" for name, value in row["scores"].items() if value is not None]
+    return [
+        row["name"],
+        "" if row["step"] is None else row["step"],
+        size_text(row["size"]),
+        "" if saved is None else saved.isoformat(" ", "seconds"),
+        row["run_id"],
+        ", ".join(notes),
+    ]
 
 
-def _list(path: Path, *, as_json: bool) -> int:
-    found = _listed(path)
-    records = [listed.record for listed in found if listed.record is not None]
-    monitor, mode = monitored(records)
-    best = next(iter(best_first(records, monitor, mode)), None) if mode is not None else None
-    rows = [_row(listed, is_best=best is not None and listed.record is best) for listed in found]
-    if not rows:
-        return complain("checkpoints", _NOTHING.format(path), _SOUND)
+def _show(record: CheckpointRecord, *, as_json: bool) -> None:
+    facts = {name: getattr(record, name) for name in _FACTS}
+    facts["files"] = {entry.path: (entry.size, entry.xxh3_128) for entry in record.files}
+    facts |= {"tensors": _tensors(record), "state": record.state}
     if as_json:
-        say(*map(json.dumps, rows))
-        return _SOUND
-    header = {"name": "NAME", "step": "STEP", "size": "SIZE", "saved": "SAVED", "run_id": "RUN", "note": ""}
-    texts = [header, *({**row, "size": size_text(row["size"])} for row in rows)]
-    say(*aligned([[printable(text[key]) for key in header] for text in texts]))
-    return _SOUND
-
-
-def _row(listed: Listed, *, is_best: bool) -> dict[str, Any]:
-    """One line of a listing; no file of the checkpoint is read."""
-    record = listed.record
-    name = name_of(listed.path)
-    if record is None:
-        return {"name": name, "step": "", "size": 0, "saved": "", "run_id": "", "note": f"broken: {listed.problem}"}
-    return {
-        "name": name,
-        "step": record.step,
-        "size": record.size_bytes,
-        "saved": _time(record),
-        "run_id": record.run_id,
-        "note": _note(record, is_best=is_best),
-        "best": is_best,
-    }
-
-
-def _note(record: CheckpointRecord, *, is_best: bool) -> str:
-    problem = missing_file(record)
-    if problem:
-        return f"broken: {problem}"
-    notes = [f"{name}={value:g}" for name, value in record.metrics.items() if value is not None]
-    bad = [_NOT_FINITE] if record.finite_weights is False else []
-    facts = {"older runtime": record.is_old, "final": record.final, "best": is_best}
-    return ", ".join([*(name for name, holds in facts.items() if holds), *bad, *notes])
-
-
-def _verify(path: Path, *, as_json: bool) -> int:
-    found = _listed(path)
-    outcomes = [_verdict(listed) for listed in found]
-    if not outcomes:
-        return complain("checkpoints", _NOTHING.format(path))
-    if as_json:
-        finite = [None if listed.record is None else listed.record.finite_weights for listed in found]
-        for (name, problem, _), known in zip(outcomes, finite, strict=True):
-            say(json.dumps({"name": name, "problem": problem, "finite_weights": known}))
-    else:
-        say(*(f"{name}: {f'broken: {problem}' if problem else summary}" for name, problem, summary in outcomes))
-    return _BROKEN if any(problem for _, problem, _ in outcomes) else _SOUND
-
-
-def _verdict(listed: Listed) -> tuple[str, str, str]:
-    """Name, problem (empty if whole), and what was proven."""
-    name = name_of(listed.path)
-    if listed.record is None:
-        return name, listed.problem, ""
-    try:
-        verify_files(listed.record)
-    except BrokenCheckpointError as error:
-        return name, error.reason, ""
-    if listed.record.is_old:
-        return name, "", "readable (an older runtime's record has no digests)"
-    known = {True: ", weights finite", False: f", {_NOT_FINITE}", None: ""}[listed.record.finite_weights]
-    count = len(listed.record.left_out)
-    known += f", {count:,} tensors left out, which the class has to build" if count else ""
-    return name, "", f"whole ({len(listed.record.files)} files, {size_text(listed.record.size_bytes)}{known})"
-
-
-def _show(record: CheckpointRecord, *, as_json: bool) -> int:
-    tensors = _tensors(record)
-    if as_json:
-        facts = {name: getattr(record, name) for name in _FACTS} | {"state": record.state, "tensors": tensors}
-        say(json.dumps(facts))
-        return _SOUND
-    lines = [f"{record.name}  ({record.path})", ""]
-    facts = {name: getattr(record, name) for name in _FACTS if name != "metadata" and _is_known(record, name)}
-    facts |= {name: _origin(name, value) for name, value in record.metadata.items() if name not in facts}
-    lines += [f"  {printable(name):<20}{_text(value)}" for name, value in facts.items()]
-    lines += ["", "  files"]
-    lines += [f"    {size_text(entry.size):>10}  {entry.xxh3_128}  {entry.path}" for entry in record.files]
-    lines += ["", f"  tensors ({len(tensors)})"]
-    lines += [f"    {dtype:<6}{shape!s:<24}{name}" for name, (dtype, shape) in list(tensors.items())[:_SHOWN_TENSORS]]
-    lines += [f"    … and {len(tensors) - _SHOWN_TENSORS} more"] if len(tensors) > _SHOWN_TENSORS else []
-    lines += ["", "  state", *_outline(record.state, "    ")]
-    say(*lines)
-    return _SOUND
-
-
-_FACTS = (
-    "step",
-    "run_id",
-    "attempt",
-    "final",
-    "max_steps",
-    "spec_digest",
-    "elapsed_s",
-    "world_size",
-    "metrics",
-    "versions",
-    "trainer_checkpoint",
-    "finite_weights",
-    "metadata",
-)
-
-
-def _origin(name: str, value: Any) -> Any:
-    """A fact of how the run came to be; a long list only by its length."""
-    return f"{len(value)} (`--json` lists them)" if name == "packages" and isinstance(value, Mapping) else value
-
-
-def _is_known(record: CheckpointRecord, fact: str) -> bool:
-    value = getattr(record, fact)
-    return value is not None if fact == "finite_weights" else bool(value)
+        say_json([facts])
+        return
+    say(f"{record.name}  ({record.path})")
+    for name, value in facts.items():
+        if isinstance(value, Mapping) and value:
+            say(f"{name}:", *(f"  {key}: {brief(each)}" for key, each in islice(value.items(), _SHOWN_ENTRIES)))
+            if len(value) > _SHOWN_ENTRIES:
+                say(f"  … and {len(value) - _SHOWN_ENTRIES} more; --json shows all")
+        elif value not in (None, "", {}):
+            say(f"{name}: {brief(value)}")
 
 
 def _tensors(record: CheckpointRecord) -> dict[str, tuple[str, list[int]]]:
@@ -241,51 +159,25 @@ def _tensors(record: CheckpointRecord) -> dict[str, tuple[str, list[int]]]:
     return found
 
 
-def _outline(state: Any, indent: str) -> list[str]:
-    """The first level of the trainer's payload."""
-    if not isinstance(state, Mapping) or not state:
-        return [f"{indent}{_text(state)}"]
-    return [f"{indent}{key}: {_text(value)}" for key, value in state.items()]
-
-
-def _text(value: Any) -> str:
-    text = printable(value if isinstance(value, str) else json.dumps(value, default=dict))
-    return text if len(text) <= 100 else f"{text[:97]}…"
-
-
-def _export(args: argparse.Namespace) -> int:
-    path, target = find_checkpoint(args.path), Path(args.to or "")
-    is_file = target.suffix in (".safetensors", ".ckpt")
-    is_other_file = target.suffix[1:].isalpha() or target.is_file()  # a folder may be llama-3.1
-    if not args.to or (is_other_file and not is_file):
-        text = "export needs --to FILE.safetensors or --to FILE.ckpt, or --to FOLDER for a Hugging Face model"
-        return complain("checkpoints", text)
+def _export(record: Path, args: argparse.Namespace) -> None:
+    if not args.to:
+        raise UsageError("export needs --to FILE.safetensors, --to FILE.ckpt, or --to FOLDER for a Hugging Face model")
+    target = Path(args.to)
     if target.suffix == ".ckpt" and args.strip_prefix:
-        return complain("checkpoints", "--strip-prefix is for FILE.safetensors or FOLDER; leave it out")
-    if is_file and os.path.lexists(target) and not args.force:
-        return _is_there(target)
-    # Only an export needs torch, whose import takes longer than any other action.
-    from ...callbacks.checkpoint.export import export_lightning, export_pretrained, export_safetensors, read_base
+        raise UsageError("--strip-prefix is for FILE.safetensors or FOLDER; leave it out")
+    try:
+        if target.suffix in (".ckpt", ".safetensors") and os.path.lexists(target) and not args.force:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+        # Only an export needs torch, whose import takes longer than any other action.
+        from ...callbacks.checkpoint.export import export_lightning, export_pretrained, export_safetensors, read_base
 
-    base = read_base(args.base) if args.base else None
-    if target.suffix == ".ckpt":
-        written = export_lightning(path, target, base=base)
-    elif is_file:
-        written = export_safetensors(path, target, strip_prefix=args.strip_prefix, base=base)
-    else:
-        try:
-            written = export_pretrained(path, target, strip_prefix=args.strip_prefix, base=base, replace=args.force)
-        except FileExistsError as error:
-            return _is_there(error.filename)
+        base = read_base(args.base) if args.base else None
+        if target.suffix == ".ckpt":
+            written = export_lightning(record, target, base=base)
+        elif target.suffix == ".safetensors":
+            written = export_safetensors(record, target, strip_prefix=args.strip_prefix, base=base)
+        else:
+            written = export_pretrained(record, target, strip_prefix=args.strip_prefix, base=base, replace=args.force)
+    except FileExistsError as error:
+        raise UsageError(f"{error.filename} exists; name another place, or replace it by --force") from None
     say(written)
-    return _SOUND
-
-
-def _is_there(path: str | Path) -> int:
-    return complain("checkpoints", f"{path} is there; name another place, or replace it by --force")
-
-
-def _time(record: CheckpointRecord) -> str:
-    if not record.created_at_ms:
-        return ""
-    return datetime.fromtimestamp(record.created_at_ms / 1000).astimezone().isoformat(" ", "seconds")

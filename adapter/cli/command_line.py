@@ -18,7 +18,9 @@ from importlib import import_module, metadata
 from typing import Any
 
 from ...callbacks.stop.signals import StopSignals
+from ..contract.exceptions import BrokenCheckpointError, EventLogError, GenlightError
 from ..job.sources import rank_errors
+from ..plumbing.failures import EXIT_FAILED
 from ..plumbing.operating_system import unsupported_system
 from ..plumbing.reference_page import reference
 from ..run.ranks.this_rank import is_rank_zero
@@ -41,27 +43,35 @@ ANYWHERE = ("checkpoints", "events", "init", "path")
 """Commands that only read and write files, on every operating system."""
 
 COMMANDS = {
-    "init": "start a project: a folder with a trainer class, a job and data, which runs at once",
-    "run": "run a job, from its file or from the environment",
+    "init": "start a project: a new folder with a trainer class, a job and data",
+    "doctor": "find the mistakes in a job without training",
+    "run": "run a job, from a file or from the environment",
+    "slurm": "submit a job to Slurm, print its batch script, or wait for its end",
     "fit": "train from a LightningCLI configuration",
     "validate": "validate from a LightningCLI configuration",
     "test": "test from a LightningCLI configuration",
     "predict": "predict from a LightningCLI configuration",
-    "ls": "list runs: state, step, speed, loss, best score",
-    "watch": "watch runs in the terminal, live",
-    "serve": "show the runs below a folder in a browser, live",
-    "report": "write what happened in runs as one HTML file",
-    "diff": "say what differs between two runs: configuration, data, code, versions, results",
-    "stop": "ask a run to stop after a checkpoint, and wait for it",
-    "doctor": "find the mistakes of a job without training",
-    "check": "check a trainer class: exact resume, several ranks, half precision",
-    "compare": "compare a job's training with a plain Python loop of its class, step by step",
+    "ls": "list runs with state, step, speed, loss and best score",
+    "watch": "watch runs live in the terminal",
+    "serve": "show runs live in a browser",
+    "report": "write runs into one HTML file",
+    "diff": "show what differs between two runs",
+    "events": "show, follow, check or export an event log",
+    "stop": "stop a run after a checkpoint",
     "checkpoints": "list, verify, show or export checkpoints",
-    "path": "print where the newest whole checkpoint of a run is, or the best",
-    "events": "show, follow or check an event log",
-    "uploads": "list or retry what is still to be uploaded",
-    "slurm": "render or submit the sbatch script of a job, and wait for its end",
+    "path": "print the path of the newest checkpoint, or of the best",
+    "uploads": "list or retry what could not be uploaded",
+    "check": "check a trainer class: exact resume, several ranks, half precision",
+    "compare": "compare a job's training with a plain Python loop, step by step",
 }
+_HEADINGS = {
+    "init": "train",
+    "fit": "train from a LightningCLI configuration",
+    "ls": "see runs",
+    "stop": "manage runs",
+    "check": "test a trainer class",
+}
+"""Of the groups in the help, by their first command."""
 LIGHTNING_COMMANDS = ("fit", "validate", "test", "predict")
 """Those that LightningCLI has, which parses their arguments itself."""
 
@@ -126,10 +136,17 @@ def _run(words: list[str]) -> int:
         parser.print_help()
         return 0
     parser = command_parser(name)
+    arguments = parser.parse_args(words[1:])
     try:
-        code: int = _module_of(name).run(parser.parse_args(words[1:]))
+        code: int = _module_of(name).run(arguments)
+    except (BrokenCheckpointError, EventLogError) as error:
+        return complain(name, error, EXIT_FAILED)
+    except GenlightError as error:
+        return complain(name, error)
     except OSError as error:
-        if error.filename is None:  # Of the output, which is looked after where that is.
+        if error.errno is None:  # an error of our own, which says all
+            return complain(name, error)
+        if error.filename is None:  # of the output, which is looked after where that is
             raise
         path = os.fsdecode(error.filename)
         return complain(name, f"{path}: {error.strerror}; name a path that can be used")
@@ -149,20 +166,31 @@ def _run_lightning(words: list[str]) -> int:
 
 def completion_parser() -> CommandParser:
     """The parser of the program with the arguments of all commands of our own, for ``shtab``."""
-    return program_parser(*(name for name in COMMANDS if name not in LIGHTNING_COMMANDS))
-
-
-def program_parser(*declared: str) -> CommandParser:
-    """The parser of the program, which names all commands; the arguments of those that are `declared` as well."""
-    parser = CommandParser("genlight", description="Runs trainer classes on PyTorch Lightning.")
-    parser.see_also = f"reference: {reference('all-commands')}"
-    parser.add_argument("--version", action="version", version=version_text())
-    commands = parser.add_subparsers(metavar="COMMAND", parser_class=argparse.ArgumentParser)
+    parser = CommandParser("genlight")
+    commands = parser.add_subparsers(parser_class=argparse.ArgumentParser)
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary)
-        if name in declared:
+        if name not in LIGHTNING_COMMANDS:
             _module_of(name).add_arguments(command)
     return parser
+
+
+def program_parser() -> CommandParser:
+    """The parser of the program, which knows the names of all commands."""
+    parser = CommandParser("genlight", description=_overview())
+    parser.usage = "genlight COMMAND ..."
+    parser.see_also = f"reference: {reference('all-commands')}"
+    parser.add_argument("--version", action="version", version=version_text(), help="show the versions and exit")
+    parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
+    return parser
+
+
+def _overview() -> str:
+    lines = ["Trains PyTorch models on Lightning. `genlight COMMAND --help` explains a command."]
+    for name, summary in COMMANDS.items():
+        lines += ["", f"{_HEADINGS[name]}:"] if name in _HEADINGS else []
+        lines.append(f"  {name:<13}{summary}")
+    return "\n".join(lines)
 
 
 def command_parser(name: str) -> CommandParser:

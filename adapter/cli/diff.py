@@ -1,4 +1,4 @@
-"""Say what differs between two runs: configuration, data, code, versions and results.
+"""Show what differs between two runs: configuration, data, code, versions and results.
 
 Exit codes: 0 done, 2 usage.
 """
@@ -6,15 +6,13 @@ Exit codes: 0 done, 2 usage.
 from __future__ import annotations
 
 import argparse
-import json
+from dataclasses import asdict
 from itertools import groupby
-from typing import Any
 
-from ..plumbing.text import printable
 from ..view.differences import Difference, differences, facts_of_run
 from ..view.summary import summary_of
-from .parser import run_folder
-from .terminal import aligned, complain, say
+from .parser import add_json, run_folder
+from .terminal import aligned, brief, complain, say, say_json
 
 __all__ = ["add_arguments", "run"]
 
@@ -24,8 +22,8 @@ _WIDEST = 60
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument("run_a", metavar="RUN_A", type=run_folder, help="folder of a run")
-    parser.add_argument("run_b", metavar="RUN_B", type=run_folder, help="folder of another one")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line, for other programs")
+    parser.add_argument("run_b", metavar="RUN_B", type=run_folder, help="folder of another run")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,28 +32,22 @@ def run(args: argparse.Namespace) -> int:
     runs = [facts_of_run(summary_of(folder)) for folder in folders]
     found = differences(runs)
     if args.json:
-        say(*(json.dumps({"about": each.about, "name": each.name, "values": each.values}) for each in found))
-    else:
-        say(*_lines(found, [str(each["run_id"]) for each in runs]))
-        for folder, each in zip(folders, runs, strict=True):
-            if each["job"] is None:
-                complain("diff", f"{folder} has no job.json: of hyperparameters, only numbers are compared", 0)
+        say_json(map(asdict, found))
+        return 0
+    for folder, each in zip(folders, runs, strict=True):
+        if each["job"] is None:
+            complain("diff", f"{folder} has no job.json: of hyperparameters, only numbers are compared")
+    say(*_lines(found, [str(each["run_id"]) for each in runs]))
     return 0
 
 
 def _lines(found: list[Difference], names: list[str]) -> list[str]:
     """A table with a heading for each kind of thing."""
     if not found:
-        return ["nothing that is known differs"]
-    rows = [[f"  {each.name}", *map(_text, each.values)] for each in found]
-    head = ["", *map(_text, names)]
-    first, *texts = aligned([head, *rows])
-    lines = [first]
+        return ["no known difference"]
+    rows = [[f"  {each.name}", *("-" if v is None else brief(v, _WIDEST) for v in each.values)] for each in found]
+    header, *texts = aligned([["", *names], *rows])
+    lines = [header]
     for about, group in groupby(zip(found, texts, strict=True), lambda each: each[0].about):
         lines += [about, *(text for _, text in group)]
     return lines
-
-
-def _text(value: Any) -> str:
-    text = printable("-" if value is None else value if isinstance(value, str) else json.dumps(value))
-    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"

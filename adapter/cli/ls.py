@@ -1,75 +1,63 @@
 """List runs: state, step, age, speed, loss, best score and size.
 
-A run whose process is gone without having said how it ended is called lost, also where another host ran it.
-
-Exit codes: 0 done, 2 usage.
+A run whose process is gone without having said how it ended is called lost, also where another host ran it. BEST is the
+score that the job names in `checkpoints.monitor`. Exit codes: 0 done, 2 usage.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
-
-from ..plumbing.text import printable, size_text
-from ..view.summary import STYLES, RunSummary, figures_of, find_runs, summary_of
-from .parser import folder_of_runs
-from .terminal import complain, say
+from ..plumbing.text import size_text
+from ..view.summary import RunSummary, figures_of, find_runs, summary_of
+from .parser import add_json, folder_of_runs
+from .terminal import aligned, complain, say, say_json, styled
 
 __all__ = ["add_arguments", "run"]
+
+_HEADER = ("STATE", "RUN", "STEP", "AGE", "SPEED", "LOSS", "BEST", "SIZE", "UPLOADS", "HOW IT ENDED")
+_STYLES = {"completed": "ok", "stopped": "warning", "failed": "fault", "lost": "fault"}
+_WATCH_EVERY_S = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument(
-        "dir",
-        metavar="DIR",
-        nargs="?",
-        default=".",
-        type=folder_of_runs,
-        help="folder with runs below it, or that of one run",
+        "dir", metavar="DIR", nargs="?", default=".", type=folder_of_runs, help="folder with runs below it"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object a line, for other programs")
-    parser.add_argument("--watch", action="store_true", help="show the list anew every two seconds, until Ctrl-C")
+    how = parser.add_mutually_exclusive_group()
+    add_json(how)
+    how.add_argument("--watch", action="store_true", help="update the list every two seconds, until Ctrl-C")
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry the command out and return its exit code: 0."""
     if args.watch:
-        return _watch(args.dir, as_json=args.json)
-    return _show(args.dir, as_json=args.json)
-
-
-def _show(folder: Path, *, as_json: bool) -> int:
-    runs = _runs(folder)
-    if as_json:
-        say(*(json.dumps(each.as_json()) for each in runs))
+        _watch(args.dir)
+    runs = _runs(args.dir)
+    if args.json:
+        say_json(each.as_json() for each in runs)
     elif not runs:
-        complain("ls", f"no run below {folder}; a run's folder has metrics/events.jsonl", 0)
+        complain("ls", f"no run below {args.dir}; the folder of a run has metrics/events.jsonl")
     else:
-        # Wide enough for every column where the output goes to a file.
-        console = Console(highlight=False)
-        Console(highlight=False, width=console.width if console.is_terminal else 400).print(_table(runs, folder))
+        for line, style in _lines(runs, args.dir):
+            say(line, style=style)
     return 0
 
 
-def _watch(folder: Path, *, as_json: bool) -> int:
-    console = Console(highlight=False)
-    if as_json or not console.is_terminal:
+def _watch(folder: Path) -> NoReturn:
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(auto_refresh=False) as live:
         while True:
-            _show(folder, as_json=as_json)
-            time.sleep(2.0)
-    with Live(console=console, auto_refresh=False, screen=False) as live:
-        while True:
-            live.update(_table(_runs(folder), folder), refresh=True)
-            time.sleep(2.0)
+            lines = [styled(*each) for each in _lines(_runs(folder), folder)]
+            live.update(Text.from_ansi("\n".join(lines), no_wrap=True, overflow="ellipsis"), refresh=True)
+            time.sleep(_WATCH_EVERY_S)
 
 
 def _runs(folder: Path) -> list[RunSummary]:
@@ -77,38 +65,14 @@ def _runs(folder: Path) -> list[RunSummary]:
     return sorted(map(summary_of, find_runs(folder)), key=lambda each: -each.alive_at_ms)
 
 
-def _table(runs: list[RunSummary], folder: Path) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("RUN", "STATE", "STEP", "AGE", "SPEED", "LOSS", "BEST", "SIZE", "UPLOADS", "HOW IT ENDED"):
-        right = name in {"STEP", "AGE", "SPEED", "LOSS", "SIZE"}
-        table.add_column(name, justify="right" if right else "left", no_wrap=name not in {"BEST", "HOW IT ENDED"})
-    now_ms = time.time() * 1000
+def _lines(runs: list[RunSummary], folder: Path) -> list[tuple[str, str]]:
+    """The lines of the table, each with its style."""
+    rows = [_HEADER]
     for each in runs:
         name = str(each.path.relative_to(folder) if each.path != folder else each.path)
+        age = str(timedelta(seconds=max(round(time.time() - each.alive_at_ms / 1000), 0)))
         figures = figures_of(each.as_json())
         score = "" if each.score is None else f"{each.score[0]} {each.score[1]:.4g}"
-        texts = [
-            name,
-            each.state,
-            figures["steps"],
-            age_text((now_ms - each.alive_at_ms) / 1000),
-            figures["speed"],
-            figures["loss"],
-            score,
-            size_text(each.size_bytes),
-            figures["uploads"],
-            each.detail,
-        ]
-        cells = [Text(printable(text)) for text in texts]
-        cells[1].style = STYLES[each.state]
-        table.add_row(*cells)
-    return table
-
-
-def age_text(seconds: float) -> str:
-    """How long ago something was, in its largest unit: ``12 s``, ``5 min``, ``3 h``, ``2 d``."""
-    span = timedelta(seconds=max(seconds, 0))
-    for name, unit in (("d", timedelta(days=1)), ("h", timedelta(hours=1)), ("min", timedelta(minutes=1))):
-        if span >= unit:
-            return f"{span // unit} {name}"
-    return f"{span.seconds} s"
+        start = (each.state, name, figures["steps"], age, figures["speed"], figures["loss"], score)
+        rows.append((*start, size_text(each.size_bytes), figures["uploads"], each.detail))
+    return list(zip(aligned(rows), ["dim", *(_STYLES.get(each.state, "") for each in runs)], strict=True))

@@ -13,10 +13,21 @@ from typing import NoReturn, TypeVar
 
 from typing_extensions import override
 
+from ..contract.exceptions import GenlightError
 from ..plumbing.text import nearest
 from .terminal import visible
 
-__all__ = ["CommandParser", "add_overrides", "at_least", "folder_of_runs", "offered_name", "refuse", "run_folder"]
+__all__ = [
+    "CommandParser",
+    "UsageError",
+    "add_json",
+    "add_overrides",
+    "at_least",
+    "folder_of_runs",
+    "offered_name",
+    "refuse",
+    "run_folder",
+]
 
 Number = TypeVar("Number", int, float)
 
@@ -25,6 +36,10 @@ LONGEST_USAGE = 10
 
 _UNKNOWN = re.compile(r"unrecognized arguments: (?:.* )?(?P<given>--?\w[\w-]*)")
 _CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<choices>.*)\)")
+
+
+class UsageError(GenlightError):
+    """A command cannot do what it was asked for; says why, and the way out."""
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -98,6 +113,11 @@ def offered_name(parser: argparse.ArgumentParser, message: str) -> str:
 def add_overrides(parser: argparse.ArgumentParser, help_text: str) -> None:
     """Declare ``--set``, which overrides settings of the job."""
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help_text)
+
+
+def add_json(parser: argparse._ActionsContainer, help_text: str = "print JSON, one object a line") -> None:
+    """Declare ``--json``."""
+    parser.add_argument("--json", action="store_true", help=help_text)
 
 
 def at_least(least: int, kind: type[Number] = int) -> Callable[[str], Number]:

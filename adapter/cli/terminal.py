@@ -12,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TextIO
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TextIO
 
 from typing_extensions import Buffer, override
 
@@ -26,15 +27,17 @@ from ..plumbing.redaction import redact
 from ..plumbing.text import printable
 
 __all__ = [
-    "STYLES",
     "VisibleFormatter",
     "aligned",
+    "brief",
     "complain",
     "fill_closed_descriptors",
     "for_any_character",
     "outliving_readers",
     "say",
     "say_finding",
+    "say_json",
+    "styled",
     "until_the_reader_leaves",
     "visible",
 ]
@@ -49,30 +52,45 @@ def visible(text: object) -> str:
     return "\n".join(printable(line) for line in str(text).split("\n"))
 
 
-def say(*lines: object, style: str = "") -> None:
-    """Write lines to standard output, at once; on a terminal the first word of each, or all of it, has a style.
+def styled(text: object, style: str) -> str:
+    """`text` for a terminal: its first word, or with ``dim`` all of it, has a style of `STYLES`; elsewhere plain."""
+    shown = visible(text)
+    if style not in STYLES or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return shown
+    word, blank, rest = (shown, "", "") if style == "dim" else shown.partition(" ")
+    return f"{STYLES[style]}{word}\x1b[0m{blank}{rest}"
 
-    Args:
-        lines: What to write.
-        style: One of `STYLES`: ``dim`` counts for whole lines, another one for the first word.
-    """
-    sys.stdout.write("".join(f"{_styled(style, visible(line))}\n" for line in lines))
+
+def say(*lines: object, style: str = "") -> None:
+    """Write lines to standard output, at once, each as `styled`."""
+    sys.stdout.write("".join(f"{styled(line, style)}\n" for line in lines))
     sys.stdout.flush()
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A line for each row, whose cells stand below those of the rows before; all rows have as many."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+def say_json(objects: Iterable[Any]) -> None:
+    """Write objects to standard output for other programs, one a line."""
+    for each in objects:
+        say(json.dumps(each, default=dict, sort_keys=True, separators=(",", ":")))
+
+
+def brief(value: object, most: int = 100) -> str:
+    """A value in one line of at most `most` characters."""
+    text = printable(value if isinstance(value, str) else json.dumps(value, default=dict))
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def aligned(rows: Iterable[Sequence[object]]) -> list[str]:
+    """A line for each row, whose cells are below those of the row before."""
+    cells = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
 
 
 def say_finding(finding: Finding, *, width: int = 17, secrets: Sequence[str] = ()) -> None:
     """Write the outcome of a check and the way out, without `secrets`; `width` is that of the names of checks."""
     mark = _MARKS[finding.level]
-    say(
-        redact(f"{mark:<7}  {finding.check:<{width}}  {finding.detail}", secrets),
-        style=mark if mark in STYLES else "dim",
-    )
+    text = redact(f"{mark:<7}  {finding.check:<{width}}  {finding.detail}", secrets)
+    say(text, style=mark if mark in STYLES else "dim")
     if finding.remedy:
         say(redact(f"{'':7}  {'':{width}}  → {finding.remedy}", secrets))
 
@@ -81,13 +99,6 @@ def complain(command: str, text: object, code: int = EXIT_STARTUP) -> int:
     """Write what is wrong to standard error, and return `code`; an empty `command` stands for how it was called."""
     sys.stderr.write(f"{f'genlight {command}' if command else 'error'}: {visible(text)}\n")
     return code
-
-
-def _styled(style: str, text: str) -> str:
-    if not style or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
-        return text
-    word, blank, rest = (text, "", "") if style == "dim" else text.partition(" ")
-    return f"{STYLES[style]}{word}\x1b[0m{blank}{rest}"
 
 
 class VisibleFormatter(logging.Formatter):
@@ -168,16 +179,12 @@ def until_the_reader_leaves() -> Iterator[None]:
             yield
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:
-        _give_up_output()
     except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
+        is_full = error.errno == errno.ENOSPC and error.filename is None
+        if not is_full and not isinstance(error, BrokenPipeError):
             raise
-        _give_up_output()
-        sys.stderr.write(f"genlight: the output cannot be written: {error.strerror}\n")
-        raise SystemExit(1) from None
-
-
-def _give_up_output() -> None:
-    """Else the interpreter would try to write what is left once more at exit, and complain."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Else the interpreter would try to write what is left once more at exit, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if is_full:
+            sys.stderr.write(f"genlight: the output cannot be written: {error.strerror}\n")
+            raise SystemExit(1) from None

@@ -1,12 +1,12 @@
-"""List or retry what a run could not deliver. Who gives up on it removes the folder `uploads` of the run.
+"""List or retry what a run could not upload. To give up on it, remove the folder `uploads` of the run.
 
-Exit codes: 0 nothing is left, or it was listed, 1 something could not be delivered, 2 usage.
+A retry sends to where `--job`, `--set` or the environment say, and never to where the folder of the run says. Exit
+codes: 0 nothing is left, or it was listed, 1 something could not be delivered, 2 usage.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,72 +15,54 @@ from typing import Any
 from ...reporters.uploads.config import QUEUE_DIRECTORY, UploadConfig
 from ...reporters.uploads.queue import ABOUT, Artifact, Description, Entry, read_description, read_entries
 from ...reporters.uploads.targets import open_target
-from ..contract.exceptions import StartupContractError, UploadError
 from ..job.config import RunConfig, read_run_config
 from ..job.sources import JOB_VARIABLE
 from ..plumbing.redaction import redact
+from ..plumbing.text import size_text
 from ..plumbing.urls import safe_url
 from ..run.uploads import upload_config
-from .terminal import complain, say
+from .parser import UsageError, add_json, add_overrides
+from .terminal import aligned, complain, say, say_json
 
 __all__ = ["add_arguments", "run"]
-
-_DELIVERED, _LEFT = 0, 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument("action", choices=("list", "retry"))
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="artifacts directory of a run")
-    parser.add_argument("--json", action="store_true", help="list: one JSON object a line, for other programs")
-    parser.add_argument(
-        "--job", metavar="FILE", help="retry: job spec with token and URLs, where no TRAINER_… variable sets them"
-    )
-    parser.add_argument("--deadline", type=float, default=60.0, metavar="SECONDS", help="retry: how long to try")
-    parser.add_argument("--target", action="append", metavar="URL", help="retry: send checkpoints and samples here too")
-    parser.add_argument(
-        "--root", action="append", metavar="DIR", help="retry: take files from below DIR too, not only RUN_DIR"
+    parser.add_argument("run", metavar="RUN", help="folder of a run")
+    add_json(parser, "list: print JSON, one object a line")
+    parser.add_argument("--job", metavar="JOB.json", help="retry: job with the token and the URLs")
+    add_overrides(
+        parser, "retry: override a setting of the job, such as upload_deadline_seconds=600 or checkpoints_dir=DIR"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code.
+    """Carry the command out and return its exit code: 0, or 1 where something could not be delivered.
 
-    0 when nothing is left (or was listed), 1 when something could not be delivered, 2 for arguments that
-    cannot be used.
+    Raises:
+        UsageError: There is no such run, or no destination.
+        UploadError: The queue cannot be read.
     """
-    queue = _queue_of(Path(args.run_dir))
+    folder = Path(args.run)
+    queue = folder / QUEUE_DIRECTORY if (folder / QUEUE_DIRECTORY).is_dir() else folder
     if not queue.is_dir():
         problem = f"{queue} is not a directory" if queue.exists() else f"there is no directory {queue}"
-        return complain("uploads", f"{problem}; name the artifacts directory of a run")
+        raise UsageError(f"{problem}; name the folder of a run")
     if not (queue / ABOUT).exists():
-        return complain("uploads", f"nothing is waiting: {queue} has no upload queue", _DELIVERED)
-    try:
-        about, entries = read_description(queue), read_entries(queue)
-    except UploadError as error:
-        return complain("uploads", str(error))
+        return complain("uploads", f"nothing is waiting: {queue} has no upload queue", 0)
+    about, entries = read_description(queue), read_entries(queue)
     if args.action == "retry":
         return _retry(args, queue, about, entries)
-    _list(entries, queue.parent, as_json=args.json)
-    return _DELIVERED
-
-
-def _queue_of(run_dir: Path) -> Path:
-    """The queue of the run at `run_dir`, which may be the queue itself."""
-    inside = run_dir / QUEUE_DIRECTORY
-    return inside if inside.is_dir() else run_dir
-
-
-def _list(entries: Sequence[Entry], root: Path, *, as_json: bool) -> None:
-    for entry in entries:
-        facts = _facts(entry, root)
-        if as_json:
-            say(json.dumps(facts, sort_keys=True))
-        else:
-            say(f"{facts['kind']:<10}  step {facts['step']:<9}  {facts['size_bytes']:>13,} B  {facts['state']}"
-                 f"  {facts['name']}")  # fmt: skip
-    if not as_json:
-        say(f"{len(entries)} waiting" if entries else "nothing is waiting")
+    rows = [_facts(entry, queue.parent) for entry in entries]
+    if args.json:
+        say_json(rows)
+    else:
+        names = ("kind", "step", "size_bytes", "state", "name")
+        say(*aligned([[size_text(row[name]) if name == "size_bytes" else row[name] for name in names] for row in rows]))
+        say(f"{len(rows)} waiting" if rows else "nothing is waiting")
+    return 0
 
 
 def _facts(entry: Entry, root: Path) -> dict[str, Any]:
@@ -108,49 +90,41 @@ def _retry(args: argparse.Namespace, queue: Path, about: Description, entries: S
         config = _config(args, queue, about)
         _require_destinations(config, about, entries)
         uploader = Uploader(config, keep_terminal=True)
-    except (UploadError, StartupContractError, ValueError) as error:
-        return complain("uploads", str(error))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     with uploader:
         result = uploader.settle(progress=_show_progress)
         if result.ok:
             result = uploader.deliver_waiting_terminal()
     for item in result.undelivered:
-        complain("uploads", str(item), _LEFT)
+        complain("uploads", str(item))
     left = len(read_entries(queue))
     say(f"{len(entries) - left} delivered, {left} left")
-    return _LEFT if left else _DELIVERED
+    return 1 if left else 0
 
 
 def _config(args: argparse.Namespace, queue: Path, about: Description) -> UploadConfig:
-    """Settings of the environment, else of the job spec; whose run it is, the queue knows.
+    """Settings of command line, environment and job; whose run it is, the queue knows.
 
     Where to send what waits, the queue does not decide: it may have come with a folder from elsewhere.
     """
-    settings = _settings(args.job)
-    places = (settings.checkpoints_dir, settings.samples_dir)
-    chosen = settings.source_of("checkpoints_dir"), settings.source_of("samples_dir")
+    settings = _settings(args)
+    folders = ("checkpoints_dir", "samples_dir")
     return upload_config(
         settings,
         run_id=about.run_id,
         owner=settings.owner or about.owner,
         queue_dir=queue,
-        targets=tuple(dict.fromkeys((*settings.uploads.targets, *(args.target or ())))),
-        roots=(*(args.root or ()), *(place for place, of in zip(places, chosen, strict=True) if of != "default")),
-        deadline_s=args.deadline,
+        roots=tuple(getattr(settings, name) for name in folders if settings.source_of(name) != "default"),
     )
 
 
-def _settings(job: str | None) -> RunConfig:
-    """The settings of uploads in the environment and, where one is named, in a job file.
-
-    Raises:
-        UploadError: With everything in them that cannot be used.
-    """
-    config, errors = read_run_config(spec_path=job, complete=False)
-    names_job = job is not None or bool(os.environ.get(JOB_VARIABLE, "").strip())
-    found = [error for error in errors.found if names_job or error.code != "startup.missing_job_spec_path"]
-    if found:
-        raise UploadError(redact("; ".join(error.text for error in found), config.secrets))
+def _settings(args: argparse.Namespace) -> RunConfig:
+    config, errors = read_run_config(spec_path=args.job, overrides=args.set, complete=False)
+    needs_job = args.job is not None or bool(os.environ.get(JOB_VARIABLE, "").strip())
+    faults = [error.text for error in errors.found if needs_job or error.code != "startup.missing_job_spec_path"]
+    if faults:
+        raise UsageError(redact("; ".join(faults), config.secrets))
     return config
 
 
@@ -161,12 +135,12 @@ def _require_destinations(config: UploadConfig, about: Description, entries: Seq
     if about.stores_files and kinds & {"checkpoint", "sample"} and not config.stores_files():
         missing += ["TENSORHUB_URL", "TRAINER_CAPABILITY_TOKEN"]
     if missing:
-        raise UploadError(f"There is no destination for what waits. Set {', '.join(missing)}.")
+        raise UsageError(f"There is no destination for what waits. Set {', '.join(missing)}, or name the job by --job.")
     lacking = [name for name in about.targets if name not in {open_target(url).name for url in config.targets}]
     if lacking and kinds & {"checkpoint", "sample"}:
-        raise UploadError(
-            f"The run also sent its files to {', '.join(map(safe_url, lacking))}. Name that destination "
-            "again with --target or in `uploads.targets` of the job; a target in a run's folder is not followed."
+        raise UsageError(
+            f"The run also sent its files to {', '.join(map(safe_url, lacking))}. Name the job that says so by --job, "
+            "or --set uploads.targets='[\"URL\"]'; a target in a run's folder is not followed."
         )
 
 

@@ -14,9 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ...callbacks.checkpoint.format.record import name_of
 from ...callbacks.checkpoint.selection import Listed, folder_of_checkpoints, list_checkpoints
-from ...callbacks.checkpoint.storage.files import missing_file
 from ...reporters.events.event import (
     RESUMED_METRIC,
     ROLLED_BACK_METRIC,
@@ -30,6 +28,7 @@ from ...reporters.events.goodput import Ledger
 from ...reporters.events.reader import Position, log_of_run, typed_events
 from ..contract.exceptions import EventLogError
 from ..plumbing.safe_open import UnsafeFileError, open_regular, read_regular
+from .checkpoints import checkpoint_facts
 from .curves import Curve
 from .differences import facts_of_run
 from .summary import RunSummary, Starts, summary_of
@@ -129,7 +128,7 @@ class History:
         account = self.ledger.account()
         return {
             **facts_of_run(summary),
-            "words": _words(summary),
+            "words": summary.words,
             "curves": {name: curve.points(most) for name, curve in self.curves.items()},
             "spans": [] if account is None else [_attempt(span) for span in account.spans],
             "parts": {} if account is None else {n: s for n, s in account.seconds.items() if s > 0},
@@ -205,23 +204,6 @@ def _attempt(span: Any) -> dict[str, Any]:
     return {**msgspec.to_builtins(span), "seconds": seconds}
 
 
-def _words(summary: RunSummary) -> list[str]:
-    """Sentences that say what happened and what to do next."""
-    of = f" of {summary.max_steps}" if summary.max_steps else ""
-    at = f"at step {summary.step}{of}"
-    command = summary.metadata.get("command")
-    again = f"Start it again to go on: {command}" if command else "Start it again to go on."
-    if summary.state == "running":
-        return [f"It runs, {at}."]
-    if summary.state == "completed":
-        return [f"It completed {at}{f', {summary.detail}' if summary.detail else ''}."]
-    if summary.state == "stopped":
-        return [f"It was stopped ({summary.detail}) {at}.", *([again] if summary.resumable else [])]
-    if summary.state == "lost":
-        return [f"It was lost {at}: {summary.detail}. What it did after its last checkpoint is made again.", again]
-    return [f"It failed {at}: {summary.detail}", "Mend what the error names, then start it again."]
-
-
 def _checkpoints(folder: Path) -> list[dict[str, Any]]:
     where = folder_of_checkpoints(folder)
     try:
@@ -232,26 +214,11 @@ def _checkpoints(folder: Path) -> list[dict[str, Any]]:
 
 
 def _checkpoint(listed: Listed) -> dict[str, Any]:
-    record, path = listed.record, str(listed.path)
-    show = f"genlight checkpoints show {path}"
-    if record is None:
-        return {"name": name_of(listed.path), "step": None, "size": 0, "saved_ms": 0, "scores": {}, "show": show,
-                "export": "", "state": f"broken: {listed.problem}"}  # fmt: skip
-    problem = missing_file(record)
-    state = f"broken: {problem}" if problem else "final" if record.final else "saved"
-    if record.finite_weights is False:
-        state += ", weights not finite"
-    return {
-        "name": record.name,
-        "step": record.step,
-        "size": record.size_bytes,
-        "saved_ms": record.created_at_ms,
-        "ranks": record.world_size,
-        "scores": dict(record.metrics),
-        "state": state,
-        "show": show,
-        "export": f"genlight checkpoints export {path} --to {record.name}.safetensors",
-    }
+    """A checkpoint, with the commands that show and export it."""
+    facts, path = checkpoint_facts(listed), listed.path
+    to = f"{facts['name']}.safetensors"
+    export = f"genlight checkpoints export {path} --to {to}" if listed.record is not None else ""
+    return {**facts, "show": f"genlight checkpoints show {path}", "export": export}
 
 
 def _samples(folder: Path, budget: Budget) -> Iterator[dict[str, Any]]:

@@ -111,6 +111,23 @@ class RunSummary:
             return None
         return max(self.last_step - self.step, 0) / self.steps_per_s
 
+    @property
+    def words(self) -> list[str]:
+        """Sentences that say what happened, and what to do next."""
+        of = f" of {self.max_steps}" if self.max_steps else ""
+        at = f"at step {self.step}{of}"
+        command = self.metadata.get("command")
+        again = f"Start it again to go on: {command}" if command else "Start it again to go on."
+        if self.state == "running":
+            return [f"It runs, {at}."]
+        if self.state == "completed":
+            return [f"It completed {at}{f', {self.detail}' if self.detail else ''}."]
+        if self.state == "stopped":
+            return [f"It was stopped ({self.detail}) {at}.", *([again] if self.resumable else [])]
+        if self.state == "lost":
+            return [f"It was lost {at}: {self.detail}. The steps after its last checkpoint are made again.", again]
+        return [f"It failed {at}: {self.detail}", "Correct what the error names, then start it again."]
+
     def as_json(self) -> dict[str, Any]:
         """The summary as a JSON object, whose numbers are finite or null."""
         facts = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("log", "metadata")}

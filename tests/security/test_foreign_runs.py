@@ -55,6 +55,9 @@ def foreign(tmp_path):
     return write
 
 
+SOON = ("--set", "upload_deadline_seconds=0.1")
+
+
 def _all_files(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
@@ -68,7 +71,7 @@ def sent(foreign, genlight_uploads, tmp_path, monkeypatch):
         prepare(run)
         monkeypatch.setenv("TRAINER_UPLOAD_CHECKPOINT_URL", NOWHERE)
         target = f"file://{tmp_path / 'deep' / 'out'}"
-        _, _, err = genlight_uploads("retry", run, "--deadline", "0.1", "--target", target, *arguments)
+        _, _, err = genlight_uploads("retry", run, *SOON, "--set", f'uploads.targets=["{target}"]', *arguments)
         return err, _all_files(tmp_path / "deep")
 
     return retry
@@ -93,7 +96,7 @@ def test_nor_is_one_that_a_link_in_the_run_leads_to(sent, secret):
 
 
 def test_a_folder_of_ones_own_may_be_named(sent, secret):
-    _, files = sent(_body(secret), arguments=("--root", secret.parent))
+    _, files = sent(_body(secret), arguments=("--set", f"checkpoints_dir={secret.parent}"))
     assert len(files) == 1
 
 
@@ -106,11 +109,11 @@ def test_what_the_run_names_as_its_targets_is_not_sent_to(foreign, genlight_uplo
     loot = tmp_path / "loot"
     run = foreign(_body(), targets=[f"file://{loot}"])
     monkeypatch.setenv("TRAINER_UPLOAD_CHECKPOINT_URL", NOWHERE)
-    code, _, err = genlight_uploads("retry", run, "--deadline", "0.1")
+    code, _, err = genlight_uploads("retry", run, *SOON)
     assert code == 2
     assert "a target in a run's folder is not followed" in err
     assert not loot.exists()
-    genlight_uploads("retry", run, "--deadline", "0.1", "--target", f"file://{loot}")
+    genlight_uploads("retry", run, *SOON, "--set", f'uploads.targets=["file://{loot}"]')
     assert loot.exists()  # where the command line names it
 
 

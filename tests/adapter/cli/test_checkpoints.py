@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from genlight.adapter.cli import checkpoints as command
+from genlight.adapter.cli import main
 from genlight.callbacks.checkpoint import RecordMeta, save
-
-PROGRAM = """
-import argparse, sys
-from genlight.adapter.cli import checkpoints
-parser = argparse.ArgumentParser()
-checkpoints.add_arguments(parser)
-code = checkpoints.run(parser.parse_args())
-assert not {"torch", "lightning"} & set(sys.modules), "imported too much"
-sys.exit(code)
-"""
 
 
 def call(*arguments):
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return command.run(parser.parse_args([str(argument) for argument in arguments]))
+    return main(["checkpoints", *map(str, arguments)])
 
 
 @pytest.fixture
@@ -61,19 +46,19 @@ def test_ls_notices_a_file_of_the_wrong_size_and_takes_a_runs_folder(checkpoints
     assert call("list", checkpoints.parent, "--json") == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["step"] for row in rows] == [10, 20]
-    assert rows[1]["note"].startswith("broken: step-00000020/model.safetensors has 3 bytes")
+    assert rows[1]["state"].startswith("broken: step-00000020/model.safetensors has 3 bytes")
 
 
 def test_verify_proves_every_checkpoint_of_a_folder(checkpoints, capsys):
     assert call("verify", checkpoints) == 0
-    assert capsys.readouterr().out.startswith("step-00000010: whole (")
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["STATE", "loss=0.1", "loss=0.05"]
     with open(checkpoints / "step-00000010" / "model.safetensors", "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\xff")
     assert call("verify", checkpoints) == 1
-    first, second = capsys.readouterr().out.splitlines()
-    assert "step-00000010: broken: step-00000010/model.safetensors has digest" in first
-    assert second.startswith("step-00000020: whole")
+    _, first, second = capsys.readouterr().out.splitlines()
+    assert "broken: step-00000010/model.safetensors has digest" in first
+    assert "whole" in second
 
 
 @pytest.mark.parametrize("name", ["step-00000020", "step-00000020.json"])
@@ -87,9 +72,9 @@ def test_verify_takes_one_checkpoint_by_name_or_record(checkpoints, capsys, name
 def test_show_tells_files_tensors_and_state(checkpoints, capsys):
     assert call("show", checkpoints / "step-00000010") == 0
     text = capsys.readouterr().out
-    assert "step-00000010/model.safetensors" in text
-    assert "F32   [4, 2]                  model.safetensors:model.w" in text
-    assert "best: 0.5" in text
+    assert "  step-00000010/model.safetensors: [" in text
+    assert '  model.safetensors:model.w: ["F32", [4, 2]]' in text
+    assert "  best: 0.5" in text
 
 
 def test_show_of_a_folder_is_the_newest_and_json_holds_the_state(checkpoints, capsys):
@@ -131,17 +116,11 @@ def test_what_cannot_be_done_is_said_and_is_exit_code_2(tmp_path, monkeypatch, c
     assert capsys.readouterr().err.startswith("genlight checkpoints: ")
 
 
-@pytest.mark.parametrize("name", ["x.pt", "x.bin", "x.txt"])
-def test_a_target_whose_format_there_is_not_is_refused(checkpoints, tmp_path, capsys, name):
+@pytest.mark.parametrize("name", ["x", "x.pt"])
+def test_a_folder_is_for_a_hugging_face_model(checkpoints, tmp_path, capsys, name):
     assert call("export", checkpoints, "--to", tmp_path / name) == 2
-    assert "export needs --to FILE.safetensors or --to FILE.ckpt" in capsys.readouterr().err
-    assert not (tmp_path / name).exists()
-
-
-def test_a_folder_is_for_a_hugging_face_model(checkpoints, tmp_path, capsys):
-    assert call("export", checkpoints, "--to", tmp_path / "x") == 2
     assert "no configuration of a Hugging Face model" in capsys.readouterr().err
-    assert not (tmp_path / "x").exists()
+    assert not (tmp_path / name).exists()
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "x.ckpt"])
@@ -149,7 +128,7 @@ def test_a_file_that_is_there_is_replaced_by_force_alone(tmp_path, capsys, name)
     save(tmp_path / "plain", {"state_dict": {"w": torch.ones(2)}, "global_step": 3})
     (tmp_path / name).write_text("mine")
     assert call("export", tmp_path / "plain", "--to", tmp_path / name) == 2
-    assert f"{name} is there; name another place, or replace it by --force" in capsys.readouterr().err
+    assert f"{name} exists; name another place, or replace it by --force" in capsys.readouterr().err
     assert (tmp_path / name).read_text() == "mine"
     assert call("export", tmp_path / "plain", "--to", tmp_path / name, "--force") == 0
     assert (tmp_path / name).read_bytes() != b"mine"
@@ -164,9 +143,3 @@ def test_a_prefix_that_a_lightning_checkpoint_would_not_lose_is_refused(checkpoi
 def test_an_unknown_prefix_names_those_there_are(checkpoints, tmp_path, capsys):
     assert call("export", checkpoints, "--to", tmp_path / "a.safetensors", "--strip-prefix", "net.") == 2
     assert "head.b, model.w" in capsys.readouterr().err
-
-
-def test_listing_verifying_and_showing_load_neither_torch_nor_lightning(checkpoints):
-    for action in ("list", "verify", "show"):
-        done = subprocess.run([sys.executable, "-c", PROGRAM, action, checkpoints], capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (0, "")

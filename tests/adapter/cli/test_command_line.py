@@ -47,7 +47,7 @@ def test_help_names_every_command_also_without_a_command(capsys):
         with contextlib.suppress(SystemExit):
             assert main(words) == 0
         shown = capsys.readouterr().out
-        assert all(re.search(rf"^    {name}\b", shown, re.MULTILINE) for name in COMMANDS)
+        assert all(re.search(rf"^  {name}\b", shown, re.MULTILINE) for name in COMMANDS)
 
 
 def test_the_version_names_what_it_stands_on(capsys):
@@ -83,22 +83,22 @@ def test_a_path_that_the_system_refuses_is_told_without_a_traceback(words, tmp_p
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["events", "none"], "no event log at none; name the file, or the artifacts directory of a run"),
-        (["events", "."], "no event log at .; name the file, or the artifacts directory of a run"),
-        (["uploads", "list", "none"], "there is no directory none; name the artifacts directory of a run"),
-        (["uploads", "list", "data.parquet"], "data.parquet is not a directory; name the artifacts directory of a run"),
+        (["events", "none"], "no event log at none; name the folder of a run, or its event log"),
+        (["events", "."], "no event log at .; name the folder of a run, or its event log"),
+        (["uploads", "list", "none"], "there is no directory none; name the folder of a run"),
+        (["uploads", "list", "data.parquet"], "data.parquet is not a directory; name the folder of a run"),
         (
             ["checkpoints", "list", "data.parquet"],
-            "data.parquet is not a checkpoint; name a run's directory or a checkpoint",
+            "data.parquet is not a checkpoint; name the JSON record of a checkpoint, or the folder",
         ),
         (["checkpoints", "show", "none"], "there is nothing at none; name the JSON record of a checkpoint"),
-        (["checkpoints", "list", "none"], "there is nothing at none; name a run's directory or a checkpoint"),
+        (["checkpoints", "list", "none"], "there is nothing at none; name the JSON record of a checkpoint"),
         (["check", "job.json"], "job.json is not a trainer; name one as MODULE:CLASS, or a job by --job job.json"),
         (
             ["run", "fit.yaml"],
             " is not JSON: Expecting value: line 1 column 1 (char 0). A LightningCLI configuration is ",
         ),
-        (["checkpoints", "list", "data.parquet/x"], "there is nothing at data.parquet/x; name a run's directory"),
+        (["checkpoints", "list", "data.parquet/x"], "there is nothing at data.parquet/x; name the JSON record"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -224,7 +224,7 @@ def test_a_completion_script_knows_commands_and_their_options():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["rnu"], "invalid choice: 'rnu' (choose from 'init', 'run', "),
+        (["rnu"], "invalid choice: 'rnu' (choose from 'init', 'doctor', "),
         (["rnu"], ". Did you mean `run`?"),
         (["--no-such-option"], "--no-such-option"),
         (["check", "m:T", "--batch_size", "x"], "argument --batch_size: expected a number >= 1, but received x"),
@@ -235,7 +235,7 @@ def test_a_completion_script_knows_commands_and_their_options():
         (["checkpoints", "lst", "x"], "Did you mean `list`?"),
         (["uploads", "rety", "x"], "Did you mean `retry`?"),
         (["checkpoint", "list", "x"], "Did you mean `checkpoints`?"),
-        (["events"], "are required: FILE\n"),
+        (["events"], "are required: RUN\n"),
         (["checkpoints", "list"], "are required: PATH\n"),
         (["uploads"], "usage: genlight uploads "),
     ],
@@ -253,9 +253,9 @@ def test_a_usage_error_offers_the_nearest_name_and_speaks_of_the_command_that_wa
 @pytest.mark.parametrize(
     "words",
     [
-        ["--deadline", "3", "retry", "{}"],
-        ["retry", "{}", "--deadline", "3"],
-        ["retry", "--deadline", "3", "{}"],
+        ["--set", "upload_deadline_seconds=3", "retry", "{}"],
+        ["retry", "{}", "--set", "upload_deadline_seconds=3"],
+        ["retry", "--set", "upload_deadline_seconds=3", "{}"],
     ],
     ids=" ".join,
 )

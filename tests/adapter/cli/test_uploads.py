@@ -81,7 +81,7 @@ def test_it_takes_urls_and_token_from_the_job_spec(left_over, chaos, tmp_path, g
 
 def test_what_cannot_be_delivered_is_named_and_stays(left_over, chaos, environment, genlight_uploads):
     chaos.control(tokens=["another"])
-    code, out, err = genlight_uploads("retry", left_over, "--deadline", 5)
+    code, out, err = genlight_uploads("retry", left_over, "--set", "upload_deadline_seconds=5")
     assert code == 1
     assert "HTTP 401" in err
     assert "3 left" in out

@@ -38,7 +38,7 @@ def test_settings_and_results_that_differ_are_said_of_both_runs(runs, capsys):
 
 def test_a_run_differs_in_nothing_from_itself(runs, capsys):
     assert main(["diff", str(runs / "done"), str(runs / "done")]) == 0
-    assert capsys.readouterr().out == "nothing that is known differs\n"
+    assert capsys.readouterr().out == "no known difference\n"
     assert main(["diff", str(runs / "done"), str(runs / "done"), "--json"]) == 0
     assert capsys.readouterr().out == ""
 

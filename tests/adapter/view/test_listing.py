@@ -47,7 +47,7 @@ def test_a_table_has_a_line_for_each_run(runs, capsys):
     assert main(["ls", str(runs)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
-    assert lines[0].split()[:3] == ["RUN", "STATE", "STEP"]
+    assert lines[0].split()[:3] == ["STATE", "RUN", "STEP"]
     assert "\x1b" not in "".join(lines)
 
 
@@ -74,8 +74,8 @@ def test_a_run_that_lives_is_stopped_saves_and_goes_on_when_started_again(tmp_pa
     said = capsys.readouterr().out
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 75, errors
-    assert "stopped (canceled) at step" in said
-    assert "start it again to go on" in said
+    assert "It was stopped (canceled) at step" in said
+    assert "Start it again to go on" in said
     stopped_at = summary_of(folder).step
     assert summary_of(folder).state == "stopped"
     assert not (folder / ".stop").exists()

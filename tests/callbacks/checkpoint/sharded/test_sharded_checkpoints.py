@@ -361,4 +361,4 @@ def test_the_command_line_shows_whole_tensors_and_proves_every_part(ranks, saved
     assert genlight(["checkpoints", "verify", str(saved)]) == 0
     flip_slice(saved)
     assert genlight(["checkpoints", "verify", str(saved)]) == 1
-    assert "step-00000003: broken: step-00000003/rank-00001/model.safetensors" in capsys.readouterr().out
+    assert "broken: step-00000003/rank-00001/model.safetensors" in capsys.readouterr().out

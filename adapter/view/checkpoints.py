@@ -1,0 +1,51 @@
+"""A checkpoint at a glance, for listings and pages. Works on every operating system."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...callbacks.checkpoint.format.record import CheckpointRecord, name_of
+from ...callbacks.checkpoint.selection import Listed
+from ...callbacks.checkpoint.storage.files import missing_file, verify_files
+from ..contract.exceptions import BrokenCheckpointError
+
+__all__ = ["checkpoint_facts"]
+
+
+def checkpoint_facts(listed: Listed, *, proves: bool = False) -> dict[str, Any]:
+    """A checkpoint for a listing, as JSON: its `state` in words, and what is known of it.
+
+    Args:
+        listed: The checkpoint.
+        proves: Whether its files are read and compared with their digests, and not by their sizes alone.
+    """
+    record, problem = listed.record, listed.problem
+    facts: dict[str, Any] = {
+        "name": name_of(listed.path),
+        "step": None,
+        "size": 0,
+        "saved_ms": 0,
+        "run_id": "",
+        "ranks": None,
+    }
+    facts |= {"scores": {}, "finite_weights": None, "left_out": 0}
+    words = ["whole"] if proves else []
+    if record is not None:
+        problem = _difference(record) if proves else missing_file(record)
+        facts |= {name: getattr(record, name) for name in ("name", "step", "run_id", "finite_weights")}
+        facts |= {"size": record.size_bytes, "saved_ms": record.created_at_ms, "ranks": record.world_size}
+        facts |= {"scores": dict(record.metrics), "left_out": len(record.left_out)}
+        words += ["final"] if record.final else []
+        words += ["of an older runtime, without digests"] if record.is_old else []
+        words += ["weights not finite"] if record.finite_weights is False else []
+        words += [f"{len(record.left_out):,} tensors left out"] if record.left_out else []
+    return {**facts, "problem": problem, "state": f"broken: {problem}" if problem else ", ".join(words) or "saved"}
+
+
+def _difference(record: CheckpointRecord) -> str:
+    """How the files of a checkpoint differ from its record; empty where they are what was written."""
+    try:
+        verify_files(record)
+    except BrokenCheckpointError as error:
+        return error.reason
+    return ""
