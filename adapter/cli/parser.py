@@ -110,8 +110,9 @@ def offered_name(parser: argparse.ArgumentParser, message: str) -> str:
     return f".{offered}" if offered else ""
 
 
-def add_overrides(parser: argparse.ArgumentParser, help_text: str) -> None:
+def add_overrides(parser: argparse.ArgumentParser, examples: str = "max_steps=100 or hyperparams.lr=0.001") -> None:
     """Declare ``--set``, which overrides settings of the job."""
+    help_text = f"override a setting of the job, such as {examples}; may be repeated"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help_text)
 
 

@@ -33,9 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="folder of a run")
     add_json(parser, "list: print JSON, one object a line")
     parser.add_argument("--job", metavar="JOB.json", help="retry: job with the token and the URLs")
-    add_overrides(
-        parser, "retry: override a setting of the job, such as upload_deadline_seconds=600 or checkpoints_dir=DIR"
-    )
+    add_overrides(parser, "upload_deadline_seconds=600 or checkpoints_dir=DIR")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -39,20 +39,11 @@ class BatchScript:
     gpus_per_node: str | None = None
     """A number, with a type before it where the cluster has several: ``8``, ``h100:8``."""
     cpus_per_task: int | None = None
-    memory: str | None = None
-    """Of a node, such as ``200G``."""
-    time: str | None = None
-    """As Slurm writes times: minutes, ``HH:MM:SS`` or ``D-HH:MM:SS``; None takes the partition's."""
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
     grace_s: int = 120
     """How long before the end of its time the job gets SIGTERM."""
     requeues: bool = True
     requeue_after: tuple[str, ...] = ("preempted", "timeout")
     """Reasons of a stop after which the job is put back into the queue."""
-    output: str | None = None
-    """Where the script's and the tasks' output goes; None takes a file in the folder of the job spec."""
     set_up: Sequence[str] = ()
     """Lines that prepare the environment, such as ``module load cuda``, run in the script before srun."""
     container: str | None = None
@@ -64,7 +55,8 @@ class BatchScript:
     overrides: Sequence[str] = ()
     """``--set`` of every task."""
     extra: Sequence[str] = ()
-    """Further options of sbatch, such as ``--exclusive``."""
+    """Further options of sbatch without their dashes, such as ``partition=gpu`` or ``exclusive``; they win over those
+    above."""
 
     def __post_init__(self) -> None:
         faults = [
@@ -72,13 +64,12 @@ class BatchScript:
             for name in ("nodes", "tasks_per_node", "cpus_per_task", "grace_s")
             if (number := getattr(self, name)) is not None and number < 1
         ]
+        if not re.fullmatch(r"[!-~]+", self.name):
+            faults.append(f"Invalid `name`. Expected a string without blanks, but received {self.name!r}.")
         faults += [
-            f"Invalid `{name}`. Expected a string without blanks and control characters, but received {text!r}."
-            for name in ("name", "memory", "time", "partition", "account", "qos", "output")
-            if (text := getattr(self, name)) is not None and not re.fullmatch(r"[!-~]+", text)
-        ]
-        faults += [
-            f"Invalid option of sbatch {text!r}. Write --name=value." for text in self.extra if not _is_option(text)
+            f"Invalid option of sbatch. Expected NAME=VALUE or NAME without blanks, but received {text!r}."
+            for text in self.extra
+            if not re.fullmatch(r"[a-z][a-z-]*(=[!-~]+)?", text)
         ]
         if self.gpus_per_node is not None and not GPUS.fullmatch(self.gpus_per_node):
             given = self.gpus_per_node
@@ -99,18 +90,13 @@ class BatchScript:
             "ntasks-per-node": self.tasks_per_node,
             "gpus-per-node": self.gpus_per_node,
             "cpus-per-task": self.cpus_per_task,
-            "mem": self.memory,
-            "time": self.time,
-            "partition": self.partition,
-            "account": self.account,
-            "qos": self.qos,
-            "output": self.output or str(self.job.parent / f"{self.name}-%j.out"),
+            "output": self.job.parent / f"{self.name}-%j.out",
             "open-mode": "append",
             "signal": f"TERM@{self.grace_s}",
         }
         given = [f"#SBATCH --{name}={_directive(value)}" for name, value in options.items() if value is not None]
         requeue = "#SBATCH --requeue" if self.requeues else "#SBATCH --no-requeue"
-        return ["#!/bin/bash", *given, requeue, *(f"#SBATCH {option}" for option in self.extra)]
+        return ["#!/bin/bash", *given, requeue, *(f"#SBATCH --{option}" for option in self.extra)]
 
     def _environment(self) -> list[str]:
         lines = ["trap : TERM USR1  # the signals are for the tasks; this script waits for them", *self.set_up]
@@ -152,10 +138,6 @@ class BatchScript:
             "fi",
             "exit $code  # 75: with RequeueExit=75 in slurm.conf the job is requeued without scontrol, too",
         ]
-
-
-def _is_option(text: str) -> bool:
-    return re.fullmatch(r"--[a-z][a-z-]*(=[!-~]+)?", text) is not None
 
 
 def _directive(value: object) -> str:

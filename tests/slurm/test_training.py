@@ -103,7 +103,7 @@ def limited(slurm, tmp_path_factory):
     """A job that trains until its time is over, which is long after everything else here."""
     jobs = Jobs(slurm, tmp_path_factory.mktemp("limited"))
     path = jobs.write("limited", hyperparams={"hold": "never"})
-    return jobs, jobs.submit(path, "--time=2", "--grace=30", "--no-requeue")
+    return jobs, jobs.submit(path, "--sbatch", "time=2", "--grace=30", "--no-requeue")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -17,13 +17,13 @@ def lines(**fields):
 
 def test_what_is_asked_for_stands_in_directives():
     said = lines(
-        nodes=2, tasks_per_node=8, gpus_per_node="h100:8", cpus_per_task=4, memory="200G", time="1-00:00:00",
-        partition="main", account="me", qos="high", grace_s=90, extra=("--exclusive", "--mail-type=END"),
+        nodes=2, tasks_per_node=8, gpus_per_node="h100:8", cpus_per_task=4, grace_s=90,
+        extra=("exclusive", "mail-type=END", "time=1-00:00:00"),
     )  # fmt: skip
     assert said[0] == "#!/bin/bash"
     assert {line.removeprefix("#SBATCH ") for line in said if line.startswith("#SBATCH")} == {
         "--job-name=run", "--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=h100:8", "--cpus-per-task=4",
-        "--mem=200G", "--time=1-00:00:00", "--partition=main", "--account=me", "--qos=high", "--signal=TERM@90",
+        "--time=1-00:00:00", "--signal=TERM@90",
         "--output=/jobs/run-%j.out", "--open-mode=append", "--requeue", "--exclusive", "--mail-type=END",
     }  # fmt: skip
     assert any("--cpus-per-task=4 " in line for line in said if line.startswith("srun"))
@@ -58,11 +58,13 @@ def test_the_script_is_sound(fields):
 BAD = [
     ({"nodes": 0}, "Invalid `nodes`. Expected a number >= 1, but received 0."),
     ({"name": "a b"}, "Invalid `name`."),
-    ({"partition": "main\n#SBATCH --x"}, "Invalid `partition`."),
-    ({"time": "1 day"}, "Invalid `time`."),
     ({"mounts": ("/a:/b",)}, "`mounts` has no effect without `container`."),
-    ({"extra": ("exclusive",)}, "Invalid option of sbatch 'exclusive'. Write --name=value."),
-    ({"extra": ("--wrap=x\nrm",)}, "Invalid option of sbatch"),
+    (
+        {"extra": ("--exclusive",)},
+        "Invalid option of sbatch. Expected NAME=VALUE or NAME without blanks, but received ",
+    ),
+    ({"extra": ("wrap=x\nrm",)}, "Invalid option of sbatch"),
+    ({"extra": ("time=1 day",)}, "Invalid option of sbatch"),
 ]
 
 
@@ -75,7 +77,7 @@ def test_what_cannot_be_asked_for_is_told(fields, words):
 
 def test_every_fault_is_listed():
     with pytest.raises(ValueError, match="nodes") as caught:
-        BatchScript(**{**JOB, "nodes": 0, "grace_s": 0, "time": "x y"})
+        BatchScript(**{**JOB, "nodes": 0, "grace_s": 0, "extra": ["x y"]})
     assert len(str(caught.value).splitlines()) == 3
 
 
