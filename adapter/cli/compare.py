@@ -1,4 +1,4 @@
-"""Prove that genlight trains a class as a plain Python loop does: the same batches, compared step by step.
+"""Compare a job's training with a plain Python loop of its class: the same batches, step by step.
 
 Exit codes: 0 equal within --rtol, 1 different, or the class failed, 2 usage, or nothing that can be compared.
 """
@@ -9,58 +9,54 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .parser import add_overrides, at_least
-from .terminal import complain, say
+from .parser import add_json, add_overrides, at_least
+from .terminal import aligned, complain, say
 
 if TYPE_CHECKING:
     from ..check.compare import Comparison
 
 __all__ = ["add_arguments", "run"]
 
-EQUAL, DIFFERENT = 0, 1
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("job", metavar="JOB.json", help="the job spec, whose precision is compared")
-    parser.add_argument(
-        "--steps", type=at_least(1), default=5, help="number of steps; with --against, number of updates"
-    )
+    parser.add_argument("job", metavar="JOB.json", help="the job, whose precision is compared")
+    parser.add_argument("--steps", type=at_least(1), default=5, help="number of steps; with --against, of updates")
     parser.add_argument(
         "--rtol",
         type=at_least(0, float),
-        default=None,
-        help="relative difference that counts as equal; by default 1e-5, or 0.05 in half precision; 0 wants equal bits",
+        help="relative difference that counts as equal: by default 1e-5, or 0.05 in half precision; 0 requires equal "
+        "bits",
     )
     parser.add_argument(
         "--against",
         metavar="MODULE:FUNCTION",
-        default=None,
         help="compare with an old training function, at each optimizer.step, instead of with the class in a plain loop",
     )
-    parser.add_argument("--seed", type=at_least(0), default=0, help="where the random numbers of both begin")
-    add_overrides(parser, "override a setting of the job, such as lightning.precision=bf16-mixed; may be repeated")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+    add_overrides(parser, "lightning.precision=bf16-mixed or seed=1")
+    add_json(parser, "print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code."""
+    """Carry the command out and return its exit code: 0, or 1 where they differ or the class failed.
+
+    Raises:
+        GenlightError: The two cannot be compared.
+    """
     from ..contract.exceptions import ContractError, GenlightError, InputError, StartupContractError
 
-    if args.job.endswith((".yaml", ".yml")):
-        return complain("compare", f"{args.job} is a configuration of `genlight fit`; name a job (JSON)")
     try:
         comparison = _compare(args)
-    except (StartupContractError, ContractError, InputError, OSError) as error:
-        return complain("compare", str(error))
+    except (StartupContractError, ContractError, InputError, OSError):
+        raise
     except Exception as error:  # noqa: BLE001  # whatever the class raises is the outcome
         text = str(error) if isinstance(error, GenlightError) else f"{type(error).__name__}: {error}"
-        return complain("compare", f"training failed: {text}", DIFFERENT)
+        return complain("compare", f"training failed: {text}", 1)
     if args.json:
         say(comparison.as_json())
     else:
         _print_table(comparison)
-    return EQUAL if comparison.first is None else DIFFERENT
+    return 0 if comparison.first is None else 1
 
 
 def _compare(args: argparse.Namespace) -> Comparison:
@@ -73,16 +69,16 @@ def _compare(args: argparse.Namespace) -> Comparison:
         check_plugin(config, find_trainer(config.trainer))
     from ..check.compare import compare_job
 
-    return compare_job(config, steps=args.steps, against=args.against, rtol=args.rtol, seed=args.seed)
+    return compare_job(config, steps=args.steps, against=args.against, rtol=args.rtol, seed=config.seed or 0)
 
 
 def _print_table(comparison: Comparison) -> None:
-    say(*comparison.notes)
-    say("  ".join([f"{'step':>5}", *(f"{kind:>16}" for kind in comparison.kinds)]).rstrip())
+    rows = [["step", *comparison.kinds, ""]]
     for step, largest in comparison.steps.items():
         cells = [_cell(largest.get(kind)) for kind in comparison.kinds]
-        mark = "  differs" if any(size > comparison.rtol for _, size in largest.values()) else ""
-        say("  ".join([f"{step:>5}", *(f"{cell:>16}" for cell in cells)]) + mark)
+        differs = any(size > comparison.rtol for _, size in largest.values())
+        rows.append([str(step), *cells, "differs" if differs else ""])
+    say(*comparison.notes, *aligned(rows))
     first = comparison.first
     if first is None:
         say(f"equal: no relative difference beyond {comparison.rtol:g}")

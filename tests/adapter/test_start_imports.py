@@ -72,7 +72,7 @@ def run_folder(tmp_path_factory):
     job = {"run_id": "r", "trainer": "looks:Looks", "max_steps": 1, "mock_batches": [1], "resume_from_latest": True}
     (folder / "job.json").write_text(json.dumps({**job, "lightning": {"accelerator": "cpu"}}))
     (folder / "plain.py").write_text(TRAINER.replace("import torch", ""))
-    (folder / "bad.json").write_text(json.dumps({**job, "trainer": "plain:Looks", "max_steps": -1}))
+    (folder / "bad.json").write_text(json.dumps({**job, "trainer": "plain:Looks", "metric_every": -1}))
     done = python("import sys; from genlight.adapter.cli import main; sys.exit(main())", folder, "run", "job.json")
     assert done.returncode == 0, done.stderr
     return folder
@@ -97,7 +97,7 @@ def test_a_run_loads_nothing_before_its_first_step_that_it_does_not_use(run_fold
         ("checkpoints export none --to x.safetensors", 2),
         ("doctor bad.json", 2),
         ("check", 2),
-        ("check --job bad.json", 2),
+        ("check bad.json", 2),
         ("run job.json", 0),
         ("events runs/r", 0),
         ("events runs/r --check", 0),

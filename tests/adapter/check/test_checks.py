@@ -317,7 +317,7 @@ def job(tmp_path, monkeypatch):
 
 
 def test_the_command_prints_json_and_fails_when_a_check_does(job, capsys):
-    assert main(["check", "--job", job, "--json", "--steps", "2"]) == 1
+    assert main(["check", job, "--json", "--steps", "2"]) == 1
 
     answer = json.loads(capsys.readouterr().out)
     assert answer["counts"] == {"pass": 9, "warn": 0, "fail": 1, "skip": 0}
@@ -325,13 +325,13 @@ def test_the_command_prints_json_and_fails_when_a_check_does(job, capsys):
 
 
 def test_the_command_prints_a_line_for_each_check_and_succeeds_when_all_pass(job, capsys):
-    assert main(["check", "check_zoo:Sound", "--job", job]) == 0
+    assert main(["check", job, "--set", "trainer=check_zoo:Sound"]) == 0
 
     assert "ok       resume             6 steps against 3 + resume + 3: bit-equal\n" in capsys.readouterr().out
 
 
 def test_a_healthy_class_that_accumulates_gradients_is_not_warned_of(job, capsys):
-    assert main(["check", "check_zoo:Accumulates", "--job", job]) == 0
+    assert main(["check", job, "--set", "trainer=check_zoo:Accumulates"]) == 0
     assert "warning" not in capsys.readouterr().out
 
 
@@ -352,15 +352,15 @@ def test_without_data_training_is_not_checked_and_that_is_no_success(monkeypatch
 def test_the_command_reads_parquet_and_begins_anew_where_it_ends(job, tmp_path, capsys):
     pq.write_table(pa.table({"x": [[0.5, 1.0]] * 6, "y": [[1.0]] * 6}), tmp_path / "rows.parquet")
 
-    assert main(["check", "check_zoo:ArrowRows", "--data", str(tmp_path / "rows.parquet"), "--batch_size", "4"]) == 0
+    words = ["check_zoo:ArrowRows", "--data", str(tmp_path / "rows.parquet"), "--set", "dataset.batch_size=4"]
+    assert main(["check", *words]) == 0
     assert "warning" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "name a trainer"),
-        (["--job", "nowhere.json"], "nowhere.json"),
+        (["nowhere.json"], "nowhere.json"),
         (["check_zoo:Sound", "--data", "nowhere.parquet"], "nowhere.parquet"),
     ],
 )
@@ -419,5 +419,5 @@ def test_the_data_of_a_job_is_collated_as_in_a_run(job, tmp_path, capsys):
     described = {"run_id": "j", "trainer": "check_zoo:Sound", "max_steps": 9, "dataset": dataset}
     (tmp_path / "job.json").write_text(json.dumps(described))
 
-    assert main(["check", "--job", job, "--steps", "2"]) == 0
+    assert main(["check", job, "--steps", "2"]) == 0
     assert "fault" not in capsys.readouterr().out

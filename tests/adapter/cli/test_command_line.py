@@ -93,7 +93,10 @@ def test_a_path_that_the_system_refuses_is_told_without_a_traceback(words, tmp_p
         ),
         (["checkpoints", "show", "none"], "there is nothing at none; name the JSON record of a checkpoint"),
         (["checkpoints", "list", "none"], "there is nothing at none; name the JSON record of a checkpoint"),
-        (["check", "job.json"], "job.json is not a trainer; name one as MODULE:CLASS, or a job by --job job.json"),
+        (
+            ["check", "fit.yaml"],
+            " is not JSON: Expecting value: line 1 column 1 (char 0). A LightningCLI configuration ",
+        ),
         (
             ["run", "fit.yaml"],
             " is not JSON: Expecting value: line 1 column 1 (char 0). A LightningCLI configuration is ",
@@ -227,9 +230,7 @@ def test_a_completion_script_knows_commands_and_their_options():
         (["rnu"], "invalid choice: 'rnu' (choose from 'init', 'doctor', "),
         (["rnu"], ". Did you mean `run`?"),
         (["--no-such-option"], "--no-such-option"),
-        (["check", "m:T", "--batch_size", "x"], "argument --batch_size: expected a number >= 1, but received x"),
         (["check", "m:T", "--steps", "0"], "argument --steps: expected a number >= 1, but received 0"),
-        (["compare", "job.json", "--seed", "-1"], "argument --seed: expected a number >= 0, but received -1"),
         (["compare", "job.json", "--rtol", "nan"], "argument --rtol: expected a number >= 0, but received nan"),
         (["run", "job.json", "--fesh"], "unrecognized arguments: --fesh. Did you mean `--fresh`?"),
         (["checkpoints", "lst", "x"], "Did you mean `list`?"),

@@ -144,7 +144,7 @@ def test_the_class_itself_brings_its_loader_after_its_setup(tmp_path, monkeypatc
         assert main(["run", str(job), "--set", f"max_steps={steps}", "--set", "resume_from_latest=true"]) == 0
 
     assert seen(job, "r") == seen(job, "whole")
-    assert main(["check", "--job", str(job)]) == 0, capsys.readouterr().out
+    assert main(["check", str(job)]) == 0, capsys.readouterr().out
     assert main(["doctor", str(job), "--set", "run_id=new"]) == 0, capsys.readouterr().out
 
 
@@ -155,7 +155,7 @@ def test_check_compare_and_doctor_take_the_same_data(kind, tmp_path, monkeypatch
     job = make(tmp_path, f"checked_{kind}", data=data, **({} if dataset is None else {"dataset": dataset}))
 
     assert main(["doctor", str(job)]) == 0, capsys.readouterr().out
-    assert main(["check", "--job", str(job)]) == 0, capsys.readouterr().out
+    assert main(["check", str(job)]) == 0, capsys.readouterr().out
     assert main(["compare", str(job), "--steps", "5", "--rtol", "0"]) == 0, capsys.readouterr().out
 
 
