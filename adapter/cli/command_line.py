@@ -25,7 +25,6 @@ from ..plumbing.operating_system import unsupported_system
 from ..plumbing.reference_page import reference
 from ..run.ranks.this_rank import is_rank_zero
 from . import INTERRUPTED
-from .config_files import config_file_fault
 from .parser import CommandParser
 from .terminal import (
     VisibleFormatter,
@@ -85,6 +84,7 @@ _CHATTY_LOGGERS = (
 )
 
 _NOT_FOR_USERS = (
+    "LightningCLI's args parameter is intended to run.*",
     ".*does not have many workers.*",
     ".*smaller than the logging interval.*",
     "Using ModelCheckpoint with manual optimization.*",
@@ -126,10 +126,8 @@ def _run(words: list[str]) -> int:
     if fault:
         return complain("", f"{fault} These commands work here: {', '.join(ANYWHERE)}.")
     if name in LIGHTNING_COMMANDS:
-        faults = [*filter(None, [config_file_fault(words)]), *rank_errors(os.environ)]
-        if faults:
-            return max(complain("", fault) for fault in faults)
-        return _run_lightning(words)
+        faults = rank_errors(os.environ)
+        return complain("", "\n".join(faults)) if faults else _run_lightning(words)
     if name not in COMMANDS:
         parser = program_parser()
         parser.parse_args(words)

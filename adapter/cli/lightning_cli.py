@@ -2,43 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import itertools
 import logging
+import math
 import os
 import shlex
 import sys
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import yaml
-from jsonargparse import set_parsing_settings
+from jsonargparse import get_loader, set_loader, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import BasePredictionWriter, ProgressBar
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.callbacks.timer import Interval
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
 from ...callbacks.checkpoint.format.record import FINAL_NAME
-from ...callbacks.checkpoint.policy import Checkpoint, savers_of
-from ...callbacks.checkpoint.selection import find_checkpoint, find_final, newest_valid
+from ...callbacks.checkpoint.policy import savers_of
+from ...callbacks.checkpoint.selection import find_checkpoint, list_checkpoints, newest_valid
 from ...callbacks.checkpoint.storage.commit import checkpoint_files
-from ...callbacks.hook.events import callbacks_of
 from ...callbacks.job_progress import JobProgress
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import StopSources
 from ...callbacks.stop.stop_requests import StopRequests
-from ...callbacks.write_samples import WriteSamples
 from ...reporters.events.event_logger import EventLogger
 from ..cluster.placement import placed_by_launcher
 from ..cluster.slurm_environment import placement_fault
-from ..contract.exceptions import BrokenCheckpointError, EventLogError, GenlightError, MonitorError
+from ..contract.exceptions import EventLogError, GenlightError, MonitorError
 from ..job.parser_errors import UnusableValueError, is_about_what_was_given, root_cause, shortened
-from ..module.module import ContractModule
 from ..plumbing.failures import EXIT_STARTUP
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.redaction import secrets_in, without_secrets
@@ -51,40 +46,73 @@ from ..run.results import show_results
 from ..run.resume import move_checkpoints_aside
 from ..run.session import FollowerSession, Session
 from ..run.tracking import continue_runs
-from .config_files import config_file_fault
-from .parser import offered_name, refuse
+from .parser import UsageError, offered_name, refuse
 
-__all__ = [
-    "ConfiguredFit",
-    "GenlightCLI",
-    "UnusableConfigurationError",
-    "checkpoints_of",
-    "parse_configuration",
-    "run_lightning_cli",
-]
-
-# The options of a feed have their texts below each field.
-set_parsing_settings(docstring_parse_attribute_docstrings=True)
+__all__ = ["GenlightCLI", "checkpoints_of", "run_lightning_cli"]
 
 log = logging.getLogger(__name__)
 
+MOST_VALUES = 100_000
+"""Of a configuration; anchors within anchors stand for billions in a few lines, and each would be built."""
 _WORDS_OF_LIGHTNING = ("best", "hpc", "last")
 """Words that ``--ckpt_path`` takes besides a path."""
 _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
+# The options of a feed have their texts below each field.
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+_load_yaml = get_loader("yaml")
 
-class UnusableConfigurationError(Exception):
-    """A configuration asks for what it cannot have."""
+
+def _load_bounded(text: str) -> Any:
+    """The value of a YAML text, once it is known to be of a size that can be built.
+
+    Raises:
+        yaml.YAMLError: It stands for too many values, has a key twice, or is a job.
+    """
+    try:
+        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+        is_too_large = tree is not None and _values_of(tree, {}) > MOST_VALUES
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    if is_too_large:
+        raise yaml.YAMLError(
+            f"it has more than {MOST_VALUES:,} values with its anchors filled in; write it without nested anchors"
+        )
+    value = _load_yaml(text)
+    if isinstance(value, dict) and "run_id" in value and isinstance(value.get("trainer"), str):
+        raise yaml.YAMLError("it is a job; run it with `genlight run JOB.json`")
+    return value
+
+
+def _values_of(node: yaml.Node, known: dict[int, float]) -> float:
+    """How many values a node stands for with its aliases filled in; without end for one that holds itself.
+
+    Raises:
+        yaml.YAMLError: A key appears twice in one mapping, of which YAML would take the last without a word.
+    """
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        parts = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            names = set()
+            for key, _ in node.value:
+                if str(key.value) in names and key.value != "<<":
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key {key.value!r} appears twice", problem_mark=key.start_mark
+                    )
+                names.add(str(key.value))
+            parts = itertools.chain.from_iterable(node.value)
+        known[id(node)] = 1 + sum(_values_of(part, known) for part in parts)
+    return known[id(node)]
+
+
+set_loader("yaml", _load_bounded, exceptions=(yaml.YAMLError,))
 
 
 def checkpoints_of(trainer: pl.Trainer) -> Path | None:
     """Where the `Checkpoint` callback keeps them; None without one, or where this run writes none."""
-    callback = next(iter(savers_of(trainer)), None)
-    return None if callback is None or getattr(trainer, "fast_dev_run", False) else _folder_of(callback, trainer)
-
-
-def _folder_of(callback: Checkpoint, trainer: pl.Trainer) -> Path:
-    return callback.dirpath or Path(trainer.default_root_dir) / "checkpoints"
+    savers = [] if getattr(trainer, "fast_dev_run", False) else savers_of(trainer)
+    return next((saver.dirpath or Path(trainer.default_root_dir) / "checkpoints" for saver in savers), None)
 
 
 class SaveAttemptConfig(SaveConfigCallback):
@@ -102,18 +130,22 @@ class SaveAttemptConfig(SaveConfigCallback):
         if not trainer.is_global_zero or folder is None or "://" in str(folder):
             return
         text = yaml.safe_dump(without_secrets(yaml.safe_load(self.parser.dump(self.config))), sort_keys=False)
-        os.makedirs(folder, exist_ok=True)
-        for attempt in itertools.count(1):
-            with (
-                contextlib.suppress(FileExistsError),
-                open(os.path.join(folder, f"config-{attempt}.yaml"), "x", encoding="utf-8") as file,
-            ):
-                file.write(text)
-                return
+        if fault := directory_fault("trainer.default_root_dir", Path(folder), "Choose another."):
+            raise UsageError(fault)
+        paths = (Path(folder, f"config-{attempt}.yaml") for attempt in itertools.count(1))
+        with next(path for path in paths if not os.path.lexists(path)).open("x", encoding="utf-8") as file:
+            file.write(text)
 
 
 class _Parser(LightningArgumentParser):
     """LightningCLI's parser, whose errors are shorter and offer the nearest name for a misspelled one."""
+
+    @override
+    def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().parse_path(cfg_path, *args, **kwargs)
+        except UnicodeDecodeError as error:
+            self.error(f"The configuration {str(cfg_path)!r} is not text: {error}")
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -121,7 +153,8 @@ class _Parser(LightningArgumentParser):
         if not self.exit_on_error:
             super().error(message, ex)
         parser, message = getattr(ex, "subcommand_parser", None) or self, shortened(message)
-        refuse(parser, message, offered_name(parser, message))
+        names_file = message.startswith("unrecognized arguments: ") and message.endswith((".json", ".yaml", ".yml"))
+        refuse(parser, message, ". Name a configuration by --config" if names_file else offered_name(parser, message))
 
 
 class GenlightCLI(LightningCLI):
@@ -147,9 +180,9 @@ class GenlightCLI(LightningCLI):
                 "callbacks": [StopRequests()],
             },
             seed_everything_default=False,
+            parser_kwargs={"prog": "genlight"},
             parser_class=_Parser,
-            # LightningCLI warns of arguments beside those of the process, even where they are the same.
-            args=None if list(arguments) == sys.argv[1:] else list(arguments),
+            args=list(arguments),
         )
 
     @override
@@ -158,10 +191,9 @@ class GenlightCLI(LightningCLI):
             "--resume",
             choices=["auto", "never"],
             default=None,
-            help="auto: go on from the newest whole checkpoint, or start anew where there is none; never: move earlier "
-            "checkpoints aside and start anew; without it a run does not start where the callback "
-            "genlight.callbacks.Checkpoint left checkpoints. For validate, test and predict, auto takes the newest "
-            "whole checkpoint",
+            help="auto: continue from the newest whole checkpoint of the callback genlight.callbacks.Checkpoint, or "
+            "start at step 0 where there is none; never: move its checkpoints aside and start at step 0. Without it a "
+            "fit does not start where there are checkpoints. For validate, test and predict, auto takes the newest",
         )
 
     @override
@@ -186,19 +218,19 @@ class GenlightCLI(LightningCLI):
             cause = root_cause(error)
             if not isinstance(cause, GenlightError | UnusableValueError) and not is_about_what_was_given(cause):
                 raise cause from None  # Without jsonargparse's own errors about it, which are long.
-            raise UnusableConfigurationError(str(cause)) from error
+            raise UsageError(str(cause)) from error
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         settings = {**self._get(self.config_init, "trainer", default={}), **kwargs}
-        if self.subcommand == "fit" and settings.get("enable_progress_bar") is None and not _shows_progress(settings):
+        shows_progress = any(isinstance(each, ProgressBar | JobProgress) for each in as_list(settings.get("callbacks")))
+        if self.subcommand == "fit" and settings.get("enable_progress_bar") is None and not shows_progress:
             kwargs["enable_progress_bar"] = False  # Lightning's counts epochs of a class that has none
             self.trainer_defaults["callbacks"] = [*self.trainer_defaults["callbacks"], JobProgress()]
-        placed = placed_by_launcher({**settings, **kwargs})
-        trainer = super().instantiate_trainer(**{**kwargs, **placed})
+        trainer = super().instantiate_trainer(**{**kwargs, **placed_by_launcher({**settings, **kwargs})})
         fault = placement_fault(trainer)
         if fault is not None:
-            raise UnusableConfigurationError(fault)
+            raise UsageError(fault)
         return trainer
 
     @override
@@ -207,12 +239,7 @@ class GenlightCLI(LightningCLI):
         session.count_steps = lambda: int(getattr(self.model, "failed_step", self.trainer.global_step))
         if subcommand == "fit":
             session.place(checkpoints or session.folder, checkpoints)
-            if checkpoints is None:
-                session.way_on = lambda: "genlight.callbacks.Checkpoint would have saved a checkpoint to go on from"
-            else:
-                given = _without(self._arguments, "--resume", "--ckpt_path")
-                session.way_on = lambda: "start again with --resume auto to go on"
-                session.next_command = shlex.join(["genlight", *given, "--resume", "auto"])
+            self._say_how_to_go_on(checkpoints)
         with redacted_logs(session.secrets):
             try:
                 super()._run_subcommand(subcommand)
@@ -221,11 +248,23 @@ class GenlightCLI(LightningCLI):
             except (ValueError, MisconfigurationException, *_WRONG_PATH) as error:
                 if not is_about_what_was_given(error):
                     raise
-                raise UnusableConfigurationError(_text_of_error(error)) from error
+                raise UsageError(_text_of_error(error)) from error
             except EventLogError as error:
                 if self.trainer.global_step:
                     raise
-                raise UnusableConfigurationError(f"{error}; choose another `path` for the event log") from error
+                raise UsageError(f"{error}; choose another `path` for the event log") from error
+
+    def _say_how_to_go_on(self, checkpoints: Path | None) -> None:
+        session = self._session
+        if checkpoints is None:
+            session.way_on = lambda: "genlight.callbacks.Checkpoint would have saved a checkpoint to go on from"
+            return
+        session.way_on = lambda: "start again with --resume auto to go on"
+        words = ["genlight", *self._arguments]
+        # What comes last wins.
+        words += ["--ckpt_path", "null"] if self.config["fit"].get("ckpt_path") is not None else []
+        words += ["--resume", "auto"] if self.config["fit"]["resume"] != "auto" else []
+        session.next_command = shlex.join(words)
 
     @override
     def _parse_ckpt_path(self) -> None:
@@ -235,72 +274,34 @@ class GenlightCLI(LightningCLI):
     def before_fit(self) -> None:
         """Choose the checkpoint to resume from, where that was left to us, and overwrite none silently."""
         self._session.stop.raise_if_signalled()
-        settings = self.config["fit"]
-        for limit in ("max_steps", "max_epochs", "limit_train_batches"):
-            if getattr(self.trainer, limit) == 0 and self.trainer.is_global_zero:
-                log.warning("`trainer.%s` is 0: no step is trained", limit)
-        self._refuse_unwritable_places()
-        directory = checkpoints_of(self.trainer)
+        directory = self._session.checkpoints_dir
         if directory is not None and self.trainer.is_global_zero:  # before it is looked at
+            if fault := directory_fault("dirpath", directory, "Choose another."):
+                raise UsageError(fault)
             self._session.on_exit(lock_directory(directory, "genlight fit").release)
-        if self._takes_named("going on after"):
+        if self._start_from_checkpoint("going on after") or directory is None:
             return
-        if settings["resume"] == "auto":
-            _refuse_older_end(directory)
-            if not self._take_newest("going on after") and directory is not None and checkpoint_files(directory):
-                raise UnusableConfigurationError(
-                    f"no checkpoint in {str(directory)!r} is whole. Restore one, start at step 0 with "
-                    "`--resume never`, which moves them aside, or choose another `dirpath`."
-                )
-        elif settings["resume"] == "never":
+        if self.config["fit"]["resume"] == "never":
             for saver in savers_of(self.trainer):
                 saver.replace_existing = True  # what is not a checkpoint, but has a name that one may get
-                if self.trainer.is_global_zero:  # else a later `--resume auto` would go on from another training
-                    move_checkpoints_aside(_folder_of(saver, self.trainer))
-        elif directory is not None and checkpoint_files(directory):
-            raise UnusableConfigurationError(
-                f"{str(directory)!r} holds checkpoints already. Go on with `--resume auto`, move them aside with "
-                "`--resume never`, or choose another `dirpath`."
+            if self.trainer.is_global_zero:  # else a later `--resume auto` would go on from another training
+                move_checkpoints_aside(directory)
+        elif checkpoint_files(directory):
+            problem = "has no whole checkpoint" if self._resumes else "holds checkpoints already"
+            raise UsageError(
+                f"{str(directory)!r} {problem}. Go on with `--resume auto`, move them aside with `--resume never`, or "
+                "choose another `dirpath`."
             )
-
-    def _refuse_unwritable_places(self) -> None:
-        """Before anything is trained that could not be kept."""
-        if not self.trainer.is_global_zero:
-            return
-        places: dict[str, Path | None] = {"dirpath": checkpoints_of(self.trainer)}
-        root = self.trainer.default_root_dir
-        if not self.trainer.loggers and "://" not in root:  # where the configuration is written then
-            places["trainer.default_root_dir"] = Path(root)
-        faults = [directory_fault(name, path, "Choose another.") for name, path in places.items() if path is not None]
-        if any(faults):
-            raise UnusableConfigurationError("\n".join(filter(None, faults)))
 
     def before_validate(self) -> None:
-        """Choose the checkpoint to evaluate, where that was left to us."""
-        self._choose_weights("evaluating")
-
-    def before_test(self) -> None:
-        """Choose the checkpoint to evaluate, where that was left to us."""
-        self._choose_weights("evaluating")
-
-    def before_predict(self) -> None:
-        """Choose the checkpoint to predict with, where that was left to us."""
-        if isinstance(self.model, ContractModule):
-            raise UnusableConfigurationError(
-                "a trainer class has no predictions; `generate_sample` makes samples of it in a job, and "
-                "`ContractModule.load_from_checkpoint` gives the trained module to a program of yours"
-            )
-        if not any(isinstance(callback, BasePredictionWriter) for callback in callbacks_of(self.trainer)):
-            self._say("the predictions are not written; for that add a subclass of Lightning's BasePredictionWriter")
-        self._choose_weights("predicting with")
-
-    def _choose_weights(self, doing: str) -> None:
-        if self._takes_named(doing):
+        """Choose the checkpoint to evaluate or predict with, where that was left to us."""
+        if self._start_from_checkpoint("using"):
             return
-        if self.config[str(self.subcommand)]["resume"] != "auto":
-            self._say("%s the model as it is built; for a checkpoint use --ckpt_path, or --resume auto", doing)
-        else:
-            self._require_newest(doing)
+        if self._resumes:
+            raise UsageError(f"{str(checkpoints_of(self.trainer))!r} has no whole checkpoint; name one by --ckpt_path")
+        self._say("using the model as it is built; for a checkpoint use --ckpt_path, or --resume auto")
+
+    before_test = before_predict = before_validate
 
     def fit(self, model: pl.LightningModule, **arguments: Any) -> None:
         """Train; called by LightningCLI.
@@ -311,7 +312,7 @@ class GenlightCLI(LightningCLI):
         session, trainer = self._session, self.trainer
         join(session, trainer, model)
         if session.checkpoints_dir is not None and session.is_rank_zero:
-            resumes = self._resumed_step is not None or self.config["fit"]["resume"] == "auto"
+            resumes = self._resumed_step is not None or self._resumes
             continue_runs(trainer, session.checkpoints_dir, resumes=resumes)
         fit(session, trainer, model, **arguments)
 
@@ -320,12 +321,7 @@ class GenlightCLI(LightningCLI):
         trainer, directory = self.trainer, self._session.checkpoints_dir
         if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
             return
-        logs: dict[str, Path] = {}
-        for logger in trainer.loggers:
-            if isinstance(logger, EventLogger):
-                logs["events"] = logger.path
-            elif logger.log_dir is not None:
-                logs[logger.name or type(logger).__name__] = Path(logger.log_dir)
+        event_logs = [logger.path for logger in trainer.loggers if isinstance(logger, EventLogger)]
         steps = getattr(self.model, "completed_steps", trainer.global_step)
         stopped = getattr(self.model, "stopped", None)
         ended = f"fit completed at step {steps}" + (f" ({stopped})" if stopped else "")
@@ -335,78 +331,58 @@ class GenlightCLI(LightningCLI):
             ended,
             final=None if directory is None else directory / f"{FINAL_NAME}.json",
             checkpoints=directory,
-            samples=next((c.directory for c in callbacks_of(trainer) if isinstance(c, WriteSamples)), None),
-            logs=logs,
+            logs={"events": event_logs[0]} if event_logs else {},
         )
 
-    def _takes_named(self, doing: str) -> bool:
-        """Whether ``--ckpt_path`` names a checkpoint; ``last`` is the newest whole one, a folder the newest in it."""
-        given, resume = (self.config[str(self.subcommand)].get(name) for name in ("ckpt_path", "resume"))
-        if given is None:
-            return False
-        if resume == "never":
-            raise UnusableConfigurationError("--ckpt_path and --resume never contradict each other; leave one out")
-        if given == "last" and checkpoints_of(self.trainer) is not None:
-            self._require_newest(doing)
-            return True
-        found = _named_checkpoint(given)
-        if found is not None:
-            self._start_from(found)
-        if found is not None or given in _WORDS_OF_LIGHTNING or "://" in given or os.path.exists(given):
-            self._say("%s the checkpoint %s", doing, given if found is None or os.path.isfile(given) else found)
-        return True
+    @property
+    def _resumes(self) -> bool:
+        return bool(self.config[str(self.subcommand)]["resume"] == "auto")
 
-    def _require_newest(self, doing: str) -> None:
-        if not self._take_newest(doing):
-            raise UnusableConfigurationError(
-                f"{str(checkpoints_of(self.trainer))!r} holds no whole checkpoint. Name one by `--ckpt_path`."
-            )
+    def _start_from_checkpoint(self, doing: str) -> bool:
+        """Have the subcommand start from the named checkpoint, or the newest whole one; whether there is one.
 
-    def _take_newest(self, doing: str) -> bool:
-        """Have the subcommand start from the newest whole checkpoint, and say so; whether there is one."""
-        directory = checkpoints_of(self.trainer)
-        if directory is None:
-            raise UnusableConfigurationError(
-                "--resume auto needs the callback genlight.callbacks.Checkpoint in the configuration"
-            )
+        Raises:
+            UsageError: There is no such checkpoint, it cannot be read, or nothing says which one is meant.
+        """
+        settings, directory = self.config[str(self.subcommand)], checkpoints_of(self.trainer)
+        given = settings.get("ckpt_path")
+        if given is not None and settings["resume"] is not None:
+            raise UsageError("--ckpt_path and --resume contradict each other; leave one out")
         try:
-            record, warnings = newest_valid(directory, knows_types=True)
+            if given is not None:
+                given = str(directory) if given == "last" and directory is not None else given
+                if given not in _WORDS_OF_LIGHTNING and "://" not in given:
+                    given = str(find_checkpoint(given))
+                self._say("%s the checkpoint %s", doing, given)
+                self.config_init[str(self.subcommand)]["ckpt_path"] = given
+            return given is not None or (self._resumes and self._take_newest(directory, doing))
+        except FileNotFoundError as error:
+            raise UsageError(str(error)) from error
         except OSError as error:
-            raise _unreadable(error) from error
+            raise UsageError(f"{_text_of_error(error)}; let this user read it, or move it away") from error
+
+    def _take_newest(self, directory: Path | None, doing: str) -> bool:
+        if directory is None:
+            raise UsageError("--resume auto needs the callback genlight.callbacks.Checkpoint in the configuration")
+        records = [each.record for each in list_checkpoints(directory) if each.record is not None]
+        if any(record.is_old and record.final for record in records):  # it tells no step to go on from
+            raise UsageError(
+                f"{str(directory)!r} has the end of a run of an older runtime: there is nothing to train. Name a "
+                "checkpoint by --ckpt_path, or choose another `dirpath`."
+            )
+        record, warnings = newest_valid(directory, knows_types=True)
         for warning in warnings:
             log.warning(warning)
         if record is None:
             return False
         self._say("%s step %d, from %s", doing, record.step, directory / record.path.name)
         self._resumed_step = record.step
-        self._start_from(record.path)
+        self.config_init[str(self.subcommand)]["ckpt_path"] = str(record.path)
         return True
-
-    def _start_from(self, record: Path) -> None:
-        self.config_init[str(self.subcommand)]["ckpt_path"] = str(record)
 
     def _say(self, message: str, *values: object) -> None:
         if self.trainer.is_global_zero:
             log.info(message, *values)
-
-
-class ConfiguredFit(GenlightCLI):
-    """A fit whose configuration was read, and whose objects are not made."""
-
-    @override
-    def instantiate_classes(self) -> None:
-        """Nothing: a model may take long to build."""
-
-    @override
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Nothing is trained."""
-
-    def arguments_of(self, block: str) -> tuple[str, dict[str, Any]]:
-        """The name of the class of ``model`` or ``data``, and its arguments; empty where there is none."""
-        described = self.config[str(self.subcommand)].get(block)
-        described = {} if described is None else described.as_dict()
-        name = described.get("class_path", "").rpartition(".")[2]
-        return name, {**described.get("init_args", {}), **described.get("dict_kwargs", {})}
 
 
 def run_lightning_cli(arguments: Sequence[str], signals: StopSignals) -> int:
@@ -416,90 +392,22 @@ def run_lightning_cli(arguments: Sequence[str], signals: StopSignals) -> int:
         arguments: Those of the command line.
         signals: Heeded by a fit; they are handled already.
     """
-    with fit_session(signals) as session, redacted_logs(()):
-        try:
-            GenlightCLI(arguments, session)
-            return session.complete()
-        except (UnusableConfigurationError, MisconfigurationException) as error:
-            log.error("%s", error)  # noqa: TRY400 - its message says all
-            return EXIT_STARTUP
-        except Exception as error:  # noqa: BLE001 - whatever ends it is reported
-            return session.fail(error)
-
-
-def parse_configuration(path: str) -> ConfiguredFit:
-    """Read the configuration of a fit; nothing is built.
-
-    Raises:
-        UnusableConfigurationError: It cannot be read, or is not one.
-    """
-    words = ["fit", "--config", path]
-    fault = config_file_fault(words)
-    if fault is not None:
-        raise UnusableConfigurationError(fault)
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended to run")
-            return ConfiguredFit(words, fit_session(StopSignals()))
-    except SystemExit as error:  # argparse's way to refuse
-        text = said.getvalue().rpartition("error: ")[2].strip()
-        raise UnusableConfigurationError(text) from error
-
-
-def fit_session(signals: StopSignals) -> Session:
-    """The session of a fit, whose callbacks keep its log and its uploads; user code can be imported from now on."""
     from ..compat import install  # which makes the alias
 
     install()
     if os.getcwd() not in sys.path:  # a console script does not see the folder it is called in
         sys.path.insert(0, os.getcwd())
     session = (Session if is_rank_zero() else FollowerSession)(StopSources(signals=signals))
-    session.reports_at_once = False
-    return session
-
-
-def _shows_progress(settings: Mapping[str, Any]) -> bool:
-    """Whether the callbacks of a configuration show the progress of a fit."""
-    return any(isinstance(each, ProgressBar | JobProgress) for each in as_list(settings.get("callbacks")))
-
-
-def _without(arguments: Sequence[str], *options: str) -> list[str]:
-    """`arguments` without `options` and their values."""
-    kept: list[str] = []
-    skips = False
-    for argument in arguments:
-        if not skips and argument.partition("=")[0] not in options:
-            kept.append(argument)
-        skips = not skips and argument in options
-    return kept
-
-
-def _named_checkpoint(given: str) -> Path | None:
-    """The record that `given` means; None where Lightning may know what to do with it, or says that it does not."""
-    if given in _WORDS_OF_LIGHTNING:
-        return None
-    try:
-        return find_checkpoint(given)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise _unreadable(error) from error
-
-
-def _refuse_older_end(directory: Path | None) -> None:
-    """Refuse the end of a run of an older runtime, which tells no step: what comes after it cannot be counted."""
-    with contextlib.suppress(BrokenCheckpointError, OSError):  # which the look for the newest tells
-        final = None if directory is None else find_final(directory)
-        if final is not None and final.is_old:
-            raise UnusableConfigurationError(
-                f"{str(final.path)!r} is the end of a run of an older runtime: there is nothing to train. Name the "
-                "checkpoint to go on from by `--ckpt_path`, or choose another `dirpath`."
-            )
-
-
-def _unreadable(error: OSError) -> UnusableConfigurationError:
-    return UnusableConfigurationError(f"{_text_of_error(error)}; let this user read it, or move it away")
+    session.reports_at_once = False  # callbacks of the fit keep its log and its uploads
+    with session, redacted_logs(()):
+        try:
+            GenlightCLI(arguments, session)
+            return session.complete()
+        except (UsageError, MisconfigurationException) as error:
+            log.error("%s", error)  # noqa: TRY400 - its message says all
+            return EXIT_STARTUP
+        except Exception as error:  # noqa: BLE001 - whatever ends it is reported
+            return session.fail(error)
 
 
 def _text_of_error(error: Exception) -> str:
