@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from genlight.adapter.cli import doctor
+from genlight.adapter.cli import main
 from genlight.adapter.job.sources import VARIABLES
 from genlight.adapter.run.run import RunOptions, run_job
 
@@ -187,9 +186,7 @@ def write(folder, fields):
 
 
 def diagnose(path):
-    parser = argparse.ArgumentParser()
-    doctor.add_arguments(parser)
-    return doctor.run(parser.parse_args([path]))
+    return main(["doctor", path])
 
 
 @pytest.mark.parametrize("fields", BROKEN.values(), ids=BROKEN.keys())
