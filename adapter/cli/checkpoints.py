@@ -1,7 +1,8 @@
 """List, verify, show or export the checkpoints of a run.
 
-`verify` proves the files of each by their digests. `export` writes one for other tools. Exit codes: 0 done, 1 a
-checkpoint is broken, 2 usage.
+`verify` proves the files of each by their digests. `export` writes one for other tools.
+
+Exit codes: 0 done, 1 a checkpoint is broken, 2 usage.
 """
 
 from __future__ import annotations

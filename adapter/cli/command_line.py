@@ -74,6 +74,9 @@ _HEADINGS = {
 LIGHTNING_COMMANDS = ("fit", "validate", "test", "predict")
 """Those that LightningCLI has, which parses their arguments itself."""
 
+_EXTRAS = {"uvicorn": "serve", "starlette": "serve", "textual": "watch", "plotext": "watch"}
+"""Which extra of genlight brings a package."""
+
 _CHATTY_LOGGERS = (
     # Not their parents: Lightning sets the level of those when it is imported, which is later.
     "lightning.pytorch.trainer.connectors.checkpoint_connector",
@@ -141,6 +144,10 @@ def _run(words: list[str]) -> int:
         return complain(name, error, EXIT_FAILED)
     except GenlightError as error:
         return complain(name, error)
+    except ModuleNotFoundError as error:
+        if (extra := _EXTRAS.get(error.name or "")) is None:
+            raise
+        return complain(name, f"{error.name} is not installed: pip install 'genlight[{extra}]'")
     except OSError as error:
         if error.errno is None:  # an error of our own, which says all
             return complain(name, error)

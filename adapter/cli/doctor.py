@@ -1,6 +1,8 @@
 """Find the mistakes in a job without training, and show its settings and where each comes from.
 
-Nothing is created or sent, and no server is asked. Exit codes: 0 the job can start, 2 it cannot.
+Nothing is created or sent, and no server is asked.
+
+Exit codes: 0 the job can start, 2 it cannot.
 """
 
 from __future__ import annotations

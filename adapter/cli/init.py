@@ -1,4 +1,4 @@
-"""Start a project: a folder with a trainer class, its job and a little data, which runs at once.
+"""Start a project: a new folder with a trainer class, its job and a little data, which can be run at once.
 
 Exit codes: 0 written, 2 usage.
 """
@@ -12,14 +12,12 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from .terminal import complain, say
+from .parser import UsageError
+from .terminal import say
 
 __all__ = ["add_arguments", "run"]
 
-WRITTEN, USAGE = 0, 2
 _DATA_SCRIPT = "make_data.py"
-
-
 _TEMPLATES = ("README.md", "job.json", _DATA_SCRIPT, "my_trainer.py")
 """By name: an editor or a profiler may leave files of its own beside them."""
 
@@ -30,27 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code."""
-    try:
-        names = _write_project(args.directory)
-    except ValueError as error:
-        return complain("init", str(error))
-    say(f"wrote {args.directory}: {', '.join(sorted(names))}")
-    say(f"next: genlight run {shlex.quote(str(Path(args.directory, 'job.json')))}")
-    return WRITTEN
-
-
-def _write_project(directory: str) -> list[str]:
-    """The names of the files that were written.
+    """Carry the command out and return its exit code: 0.
 
     Raises:
-        ValueError: The folder is not empty; nothing has been written.
+        UsageError: The folder is not empty; nothing has been written.
     """
-    folder = Path(directory)
-    if not directory.strip():
-        raise ValueError("the name of the folder is empty; name a new one")
+    folder = Path(args.directory)
+    if not args.directory.strip():
+        raise UsageError("the name of the folder is empty; name a new one")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is not an empty folder; name a new one")
+        raise UsageError(f"{folder} is not an empty folder; name a new one")
     templates = resources.files(__package__) / "project"
     files = {path.name: path.read_text(encoding="utf-8") for path in templates.iterdir() if path.name in _TEMPLATES}
     files["job.schema.json"] = (resources.files("genlight.adapter.job") / "job.schema.json").read_text(encoding="utf-8")
@@ -58,4 +45,6 @@ def _write_project(directory: str) -> list[str]:
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     subprocess.run([sys.executable, str(folder / _DATA_SCRIPT)], check=True)
-    return [*files, "rows.parquet"]
+    say(f"wrote {args.directory}: {', '.join(sorted([*files, 'rows.parquet']))}")
+    say(f"next: genlight run {shlex.quote(str(folder / 'job.json'))}")
+    return 0

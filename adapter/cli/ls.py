@@ -1,7 +1,9 @@
 """List runs: state, step, age, speed, loss, best score and size.
 
 A run whose process is gone without having said how it ended is called lost, also where another host ran it. BEST is the
-score that the job names in `checkpoints.monitor`. Exit codes: 0 done, 2 usage.
+score that the job names in `checkpoints.monitor`.
+
+Exit codes: 0 done, 2 usage.
 """
 
 from __future__ import annotations

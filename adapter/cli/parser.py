@@ -43,7 +43,7 @@ class UsageError(GenlightError):
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Says a default where there is one, and keeps the lines of a text that has some of its own."""
+    """Says a default where there is one, and keeps paragraphs, and the lines of a list."""
 
     @override
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -51,7 +51,9 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
     @override
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if "\n  " in text else super()._fill_text(text, width, indent)
+        fill = super()._fill_text
+        paragraphs = text.strip().split("\n\n")
+        return "\n\n".join(part if "\n  " in part else fill(part, width, indent) for part in paragraphs)
 
 
 class CommandParser(argparse.ArgumentParser):

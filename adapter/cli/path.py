@@ -1,7 +1,9 @@
 """Print the path of a checkpoint of a run: the newest whole one, or the best by its score.
 
 It is the path of its record, which other commands and `--ckpt_path` take. A broken checkpoint is named and skipped, as
-by a resume. Exit codes: 0 done, 1 no checkpoint is whole, 2 usage.
+by a resume.
+
+Exit codes: 0 done, 1 no checkpoint is whole, 2 usage.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Write what happened in a run, or in several, as one HTML file that opens without a network.
+"""Write what happened in one or several runs as one HTML file, which opens without a network.
 
-It has the curves, attempts and their time, checkpoints, samples, findings, events and the configuration; of several
-runs the curves lie over each other, and a table has what differs.
+It has curves, attempts and where their time went, checkpoints, samples, findings, events and the configuration. The
+curves of several runs lie over each other, and a table has what differs.
 
 Exit codes: 0 done, 2 usage.
 """
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ..plumbing.durable import write_bytes_durably
 from ..plumbing.text import size_text
-from .parser import run_folder
-from .terminal import complain, say
+from .parser import UsageError, run_folder
+from .terminal import say
 
 __all__ = ["add_arguments", "run"]
 
@@ -26,14 +26,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code: 0, or 2 for what is no run."""
+    """Carry the command out and return its exit code: 0.
+
+    Raises:
+        UsageError: There are too many runs for one page.
+    """
     from ..view.history import history_of  # numpy
     from ..view.page import report
 
     try:
         page = report([history_of(folder) for folder in args.run]).encode()
     except ValueError as error:
-        return complain("report", str(error))
+        raise UsageError(str(error)) from None
     write_bytes_durably(Path(args.to), page)
     say(f"{args.to} ({size_text(len(page))})")
     return 0

@@ -1,4 +1,4 @@
-"""Run a job from its spec, or from the environment of an orchestrated container.
+"""Run a job, from a file or from the environment.
 
 Exit codes: 0 completed, 1 failed, 2 startup or usage, 3 ended by `on_nonfinite`, 75 stopped but resumable.
 """
@@ -26,14 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "job",
         nargs="?",
         metavar="JOB.json",
-        help="the job spec, - for standard input; without it TRAINER_JOB_SPEC_PATH names one",
+        help="the job, - for standard input; without it TRAINER_JOB_SPEC_PATH names one",
     )
-    add_overrides(
-        parser, "override a setting of the job, such as max_steps=100 or hyperparams.lr=0.001; may be repeated"
-    )
-    parser.add_argument(
-        "--fresh", action="store_true", help="move artifacts of earlier runs aside and start from scratch"
-    )
+    add_overrides(parser)
+    parser.add_argument("--fresh", action="store_true", help="move earlier results aside and start at step 0")
     parser.add_argument(
         "--allow-changed", action="store_true", help="resume although the job is not the one of the checkpoint"
     )
@@ -42,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SETTING",
-        help="on a resume, take lr, weight_decay, another setting of optimizers, schedule or scaler from the class "
-        "instead of the checkpoint; may be repeated, and stands for `resume.keep` of the job",
+        help="when resuming, take this setting from the class instead of the checkpoint: lr, weight_decay or another "
+        "one of optimizers, schedule or scaler; may be repeated; the same as `resume.keep` of the job",
     )
     parser.add_argument(
         "--verbose", action="store_true", help="show the whole traceback of an error in the trainer class"
@@ -55,7 +51,7 @@ def _keys_of_a_job() -> str:
     from ..job.spec import JobSpec
     from ..plumbing.settings import keys_of
 
-    lines = ["keys of a job, by what they are about"]
+    lines = ["keys of a job"]
     for name, key in keys_of(JobSpec).items():
         lines += ["", f"{key.group}:"] if key.group else []
         sentence = re.split(r"[.;:](?:\s|$)", key.description, maxsplit=1)[0].replace("`", "")

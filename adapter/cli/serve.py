@@ -1,7 +1,7 @@
-"""Show the runs below a folder as pages of a browser, live, with their curves, samples, checkpoints and findings.
+"""Show the runs below a folder live in a browser: curves, samples, checkpoints and findings.
 
-A run can be stopped there, and its checkpoints and pictures downloaded. Only this machine can reach the pages unless
---host says otherwise; then whoever opens them needs the token that is in the address written at the start.
+On the page a run can be stopped, and checkpoints and pictures downloaded. Only this machine can reach it, unless --host
+says otherwise; then it asks for the token in the address that is printed.
 
 Exit codes: 0 ended by Ctrl-C, 2 usage.
 """
@@ -14,8 +14,8 @@ import ipaddress
 import secrets
 import socket
 
-from .parser import folder_of_runs
-from .terminal import complain, say
+from .parser import UsageError, folder_of_runs
+from .terminal import say
 
 __all__ = ["add_arguments", "run"]
 
@@ -25,30 +25,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "dir", metavar="DIR", nargs="?", default=".", type=folder_of_runs, help="folder with runs below it"
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; this machine alone without it")
-    parser.add_argument("--port", type=int, default=8765, help="port to listen at; 0: any that is free")
-    parser.add_argument("--token", action="store_true", help="ask for a token also at an address of this machine alone")
     parser.add_argument(
-        "--allow-host", action="append", default=[], metavar="NAME", help="a further name by which browsers ask for it"
+        "--host", default="127.0.0.1", help="address to listen at; by default that of this machine alone"
+    )
+    parser.add_argument("--port", type=int, default=8765, help="port to listen at; 0 takes a free one")
+    parser.add_argument("--token", action="store_true", help="ask for a token in any case")
+    parser.add_argument(
+        "--allow-host", action="append", default=[], metavar="NAME", help="allow the name of a proxy; may be repeated"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code: 0 after Ctrl-C, or 2 for what cannot be used."""
-    try:
-        import uvicorn
+    """Carry the command out and return its exit code: 0, after Ctrl-C.
 
-        from ..view.site import application
-    except ModuleNotFoundError as error:
-        if error.name not in ("uvicorn", "starlette"):
-            raise
-        return complain("serve", f"{error.name} is not installed: pip install 'genlight[serve]'")
+    Raises:
+        UsageError: The address cannot be used.
+        ModuleNotFoundError: The extra is not installed.
+    """
+    import uvicorn
+
+    from ..view.site import application
+
     try:
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         listening = socket.create_server((args.host, args.port), family=family)
     except (OSError, OverflowError) as error:
         text = f"cannot listen at {args.host} port {args.port}: {error}; choose another with --host or --port"
-        return complain("serve", text)
+        raise UsageError(text) from None
     token = secrets.token_urlsafe(24) if args.token or not _is_of_this_machine(args.host) else None
     names = {socket.gethostname(), socket.getfqdn(), args.host, *args.allow_host}
     app = application(args.dir, token=token, hosts=names if token else args.allow_host)

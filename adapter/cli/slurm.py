@@ -2,8 +2,9 @@
 
 `render` prints the sbatch script, `submit` hands it to sbatch and prints the id, and `wait` waits for the end of that
 id. A job that is preempted, or reaches its time limit, saves a checkpoint and is put back into the queue, where the
-same command continues it. `genlight ls` shows how far the run is. Exit codes: 0 done, 1 Slurm refused, or the job that
-was waited for failed, 2 usage.
+same command continues it. `genlight ls` shows how far the run is.
+
+Exit codes: 0 done, 1 Slurm refused, or the job that was waited for failed, 2 usage.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Ask a run to stop after a checkpoint of its current step, and wait until it has ended.
 
-The request is a file in the run's folder, so it reaches a run on any host that shares the folder. Exit codes: 0 the run
-has ended, 1 it still runs, 2 usage.
+The request is a file in the run's folder, so it reaches a run on any host that shares the folder.
+
+Exit codes: 0 the run has ended, 1 it still runs, 2 usage.
 """
 
 from __future__ import annotations

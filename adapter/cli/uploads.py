@@ -1,7 +1,8 @@
 """List or retry what a run could not upload. To give up on it, remove the folder `uploads` of the run.
 
-A retry sends to where `--job`, `--set` or the environment say, and never to where the folder of the run says. Exit
-codes: 0 nothing is left, or it was listed, 1 something could not be delivered, 2 usage.
+A retry sends to where `--job`, `--set` or the environment say, and never to where the folder of the run says.
+
+Exit codes: 0 nothing is left, or it was listed, 1 something could not be delivered, 2 usage.
 """
 
 from __future__ import annotations

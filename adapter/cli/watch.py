@@ -1,9 +1,9 @@
-"""Watch runs in the terminal: progress, curves over each other, checkpoints, samples, uploads, findings, machine.
+"""Watch runs live in the terminal: progress, curves, checkpoints, samples, uploads, findings, machine.
 
-A run that has not started is shown once it has. Keys: n and p pick the metric, + and - smooth, t takes time instead of
-steps, tab picks the run, the arrows scroll, s stops the run, q ends the view and leaves the runs alone.
+A run that has not started yet is shown once it has. Keys: n and p choose the metric, + and - smooth, t shows time
+instead of steps, tab chooses the run, the arrows scroll, s stops the run, q ends the view; the runs go on.
 
-Exit codes: 0 ended by q, 2 usage. A terminal that closes ends the view by the signal SIGHUP.
+Exit codes: 0 ended by q, 2 usage. A terminal that closes ends the view by SIGHUP.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from threading import Thread
 
-from .terminal import complain
+from .parser import UsageError
 
 __all__ = ["add_arguments", "run"]
 
@@ -27,20 +27,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code: 0, or 2 where there is nothing to watch or to watch on."""
+    """Carry the command out and return its exit code: 0.
+
+    Raises:
+        UsageError: There is nothing to watch, or no terminal.
+        ModuleNotFoundError: The extra is not installed.
+    """
     folders = list(dict.fromkeys(Path(each) for each in args.run))
     files = [folder for folder in folders if folder.exists() and not folder.is_dir()]
     if files:
-        return complain("watch", f"{files[0]} is not a folder; name that of a run")
+        raise UsageError(f"{files[0]} is not a folder; name that of a run")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        text = "it needs a terminal; `genlight ls --json` and `genlight events RUN --follow` need none"
-        return complain("watch", text)
-    try:
-        from ..view.watching import WatchRuns
-    except ModuleNotFoundError as error:
-        if error.name not in ("textual", "plotext"):
-            raise
-        return complain("watch", f"{error.name} is not installed: pip install 'genlight[watch]'")
+        raise UsageError("it needs a terminal; `genlight ls --json` and `genlight events RUN --follow` need none")
+    from ..view.watching import WatchRuns
+
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, but nobody sees a view without a terminal
     Thread(target=_end_with_terminal, name="genlight-terminal", daemon=True).start()
     WatchRuns(folders).run()
