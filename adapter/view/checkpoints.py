@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from ...callbacks.checkpoint.format.record import CheckpointRecord, name_of
-from ...callbacks.checkpoint.selection import Listed
+from ...callbacks.checkpoint.selection import Listed, folder_of_checkpoints, list_checkpoints
 from ...callbacks.checkpoint.storage.files import missing_file, verify_files
 from ..contract.exceptions import BrokenCheckpointError
 
-__all__ = ["checkpoint_facts"]
+__all__ = ["checkpoint_facts", "checkpoints_of_run"]
+
+
+def checkpoints_of_run(folder: Path) -> list[Listed]:
+    """The checkpoints of the run in `folder`, oldest first; none where another user keeps them from this one."""
+    where = folder_of_checkpoints(folder)
+    try:
+        return [] if where is None else list_checkpoints(where)
+    except OSError:
+        return []
 
 
 def checkpoint_facts(listed: Listed, *, proves: bool = False) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import math
 import os
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -13,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from ...callbacks.checkpoint.selection import Listed, folder_of_checkpoints, list_checkpoints
+from ...callbacks.checkpoint.selection import Listed
 from ...reporters.events.event import (
     RESUMED_METRIC,
     ROLLED_BACK_METRIC,
@@ -28,21 +32,83 @@ from ...reporters.events.goodput import Ledger
 from ...reporters.events.reader import Position, log_of_run, typed_events
 from ..contract.exceptions import EventLogError
 from ..plumbing.safe_open import UnsafeFileError, open_regular, read_regular
-from .checkpoints import checkpoint_facts
-from .curves import Curve
+from .checkpoints import checkpoint_facts, checkpoints_of_run
 from .differences import facts_of_run
 from .summary import RunSummary, Starts, summary_of
 
-__all__ = ["BEGINNING_BYTES", "Budget", "History", "history_of", "picture_kind"]
+__all__ = ["BEGINNING_BYTES", "Budget", "Curve", "History", "history_of", "picture_kind", "thinned"]
 
 FAULT_PREFIX = "diagnosis/"
 MOST_EVENTS = 2000
 MOST_CURVES = 400
+MOST_KEPT = 1 << 15
+"""How many points a curve holds before it is thinned, to a quarter of them."""
 LARGEST_RECORD = 1 << 20
 LARGEST_PICTURE = 600_000
 BEGINNING_BYTES = 16
 LONGEST_TEXT = 2000
 _PICTURES = ((b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif"), (b"RIFF", "webp"))
+
+
+class Curve:
+    """The points of one metric, in the order in which they were logged.
+
+    Attributes:
+        first_unusual: Step and value of the first value that is not finite; None where all are.
+        count: How many values were logged.
+    """
+
+    def __init__(self) -> None:
+        self.steps: array[int] = array("q")
+        self.times_ms: array[int] = array("q")
+        self.values: array[float] = array("d")
+        self.first_unusual: tuple[int, float] | None = None
+        self.count = 0
+
+    def add(self, step: int, time_ms: int, value: float) -> None:
+        """Take the next point."""
+        self.count += 1
+        if not math.isfinite(value) and self.first_unusual is None:
+            self.first_unusual = step, value
+        self.steps.append(step)
+        self.times_ms.append(time_ms)
+        self.values.append(value)
+        if len(self.values) >= MOST_KEPT:
+            self._keep(thinned(np.array(self.values), MOST_KEPT // 4))
+
+    def go_back(self, step: int) -> None:
+        """Take back what was logged after `step`, since those steps are made again."""
+        kept = np.array(self.steps) <= step
+        if not kept.all():
+            self._keep(np.flatnonzero(kept))
+
+    def points(self, most: int) -> dict[str, list[Any]]:
+        """At most `most` points: ``steps``, ``times`` (milliseconds since 1970), ``values`` (null where not finite)."""
+        at = thinned(np.array(self.values), most)
+        values = [self.values[index] for index in at]
+        return {
+            "steps": [self.steps[index] for index in at],
+            "times": [self.times_ms[index] for index in at],
+            "values": [float(f"{value:.6g}") if math.isfinite(value) else None for value in values],
+        }
+
+    def _keep(self, at: NDArray[np.intp]) -> None:
+        for name in ("steps", "times_ms", "values"):
+            column = getattr(self, name)
+            setattr(self, name, array(column.typecode, np.array(column)[at].tobytes()))
+
+
+def thinned(values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
+    """Which of `values` to keep, at most `most` in order: the first, the last, and both extremes of each stretch."""
+    if len(values) <= most:
+        return np.arange(len(values))
+    stretches = max((most - 2) // 2, 1)
+    bounds = np.linspace(0, len(values), stretches + 1).astype(np.intp)
+    low, high = np.where(np.isfinite(values), values, np.inf), np.where(np.isfinite(values), values, -np.inf)
+    kept = {0, len(values) - 1}
+    for begin, end in itertools.pairwise(bounds):
+        kept |= {int(begin + low[begin:end].argmin()), int(begin + high[begin:end].argmax())}
+    return np.array(sorted(kept))
 
 
 @dataclass
@@ -114,7 +180,7 @@ class History:
 
     def as_json(self, budget: Budget) -> dict[str, Any]:
         """The run for a page that has room for `budget` of it."""
-        summary, listed = self.summary, _checkpoints(self.summary.path)
+        summary, listed = self.summary, [_checkpoint(each) for each in checkpoints_of_run(self.summary.path)]
         most = max(min(budget.points // max(len(self.curves), 1), 2000), 4)
         findings = [*self.findings]
         for name, curve in self.curves.items():
@@ -202,15 +268,6 @@ def _shown(event: Event) -> dict[str, Any]:
 def _attempt(span: Any) -> dict[str, Any]:
     seconds = {name: spent for name, spent in span.seconds.items() if spent > 0}
     return {**msgspec.to_builtins(span), "seconds": seconds}
-
-
-def _checkpoints(folder: Path) -> list[dict[str, Any]]:
-    where = folder_of_checkpoints(folder)
-    try:
-        listed = [] if where is None else list_checkpoints(where)
-    except OSError:
-        return []
-    return [_checkpoint(each) for each in listed]
 
 
 def _checkpoint(listed: Listed) -> dict[str, Any]:

@@ -12,8 +12,13 @@ import ipaddress
 import json
 import os
 import tarfile
-from collections.abc import Callable, Collection, Iterator
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from starlette.applications import Starlette
@@ -24,18 +29,22 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...callbacks.checkpoint.selection import folder_of_checkpoints, list_checkpoints
 from ..plumbing.safe_open import open_below
-from ..run.artifacts_lock import request_stop
-from .history import BEGINNING_BYTES, picture_kind
+from ..run.artifacts_lock import LOCK_NAME, request_stop
+from .checkpoints import checkpoints_of_run
+from .history import BEGINNING_BYTES, Budget, History, history_of, picture_kind
 from .page import facts_of, page_of, stamp
-from .runs import Runs
+from .summary import RunSummary, Starts, find_runs, modified_ms, summary_of
 
-__all__ = ["application"]
+__all__ = ["Runs", "application"]
 
 COOKIE = "genlight_token"
 MOST_AT_ONCE = 20
 """How many runs a page shows."""
+MOST_HISTORIES = 16
+"""How many runs are kept in memory with their curves; of more, those that were asked for last."""
+SIZES_FOR_S = 0.3
+"""How long one listing may count files and read scores; later ones do the rest."""
 _PIECE_BYTES = 1 << 20
 _SOURCES = "img-src 'self' data:; connect-src 'self'"
 _HEADERS = {
@@ -47,6 +56,81 @@ _HEADERS = {
 }
 _FILE_HEADERS = {"Content-Security-Policy": "default-src 'none'; sandbox", "Content-Encoding": "identity"}
 """The second keeps gigabytes from being compressed."""
+
+
+@dataclass
+class _Seen:
+    """A run as read so far; its lock is for whoever reads on."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    history: History | None = None
+
+
+class Runs:
+    """The runs at and below `folder`, by their address: their path below it, ``.`` for itself. Thread-safe."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self._listed: dict[str, tuple[RunSummary, bool]] = {}
+        """By address, and whether files were counted."""
+        self._starts: Starts = {}
+        self._seen: OrderedDict[str, _Seen] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def find(self, address: str) -> Path:
+        """The folder of the run at `address`, which is compared with those that there are and never followed.
+
+        Raises:
+            KeyError: There is no such run.
+        """
+        if address not in self._listed:
+            self.listing()
+        return self._listed[address][0].path
+
+    def listing(self) -> list[dict[str, Any]]:
+        """All runs at a glance, the one that started last first."""
+        with self._lock:
+            listed = {}
+            for path in find_runs(self.folder):
+                address = path.relative_to(self.folder).as_posix()
+                before = self._listed.get(address)
+                is_same = before is not None and before[0].state != "running" and not _has_changed(before[0])
+                seen = before if before and is_same else (summary_of(path, sizes=False, starts=self._starts), False)
+                listed[address] = seen
+            until = time.monotonic() + SIZES_FOR_S
+            for address, (seen_summary, is_counted) in listed.items():
+                if not is_counted and time.monotonic() < until:
+                    listed[address] = summary_of(seen_summary.path, starts=self._starts), True
+            self._listed = listed
+        newest_first = sorted(listed.items(), key=lambda each: (-(each[1][0].started_at_ms or 0), each[0]))
+        return [{**summary.as_json(), "address": address} for address, (summary, _) in newest_first]
+
+    def in_full(self, addresses: Sequence[str]) -> list[dict[str, Any]]:
+        """Runs as `History.as_json` has them, with addresses of pictures in place of their bytes.
+
+        Raises:
+            KeyError: There is no such run.
+        """
+        return [self._in_full(address, len(addresses)) for address in addresses]
+
+    def _in_full(self, address: str, among: int) -> dict[str, Any]:
+        folder = self.find(address)
+        with self._lock:
+            seen = self._seen.setdefault(address, _Seen())
+            self._seen.move_to_end(address)
+            if len(self._seen) > MOST_HISTORIES:
+                self._seen.popitem(last=False)
+        budget = Budget(
+            points=20_000 // among, address_of=lambda path: f"file?{urlencode({'run': address, 'path': path})}"
+        )
+        with seen.lock:
+            seen.history = history_of(folder, seen.history, self._starts)
+            return {**seen.history.as_json(budget), "address": address}
+
+
+def _has_changed(summary: RunSummary) -> bool:
+    """Whether a run that did not run has given a sign of life since."""
+    return max(modified_ms(summary.log), modified_ms(summary.path / LOCK_NAME)) > summary.alive_at_ms
 
 
 def application(folder: Path, *, token: str | None = None, hosts: Collection[str] = ()) -> Starlette:
@@ -193,8 +277,7 @@ class _Pages:
             folder = self._runs.find(request.query_params.get("run", ""))
         except KeyError:
             return PlainTextResponse("there is no such run", 404)
-        where = folder_of_checkpoints(folder)
-        listed = [] if where is None else list_checkpoints(where)
+        listed = checkpoints_of_run(folder)
         record = next((each.record for each in listed if each.record is not None and each.record.name == name), None)
         if record is None:
             return PlainTextResponse("there is no such checkpoint that can be read", 404)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...callbacks.checkpoint.format.record import CheckpointRecord
-from ...callbacks.checkpoint.selection import Listed, best_first, list_checkpoints, monitored
+from ...callbacks.checkpoint.selection import best_first, monitored
 from ...reporters.events.event import (
     STOP_REASONS,
     Completed,
@@ -32,12 +32,11 @@ from ...reporters.uploads.queue import count_waiting
 from ..plumbing.file_lock import is_held
 from ..plumbing.safe_open import open_regular
 from ..run.artifacts_lock import LOCK_NAME, last_holder
+from .checkpoints import checkpoints_of_run
 
-__all__ = ["STYLES", "RunSummary", "Starts", "State", "figures_of", "find_runs", "is_run", "loss_among", "summary_of"]
+__all__ = ["RunSummary", "Starts", "State", "figures_of", "find_runs", "is_run", "loss_among", "summary_of"]
 
 State = Literal["running", "stopped", "completed", "failed", "lost"]
-STYLES = {"running": "cyan", "completed": "green", "stopped": "yellow", "failed": "red", "lost": "bold red"}
-"""How a terminal shows a state."""
 
 _BLOCK_BYTES = 1 << 20
 TAIL_BYTES = 32 << 10
@@ -193,7 +192,7 @@ def summary_of(
     holder = last_holder(folder)
     end = next((event for event in reversed(tail) if not isinstance(event, Metric)), None)
     end = end if isinstance(end, Completed | Failed) else None
-    listed = _listed(folder) if sizes else []
+    listed = checkpoints_of_run(folder) if sizes else []
     checkpoints = [each.record for each in listed if each.record is not None]
     metadata = started.metadata if started is not None and isinstance(started.metadata, dict) else {}
     job = metadata.get("job")
@@ -354,14 +353,6 @@ def _best_score(records: list[CheckpointRecord]) -> tuple[str, float] | None:
     best = [] if monitor is None or mode is None else best_first(records, monitor, mode)
     value = best[0].metrics[str(monitor)] if best else None
     return None if value is None else (str(monitor), value)
-
-
-def _listed(folder: Path) -> list[Listed]:
-    inside = folder / "checkpoints"
-    try:
-        return list_checkpoints(inside if inside.is_dir() else folder)
-    except OSError:  # of another user
-        return []
 
 
 def _size(folder: Path) -> int:

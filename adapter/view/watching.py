@@ -23,7 +23,7 @@ from typing_extensions import override
 from ..plumbing.text import printable, size_text
 from ..run.artifacts_lock import request_stop
 from .history import Budget, History, history_of
-from .summary import STYLES, Starts, figures_of, is_run
+from .summary import Starts, figures_of, is_run
 
 __all__ = ["WatchRuns"]
 
@@ -33,6 +33,8 @@ NEWEST = 4
 SMOOTHING = (0.0, 0.6, 0.9, 0.97, 0.99)
 COLOURS = ("cyan", "orange", "green", "magenta", "red", "blue")
 BAR_COLUMNS = 12
+STYLES = {"running": "cyan", "completed": "green", "stopped": "yellow", "failed": "red", "lost": "bold red"}
+"""Of states."""
 
 
 class WatchRuns(App[None]):

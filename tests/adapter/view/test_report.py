@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from genlight.adapter.cli import main
-from genlight.adapter.view.curves import MOST_KEPT, Curve, thinned
 from genlight.adapter.view.differences import differences
-from genlight.adapter.view.history import Budget, history_of
+from genlight.adapter.view.history import MOST_KEPT, Budget, Curve, history_of, thinned
 from genlight.adapter.view.page import LARGEST_PAGE, report
 from genlight.reporters.events.event_log import EventLog
 

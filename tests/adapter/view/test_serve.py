@@ -15,7 +15,7 @@ import pytest
 
 from genlight.adapter.cli import main
 from genlight.adapter.plumbing.safe_open import open_below
-from genlight.adapter.view.runs import Runs
+from genlight.adapter.view.site import Runs
 from genlight.reporters.events.event_log import EventLog
 from support.seen_runs import served
 
