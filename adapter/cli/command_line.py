@@ -46,10 +46,10 @@ COMMANDS = {
     "doctor": "find the mistakes in a job without training",
     "run": "run a job, from a file or from the environment",
     "slurm": "submit a job to Slurm, print its batch script, or wait for its end",
-    "fit": "train from a LightningCLI configuration",
-    "validate": "validate from a LightningCLI configuration",
-    "test": "test from a LightningCLI configuration",
-    "predict": "predict from a LightningCLI configuration",
+    "fit": "train",
+    "validate": "evaluate on the validation data",
+    "test": "evaluate on the test data",
+    "predict": "predict, for LightningModules of your own",
     "ls": "list runs with state, step, speed, loss and best score",
     "watch": "watch runs live in the terminal",
     "serve": "show runs live in a browser",
@@ -65,7 +65,7 @@ COMMANDS = {
 }
 _HEADINGS = {
     "init": "train",
-    "fit": "train from a LightningCLI configuration",
+    "fit": "with a LightningCLI configuration",
     "ls": "see runs",
     "stop": "manage runs",
     "check": "test a trainer class",
@@ -172,7 +172,7 @@ def _run_lightning(words: list[str]) -> int:
 def completion_parser() -> CommandParser:
     """The parser of the program with the arguments of all commands of our own, for ``shtab``."""
     parser = CommandParser("genlight")
-    commands = parser.add_subparsers(parser_class=argparse.ArgumentParser)
+    commands = parser.add_subparsers()
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary)
         if name not in LIGHTNING_COMMANDS:

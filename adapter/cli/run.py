@@ -18,10 +18,9 @@ _INDENT = 26
 """Column at which the help says what a key of a job is for."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     """Declare what the command takes."""
-    if isinstance(parser, CommandParser):
-        parser.below_options = _keys_of_a_job
+    parser.below_options = _keys_of_a_job
     parser.add_argument(
         "job",
         nargs="?",
