@@ -287,10 +287,12 @@ class GenlightCLI(LightningCLI):
             if self.trainer.is_global_zero:  # else a later `--resume auto` would go on from another training
                 move_checkpoints_aside(directory)
         elif checkpoint_files(directory):
-            problem = "has no whole checkpoint" if self._resumes else "holds checkpoints already"
+            problem = "holds checkpoints already. Continue with `--resume auto`"
+            if self._resumes:
+                problem = "has no whole checkpoint. Restore one"
             raise UsageError(
-                f"{str(directory)!r} {problem}. Go on with `--resume auto`, move them aside with `--resume never`, or "
-                "choose another `dirpath`."
+                f"{str(directory)!r} {problem}, start at step 0 with `--resume never`, which moves them aside, or choose "
+                "another `dirpath`."
             )
 
     def before_validate(self) -> None:

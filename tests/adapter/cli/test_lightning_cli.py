@@ -446,7 +446,7 @@ def test_checkpoints_of_an_earlier_fit_are_replaced_only_when_told_to(genlight, 
 
     code, words = genlight(**works)
     assert code == 2
-    assert "'c' holds checkpoints already. Go on with `--resume auto`" in words
+    assert "'c' holds checkpoints already. Continue with `--resume auto`" in words
     assert record.read_bytes() == first
     assert genlight("fit", "--resume", "never", **works)[0] == 0
     assert record.read_bytes() != first
@@ -545,6 +545,20 @@ def test_the_last_checkpoint_of_a_folder_without_a_whole_one_is_not_step_0(genli
     assert code == 2
     assert "no checkpoint in c can be read: final: its record final.json is not JSON" in words
     assert (tmp_path / "c" / "final.json").read_text() == "{"
+
+
+def test_the_command_that_continues_a_fit_from_a_named_checkpoint_takes_its_own_newest_one(genlight, tmp_path):
+    often = {"every_n_steps": 1}
+    assert genlight(plugin="refused_trainer:Counts", callback=often)[0] == 0
+    given = ("--ckpt_path", "c/final.json", "--trainer.callbacks.dirpath", "other")
+    code, words = genlight("fit", *given, plugin="refused_trainer:FailsAtTwo", callback=often, max_steps=3)
+    assert code == 1
+    (told,) = [line.split() for line in words.splitlines() if line.startswith("  genlight fit")]
+    assert told[-4:] == ["--ckpt_path", "null", "--resume", "auto"]
+
+    code, words = genlight("fit", *told[4:], plugin="refused_trainer:Counts", callback=often, max_steps=3)
+    assert code == 0, words
+    assert read_record(tmp_path / "other" / "final.json").step == 3
 
 
 def test_a_checkpoint_to_go_on_from_and_the_wish_to_start_anew_contradict_each_other(genlight):
