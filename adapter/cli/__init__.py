@@ -8,7 +8,7 @@ from collections.abc import Sequence
 __all__ = ["main"]
 
 INTERRUPTED = 130
-"""128 + SIGINT, as a shell says it."""
+"""128 + SIGINT, as in a shell."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

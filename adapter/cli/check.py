@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _job(args: argparse.Namespace) -> RunConfig:
-    """The job that is checked, of so many steps and with the data of the command line; a class alone becomes one."""
+    """The job to check, with the steps and data of the command line; a class alone is made into one."""
     from ..job.config import resolve_run_config
 
     overrides = [*args.set, f"max_steps={2 * args.steps}"]
@@ -81,7 +81,7 @@ def _job(args: argparse.Namespace) -> RunConfig:
 
 
 def _subject(config: RunConfig, steps: int) -> Subject:
-    """The class of a job with as many of its batches as are trained."""
+    """The class of a job, and the batches that it is trained on."""
     # Only now: these load Lightning, which a command that is refused need not wait for.
     from ..check.batches import job_batches
     from ..check.plain_loop import plain_context

@@ -70,12 +70,12 @@ _HEADINGS = {
     "stop": "manage runs",
     "check": "test a trainer class",
 }
-"""Of the groups in the help, by their first command."""
+"""Headings of groups in the help, by the first command of each."""
 LIGHTNING_COMMANDS = ("fit", "validate", "test", "predict")
-"""Those that LightningCLI has, which parses their arguments itself."""
+"""Commands of LightningCLI, which parses their arguments itself."""
 
 _EXTRAS = {"uvicorn": "serve", "starlette": "serve", "textual": "watch", "plotext": "watch"}
-"""Which extra of genlight brings a package."""
+"""The extra of genlight that installs a package."""
 
 _CHATTY_LOGGERS = (
     # Not their parents: Lightning sets the level of those when it is imported, which is later.
@@ -199,7 +199,7 @@ def _overview() -> str:
 
 
 def command_parser(name: str) -> CommandParser:
-    """The parser of one command. Only its own arguments are declared, since that loads what the command stands on."""
+    """The parser of one command. Only this command is imported, since others import more."""
     command = _module_of(name)
     parser = CommandParser(f"genlight {name}", description=command.__doc__.replace("``", "`"))
     command.add_arguments(parser)
@@ -215,13 +215,13 @@ def _module_of(name: str) -> Any:
 
 
 def version_text() -> str:
-    """Genlight's version, and those of what it stands on."""
+    """The versions of genlight, Lightning, torch and Python."""
     stands_on = ", ".join(f"{name} {metadata.version(name)}" for name in ("lightning", "torch"))
     return f"genlight {metadata.version('genlight')} ({stands_on}, python {sys.version.split()[0]})"
 
 
 class _StandardError(logging.StreamHandler[Any]):
-    """Writes to what standard error is at the moment: while a bar is drawn, that puts lines above it."""
+    """Writes to the current standard error: while a progress bar is drawn, this one puts lines above it."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)  # a StreamHandler's own would keep the stream of now
@@ -233,7 +233,7 @@ class _StandardError(logging.StreamHandler[Any]):
 
 
 def _configure_messages() -> None:
-    """Our messages to standard error; of Lightning's, warnings that a user can act on."""
+    """Send our messages to standard error, and those warnings of Lightning that a user can act on."""
     if not logging.getLogger().handlers:
         handler = _StandardError()
         handler.setFormatter(VisibleFormatter())

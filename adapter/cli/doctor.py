@@ -106,7 +106,7 @@ def diagnose(config: RunConfig, errors: ConfigErrors) -> Iterator[Finding]:
 
 
 def _findings(check: str, outcomes: Outcomes) -> Iterator[Finding]:
-    """The outcomes of a check; what a run would raise is a fault."""
+    """The outcomes of a check as findings; an error that a run would raise is a fault."""
     try:
         for level, text in outcomes:
             yield Finding(check, level, text)
@@ -137,7 +137,7 @@ def _artifacts(config: RunConfig) -> Outcomes:
 
 
 def _start(config: RunConfig) -> Outcomes:
-    """What the run would start from, and the broken checkpoints that it would pass over."""
+    """The checkpoint that the run would start from, and the broken ones that it would skip."""
     if config.inputs.resume_checkpoint_ref is not None:  # which the inputs bring
         return
     start = decide_start(config)
@@ -175,7 +175,7 @@ def _dataset(config: RunConfig) -> Outcomes:
 
 
 def _trainer(config: RunConfig, *, is_sound: bool) -> Outcomes:
-    """What the run would refuse of the trainer class, which is imported and not constructed, and of Lightning's."""
+    """Faults of the trainer class, which is imported and not constructed, and of the job's Lightning trainer."""
     with on_sys_path([config.spec_dir, Path.cwd()]):
         target = imported_trainer(config)
         yield (
@@ -183,7 +183,7 @@ def _trainer(config: RunConfig, *, is_sound: bool) -> Outcomes:
             f"{config.trainer} is {getattr(target, '__qualname__', type(target).__qualname__)}, with all hooks",
         )
         yield from (("warn", misspelled) for misspelled in misspelled_hooks(target))
-        if not is_sound:  # A job that cannot be used need not wait for torch.
+        if not is_sound:  # torch need not be imported for a job that cannot be used
             return
         brings_data = bool(config.inputs.dataset_parquet_refs)
         trainer, _ = prepare_training(config, target, brings_data=brings_data)
@@ -198,13 +198,13 @@ def _trainer(config: RunConfig, *, is_sound: bool) -> Outcomes:
 
 
 def _input(kind: Kind, text: str) -> Outcomes:
-    """An input on this machine; of one elsewhere, only whether its reference can be read."""
+    """An input on this machine; for one elsewhere, only whether its reference is well-formed."""
     ref = checked_ref(kind, text)
     yield "pass", f"{ref.label} {'is here' if isinstance(ref, LocalRef) else 'is fetched when the run starts'}"
 
 
 def _table(config: RunConfig, *, defaults: bool) -> list[tuple[str, str, str]]:
-    """Name, source and value of each setting that a source gives, or that holds by default if asked for."""
+    """Name, source and value of each setting that was given; with `defaults` of every setting."""
     rows = []
     for name, key in all_keys():
         value = operator.attrgetter(name)(config) if getattr(config, name.partition(".")[0]) is not None else None
@@ -215,7 +215,7 @@ def _table(config: RunConfig, *, defaults: bool) -> list[tuple[str, str, str]]:
 
 
 def _shown(name: str, value: Any) -> str:
-    """A value for the table, short and without secrets; a path is of use whole, or not at all."""
+    """A value for the table, shortened and without secrets; paths are not shortened."""
     if value is None or value in ("", (), frozenset()):
         return "-"
     plain = msgspec.to_builtins(value, order="sorted", enc_hook=os.fspath)

@@ -24,7 +24,7 @@ from .terminal import brief, complain, say, say_json
 __all__ = ["add_arguments", "run"]
 
 _LEFT_OUT = ("event", "job", "metadata", "packages", "schema_version", "seq", "step", "timestamp_ms")
-"""Fields that a line of the display has elsewhere, or that are too long for it."""
+"""Fields that are shown elsewhere in a line, or are too long for it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,7 +119,7 @@ def _show(path: Path, args: argparse.Namespace) -> None:
 
 
 def _by_step(events: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """The events, neighbouring metrics of one step together."""
+    """The events; consecutive metrics of one step form one group."""
 
     def key(numbered: tuple[int, dict[str, Any]]) -> tuple[Any, ...]:
         number, event = numbered
@@ -130,7 +130,7 @@ def _by_step(events: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]
 
 
 def _line(events: list[dict[str, Any]]) -> str:
-    """One line of the display; trusts no field to be there, so that a broken log can still be looked at."""
+    """One line of the display. Any field may be missing, so that a broken log can still be shown."""
     first = events[0]
     if first.get("event") == "metric":
         details = "  ".join(_metric(event) for event in events)

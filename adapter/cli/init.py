@@ -19,7 +19,7 @@ __all__ = ["add_arguments", "run"]
 
 _DATA_SCRIPT = "make_data.py"
 _TEMPLATES = ("README.md", "job.json", _DATA_SCRIPT, "my_trainer.py")
-"""By name: an editor or a profiler may leave files of its own beside them."""
+"""Listed by name, since editors may leave other files next to them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -53,7 +53,7 @@ __all__ = ["GenlightCLI", "checkpoints_of", "run_lightning_cli"]
 log = logging.getLogger(__name__)
 
 MOST_VALUES = 100_000
-"""Of a configuration; anchors within anchors stand for billions in a few lines, and each would be built."""
+"""Values of a configuration. Nested anchors can stand for billions in a few lines, and each would be built."""
 _WORDS_OF_LIGHTNING = ("best", "hpc", "last")
 """Words that ``--ckpt_path`` takes besides a path."""
 _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
@@ -64,7 +64,7 @@ _load_yaml = get_loader("yaml")
 
 
 def _load_bounded(text: str) -> Any:
-    """The value of a YAML text, once it is known to be of a size that can be built.
+    """The value of a YAML text, whose size is checked before it is built.
 
     Raises:
         yaml.YAMLError: It stands for too many values, has a key twice, or is a job.
@@ -85,7 +85,7 @@ def _load_bounded(text: str) -> Any:
 
 
 def _values_of(node: yaml.Node, known: dict[int, float]) -> float:
-    """How many values a node stands for with its aliases filled in; without end for one that holds itself.
+    """How many values a node stands for with its aliases filled in; infinitely many if it contains itself.
 
     Raises:
         yaml.YAMLError: A key appears twice in one mapping, of which YAML would take the last without a word.
@@ -110,13 +110,13 @@ set_loader("yaml", _load_bounded, exceptions=(yaml.YAMLError,))
 
 
 def checkpoints_of(trainer: pl.Trainer) -> Path | None:
-    """Where the `Checkpoint` callback keeps them; None without one, or where this run writes none."""
+    """The folder of the `Checkpoint` callback; None without one, or if this run saves no checkpoints."""
     savers = [] if getattr(trainer, "fast_dev_run", False) else savers_of(trainer)
     return next((saver.dirpath or Path(trainer.default_root_dir) / "checkpoints" for saver in savers), None)
 
 
 class SaveAttemptConfig(SaveConfigCallback):
-    """Writes ``config-<attempt>.yaml`` where the checkpoints are, without them to the logger's folder.
+    """Writes ``config-<attempt>.yaml`` next to the checkpoints, or else into the logger's folder.
 
     Only a fit is an attempt; ``validate``, ``test`` and ``predict`` write none. Secrets are left out.
     """
@@ -158,7 +158,7 @@ class _Parser(LightningArgumentParser):
 
 
 class GenlightCLI(LightningCLI):
-    """LightningCLI whose checkpoints are durable, whose runs stop cleanly and resume by themselves.
+    """LightningCLI with durable checkpoints, clean stops and automatic resume.
 
     Beside LightningCLI's own: every run has a `StopRequests` callback and writes through `DurableCheckpointIO`, and
     ``--resume auto`` goes on from the newest whole checkpoint of the `Checkpoint` callback, if there is one.
@@ -272,7 +272,7 @@ class GenlightCLI(LightningCLI):
         return
 
     def before_fit(self) -> None:
-        """Choose the checkpoint to resume from, where that was left to us, and overwrite none silently."""
+        """Choose the checkpoint to resume from, and refuse to overwrite others."""
         self._session.stop.raise_if_signalled()
         directory = self._session.checkpoints_dir
         if directory is not None and self.trainer.is_global_zero:  # before it is looked at
@@ -291,12 +291,12 @@ class GenlightCLI(LightningCLI):
             if self._resumes:
                 problem = "has no whole checkpoint. Restore one"
             raise UsageError(
-                f"{str(directory)!r} {problem}, start at step 0 with `--resume never`, which moves them aside, or choose "
-                "another `dirpath`."
+                f"{str(directory)!r} {problem}, start at step 0 with `--resume never`, which moves them aside, or "
+                "choose another `dirpath`."
             )
 
     def before_validate(self) -> None:
-        """Choose the checkpoint to evaluate or predict with, where that was left to us."""
+        """Choose the checkpoint to evaluate or predict with."""
         if self._start_from_checkpoint("using"):
             return
         if self._resumes:
@@ -341,7 +341,7 @@ class GenlightCLI(LightningCLI):
         return bool(self.config[str(self.subcommand)]["resume"] == "auto")
 
     def _start_from_checkpoint(self, doing: str) -> bool:
-        """Have the subcommand start from the named checkpoint, or the newest whole one; whether there is one.
+        """Make the subcommand start from the named checkpoint, or from the newest whole one; False if there is none.
 
         Raises:
             UsageError: There is no such checkpoint, it cannot be read, or nothing says which one is meant.
@@ -413,7 +413,7 @@ def run_lightning_cli(arguments: Sequence[str], signals: StopSignals) -> int:
 
 
 def _text_of_error(error: Exception) -> str:
-    """The text of an error, without the system's number where it is about a path."""
+    """The text of an error; of one about a path, without the error number."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error).strip()

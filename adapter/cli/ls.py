@@ -63,7 +63,7 @@ def _watch(folder: Path) -> NoReturn:
 
 
 def _runs(folder: Path) -> list[RunSummary]:
-    """The runs below `folder`, the one with the newest sign of life first."""
+    """The runs below `folder`, the most recently active first."""
     return sorted(map(summary_of, find_runs(folder)), key=lambda each: -each.alive_at_ms)
 
 

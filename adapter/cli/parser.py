@@ -1,4 +1,4 @@
-"""An argument parser whose errors say what was probably meant, in the words of the command's own usage."""
+"""An argument parser whose errors suggest what was probably meant, and arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 Number = TypeVar("Number", int, float)
 
 LONGEST_USAGE = 10
-"""Lines; Lightning's usage has forty, and would scroll the error's own beginning away."""
+"""Lines. The usage of `genlight fit` has forty, and would hide the error."""
 
 _UNKNOWN = re.compile(r"unrecognized arguments: (?:.* )?(?P<given>--?\w[\w-]*)")
 _CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<choices>.*)\)")
@@ -43,7 +43,7 @@ class UsageError(GenlightError):
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Says a default where there is one, and keeps paragraphs, and the lines of a list."""
+    """Shows defaults where there are any, and keeps paragraphs and the lines of a list."""
 
     @override
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -57,12 +57,12 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Offers the nearest name for a misspelled one."""
+    """Suggests the nearest name for a misspelled one."""
 
     below_options: Callable[[], str] | None = None
-    """Makes the text below the options, where the help is asked for."""
+    """Makes the text below the options; called only when the help is shown."""
     see_also: str = ""
-    """A line below the help, which is not wrapped: a path in it can be copied."""
+    """The last line of the help. It is not wrapped, so that a path in it can be copied."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ def refuse(parser: argparse.ArgumentParser, message: str, offer: str) -> NoRetur
 
 
 def offered_name(parser: argparse.ArgumentParser, message: str) -> str:
-    """A sentence that offers the known name nearest to a misspelled option or choice; empty where none is near."""
+    """A sentence that suggests the known name nearest to a misspelled option or choice; empty if none is near."""
     choice, unknown = _CHOICE.search(message), _UNKNOWN.search(message)
     if choice is not None:
         offered = nearest(choice["given"], re.findall(r"[\w-]+", choice["choices"]), alike=0.6)

@@ -46,7 +46,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def _keys_of_a_job() -> str:
-    """The keys of a job in groups, one in a line with the first sentence about it, for a terminal of 80 columns."""
+    """The keys of a job in groups, each with the first sentence of its description, for a terminal of 80 columns."""
     from ..job.spec import JobSpec
     from ..plumbing.settings import keys_of
 

@@ -29,14 +29,14 @@ from .terminal import complain, say
 __all__ = ["add_arguments", "run"]
 
 _OF_THE_SCRIPT = ("nodes", "gpus_per_node", "cpus_per_task", "grace_s", "set_up", "container", "mounts", "extra")
-"""Arguments that are the script's as they are."""
+"""Arguments that are passed to the script unchanged."""
 WAIT_POLL_S = 2.0
 _STATE = re.compile(r".*?\bJobState=(?P<state>[A-Z_]+).*?\bExitCode=(?P<code>\d+):(?P<signal>\d+)", re.DOTALL)
 _ENDED = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
     *("OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"),
 )
-"""States that Slurm does not lead a job out of; see JOB STATE CODES in squeue(1)."""
+"""Final states of a job; see JOB STATE CODES in squeue(1)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

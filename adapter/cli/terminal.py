@@ -48,12 +48,12 @@ _MARKS: dict[Level, str] = {"pass": "ok", "warn": "warning", "fail": "fault", "s
 
 
 def visible(text: object) -> str:
-    """`text` with every character spelled out by which it could command the terminal that shows it; lines stay."""
+    """`text` with every character escaped that could control the terminal; line breaks stay."""
     return "\n".join(printable(line) for line in str(text).split("\n"))
 
 
 def styled(text: object, style: str) -> str:
-    """`text` for a terminal: its first word, or with ``dim`` all of it, has a style of `STYLES`; elsewhere plain."""
+    """`text` as `visible`; on a terminal its first word, or with ``dim`` all of it, has a style of `STYLES`."""
     shown = visible(text)
     if style not in STYLES or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return shown
@@ -80,7 +80,7 @@ def brief(value: object, most: int = 100) -> str:
 
 
 def aligned(rows: Iterable[Sequence[object]]) -> list[str]:
-    """A line for each row, whose cells are below those of the row before."""
+    """Rows as lines with aligned columns."""
     cells = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
@@ -102,7 +102,7 @@ def complain(command: str, text: object, code: int = EXIT_STARTUP) -> int:
 
 
 class VisibleFormatter(logging.Formatter):
-    """Messages with the name of their level, as `visible` has them: names and errors in them come from others too."""
+    """Messages with the name of their level, through `visible`: they too contain names and errors of others."""
 
     def __init__(self) -> None:
         super().__init__("%(levelname)s: %(message)s")
@@ -113,7 +113,7 @@ class VisibleFormatter(logging.Formatter):
 
 
 class _NeverFails(io.FileIO):
-    """A file whose writes succeed; what cannot be written is lost."""
+    """A file whose writes always succeed; what cannot be written is dropped."""
 
     @override
     def write(self, data: Buffer, /) -> int:
@@ -124,7 +124,7 @@ class _NeverFails(io.FileIO):
 
 
 def fill_closed_descriptors() -> None:
-    """Open the null device for each standard stream that is closed; the next file opened would stand in its place."""
+    """Open the null device for each closed standard stream; otherwise the next opened file would take its place."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -134,7 +134,7 @@ def fill_closed_descriptors() -> None:
 
 
 def for_any_character() -> None:
-    """Write what the terminal's encoding lacks as its number, instead of failing."""
+    """Escape characters that the terminal's encoding lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -142,7 +142,7 @@ def for_any_character() -> None:
 
 @contextlib.contextmanager
 def outliving_readers() -> Iterator[None]:
-    """Standard output and error drop what no reader takes, instead of raising `BrokenPipeError`."""
+    """Standard output and error drop what nobody reads, instead of raising `BrokenPipeError`."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _lossy(sys.stdout, 1), _lossy(sys.stderr, 2)
     try:
@@ -155,7 +155,7 @@ def outliving_readers() -> Iterator[None]:
 
 
 def _lossy(stream: TextIO, descriptor: int) -> TextIO:
-    """`stream` without failures, where it is the process's own."""
+    """`stream` without failures, if it is the process's own."""
     if not isinstance(stream, io.TextIOWrapper) or getattr(stream, "name", "") not in ("<stdout>", "<stderr>"):
         return stream
     stream.flush()

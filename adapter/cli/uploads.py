@@ -103,7 +103,7 @@ def _retry(args: argparse.Namespace, queue: Path, about: Description, entries: S
 
 
 def _config(args: argparse.Namespace, queue: Path, about: Description) -> UploadConfig:
-    """Settings of command line, environment and job; whose run it is, the queue knows.
+    """The settings of command line, environment and job, for the run that the queue belongs to.
 
     Where to send what waits, the queue does not decide: it may have come with a folder from elsewhere.
     """
@@ -128,7 +128,7 @@ def _settings(args: argparse.Namespace) -> RunConfig:
 
 
 def _require_destinations(config: UploadConfig, about: Description, entries: Sequence[Entry]) -> None:
-    """Refuse what has no destination, which would wait for ever; without its store a checkpoint would have no bytes."""
+    """Refuse entries without a destination, and checkpoints without the file store of their run."""
     kinds = {entry.kind for entry in entries}
     missing = [f"TRAINER_UPLOAD_{kind.upper()}_URL" for kind in sorted(kinds) if not config.wants(kind)]
     if about.stores_files and kinds & {"checkpoint", "sample"} and not config.stores_files():

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _end_with_terminal() -> None:
-    """Wait for the terminal to close, and end the process as its signal does.
+    """Wait for the terminal to close, and end the process like SIGHUP does.
 
     The signal itself comes only to processes whose controlling terminal it is. textual reads the end of the input over
     and over, and waits for its output without end; there is nothing to restore and nothing to save.

@@ -14,7 +14,7 @@ __all__ = ["checkpoint_facts", "checkpoints_of_run"]
 
 
 def checkpoints_of_run(folder: Path) -> list[Listed]:
-    """The checkpoints of the run in `folder`, oldest first; none where another user keeps them from this one."""
+    """The checkpoints of the run in `folder`, oldest first; none if this user may not read them."""
     where = folder_of_checkpoints(folder)
     try:
         return [] if where is None else list_checkpoints(where)
@@ -53,7 +53,7 @@ def checkpoint_facts(listed: Listed, *, proves: bool = False) -> dict[str, Any]:
 
 
 def _difference(record: CheckpointRecord) -> str:
-    """How the files of a checkpoint differ from its record; empty where they are what was written."""
+    """How the files of a checkpoint differ from its record; empty if they do not."""
     try:
         verify_files(record)
     except BrokenCheckpointError as error:

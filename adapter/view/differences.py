@@ -1,4 +1,4 @@
-"""Differences between runs: configuration, data, code, versions, results. Pages and `genlight diff` say the same."""
+"""Differences between runs, for pages and `genlight diff`: configuration, data, code, versions, results."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _OF_DATA = ("data", "dataset", "inputs", "mock_batches")
 """Keys of a job that say what it trains on."""
 _FIRST_PACKAGES = ("genlight", "lightning", "torch", "numpy", "pyarrow")
 _LONGEST_VALUE = 400
-"""Characters of a list; of a longer one its length and digest are shown."""
+"""Characters of a list. Of a longer one, only length and digest are shown."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that is not the same in all runs.
+    """A fact that is not the same in all runs.
 
     Attributes:
         about: What kind of thing it is.

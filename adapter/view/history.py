@@ -42,7 +42,7 @@ FAULT_PREFIX = "diagnosis/"
 MOST_EVENTS = 2000
 MOST_CURVES = 400
 MOST_KEPT = 1 << 15
-"""How many points a curve holds before it is thinned, to a quarter of them."""
+"""Points that a curve holds before it is thinned to a quarter of them."""
 LARGEST_RECORD = 1 << 20
 LARGEST_PICTURE = 600_000
 BEGINNING_BYTES = 16
@@ -77,7 +77,7 @@ class Curve:
             self._keep(thinned(np.array(self.values), MOST_KEPT // 4))
 
     def go_back(self, step: int) -> None:
-        """Take back what was logged after `step`, since those steps are made again."""
+        """Remove what was logged after `step`, since those steps are trained again."""
         kept = np.array(self.steps) <= step
         if not kept.all():
             self._keep(np.flatnonzero(kept))
@@ -113,7 +113,7 @@ def thinned(values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
 
 @dataclass
 class Budget:
-    """How much of a run a page has room for.
+    """The limits of a page for one run.
 
     Attributes:
         points: Of all its curves.
@@ -131,7 +131,7 @@ class Budget:
 
 @dataclass
 class History:
-    """The log of a run, read; `as_json` adds what its folder has."""
+    """The content of a run's log; `as_json` adds that of its folder."""
 
     summary: RunSummary
     curves: dict[str, Curve] = field(default_factory=dict)
@@ -152,7 +152,7 @@ class History:
         return log == self.summary.log and self._position.is_of(log)
 
     def read_on(self) -> None:
-        """Take what the log has got since the last time; where it breaks off, that is a finding."""
+        """Read what was added to the log since the last time; a broken line is a finding."""
         if self._is_broken:
             return
         try:
@@ -279,7 +279,7 @@ def _checkpoint(listed: Listed) -> dict[str, Any]:
 
 
 def _samples(folder: Path, budget: Budget) -> Iterator[dict[str, Any]]:
-    """Samples, oldest first; of many steps evenly spread ones."""
+    """Samples, oldest first; of many steps, evenly spread ones."""
     samples = folder / "samples"
     records = [path for path in sorted(samples.glob("step-*.json")) if not path.is_symlink()]
     by_step: dict[str, list[Path]] = {}
@@ -308,7 +308,7 @@ def _samples(folder: Path, budget: Budget) -> Iterator[dict[str, Any]]:
 
 
 def _file(samples: Path, name: str, budget: Budget) -> dict[str, Any]:
-    """A file of a sample: a picture to show, or why it is none."""
+    """A file of a sample: a picture to show, or why it is not shown."""
     path, shown = samples / name, {"name": name[:LONGEST_TEXT]}
     if not path.resolve().is_relative_to(samples.resolve()):
         return {**shown, "note": "it leads out of the run's samples"}
@@ -330,7 +330,7 @@ def _file(samples: Path, name: str, budget: Budget) -> dict[str, Any]:
 
 
 def read_beginning(path: Path) -> bytes:
-    """The bytes of a file by which `picture_kind` knows it."""
+    """The first bytes of a file, for `picture_kind`."""
     descriptor = open_regular(path)
     try:
         return os.read(descriptor, BEGINNING_BYTES)
@@ -339,5 +339,5 @@ def read_beginning(path: Path) -> bytes:
 
 
 def picture_kind(content: bytes) -> str | None:
-    """Which kind of picture begins with `content`, as media types name it; None for anything that browsers can run."""
+    """The kind of picture that begins with `content`, as in media types; None for anything that browsers can run."""
     return next((kind for magic, kind in _PICTURES if content.startswith(magic)), None)

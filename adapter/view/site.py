@@ -1,4 +1,4 @@
-"""The web application that shows the runs below a folder, live; of the extra ``serve``.
+"""The web application that shows the runs below a folder live; needs the extra ``serve``.
 
 Who asks is judged before anything is read: a request that names a foreign host is one that a page elsewhere sends
 through a name of its own (DNS rebinding), and one that wants to change something must come from a page of ours.
@@ -42,9 +42,9 @@ COOKIE = "genlight_token"
 MOST_AT_ONCE = 20
 """How many runs a page shows."""
 MOST_HISTORIES = 16
-"""How many runs are kept in memory with their curves; of more, those that were asked for last."""
+"""How many runs are kept in memory with their curves: those that were requested last."""
 SIZES_FOR_S = 0.3
-"""How long one listing may count files and read scores; later ones do the rest."""
+"""Seconds that one listing may spend on sizes and scores; later listings do the rest."""
 _PIECE_BYTES = 1 << 20
 _SOURCES = "img-src 'self' data:; connect-src 'self'"
 _HEADERS = {
@@ -55,12 +55,12 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 _FILE_HEADERS = {"Content-Security-Policy": "default-src 'none'; sandbox", "Content-Encoding": "identity"}
-"""The second keeps gigabytes from being compressed."""
+"""The second header keeps gigabytes from being compressed."""
 
 
 @dataclass
 class _Seen:
-    """A run as read so far; its lock is for whoever reads on."""
+    """A run as read so far, with a lock for reading on."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     history: History | None = None
@@ -78,7 +78,7 @@ class Runs:
         self._lock = threading.Lock()
 
     def find(self, address: str) -> Path:
-        """The folder of the run at `address`, which is compared with those that there are and never followed.
+        """The folder of the run at `address`, which is looked up among the listed runs and never used as a path.
 
         Raises:
             KeyError: There is no such run.
@@ -129,7 +129,7 @@ class Runs:
 
 
 def _has_changed(summary: RunSummary) -> bool:
-    """Whether a run that did not run has given a sign of life since."""
+    """Whether a run that had ended has been active since."""
     return max(modified_ms(summary.log), modified_ms(summary.path / LOCK_NAME)) > summary.alive_at_ms
 
 
@@ -156,7 +156,7 @@ def application(folder: Path, *, token: str | None = None, hosts: Collection[str
 
 
 class _Guard:
-    """Refuses requests for foreign names and without the token, and says on each answer what a browser may do."""
+    """Refuses requests for foreign host names or without the token, and adds security headers to each answer."""
 
     def __init__(self, app: ASGIApp, token: str | None, hosts: Collection[str]) -> None:
         self._app, self._token, self._hosts = app, token, hosts
@@ -193,7 +193,7 @@ class _Guard:
         return PlainTextResponse("open the address that `genlight serve` wrote, with its token", 401)
 
     def _welcome(self, request: Request, given: str) -> Response:
-        """Take the token out of the address, which stays in histories, and into a cookie."""
+        """Move the token from the address, which stays in browser histories, into a cookie."""
         if not self._is_token(given):
             return PlainTextResponse("the token is another one; `genlight serve` wrote it", 401)
         rest = urlencode([pair for pair in parse_qsl(request.url.query) if pair[0] != "token"])
@@ -253,7 +253,7 @@ class _Pages:
         return _json(request, {**facts_of(runs), "folder": str(self._runs.folder)})
 
     def file(self, request: Request) -> Response:
-        """A file of a run's samples: a picture to show, anything else to keep."""
+        """A file of a run's samples: pictures are shown, anything else is downloaded."""
         path = request.query_params.get("path", "")
         if not path.startswith("samples/"):
             return PlainTextResponse("only files of samples are given out here", 404)
@@ -307,7 +307,7 @@ class _Pages:
 
 
 def _json(request: Request, data: dict[str, object]) -> Response:
-    """`data`, or word that it is what the asker has; the time at which it was made does not count."""
+    """`data`, or 304 if the client has it already; the time when it was made does not count."""
     unstamped = {name: value for name, value in data.items() if name not in stamp()}
     tag = f'"{hashlib.sha256(json.dumps(unstamped, allow_nan=False).encode()).hexdigest()}"'
     if request.headers.get("if-none-match") == tag:

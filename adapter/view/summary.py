@@ -40,18 +40,18 @@ State = Literal["running", "stopped", "completed", "failed", "lost"]
 
 _BLOCK_BYTES = 1 << 20
 TAIL_BYTES = 32 << 10
-"""How much of the end of a log is read: some two hundred lines."""
+"""Bytes that are read from the end of a log: about two hundred lines."""
 DEEPEST = 4
-"""How many folders below the one that is listed a run may lie."""
+"""How many folders deep runs are looked for."""
 SILENT_S = 300.0
-"""After how long without a sign of life a run whose lock cannot be asked for is lost."""
+"""Seconds without activity after which a run whose lock cannot be checked counts as lost."""
 SILENT_GAPS = 10.0
-"""And after how many times the longest time between two of its last signs."""
+"""As a multiple of the longest gap between its last events; the larger of the two counts."""
 _STARTED = b'"started"'
 Starts = dict[tuple[int, int], tuple[int, Started | None]]
-"""By device and inode of a log: up to which byte it was searched, and how its newest attempt started."""
+"""By device and inode of a log: the byte up to which it was searched, and the newest ``started`` event in it."""
 _CLOCK_MARGIN_MS = 2000
-"""How much later than the last event a lock must have been taken to be that of a next attempt."""
+"""How much later than the last event a lock must have been taken to belong to the next attempt."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class RunSummary:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the last step at the speed of now; None where that is not known, or the run has ended."""
+        """Seconds until the last step at the current speed; None if that is not known, or the run has ended."""
         if self.state != "running" or not self.steps_per_s or self.last_step is None:
             return None
         return max(self.last_step - self.step, 0) / self.steps_per_s
@@ -139,7 +139,7 @@ class RunSummary:
 
 
 def figures_of(run: Mapping[str, Any]) -> dict[str, str]:
-    """Steps, speed, loss and uploads of a run, as `RunSummary.as_json` has them, as texts of a table."""
+    """Steps, speed, loss and uploads of a run (from `RunSummary.as_json`) as texts for a table."""
     of = f"/{run['max_steps']}" if run["max_steps"] else ""
     loss, speed = run["loss"], run["steps_per_s"]
     return {
@@ -230,7 +230,7 @@ def summary_of(
 
 
 def _ends(log: Path, starts: Starts) -> tuple[list[Event], Started | None]:
-    """The events at the end of a log that can be read, oldest first, of its newest attempt; and how that started.
+    """The events of the newest attempt at the end of a log, oldest first, and its ``started`` event.
 
     Nothing of a log that is absent or is no file to read.
     """
@@ -253,7 +253,7 @@ def _tail(descriptor: int) -> list[Event]:
 
 
 def _newest_started(descriptor: int, starts: Starts) -> Started | None:
-    """Searched from the end, in blocks: memory that is mapped would count as that of this process."""
+    """The newest ``started`` event; searched from the end in blocks, since a mapping would count as memory."""
     status = os.fstat(descriptor)
     log = status.st_dev, status.st_ino
     searched, known = starts.get(log, (0, None))

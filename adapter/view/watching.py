@@ -1,4 +1,4 @@
-"""The terminal view of runs, live; of the extra ``watch``: textual holds the screen, plotext draws the curves.
+"""The live terminal view of runs; needs the extra ``watch``: textual draws the screen, plotext the curves.
 
 What comes from a run is shown by `printable` and as `Text`, so that it neither commands the terminal nor styles itself.
 """
@@ -34,7 +34,7 @@ SMOOTHING = (0.0, 0.6, 0.9, 0.97, 0.99)
 COLOURS = ("cyan", "orange", "green", "magenta", "red", "blue")
 BAR_COLUMNS = 12
 STYLES = {"running": "cyan", "completed": "green", "stopped": "yellow", "failed": "red", "lost": "bold red"}
-"""Of states."""
+"""Styles of states."""
 
 
 class WatchRuns(App[None]):
@@ -88,7 +88,7 @@ class WatchRuns(App[None]):
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Look at once, and again every second."""
+        """Read the runs now, and again every second."""
         self._look()
         self.set_interval(LOOK_EVERY_S, self._look)
 
@@ -98,7 +98,7 @@ class WatchRuns(App[None]):
 
     @work(thread=True, exclusive=True)
     def _look(self) -> None:
-        """Read what the logs have got since, in a thread: the first time a long log takes seconds."""
+        """Read what was added to the logs; in a thread, since a long log takes seconds the first time."""
         budget = Budget(address_of=lambda path: path)
         for folder in self._folders:
             if folder in self._histories or is_run(folder):
@@ -141,7 +141,7 @@ class WatchRuns(App[None]):
         self._say(asked if self._is_asked else f"{_name(folder)} does not run")
 
     def action_stop(self) -> None:
-        """Stop it, where that was asked."""
+        """Stop the run, if the user was asked before."""
         if not self._is_asked:
             return
         self._is_asked = False
@@ -157,7 +157,7 @@ class WatchRuns(App[None]):
         self.query_one("#message", Static).update(Text(text, no_wrap=True))
 
     def _metrics(self) -> list[str]:
-        """The names of all metrics; the one that is shown is among them, if there are any."""
+        """The names of all metrics; makes sure that the shown one is among them, if there are any."""
         names = sorted({name for run in self._runs.values() for name in run["curves"]})
         if self._metric not in names:
             losses = [name for name in names if name.endswith("loss")]
@@ -233,7 +233,7 @@ def _cells(run: Mapping[str, Any]) -> list[Text]:
 
 
 def details(run: Mapping[str, Any]) -> Table:
-    """The lists of a run, the newest of everything first."""
+    """The details of a run, newest entries first."""
     table = Table(box=None, pad_edge=False, show_header=False, expand=True)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(ratio=1, overflow="fold")

@@ -1,4 +1,4 @@
-"""The page of runs: one HTML file that holds everything it needs, and loads nothing.
+"""The page of runs: one HTML file that contains everything it needs and loads nothing.
 
 What comes from a run is in it as JSON and becomes text of the page; uPlot (MIT, ``uPlot.LICENSE``) draws the curves.
 """
@@ -21,7 +21,7 @@ from ..history import Budget, History
 __all__ = ["LARGEST_PAGE", "facts_of", "page_of", "report", "stamp"]
 
 LARGEST_PAGE = 5_000_000
-"""Bytes of a page that is a file."""
+"""Bytes of a page that is written to a file."""
 _SHARES = (1.0, 0.5, 0.2, 0.05, 0.01)
 
 
@@ -88,7 +88,7 @@ def page_of(data: Mapping[str, Any], *, title: str, sources: str = "img-src data
 
 
 def hash_of(text: str) -> str:
-    """The source of a script or a style for a content policy, so that nothing else is run or applied."""
+    """The source of a script or style in a content policy, so that the browser runs and applies nothing else."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
