@@ -108,7 +108,7 @@ def test_the_folder_of_a_trained_model_loads_with_its_tokenizer(call, tmp_path):
     (out / "config.json").write_text("mine")
     done = call("checkpoints", "export", run, "--to", out)
     assert done.returncode == 2
-    assert "is there; name another place, or replace it by --force" in done.stderr
+    assert "exists; name another place, or replace it by --force" in done.stderr
     assert (out / "config.json").read_text() == "mine"
     assert not (out / "model.safetensors").exists()
     assert call("checkpoints", "export", run, "--to", out, "--force").returncode == 0
