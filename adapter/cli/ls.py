@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from ..plumbing.text import size_text
 from ..view.summary import RunSummary, figures_of, find_runs, summary_of
-from .parser import add_json, folder_of_runs
+from .parser import folder_of_runs
 from .terminal import aligned, complain, say, say_json, styled
 
 __all__ = ["add_arguments", "run"]
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "dir", metavar="DIR", nargs="?", default=".", type=folder_of_runs, help="folder with runs below it"
     )
     how = parser.add_mutually_exclusive_group()
-    add_json(how)
+    how.add_argument("--json", action="store_true", help="print JSON, one object a line")
     how.add_argument("--watch", action="store_true", help="update the list every two seconds, until Ctrl-C")
 
 

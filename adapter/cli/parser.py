@@ -118,7 +118,7 @@ def add_overrides(parser: argparse.ArgumentParser, examples: str = "max_steps=10
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help_text)
 
 
-def add_json(parser: argparse._ActionsContainer, help_text: str = "print JSON, one object a line") -> None:
+def add_json(parser: argparse.ArgumentParser, help_text: str = "print JSON, one object a line") -> None:
     """Declare ``--json``."""
     parser.add_argument("--json", action="store_true", help=help_text)
 
