@@ -33,7 +33,6 @@ def redacted_logs(secrets: Iterable[str | None], environ: Mapping[str, str] | No
     """
     hide = functools.partial(hide_secrets, secrets=tuple(secrets), environ=environ)
     handle, show = logging.Logger.handle, warnings.showwarning
-    end_thread, no_caller = threading.excepthook, sys.unraisablehook
 
     def handle_redacted(self: logging.Logger, record: logging.LogRecord) -> None:
         # Where a logger hands a record to its handlers: before that it has no ``extra=`` fields.
@@ -41,24 +40,13 @@ def redacted_logs(secrets: Iterable[str | None], environ: Mapping[str, str] | No
         handle(self, record)
 
     def show_redacted(message: Warning | str, *args: Any, **kwargs: Any) -> None:
-        text = str(message)
-        safe = hide(text)
-        show(message if safe == text else safe, *args, **kwargs)
-
-    def end_thread_redacted(given: threading.ExceptHookArgs) -> None:
-        name = given.thread.name if given.thread is not None else "unknown"
-        if not _show_redacted(given.exc_value, f"Exception in thread {name}", hide):
-            end_thread(given)
-
-    def no_caller_redacted(given: sys.UnraisableHookArgs) -> None:  # as those of destructors
-        if not _show_redacted(given.exc_value, given.err_msg or "Exception without caller", hide):
-            no_caller(given)
+        show(_safe(message, hide), *args, **kwargs)
 
     with (
         _replaced(logging.Logger, "handle", handle_redacted),
         _replaced(warnings, "showwarning", show_redacted),
-        _replaced(threading, "excepthook", end_thread_redacted),
-        _replaced(sys, "unraisablehook", no_caller_redacted),
+        _replaced(threading, "excepthook", _redacted_hook(threading.excepthook, hide)),
+        _replaced(sys, "unraisablehook", _redacted_hook(sys.unraisablehook, hide)),  # of destructors, say
     ):
         yield
 
@@ -75,15 +63,32 @@ def _replaced(owner: Any, name: str, replacement: Callable[..., None]) -> Iterat
             setattr(owner, name, before)
 
 
+def _redacted_hook(before: Callable[[Any], object], hide: _Hide) -> Callable[[Any], None]:
+    """`before`, a hook for uncaught exceptions; a traceback that holds a secret is written here instead, without it."""
+
+    def show(given: Any) -> None:
+        error = given.exc_value
+        text = "" if error is None or isinstance(error, SystemExit) else traceback_of(error)
+        safe = hide(text)
+        if safe == text:
+            before(given)
+        elif sys.stderr is not None:
+            thread = getattr(given, "thread", None)
+            title = "Exception that nobody caught" if thread is None else f"Exception in thread {thread.name}"
+            sys.stderr.write(f"{title}:\n{safe}\n")
+
+    return show
+
+
 def _redact_record(record: logging.LogRecord, hide: _Hide) -> None:
     try:
         message = record.getMessage()
     except Exception as error:  # noqa: BLE001 - a wrong call in any library must not end a training
-        record.msg, record.args = f"{_said(record.msg, hide)} {_said(record.args, hide)} [{type(error).__name__}]", ()
-    else:
-        safe = hide(message)
-        if safe != message:
-            record.msg, record.args = safe, ()
+        message = f"{_text(str, record.msg)} {_text(str, record.args)} [{type(error).__name__}]"
+        record.msg, record.args = message, ()
+    safe = hide(message)
+    if safe != message:
+        record.msg, record.args = safe, ()
     if record.exc_info and record.exc_info[1] is not None:
         text = traceback_of(record.exc_info[1])
         record.exc_text = hide(text)
@@ -91,42 +96,18 @@ def _redact_record(record: logging.LogRecord, hide: _Hide) -> None:
             record.exc_info = None  # for formatters that would make the text anew
     if record.stack_info:
         record.stack_info = hide(record.stack_info)
-    for name, value in vars(record).items():
-        if name not in _OWN_FIELDS:
-            vars(record)[name] = _safe(value, hide)
+    for name in vars(record).keys() - _OWN_FIELDS:
+        vars(record)[name] = _safe(vars(record)[name], hide)
 
 
 def _safe(value: Any, hide: _Hide) -> Any:
-    """`value` as it is where its text holds no secret, else that text without."""
-    if isinstance(value, (bool, int, float, type(None))):
-        return value
-    if type(value) is dict:
-        return {name: _safe(inner, hide) for name, inner in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_safe(inner, hide) for inner in value)
-    try:
-        text = value if isinstance(value, str) else f"{value!r} {value}"
-    except Exception:  # noqa: BLE001 - a class of the user's may raise anything here
-        return value
-    safe = hide(text)
-    return value if safe == text else safe
+    """`value` as it is where its texts hold no secret, else its text without."""
+    text, shown = _text(str, value), _text(repr, value)
+    return value if hide(text) == text and hide(shown) == shown else hide(text)
 
 
-def _said(value: Any, hide: _Hide) -> str:
+def _text(make: Callable[[Any], str], value: Any) -> str:
     try:
-        return hide(str(value))
+        return make(value)
     except Exception:  # noqa: BLE001 - a class of the user's may raise anything here
         return f"<{type(value).__name__}>"
-
-
-def _show_redacted(error: BaseException | None, title: str, hide: _Hide) -> bool:
-    """Write the traceback of `error` where it holds a secret; False where it holds none and nothing was written."""
-    if error is None or isinstance(error, SystemExit):
-        return False
-    text = traceback_of(error)
-    safe = hide(text)
-    if safe == text:
-        return False
-    if sys.stderr is not None:
-        sys.stderr.write(f"{title}:\n{safe}\n")
-    return True

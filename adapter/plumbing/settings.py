@@ -325,15 +325,17 @@ def refusal(name: str, rule: Rule, value: Any, *, may_be_secret: bool = False) -
 
 
 def render_value(value: Any, *, secret: bool = False) -> str:
-    """`value` as a message may show it: short, on one line, without credentials of URLs; hidden if `secret`."""
+    """`value` as a message may show it: on one line, without credentials of URLs; hidden if `secret`.
+
+    Of a long one nothing is shown: its beginning might be that of a secret.
+    """
     if secret:
         return HIDDEN
     try:
-        text = json.dumps(value, ensure_ascii=True, default=repr)
+        text = hide_urls(json.dumps(value, ensure_ascii=True, default=repr))
     except (ValueError, RecursionError):
         text = type(value).__name__
-    text = hide_urls(text)
-    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
+    return text if len(text) <= LONGEST_VALUE else f"a value of {len(text)} characters"
 
 
 def render_text(value: Any) -> str:

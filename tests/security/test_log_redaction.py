@@ -65,6 +65,13 @@ def test_what_a_malformed_call_wanted_to_say_is_shown(shown):
     assert "WARNING value %d ('abc',) [TypeError]" in shown()
 
 
+def test_a_record_without_secrets_keeps_its_arguments(caplog):
+    with redacted_logs((), {}):
+        log.warning("step %d", 3)
+
+    assert caplog.records[0].args == (3,)
+
+
 def test_fields_that_came_by_extra_are_redacted_wherever_it_stands_in_them(shown):
     extra = {
         "header": f"Bearer {CANARY}",

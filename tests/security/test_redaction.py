@@ -50,6 +50,9 @@ PLACES = [
     "secret_access_key = {}",
     "password: {}",
     "AccountKey={};EndpointSuffix=core",
+    "myapikey={}",
+    'config="api_key={}"',
+    "pad_token='x', hf_token='{}'",
 ]
 
 
@@ -91,11 +94,6 @@ def test_a_known_secret_is_found_in_each_of_its_spellings(secret, around):
         assert spelled not in redact(f"{around}{spelled}{around}", [secret])
 
 
-@given(st.integers(4, len(CANARY)), st.text(max_size=20))
-def test_a_known_secret_is_found_where_a_message_was_cut(length, before):
-    assert redact(f"{before}{CANARY[:length]}… and so on", [CANARY]) == f"{before}{HIDDEN}… and so on"
-
-
 TEXTS_THAT_WERE_SLOW = [
     "a",
     "?",
@@ -107,8 +105,8 @@ TEXTS_THAT_WERE_SLOW = [
     "token=",
     "/a?",
     "bearer ",
-    "…",
     "'",
+    "a='",
     "\ud800",
     "key: ",
 ]

@@ -51,7 +51,7 @@ def test_a_flood_of_faults_is_cut_and_counted():
         (None, "null"),
         ("a\n\x1b[31m", '"a\\n\\u001b[31m"'),
         ("http://u:p@h/x?y=z", '"http://h/x"'),
-        ("x" * 200, '"' + "x" * 78 + "…"),
+        ("x" * 200, "a value of 202 characters"),
         (float("nan"), "NaN"),
     ],
 )
@@ -65,7 +65,7 @@ def test_a_value_that_contains_itself_is_still_shown():
     assert render_value(loop) == "list"
 
 
-def test_the_error_holds_no_secret_not_even_the_part_of_it_that_a_short_message_has_room_for():
+def test_the_error_holds_no_secret_and_of_a_long_value_no_part():
     token = "canary" * 30
     errors = ConfigErrors()
     errors.add(refusal("run_id", Rule("a name"), token), name="run_id")
