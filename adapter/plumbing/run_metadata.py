@@ -6,7 +6,6 @@ free of secrets: of those that are known, of values under secret names, and of v
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import os
@@ -15,21 +14,14 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from .redaction import HIDDEN, hide_environment, hide_secrets, is_secret_name, secrets_of_module
 
-__all__ = [
-    "command_line",
-    "git_state",
-    "installed_packages",
-    "metadata_of_module",
-    "project_folder",
-    "run_metadata",
-    "source_digest",
-]
+__all__ = ["command_line", "git_state", "installed_packages", "metadata_of_module", "run_metadata"]
 
 GIT_SECONDS = 2.0
 """How long git may take. The state of a working tree on a slow network disk is not worth more."""
@@ -37,39 +29,40 @@ LONGEST_COMMAND = 8192
 """Characters of the command line that are kept."""
 
 _STATUS = ("--no-optional-locks", "-c", "core.fsmonitor=false", "status", "--porcelain=v2", "--branch")
-_OPTION = re.compile(r"--?([^=]+)(?:=(.*))?", re.DOTALL)
-_ASSIGNMENT = re.compile(r"([\w.\-\[\]]+)=(.*)", re.DOTALL)
-_DIST_INFO = ".dist-info"
 
 
 def run_metadata(
-    project: str | os.PathLike[str],
+    hosted: object = None,
     *,
+    project: Path | None = None,
     secrets: Iterable[str | None] = (),
     tags: Sequence[str] = (),
     notes: str = "",
-    hosted: object = None,
 ) -> dict[str, Any]:
     """The facts about this process as a JSON object; what is not known is left out.
 
     ``command`` (text), ``git`` (``commit``, ``dirty``), ``host``, ``packages`` (versions by name), ``source`` (a digest
-    of the file of the class), and ``tags`` and ``notes`` as they were given.
+    of the file of the class, which tells two states of a working tree apart that git has both as uncommitted), and
+    ``tags`` and ``notes`` as they were given.
 
     Args:
-        project: The folder of the user's code, whose git state is read.
+        hosted: What is trained, an object of a class; git is asked about the folder of its file.
+        project: The folder that git is asked about where the class is an installed one or there is none; None takes the
+            working directory.
         secrets: What no text may show.
         tags: Words to find the run by.
         notes: What the user wrote about the run.
-        hosted: What is trained, an object of a class.
     """
     known = tuple(secrets)
+    source = Path(getattr(sys.modules.get(type(hosted).__module__), "__file__", None) or "").absolute()
+    is_own = source.is_file() and "site-packages" not in source.parts
     found: dict[str, Any] = {
         "command": command_line(secrets=known),
-        "git": git_state(os.path.realpath(project)),
+        "git": git_state(os.path.realpath(source.parent if is_own else project or Path.cwd())),
         "host": socket.gethostname(),
         "notes": hide_secrets(notes, secrets=known),
         "packages": installed_packages(),
-        "source": source_digest(hosted),
+        "source": f"sha256:{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}" if source.is_file() else None,
         "tags": [hide_secrets(tag, secrets=known) for tag in tags],
     }
     return {name: value for name, value in found.items() if value}
@@ -77,32 +70,7 @@ def run_metadata(
 
 def metadata_of_module(module: object) -> dict[str, Any]:
     """`run_metadata` of a fit of a LightningModule, or of the trainer class that one hosts."""
-    hosted = getattr(module, "plugin", module)
-    return run_metadata(project_folder(hosted), secrets=secrets_of_module(module), hosted=hosted)
-
-
-def project_folder(hosted: object) -> Path:
-    """The folder of the file that defines the class of `hosted`; the working directory for an installed class."""
-    source = _source_of(hosted)
-    folder = Path.cwd() if source is None else source.absolute().parent
-    return Path.cwd() if "site-packages" in folder.parts else folder
-
-
-def source_digest(hosted: object) -> str | None:
-    """``sha256:`` and 16 digits of the file that defines the class of `hosted`; None where there is none to read.
-
-    It tells two states of a working tree apart that git has both as uncommitted.
-    """
-    source = _source_of(hosted)
-    try:
-        return None if source is None else f"sha256:{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}"
-    except OSError:
-        return None
-
-
-def _source_of(hosted: object) -> Path | None:
-    source = getattr(sys.modules.get(type(hosted).__module__), "__file__", None)
-    return None if source is None else Path(source)
+    return run_metadata(getattr(module, "plugin", module), secrets=secrets_of_module(module))
 
 
 @functools.cache
@@ -116,11 +84,11 @@ def git_state(folder: str) -> dict[str, Any] | None:
         done = subprocess.run(command, capture_output=True, timeout=GIT_SECONDS, check=False, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    lines = done.stdout.decode("utf-8", "replace").splitlines()
-    commit = next((line.rpartition(" ")[2] for line in lines if line.startswith("# branch.oid ")), "")
-    if done.returncode or not re.fullmatch("[0-9a-f]{40,64}", commit):  # "(initial)" before the first commit
+    text = done.stdout.decode("utf-8", "replace")
+    commit = re.search("^# branch.oid ([0-9a-f]{40,64})$", text, re.MULTILINE)  # "(initial)" before the first commit
+    if done.returncode or commit is None:
         return None
-    return {"commit": commit, "dirty": any(not line.startswith("#") for line in lines)}
+    return {"commit": commit[1], "dirty": re.search("^[^#]", text, re.MULTILINE) is not None}
 
 
 @functools.cache
@@ -130,13 +98,8 @@ def installed_packages() -> Mapping[str, str]:
     From the names of their folders, ``NAME-VERSION.dist-info``, as the specification "Recording installed projects"
     has them: reading each one's metadata takes a hundred times as long. The first on ``sys.path`` is what is imported.
     """
-    found: dict[str, str] = {}
-    for place in reversed(sys.path):
-        with contextlib.suppress(OSError):  # a path that does not exist, or a ZIP archive
-            for name in os.listdir(place or os.curdir):
-                project, dash, version = name.removesuffix(_DIST_INFO).partition("-")
-                if dash and name.endswith(_DIST_INFO):
-                    found[project.replace("_", "-")] = version
+    folders = (folder for place in reversed(sys.path) for folder in Path(place).glob("*-*.dist-info"))
+    found = {name.replace("_", "-"): version for name, _, version in (folder.stem.partition("-") for folder in folders)}
     return dict(sorted(found.items()))
 
 
@@ -147,36 +110,18 @@ def command_line(arguments: Sequence[str] | None = None, *, secrets: Iterable[st
         arguments: The program and what it was given; None takes those of this process.
         secrets: What no text may show.
     """
-    program, *given = [_program(), *sys.argv[1:]] if arguments is None else arguments
-    text = f"{program} {shlex.join(_without_secret_values(given))}".rstrip()
-    shown = hide_environment(text, secrets=secrets)
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    program = Path(sys.argv[0]).name if module is None else f"python -m {module.name.removesuffix('.__main__')}"
+    program, *given = [program, *sys.argv[1:]] if arguments is None else arguments
+    hidden = [_without_secret(before, argument) for before, argument in pairwise(["", *given])]
+    shown = hide_environment(f"{program} {shlex.join(hidden)}".rstrip(), secrets=secrets)
     return shown if len(shown) <= LONGEST_COMMAND else f"{shown[:LONGEST_COMMAND]}…"
 
 
-def _program() -> str:
-    main = sys.modules.get("__main__")
-    name = getattr(getattr(main, "__spec__", None), "name", None)
-    if name is not None:
-        return f"python -m {name.removesuffix('.__main__')}"
-    return Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
-
-
-def _without_secret_values(arguments: Iterable[str]) -> Iterator[str]:
-    """`arguments` with the values hidden that follow a secret name: ``--api-key X``, ``a.token=X``."""
-    is_secret = False
-    for argument in arguments:
-        option, assignment = _OPTION.fullmatch(argument), _ASSIGNMENT.fullmatch(argument)
-        named = option or assignment
-        if is_secret and option is None:
-            yield HIDDEN
-            is_secret = False
-        elif named is not None and named[2] is not None:
-            yield f"{argument[: named.start(2)]}{HIDDEN}" if _is_secret(named[1]) else argument
-            is_secret = False
-        else:
-            yield argument
-            is_secret = option is not None and _is_secret(option[1])
-
-
-def _is_secret(name: str) -> bool:
-    return is_secret_name(name.rpartition(".")[2])
+def _without_secret(before: str, argument: str) -> str:
+    """`argument` with the value hidden that follows a secret name: ``a.token=X``, or ``X`` after ``--api-key``."""
+    name, sign, _ = argument.partition("=")
+    if sign and is_secret_name(name):
+        return f"{name}={HIDDEN}"
+    is_value = before.startswith("-") and "=" not in before and not argument.startswith("-")
+    return HIDDEN if is_value and is_secret_name(before) else argument

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks.checkpoint.format.record import FINAL_NAME, CheckpointRecord, RecordMeta, read_record
@@ -29,7 +28,7 @@ from ..module.plugin_loading import (
     signature_faults,
 )
 from ..plumbing.redaction import text_of
-from ..plumbing.run_metadata import project_folder, run_metadata
+from ..plumbing.run_metadata import run_metadata
 from .results import shown_path, working_directory
 from .resume import Start, decide_start, start_that_loads
 from .session import Completion, Session
@@ -92,7 +91,7 @@ def _already_finished(config: RunConfig, session: Session, start: Start) -> Comp
     assert start.record is not None
     if session.event_log is not None:
         sweep(config.checkpoints_dir)  # A kill may have come after the last commit.
-        session.event_log.started(metadata=_metadata(config, config.spec_dir))
+        session.event_log.started(metadata=_metadata(config))
         if session.uploader is not None:
             queue_record(session.uploader, start.record)
     log.info("run %s has completed before; nothing to train", config.run_id)
@@ -156,7 +155,7 @@ def _add_callbacks(config: RunConfig, session: Session, trainer: pl.Trainer, plu
     attempt = 1 if session.event_log is None else session.event_log.attempt
     state = run_state_of(trainer)
     state.run_id, state.attempt = config.run_id, attempt
-    metadata = _metadata(config, project_folder(plugin), plugin) if session.is_rank_zero else {}
+    metadata = _metadata(config, plugin) if session.is_rank_zero else {}
     session.record = RecordMeta(
         run_id=config.run_id,
         attempt=attempt,
@@ -173,9 +172,10 @@ def _add_callbacks(config: RunConfig, session: Session, trainer: pl.Trainer, plu
         callbacks_of(trainer).append(UploadArtifacts(session.uploader))
 
 
-def _metadata(config: RunConfig, project: Path, plugin: object = None) -> dict[str, Any]:
+def _metadata(config: RunConfig, plugin: object = None) -> dict[str, Any]:
     """How this attempt came to be."""
-    found = run_metadata(project, secrets=config.secrets, tags=config.tags, notes=config.notes, hosted=plugin)
+    secrets, tags, notes = config.secrets, config.tags, config.notes
+    found = run_metadata(plugin, project=config.spec_dir, secrets=secrets, tags=tags, notes=notes)
     found["job"] = _settings(config)
     return found if config.seed is None else {**found, "seed": config.seed}
 

@@ -16,7 +16,6 @@ from genlight.adapter.plumbing.run_metadata import (
     git_state,
     installed_packages,
     metadata_of_module,
-    project_folder,
     run_metadata,
 )
 
@@ -112,7 +111,7 @@ def test_packages_have_the_versions_that_importlib_reports():
         (["x", "--job.hyperparams.api_key", "s3cret", "a b"], "x --job.hyperparams.api_key '<hidden>' 'a b'"),
         (["x", "--password=s3cret"], "x '--password=<hidden>'"),
         (["x", "--set", 'p={"api_key": "s3cret7890"}'], """x --set 'p={"api_key": "<hidden>"}'"""),
-        (["x", "https://me:s3cret@host/a?sig=s3cret"], "x 'https://host/a'"),
+        (["x", "https://me:s3cret@host/a?sig=s3cret"], "x 'https://host/a<hidden>'"),
         (["x", "known-to-be-s3cret"], "x <hidden>"),
         (["x", "--pad_token", "7"], "x --pad_token 7"),
     ],
@@ -141,7 +140,7 @@ def test_a_program_that_was_started_as_a_module_is_named_so(tmp_path):
 
 
 def test_tags_and_notes_are_kept_and_hold_no_secret(project):
-    found = run_metadata(project, secrets=["tok-12345"], tags=["baseline"], notes="with tok-12345 and 2 words")
+    found = run_metadata(project=project, secrets=["tok-12345"], tags=["baseline"], notes="with tok-12345 and 2 words")
 
     assert found["tags"] == ["baseline"]
     assert found["notes"] == "with <hidden> and 2 words"
@@ -153,18 +152,21 @@ def test_tags_and_notes_are_kept_and_hold_no_secret(project):
 def test_what_is_not_known_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
 
-    assert not {"git", "notes", "tags"} & set(run_metadata(tmp_path))
+    assert not {"git", "notes", "source", "tags"} & set(run_metadata(project=tmp_path))
 
 
-def test_the_project_is_where_the_class_is_defined_and_the_working_directory_for_an_installed_class(
-    tmp_path, monkeypatch
+def test_git_is_asked_where_the_class_is_defined_and_in_the_folder_of_the_job_for_an_installed_class(
+    project, monkeypatch, tmp_path
 ):
-    (tmp_path / "own_project_module.py").write_text("class Own: ...\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    (project / "own_project_module.py").write_text("class Own: ...\n")
+    monkeypatch.syspath_prepend(str(project))
     import own_project_module
 
-    assert project_folder(own_project_module.Own()) == tmp_path
-    monkeypatch.chdir(tmp_path)
-    assert project_folder(pytest.Session.__new__(pytest.Session)) == tmp_path
+    own = run_metadata(own_project_module.Own(), project=tmp_path)
+    assert own["git"]["commit"] == commit_of(project)
+    assert own["source"].startswith("sha256:")
+    installed = run_metadata(pytest.Session.__new__(pytest.Session), project=project)
+    assert installed["git"] == own["git"]
+    assert installed["source"] != own["source"]
     assert metadata_of_module(SimpleNamespace())["host"]
     del sys.modules["own_project_module"]
