@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Generator
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from typing import Any
 
 import httpx2
 
@@ -70,44 +69,14 @@ class _OriginAuth(httpx2.Auth):
             yield request
 
 
-def _before_each_hop(request: httpx2.Request) -> None:
-    """Drop the token when the hop is not to the origin that it was meant for, and watch the connection.
+def _leave_token_behind(request: httpx2.Request) -> None:
+    """Drop the token from a hop that is not to the origin that it was meant for.
 
-    The client already drops it for another host, but keeps it from http to https and knows nothing of our origins.
+    The client itself drops it for another host, but keeps it from http to https and knows nothing of our origins.
     """
     meant_for = request.extensions.get(_TOKEN_ORIGIN)
     if "Authorization" in request.headers and meant_for is not None and _connected_origin(request.url) != meant_for:
         del request.headers["Authorization"]
-    request.extensions = {**request.extensions, "trace": _watch_new_connections}
-
-
-def _watch_new_connections(event: str, info: dict[str, Any]) -> None:
-    if event.endswith(("connect_tcp.complete", "start_tls.complete")):
-        _count_reads_since_write(info["return_value"])
-
-
-def _count_reads_since_write(stream: Any) -> None:
-    read, write = stream.read, stream.write
-
-    def counted_read(*args: Any, **kwargs: Any) -> Any:
-        stream.reads_since_write += 1
-        return read(*args, **kwargs)
-
-    def marking_write(*args: Any, **kwargs: Any) -> Any:
-        stream.reads_since_write = 0
-        return write(*args, **kwargs)
-
-    stream.reads_since_write, stream.read, stream.write = 0, counted_read, marking_write
-
-
-def _refuse_stale_answer(response: httpx2.Response) -> None:
-    """An answer that lay in the buffer before its question was sent belongs to an earlier one.
-
-    A server (or a proxy) that answers twice would otherwise have its second answer taken for the acknowledgement of
-    the next request on the kept connection: an upload would count as delivered that never arrived.
-    """
-    if getattr(response.extensions.get("network_stream"), "reads_since_write", None) == 0:
-        raise httpx2.RemoteProtocolError("The server answered an earlier request twice.", request=response.request)
 
 
 def _hide_queries(record: logging.LogRecord) -> bool:
@@ -125,14 +94,17 @@ def build_client(
     timeout_s: float = 30.0,
     max_connections: int = 4,
 ) -> httpx2.Client:
-    """A pooled client that follows redirects and shows `token` to `origins` alone.
+    """A client that follows redirects and shows `token` to `origins` alone.
+
+    Each request has a connection of its own. On a kept one, the second answer of a server (or a proxy) that answers
+    twice would be taken for the answer to the next request: an upload would count as delivered that never arrived.
 
     Args:
         token: The bearer token; None or empty sends none.
         origins: What `trusted_origins` (`urls.py`) returned.
         connect_timeout_s: Seconds until a connection must stand.
         timeout_s: Seconds without a byte moving, in either direction, after which a transfer counts as stalled.
-        max_connections: Connections kept and opened at most.
+        max_connections: Connections opened at most.
 
     Raises:
         StartupContractError: Proxies or certificates that the environment names cannot be used.
@@ -145,25 +117,19 @@ def build_client(
         return httpx2.Client(
             auth=_OriginAuth(token, origins) if token else None,
             timeout=httpx2.Timeout(timeout_s, connect=connect_timeout_s),
-            limits=httpx2.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
+            limits=httpx2.Limits(max_connections=max_connections, max_keepalive_connections=0),
             follow_redirects=True,
             max_redirects=MAX_REDIRECTS,
             headers={"User-Agent": "genlight"},
             # None is ever kept: a browser's rules would send one to each port of a host.
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
-            event_hooks={"request": [_before_each_hop], "response": [_refuse_stale_answer]},
+            event_hooks={"request": [_leave_token_behind]},
         )
-    except (ImportError, ValueError, OSError, httpx2.InvalidURL) as error:
-        raise _unusable_environment(error) from error
-
-
-def _unusable_environment(error: Exception) -> StartupContractError:
-    """The client takes proxies and certificates from the environment; the values may hold a proxy's password."""
-    reason = (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
-    if isinstance(error, ImportError):
-        reason = "a SOCKS proxy needs the package socksio"
-    return StartupContractError(
-        "startup.invalid_job_spec",
-        f"The proxy or certificate variables of the environment cannot be used ({reason}). Correct HTTP_PROXY, "
-        "HTTPS_PROXY, ALL_PROXY, NO_PROXY, SSL_CERT_FILE or SSL_CERT_DIR, or leave them out.",
-    )
+    except (ImportError, ValueError, OSError, httpx2.InvalidURL) as error:  # whose text may hold a proxy's password
+        reason = (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
+        raise StartupContractError(
+            "startup.invalid_job_spec",
+            f"The proxy or certificate variables of the environment cannot be used ({reason}). Correct HTTP_PROXY, "
+            "HTTPS_PROXY, ALL_PROXY (socks needs the package socksio), NO_PROXY, SSL_CERT_FILE or SSL_CERT_DIR, or "
+            "leave them out.",
+        ) from error

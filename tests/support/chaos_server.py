@@ -70,10 +70,8 @@ class Server:
         self.answers = {}  # key -> answer
         self.applied = []  # what was applied, in order
         self.requests = []  # every request that was read
-        self.connections = 0
 
     async def serve(self, reader, writer):
-        self.connections += 1
         try:
             while await self.exchange(reader, writer):
                 pass
@@ -218,7 +216,7 @@ class Server:
             self.door.server.change(changes)
         if path == "/__count":
             return await self.answer(writer, 200, {"applied": len(self.applied)})
-        state = {"applied": self.applied, "requests": self.requests, "connections": self.connections}
+        state = {"applied": self.applied, "requests": self.requests}
         return await self.answer(writer, 200, state if path == "/__state" else {})
 
 

@@ -153,15 +153,6 @@ def test_each_attempt_may_fail_once(chaos, uploader_for):
     assert len(chaos.messages("/terminal")) == 2
 
 
-def test_connections_are_reused(chaos, uploader_for):
-    uploader = uploader_for(chaos)
-    for step in range(20):
-        uploader.enqueue_metrics({"a": 1.0}, step)
-    assert uploader.settle().ok
-    assert len(chaos.requests("/metrics")) == 20
-    assert chaos.state["connections"] <= 4  # ours, and the questions of this test
-
-
 def test_the_newest_metrics_are_kept_when_too_many_wait(chaos, uploader_for):
     uploader = uploader_for(chaos, start=False, max_pending_metrics=3)
     for step in range(10):
