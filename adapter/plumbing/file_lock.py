@@ -8,6 +8,7 @@ every file of ours: no link is followed, and no other user's file is trusted.
 from __future__ import annotations
 
 import os
+import re
 import time
 import weakref
 from pathlib import Path
@@ -22,19 +23,13 @@ except ImportError:  # as on Windows
 
 from .safe_open import PRIVATE_FILE, open_own
 
-__all__ = ["FileLock", "LockHeldError", "NoLocksError", "holding_process", "is_held", "open_locked"]
+__all__ = ["FileLock", "LockHeldError", "NoLocksError", "holding_process", "is_held"]
 
 PAUSE_S = 0.05
 
 
 class LockHeldError(OSError):
-    """Another holder, of this process or another, has the lock.
-
-    Attributes:
-        pid: The process that holds it; None where the kernel does not say.
-    """
-
-    pid: int | None = None
+    """Another holder, of this process or another, has the lock."""
 
 
 class NoLocksError(OSError):
@@ -44,15 +39,18 @@ class NoLocksError(OSError):
 class FileLock:
     """A locked file, which is created when absent, for this user alone.
 
-    In a forked child the file is closed, so that a data loader worker that outlives a killed run does not keep its
-    lock. The file stays when the lock is released: removing it would let two processes lock two files of one name.
+    In a forked child, and in a copy, the file is closed, so that a data loader worker that outlives a killed run does
+    not keep its lock. The file stays when the lock is released: removing it would let two processes lock two files of
+    one name.
 
     Attributes:
-        descriptor: The open file; -1 once the lock was released, and in a forked child.
+        descriptor: The open file; -1 once the lock was released, in a forked child and in a copy.
 
     Args:
         path: The file.
         tries: How often to try, 50 ms apart: a process that only looks, or is being killed, holds it for a moment.
+        flags: As of ``os.open``.
+        mode: Permissions of a new file.
 
     Raises:
         LockHeldError: It is held already.
@@ -61,9 +59,19 @@ class FileLock:
         OSError: It cannot be opened.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, tries: int = 1) -> None:
-        self.descriptor = open_locked(path, tries=tries)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        tries: int = 1,
+        flags: int = os.O_RDWR | os.O_CREAT,
+        mode: int = PRIVATE_FILE,
+    ) -> None:
+        self.descriptor = _open_locked(path, flags, mode, tries=tries)
         _held.add(self)
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"descriptor": -1}
 
     def release(self) -> None:
         """Give the lock back; a second call does nothing."""
@@ -84,17 +92,38 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def open_locked(
-    path: str | os.PathLike[str], flags: int = os.O_RDWR | os.O_CREAT, mode: int = PRIVATE_FILE, *, tries: int = 1
-) -> int:
-    """A descriptor that holds the lock of a file for as long as it is open; raises as `FileLock` does.
+def is_held(path: str | os.PathLike[str]) -> bool:
+    """Whether a lock is held on a file that only we should have written.
 
-    The caller closes it in a forked child.
+    Creates nothing and keeps no lock; False also where the file cannot be opened or its file system has no locks.
     """
+    try:
+        os.close(_open_locked(path, os.O_RDONLY, 0o777, kind=fcntl.LOCK_SH))  # whose permissions stay as they are
+    except LockHeldError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def holding_process(path: str | os.PathLike[str]) -> int | None:
+    """The process of this machine that holds a lock on a file; None where none does, or the kernel does not say."""
+    try:
+        status, table = os.lstat(path), Path("/proc/locks").read_text(encoding="ascii")
+    except OSError:
+        return None
+    file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    line = re.search(rf"\bFLOCK .* ([1-9]\d*) {file} ", table)
+    return None if line is None else int(line[1])
+
+
+def _open_locked(
+    path: str | os.PathLike[str], flags: int, mode: int, *, tries: int = 1, kind: int = fcntl.LOCK_EX
+) -> int:
     while True:
         descriptor = open_own(path, flags, mode)
         try:
-            _lock(descriptor, path, tries)
+            _lock(descriptor, path, tries, kind)
             if _is_at(descriptor, path):
                 return descriptor
         except BaseException:
@@ -103,47 +132,13 @@ def open_locked(
         os.close(descriptor)  # moved aside between open and lock: take the file that is there now
 
 
-def is_held(path: str | os.PathLike[str]) -> bool:
-    """Whether a lock is held on a file that only we should have written.
-
-    Creates nothing and keeps no lock; False also where the file cannot be opened or its file system has no locks.
-    """
-    try:
-        descriptor = open_own(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def holding_process(path: str | os.PathLike[str]) -> int | None:
-    """The process of this machine that holds a lock on a file; None where none does, or the kernel does not say."""
-    try:
-        descriptor = open_own(path, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        return _holder(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int, path: str | os.PathLike[str], tries: int) -> None:
+def _lock(descriptor: int, path: str | os.PathLike[str], tries: int, kind: int) -> None:
     for left in reversed(range(tries)):
         try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError as error:
             if not left:
-                held = LockHeldError(error.errno, error.strerror, os.fspath(path))
-                held.pid = _holder(descriptor)
-                raise held from None
+                raise LockHeldError(error.errno, error.strerror, os.fspath(path)) from None
         except OSError as error:
             raise NoLocksError(error.errno, error.strerror, os.fspath(path)) from None
         time.sleep(PAUSE_S)
@@ -155,19 +150,3 @@ def _is_at(descriptor: int, path: str | os.PathLike[str]) -> bool:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
         return False
-
-
-def _holder(descriptor: int) -> int | None:
-    """The process that locked the file, where the kernel says."""
-    status = os.fstat(descriptor)
-    wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    try:
-        table = Path("/proc/locks").read_text(encoding="ascii")
-    except OSError:
-        return None
-    for line in table.splitlines():
-        columns = line.split()
-        if "FLOCK" in columns and wanted in columns:
-            pid = int(columns[columns.index(wanted) - 1])
-            return pid if pid > 0 else None
-    return None

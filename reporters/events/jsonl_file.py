@@ -10,32 +10,28 @@ import contextlib
 import errno
 import mmap
 import os
-import weakref
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from ...adapter.contract.exceptions import EventLogError
 from ...adapter.plumbing.durable import fsync_directory, write_all
-from ...adapter.plumbing.file_lock import LockHeldError, NoLocksError, open_locked
+from ...adapter.plumbing.file_lock import FileLock, LockHeldError, NoLocksError, holding_process
 from .reader import decode_object
 
 __all__ = ["LineFile"]
-
-_open_files: weakref.WeakSet[LineFile] = weakref.WeakSet()
 
 
 class LineFile:
     """Appends whole lines to a file that this process alone may write.
 
-    Not thread-safe but for `sync`: the caller serialises `append` and `close`. In a forked child the file is closed,
-    so that a data loader worker that outlives its parent cannot keep the lock.
+    Not thread-safe but for `sync`: the caller serialises `append` and `close`. In a forked child, and in a copy, the
+    file is closed, as its lock is.
 
     Attributes:
         path: The file.
         last_line: The last whole line that was there when it was opened, or None.
         size: Bytes of the file.
         lines: Lines that were appended since it was opened.
-        closed: Whether `append` would be refused; also true in a forked child.
 
     Args:
         path: The file; it and its directories are created when absent.
@@ -47,24 +43,23 @@ class LineFile:
 
     def __init__(self, path: str | os.PathLike[str], *, tries: int = 1) -> None:
         self.path = Path(path)
-        self._descriptor = _open_locked(self.path, tries)
-        self.closed = False
+        self._lock = _locked(self.path, tries)
         self._torn = False
         self.lines = 0
         try:
-            self.last_line, self.size = _cut_torn_tail(self._descriptor, self.path)
+            self.last_line, self.size = _cut_torn_tail(self._lock.descriptor, self.path)
             if not self.size:  # with lines in it, the process that began the file has made its name durable
                 fsync_directory(self.path.parent)
         except BaseException as error:
-            os.close(self._descriptor)
+            self._lock.release()
             if isinstance(error, OSError):
                 raise EventLogError(f"cannot open {self.path}: {error.strerror}") from error
             raise
-        _open_files.add(self)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy is closed, as in a forked child: the lock is that of one open file in one process."""
-        return {**vars(self), "closed": True, "_descriptor": -1}
+    @property
+    def closed(self) -> bool:
+        """Whether `append` would be refused."""
+        return self._lock.descriptor < 0
 
     def append(self, line: bytes) -> None:
         """Write a line, which ends with its newline, whole or not at all.
@@ -78,7 +73,7 @@ class LineFile:
             self._cut_off()
         before = self.size, self.lines
         try:
-            write_all(self._descriptor, line)
+            write_all(self._lock.descriptor, line)
             self.size, self.lines = self.size + len(line), self.lines + 1
         except BaseException as error:
             # Also for a KeyboardInterrupt that lands between a write and its bookkeeping.
@@ -97,18 +92,13 @@ class LineFile:
             EventLogError: The device refused; what it holds of the last lines is unknown.
         """
         try:
-            os.fdatasync(self._descriptor)
+            os.fdatasync(self._lock.descriptor)
         except OSError as error:
             raise EventLogError(f"cannot make {self.path} durable: {error.strerror}") from error
 
     def close(self) -> None:
         """Give up the file and its lock; a second call does nothing."""
-        if self.closed:
-            return
-        self.closed = True
-        _open_files.discard(self)
-        descriptor, self._descriptor = self._descriptor, -1
-        os.close(descriptor)
+        self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -118,31 +108,19 @@ class LineFile:
 
     def _cut_off(self) -> None:
         try:
-            os.ftruncate(self._descriptor, self.size)
+            os.ftruncate(self._lock.descriptor, self.size)
         except OSError as error:
             raise EventLogError(f"cannot cut a torn line off {self.path}: {error.strerror}") from error
         self._torn = False
 
 
-def _close_in_child() -> None:
-    # The lock belongs to the open file, which parent and child share: closing leaves it to the parent, unlocking
-    # would take it away from the parent.
-    for file in list(_open_files):
-        os.close(file._descriptor)
-        file.closed, file._descriptor = True, -1
-    _open_files.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
-
-
-def _open_locked(path: Path, tries: int) -> int:
-    """A descriptor for `path` that holds its lock."""
+def _locked(path: Path, tries: int) -> FileLock:
     try:
         _make_directories(path.parent)
-        return open_locked(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644, tries=tries)
+        return FileLock(path, tries=tries, flags=os.O_RDWR | os.O_CREAT | os.O_APPEND, mode=0o644)
     except LockHeldError as error:
-        by = f"process {error.pid}" if error.pid else "another process"
+        holder = holding_process(path)
+        by = f"process {holder}" if holder else "another process"
         raise EventLogError(f"{path} is being written by {by}; stop it, or write to another file") from error
     except NoLocksError as error:
         raise EventLogError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import fcntl
 import os
@@ -11,7 +12,7 @@ import sys
 
 import pytest
 
-from genlight.adapter.plumbing.file_lock import FileLock, LockHeldError, NoLocksError, is_held, open_locked
+from genlight.adapter.plumbing.file_lock import FileLock, LockHeldError, NoLocksError, holding_process, is_held
 from genlight.adapter.plumbing.safe_open import UnsafeFileError
 
 HOLD = """
@@ -50,6 +51,9 @@ def hold_elsewhere(path, mode="plain"):
 def test_a_second_holder_of_the_same_process_is_refused_until_the_first_lets_go(path):
     lock = FileLock(path)
     assert is_held(path)
+    path.chmod(0o644)
+    assert is_held(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644, "to look changes nothing"
     with pytest.raises(LockHeldError):
         FileLock(path, tries=2)
     lock.release()
@@ -64,7 +68,7 @@ def test_another_process_is_named_and_its_lock_ends_when_it_is_killed(path):
     with process:
         with pytest.raises(LockHeldError) as caught:
             FileLock(path)
-        assert caught.value.pid in (process.pid, None)  # a sandbox may hide what the kernel knows
+        assert holding_process(path) in (process.pid, None)  # a sandbox may hide what the kernel knows
         assert caught.value.filename == str(path)
         process.kill()
         process.wait()
@@ -93,9 +97,16 @@ def test_a_file_that_was_moved_aside_is_not_what_gets_locked(path, monkeypatch):
         lock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", lock_late)
-    descriptor = open_locked(path)
-    assert os.path.samestat(os.fstat(descriptor), path.stat())
-    os.close(descriptor)
+    held = FileLock(path)
+    assert os.path.samestat(os.fstat(held.descriptor), path.stat())
+    held.release()
+
+
+def test_a_copy_holds_no_lock(path):
+    lock = FileLock(path)
+    assert copy.deepcopy(lock).descriptor == -1
+    assert is_held(path)
+    lock.release()
 
 
 def test_a_link_in_its_place_is_not_followed(path, tmp_path):
