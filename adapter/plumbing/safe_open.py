@@ -18,10 +18,9 @@ import grp
 import os
 import pwd
 import stat
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
-
-from .durable import temporary_name
 
 __all__ = [
     "PRIVATE_FILE",
@@ -36,7 +35,7 @@ __all__ = [
     "read_regular",
 ]
 
-PRIVATE_DIRECTORY, PRIVATE_FILE = 0o700, 0o600
+PRIVATE_FILE = 0o600
 _ROOT = 0
 
 
@@ -60,14 +59,20 @@ def open_own(path: str | os.PathLike[str], flags: int, mode: int = PRIVATE_FILE)
         OSError: It cannot be opened.
     """
     assert not flags & os.O_TRUNC
-    descriptor = _open(path, flags | os.O_NOFOLLOW, mode)
-    with _closed_on_error(descriptor):
-        status = _regular(descriptor, path)
-        _refuse_foreign(status, path)
+
+    def check(descriptor: int, status: os.stat_result) -> None:
+        folder, fault = os.stat(os.path.dirname(os.fspath(path)) or "."), None
+        if status.st_uid not in (os.geteuid(), _ROOT, folder.st_uid):
+            fault = f"it belongs to another user (uid {status.st_uid})"
+        elif status.st_nlink > 1 and folder.st_uid not in (os.geteuid(), _ROOT):
+            fault = "it is a second link to a file elsewhere"
+        if fault:
+            raise UnsafeFileError(errno.EPERM, f"{fault}; remove it, or choose another folder", os.fspath(path))
         if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) & ~mode:
             with contextlib.suppress(PermissionError):  # a file system that keeps no permissions
                 os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & mode)
-    return descriptor
+
+    return _open(path, flags | os.O_NOFOLLOW, mode, check)
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
@@ -77,38 +82,28 @@ def open_regular(path: str | os.PathLike[str]) -> int:
         UnsafeFileError: It is a pipe, a device or a socket.
         OSError: It cannot be opened.
     """
-    descriptor = _open(path, os.O_RDONLY)
-    with _closed_on_error(descriptor):
-        _regular(descriptor, path)
-    return descriptor
+    return _open(path, os.O_RDONLY)
 
 
 def open_below(folder: str | os.PathLike[str], path: str) -> int:
     """A descriptor to read the regular file at `path` below `folder` with; no link on the way is followed.
 
-    For a `path` that a stranger names: each folder is opened from the one above it, so that nothing can be put in its
-    place meanwhile.
+    For a `path` that a stranger names: the kernel is asked which file was opened, so that nothing can be put in the
+    place of a folder on the way meanwhile.
 
     Raises:
-        UnsafeFileError: `path` has a part that is empty, ``.`` or ``..``, or it is not a regular file.
-        OSError: It cannot be opened, or a part of it is a link.
+        UnsafeFileError: It is not a regular file, `path` is not a path of names, or a part of it is a link.
+        OSError: It cannot be opened.
     """
-    *folders, name = path.split("/")
-    if any(part in ("", ".", "..") or "\0" in part for part in (*folders, name)):
+    below = os.path.join(os.path.realpath(folder), path)
+
+    def check(descriptor: int, _: os.stat_result) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}") != below:
+            raise UnsafeFileError(errno.EINVAL, "it is not a path of names below a folder", path)
+
+    if "\0" in path:
         raise UnsafeFileError(errno.EINVAL, "it is not a path of names below a folder", path)
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-    above = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
-    try:
-        for part in folders:
-            below = os.open(part, flags | os.O_DIRECTORY, dir_fd=above)
-            os.close(above)
-            above = below
-        descriptor = os.open(name, flags | os.O_NONBLOCK, dir_fd=above)
-    finally:
-        os.close(above)
-    with _closed_on_error(descriptor):
-        _regular(descriptor, path)
-    return descriptor
+    return _open(below, os.O_RDONLY | os.O_NOFOLLOW, check=check)
 
 
 def read_own(path: str | os.PathLike[str], *, limit: int) -> bytes:
@@ -142,23 +137,9 @@ def make_directory(path: str | os.PathLike[str], *, shared: bool = False) -> Non
         OSError: It cannot be made.
     """
     directory = Path(path)
-    try:
-        _make_one(directory, shared)
-    except FileNotFoundError:
-        if directory == directory.parent:
-            raise
-        make_directory(directory.parent, shared=shared)
-        _make_one(directory, shared)
-
-
-def _make_one(directory: Path, shared: bool) -> None:
-    try:
-        directory.mkdir(0o777 if shared else PRIVATE_DIRECTORY)
-    except FileNotFoundError:
-        raise
-    except OSError:  # not every system says EEXIST of a directory that may not be written
-        if not directory.is_dir():
-            raise
+    for each in (*reversed(directory.parents), directory):
+        if each == directory or not each.exists():
+            each.mkdir(0o777 if shared else 0o700, exist_ok=True)
 
 
 def distrust(path: str | os.PathLike[str], *, may_be_sticky: bool = False) -> str | None:
@@ -223,50 +204,22 @@ def is_own_group(gid: int) -> bool:
 
 def _status_of_new_file(directory: str | os.PathLike[str]) -> os.stat_result | None:
     """The status that the file system shows of a file that we make for us alone; None where we can make none."""
-    probe = Path(directory) / temporary_name("probe")
     try:
-        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE)
+        with tempfile.TemporaryFile(dir=directory) as probe:
+            return os.fstat(probe.fileno())
     except OSError:
         return None
+
+
+def _open(
+    path: str | os.PathLike[str],
+    flags: int,
+    mode: int = PRIVATE_FILE,
+    check: Callable[[int, os.stat_result], None] | None = None,
+) -> int:
+    """A descriptor of a regular file, which `check` does not refuse."""
     try:
-        return os.fstat(descriptor)
-    finally:
-        os.close(descriptor)
-        probe.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _closed_on_error(descriptor: int) -> Iterator[None]:
-    """Close `descriptor` where the block fails; else it goes to the caller."""
-    try:
-        yield
-    except BaseException:
-        os.close(descriptor)
-        raise
-
-
-def _regular(descriptor: int, path: str | os.PathLike[str]) -> os.stat_result:
-    status = os.fstat(descriptor)
-    if stat.S_ISDIR(status.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    if not stat.S_ISREG(status.st_mode):
-        raise UnsafeFileError(errno.EINVAL, "it is not a regular file", os.fspath(path))
-    return status
-
-
-def _refuse_foreign(status: os.stat_result, path: str | os.PathLike[str]) -> None:
-    folder = os.stat(os.path.dirname(os.fspath(path)) or ".")
-    if status.st_uid not in (os.geteuid(), _ROOT, folder.st_uid):
-        text = f"it belongs to another user (uid {status.st_uid}); remove it, or choose another folder"
-        raise UnsafeFileError(errno.EPERM, text, os.fspath(path))
-    if status.st_nlink > 1 and folder.st_uid not in (os.geteuid(), _ROOT):
-        text = "it is a second link to a file elsewhere; remove it, or choose another folder"
-        raise UnsafeFileError(errno.EPERM, text, os.fspath(path))
-
-
-def _open(path: str | os.PathLike[str], flags: int, mode: int = PRIVATE_FILE) -> int:
-    try:
-        return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
         if error.errno == errno.ELOOP and os.path.islink(path):
             text = "it is a symbolic link, which is not followed here; remove it"
@@ -274,6 +227,18 @@ def _open(path: str | os.PathLike[str], flags: int, mode: int = PRIVATE_FILE) ->
         if error.errno == errno.ENXIO:  # a pipe without a reader, a socket
             raise UnsafeFileError(errno.EINVAL, "it is not a regular file", error.filename) from None
         raise
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        if not stat.S_ISREG(status.st_mode):
+            raise UnsafeFileError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+        if check is not None:
+            check(descriptor, status)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _read(descriptor: int, path: str | os.PathLike[str], limit: int) -> bytes:
