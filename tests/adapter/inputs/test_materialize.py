@@ -6,7 +6,6 @@ import functools
 import itertools
 import json
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -260,10 +259,22 @@ def test_a_tensor_hub_hands_out_models_data_and_checkpoints(config_of, materiali
 
 
 RANK = """
+import os
 import sys
 from pathlib import Path
-from genlight.adapter.inputs import materialize_inputs
+from genlight.adapter.inputs import http, materialize_inputs
 from genlight.adapter.job.config import resolve_run_config
+
+
+class NotedLock(http.FileLock):
+    def __init__(self, path):
+        try:
+            super().__init__(path)
+        finally:
+            Path(f"{path}.{os.getpid()}").touch()
+
+
+http.FileLock = NotedLock
 config = resolve_run_config(spec_path=sys.argv[1], environ={})
 print(len(materialize_inputs(config, cache_dir=sys.argv[2]).parquet_paths))
 """
@@ -277,25 +288,12 @@ def test_of_the_processes_of_a_node_one_downloads_each_input_and_the_others_wait
     config = config_of(inputs={"dataset_parquet_urls": urls})
     command = [sys.executable, "-c", RANK, str(config.spec_path), str(tmp_path / "cache")]
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    while [_open_locks(rank) for rank in ranks] != [3, 3]:
+    while len(list((tmp_path / "cache").rglob("*.lock.*"))) < 6:  # each holds or waits for each of three locks
         assert all(rank.poll() is None for rank in ranks)
         time.sleep(0.01)
     all_wait.set()
     assert [rank.communicate()[0].strip() for rank in ranks] == ["3", "3"]
     assert sorted(server.paths()) == ["/0.parquet", "/1.parquet", "/2.parquet"]
-
-
-def _open_locks(process):
-    """How many of the inputs' lock files a process has open, that is, holds or waits for."""
-    return sum(".lock" in link for link in _links(f"/proc/{process.pid}/fd"))
-
-
-def _links(folder):
-    for name in os.listdir(folder):
-        try:
-            yield os.readlink(f"{folder}/{name}")
-        except FileNotFoundError:
-            continue
 
 
 FULL = """
