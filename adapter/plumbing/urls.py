@@ -35,13 +35,12 @@ _LONGEST = 65_536
 _URL = re.compile(
     r"(?P<scheme>https?)://"
     r"(?:[^@/?#\\\[\]]*@)?"
-    r"(?P<host>[a-z0-9_~-]+(?:\.[a-z0-9_~-]+)*\.?|\[[0-9a-f:.]+\])"
+    r"(?P<host>[a-z0-9_~-]+(?:\.[a-z0-9_~-]+)*\.?|\[[0-9a-f.]*:[0-9a-f:.]*\])"
     r"(?::(?P<port>[0-9]{0,5}))?"
     r"(?:[/?#].*)?",
-    re.IGNORECASE,
+    re.IGNORECASE | re.ASCII,
 )
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://|file:", re.IGNORECASE)
-_DOTTED_NUMBERS = re.compile(r"[0-9]+(?:\.[0-9]+){3}")
 _PLAIN_AUTHORITY = re.compile(r"(?:\[[^\[\]]*\]|[^:\[\]\\]*)(?::[0-9]*)?")
 # The bound on the scheme keeps the search linear in long runs of letters, such as an encoded blob in a log line.
 _URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}://(?:[^\s/@]*@)?[^\s'\"<>`]*")
@@ -71,44 +70,31 @@ def path_of_url(url: str) -> str:
     Raises:
         ValueError: It names another host, or no absolute path.
     """
-    rest = url[len("file:") :]
-    host, path = "", rest
-    if rest.startswith("//"):
-        host, slash, path = rest[2:].partition("/")
-        path = slash + path
-    if host.lower() not in ("", "localhost") or not path.startswith("/"):
+    match = re.fullmatch(r"file:(?://(?:localhost)?)?(/(?!/).*)", url, re.IGNORECASE | re.DOTALL)
+    if match is None:
         raise ValueError("a file URL has an absolute path and no host: file:///folder/name")
-    return unquote(path, errors="surrogateescape")
+    return unquote(match[1], errors="surrogateescape")
 
 
 def url_fault(url: str) -> str | None:
     """Why `url` cannot be requested over HTTP, or None when it can."""
     if not is_http_url(url):
         return "it does not begin with http:// or https://"
-    if len(url) > _LONGEST:
-        return f"it is longer than {_LONGEST:,} characters"
     if any(character.isspace() or not character.isprintable() for character in url):
         return "it contains white space or characters that are not allowed in an address"
-    authority = re.split(r"[/?#]", url.split("://", 1)[1], maxsplit=1)[0]
-    host = authority.rpartition("@")[2]
-    if not host or host.startswith(":"):
-        return "it names no host"
-    if not host.isascii():
-        return "its host has letters beyond ASCII; write it in its xn-- spelling"
-    if authority.count("@") > 1:
-        return "its user info holds an @; write it as %40"
     match = _URL.fullmatch(url)
-    if match is None or not _is_sound(match["host"], match["port"]):
-        return "its host or port is malformed"
+    if match is None or len(url) > _LONGEST or not _is_sound(match["host"], match["port"]):
+        return (
+            "its host, its port or its length cannot be used; letters beyond ASCII are written in their xn-- spelling, "
+            "an @ in a password as %40"
+        )
     return None
 
 
 def _is_sound(host: str, port: str | None) -> bool:
     try:
-        if host.startswith("["):
-            ipaddress.IPv6Address(host[1:-1])
-        elif _DOTTED_NUMBERS.fullmatch(host):
-            ipaddress.IPv4Address(host)
+        if host.startswith("[") or host.replace(".", "").isdigit():
+            ipaddress.ip_address(host.strip("[]"))
         else:
             host.encode("ascii").decode("idna")  # an xn-- name may be none
     except ValueError:
