@@ -25,16 +25,8 @@ class CountedDict(dict[str, Any]):
         return [name for name in dict.keys(self) if name not in self.read]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Not as itself, nor by the name of `dict`: files of torch that are read without pickle know neither.
+        # Also for copies. Not by the name of `dict`: files of torch that are read without pickle do not know it.
         return OrderedDict, (), None, None, iter(self.items())
-
-    def __copy__(self) -> dict[str, Any]:
-        return dict(self)
-
-    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
-        from copy import deepcopy
-
-        return deepcopy(dict(self), memo)
 
 
 def uncounted(values: Mapping[str, Any]) -> dict[str, Any]:

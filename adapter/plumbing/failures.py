@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -43,11 +42,6 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-
-_LOST_WORKER: Final = re.compile(
-    r"DataLoader worker \(pid.*\) "
-    r"(is killed by signal: (Terminated|Interrupt|User defined signal 1)|exited unexpectedly)"
-)
 
 EXIT_COMPLETED: Final = 0
 EXIT_FAILED: Final = 1
@@ -96,16 +90,12 @@ def describe_failure(
     reason = stop_reason(error)
     if reason is not None:
         return Failure(reason, reason, resumable=has_checkpoint or not lost_steps, exit_code=EXIT_STOPPED)
-    category = failure_category(error)
-    if category == "train-step":
-        category = stage
-    text = safe_text(error, secrets=secrets, environ=environ)
-    exit_code = EXIT_STARTUP if category == "startup" else EXIT_FAILED
-    if isinstance(error, NonfiniteError):
-        exit_code = EXIT_NONFINITE
-    return Failure(
-        category, f"{category}:{text}", resumable=has_checkpoint and category != "startup", exit_code=exit_code
-    )
+    category = failure_category(error) or stage
+    text = f"{category}:{safe_text(error, secrets=secrets, environ=environ)}"
+    if category == "startup":
+        return Failure(category, text, resumable=False, exit_code=EXIT_STARTUP)
+    exit_code = EXIT_NONFINITE if isinstance(error, NonfiniteError) else EXIT_FAILED
+    return Failure(category, text, resumable=has_checkpoint, exit_code=exit_code)
 
 
 def safe_text(
@@ -125,15 +115,15 @@ def safe_text(
     return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 3]}..."
 
 
-def failure_category(error: BaseException) -> FailureCategory:
-    """Where a failure came from, as far as the exception's type says; where it says nothing, ``train-step``."""
+def failure_category(error: BaseException) -> FailureCategory | None:
+    """Where a failure came from, as far as the exception's type says; None where it says nothing."""
     if isinstance(error, StartupContractError | HookOrderError):
         return "startup"
-    if isinstance(error, AuthError) or (isinstance(error, UploadError) and error.auth):
-        return "auth"
+    if isinstance(error, UploadError):
+        return "auth" if error.auth else "upload"
     if isinstance(error, InputError):
-        return "input"
-    return "upload" if isinstance(error, UploadError) else "train-step"
+        return "auth" if isinstance(error, AuthError) else "input"
+    return None
 
 
 def stop_reason(error: BaseException) -> StopReason | None:
@@ -151,8 +141,7 @@ def stop_reason(error: BaseException) -> StopReason | None:
 def stop_behind_lost_worker(error: BaseException, reason: StopReason | None) -> TrainingCanceled | None:
     """The stop for `reason` whose signal ended a data worker before the step was done, and says so; None otherwise."""
     # Torch says in words alone that its loader lost a worker.
-    lost = any(isinstance(part, RuntimeError) and _LOST_WORKER.search(text_of(part)) for part in causes_of(error))
-    if reason is None or not lost:
+    if reason is None or not any("DataLoader worker (pid" in text_of(part) for part in causes_of(error)):
         return None
     log.warning("the stop signal ended a data worker first, so no checkpoint of this step was saved")
     return TrainingCanceled(reason)

@@ -14,13 +14,14 @@ import inspect
 import ipaddress
 import itertools
 import json
+import math
 import os
 import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -105,78 +106,58 @@ def _is_nonblank(text: str) -> bool:
 
 def _is_path(text: str) -> bool:
     """Whether the system can encode it, whatever its bytes are, and it has no control characters."""
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
-    return all(ord(character) >= 32 for character in text)
+    return _is_read(os.fsencode, text) and all(ord(character) >= 32 for character in text)
 
 
 def _is_origin(text: str) -> bool:
-    try:
-        return bool(origin_of(text if "://" in text else f"https://{text}"))
-    except ValueError:
-        return False
-
-
-_HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,252}[a-z0-9_])?", re.IGNORECASE)
+    return _is_read(origin_of, text if "://" in text else f"https://{text}")
 
 
 def _is_host(text: str) -> bool:
     """Whether `text` is a host name, an address, a network, or a star for all."""
-    if text == "*" or _HOST_NAME.fullmatch(text):
-        return True
+    is_name = text == "*" or _HOST_NAME.fullmatch(text) is not None
+    return is_name or _is_read(partial(ipaddress.ip_network, strict=False), text)
+
+
+def _is_read(read: Callable[[str], Any], text: str) -> bool:
     try:
-        ipaddress.ip_network(text, strict=False)
+        read(text)
     except ValueError:
         return False
     return True
 
 
-Text: TypeAlias = Annotated[str, Rule("a string without control characters", is_storable)]
-NonBlank: TypeAlias = Annotated[str, Rule("a non-empty string", _is_nonblank)]
+_HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,252}[a-z0-9_])?", re.IGNORECASE)
+_TARGET = re.compile(r"hf://[^/@]+/[^/@]+/?(@.*)?|(?!hf:)[^:/]+://.+")
+_LINE = Rule("a string without control characters", is_storable)
+_NONBLANK = Rule("a non-empty string", _is_nonblank)
+_PATH = Rule("a string without control characters", _is_path, relative="path")
+_TOKEN = Rule(
+    "a string of printable ASCII characters",
+    lambda token: token.isascii() and is_storable(token),
+    secret=True,
+    code="startup.missing_capability_token",
+)
+
+Text: TypeAlias = Annotated[str, _LINE]
+NonBlank: TypeAlias = Annotated[str, _NONBLANK]
 Prose: TypeAlias = Annotated[str, Rule("a string", is_utf8)]
-ImportPath: TypeAlias = Annotated[
-    str, Rule("a string without control characters", is_storable, code="startup.missing_trainer_import")
-]
-DataPath: TypeAlias = Annotated[str, Rule("a non-empty string", _is_nonblank, relative="path")]
-Reference: TypeAlias = Annotated[str, Rule("a string without control characters", is_storable, relative="reference")]
-NonBlankReference: TypeAlias = Annotated[str, Rule("a non-empty string", _is_nonblank, relative="reference")]
-FilePath: TypeAlias = Annotated[Path, Rule("a string without control characters", _is_path, relative="path")]
-ArtifactPath: TypeAlias = Annotated[
-    Path, Rule("a string without control characters", _is_path, relative="path", code=PATHS)
-]
+ImportPath: TypeAlias = Annotated[str, replace(_LINE, code="startup.missing_trainer_import")]
+DataPath: TypeAlias = Annotated[str, replace(_NONBLANK, relative="path")]
+Reference: TypeAlias = Annotated[str, replace(_LINE, relative="reference")]
+NonBlankReference: TypeAlias = Annotated[str, replace(_NONBLANK, relative="reference")]
+FilePath: TypeAlias = Annotated[Path, _PATH]
+ArtifactPath: TypeAlias = Annotated[Path, replace(_PATH, code=PATHS)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
 Positive: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST)]
-Minutes: TypeAlias = Annotated[
-    float, Meta(ge=0), Rule("a number of minutes >= 0", lambda minutes: minutes < float("inf"))
-]
+Minutes: TypeAlias = Annotated[float, Meta(ge=0), Rule("a number of minutes >= 0", math.isfinite)]
 Seconds: TypeAlias = Annotated[
-    float,
-    Meta(ge=0),
-    Rule(
-        "a number of seconds >= 0",
-        lambda seconds: seconds < float("inf"),
-        code=TIMEOUT,
-        way_out="0 means no limit.",
-    ),
+    float, Meta(ge=0), Rule("a number of seconds >= 0", math.isfinite, code=TIMEOUT, way_out="0 means no limit.")
 ]
-Token: TypeAlias = Annotated[
-    str,
-    Rule(
-        "a string of printable ASCII characters",
-        lambda token: token.isascii() and is_storable(token),
-        secret=True,
-        code="startup.missing_capability_token",
-    ),
-]
+Token: TypeAlias = Annotated[str, _TOKEN]
 Url: TypeAlias = Annotated[str, Rule("an http:// or https:// URL", lambda url: url_fault(url) is None)]
 Target: TypeAlias = Annotated[
-    str,
-    Rule(
-        "a URL such as hf://owner/name or s3://bucket/folder",
-        lambda url: re.fullmatch(r"hf://[^/@]+/[^/@]+/?(@.*)?|(?!hf:)[^:/]+://.+", url) is not None,
-    ),
+    str, Rule("a URL such as hf://owner/name or s3://bucket/folder", lambda url: _TARGET.fullmatch(url) is not None)
 ]
 Origin: TypeAlias = Annotated[str, Rule("origins such as https://hub.example.com, separated by commas", _is_origin)]
 Host: TypeAlias = Annotated[str, Rule("host names, addresses or networks, separated by commas, or *", _is_host)]

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from genlight.adapter.contract.exceptions import InputError, StartupContractError, TrainingCanceled, UploadError
+from genlight.adapter.contract.exceptions import (
+    AuthError,
+    InputError,
+    StartupContractError,
+    TrainingCanceled,
+    UploadError,
+)
 from genlight.adapter.plumbing.failures import failure_category, safe_text, stop_reason
 
 
@@ -58,9 +64,10 @@ def test_no_secret_survives_wherever_it_stands(secret, before, after):
     [
         (StartupContractError("startup.invalid_trainer", "x"), "startup"),
         (InputError("x"), "input"),
+        (AuthError("x"), "auth"),
         (UploadError("x", auth=True), "auth"),
         (UploadError("x"), "upload"),
-        (OSError("upload token"), "train-step"),
+        (OSError("upload token"), None),
     ],
 )
 def test_the_category_follows_from_the_type_and_not_from_the_text(error, category):
