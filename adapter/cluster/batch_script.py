@@ -17,6 +17,30 @@ GPUS = re.compile(r"(?:[\w.-]+:)?(?P<count>[1-9]\d{0,3})", re.ASCII)
 """GPUs of a node, with their type where the cluster has several."""
 
 
+_RUN = """\
+trap : TERM USR1  # the signals are for the tasks; this script waits for them
+{set_up}
+export TRAINER_STOP_GRACE_SECONDS={grace_s}
+if [ -z "${{SLURM_JOB_END_TIME:-}}" ]; then  # before Slurm 23
+  end=$(squeue --noheader --job "$SLURM_JOB_ID" --format %e | grep --max-count 1 T)
+  [ -n "$end" ] && export SLURM_JOB_END_TIME=$(date --date "$end" +%s)
+fi
+events={events}
+saved() {{ grep -s '"event":"checkpoint"' "$events" | wc -l; }}
+before=$(saved) again=no
+
+{srun} \\
+  {run}
+code=$?
+"""
+_REQUEUE = """\
+[ $code -eq 75 ] && tail -n 1 "$events" | grep -Eq '"category":"({reasons})"' && again=yes  # stopped, and can go on
+[ $code -ge 128 ] && [ "$(saved)" -gt "$before" ] && again=yes  # a task was killed: its node died, say
+[ $again = yes ] && scontrol requeue "$SLURM_JOB_ID"
+"""
+_END = "exit $code  # 75: with RequeueExit=75 in slurm.conf the job is requeued without scontrol, too\n"
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchScript:
     """A script: the resources that it asks Slurm for, and the command that it starts; `text` is the script.
@@ -81,7 +105,24 @@ class BatchScript:
 
     def text(self) -> str:
         """The script."""
-        return "\n".join([*self._directives(), "", *self._environment(), "", *self._run(), *self._ending(), ""])
+        settings = ("resume_from_latest=true", *self.overrides, f"artifacts_dir={self.artifacts}")
+        words = [self.program, "run", str(self.job), *(word for each in settings for word in ("--set", each))]
+        options = ["srun", "--kill-on-bad-exit=0", f"--wait={WAIT_S}"]
+        if self.cpus_per_task is not None:
+            options.append(f"--cpus-per-task={self.cpus_per_task}")  # which srun does not take from sbatch
+        if self.container is not None:
+            options.append(f"--container-image={shlex.quote(self.container)}")
+            options += [f"--container-mounts={shlex.quote(','.join(self.mounts))}"] if self.mounts else []
+        script = _RUN + (_REQUEUE if self.requeues else "")
+        filled = script.format(
+            set_up="\n".join(self.set_up),
+            grace_s=self.grace_s,
+            events=shlex.quote(str(self.events)),
+            srun=" ".join(options),
+            run=shlex.join(words),
+            reasons="|".join(self.requeue_after),
+        )
+        return "\n".join([*self._directives(), "", filled]) + _END
 
     def _directives(self) -> list[str]:
         options = {
@@ -97,47 +138,6 @@ class BatchScript:
         given = [f"#SBATCH --{name}={_directive(value)}" for name, value in options.items() if value is not None]
         requeue = "#SBATCH --requeue" if self.requeues else "#SBATCH --no-requeue"
         return ["#!/bin/bash", *given, requeue, *(f"#SBATCH --{option}" for option in self.extra)]
-
-    def _environment(self) -> list[str]:
-        lines = ["trap : TERM USR1  # the signals are for the tasks; this script waits for them", *self.set_up]
-        lines.append(f"export TRAINER_STOP_GRACE_SECONDS={self.grace_s}")
-        lines.append('if [ -z "${SLURM_JOB_END_TIME:-}" ]; then  # before Slurm 23')
-        lines.append('  end=$(squeue --noheader --job "$SLURM_JOB_ID" --format %e 2>/dev/null | head -n 1)')
-        lines.append('  end=$(date --date "$end" +%s 2>/dev/null) && [ -n "$end" ] && export SLURM_JOB_END_TIME=$end')
-        lines.append("fi")
-        return lines
-
-    def _run(self) -> list[str]:
-        settings = ("resume_from_latest=true", *self.overrides, f"artifacts_dir={self.artifacts}")
-        words = [self.program, "run", str(self.job), *(word for each in settings for word in ("--set", each))]
-        options = ["srun", "--kill-on-bad-exit=0", f"--wait={WAIT_S}"]
-        if self.cpus_per_task is not None:
-            options.append(f"--cpus-per-task={self.cpus_per_task}")  # which srun does not take from sbatch
-        if self.container is not None:
-            options.append(f"--container-image={shlex.quote(self.container)}")
-            options += [f"--container-mounts={shlex.quote(','.join(self.mounts))}"] if self.mounts else []
-        lines = []
-        if self.requeues:
-            lines = [
-                f"events={shlex.quote(str(self.events))}",
-                """saved() { grep -s '"event":"checkpoint"' "$events" | wc -l; }""",
-                "before=$(saved)",
-            ]
-        return [*lines, f"{' '.join(options)} \\", f"  {shlex.join(words)}", "code=$?"]
-
-    def _ending(self) -> list[str]:
-        if not self.requeues:
-            return ["exit $code"]
-        pattern = shlex.quote(f'"category":"({"|".join(self.requeue_after)})"')
-        return [
-            "again=no",
-            f'[ $code -eq 75 ] && tail -n 1 "$events" | grep -Eq {pattern} && again=yes  # stopped, and can go on',
-            '[ $code -ge 128 ] && [ "$(saved)" -gt "$before" ] && again=yes  # a task was killed: its node died, say',
-            "if [ $again = yes ]; then",
-            '  scontrol requeue "$SLURM_JOB_ID"',
-            "fi",
-            "exit $code  # 75: with RequeueExit=75 in slurm.conf the job is requeued without scontrol, too",
-        ]
 
 
 def _directive(value: object) -> str:
