@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         build_job_context as build_job_context,
         current_job_context as current_job_context,
     )
-    from .cluster.slurm_environment import SlurmEnvironment as SlurmEnvironment
+    from .cluster.placement import SlurmEnvironment as SlurmEnvironment
     from .contract.exceptions import (
         AuthError as AuthError,
         BrokenCheckpointError as BrokenCheckpointError,

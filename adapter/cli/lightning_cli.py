@@ -30,8 +30,7 @@ from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import StopSources
 from ...callbacks.stop.stop_requests import StopRequests
 from ...reporters.events.event_logger import EventLogger
-from ..cluster.placement import placed_by_launcher
-from ..cluster.slurm_environment import placement_fault
+from ..cluster.placement import placed_by_launcher, placement_fault
 from ..contract.exceptions import EventLogError, GenlightError, MonitorError
 from ..job.parser_errors import UnusableValueError, is_about_what_was_given, root_cause, shortened
 from ..plumbing.failures import EXIT_STARTUP

@@ -1,5 +1,5 @@
-"""Where a scheduler placed this process, as a `JobContext`; functions that ask for one; scripts and manifests of jobs.
+"""Where a scheduler placed this process, as a `JobContext`; functions that ask for one; the sbatch script of a job.
 
 Reads the environment and never asks the scheduler. It may import the contract and plumbing; torch and Lightning are
-loaded by `placement` and `slurm_environment` alone.
+loaded by `placement` alone.
 """

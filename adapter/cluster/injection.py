@@ -14,10 +14,7 @@ from .job_context import JobContext
 __all__ = ["bind_job_context"]
 
 NAME = "job"
-"""A parameter of this name asks for the context, unless it is annotated as something else."""
-
-_POSITIONAL_ONLY = inspect.Parameter.POSITIONAL_ONLY
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+"""A parameter of this name asks for the context, whatever its annotation."""
 
 
 def bind_job_context(
@@ -25,8 +22,8 @@ def bind_job_context(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with which to call `function`: those given, and the context for each parameter that asks for it.
 
-    A parameter asks for it by the annotation `JobContext`, also within ``Optional`` or a union, or by the name ``job``,
-    whatever its annotation. What the caller or a ``functools.partial`` gives stays. Partial objects, ``__wrapped__``
+    A parameter asks for it by the annotation `JobContext`, also within ``Optional`` or a union, or by the name ``job``.
+    What the caller or a ``functools.partial`` gives stays. Partial objects, ``__wrapped__``
     and methods are looked through. A call that cannot be bound is left as it is, and fails in the words of Python.
     """
     given, named = tuple(args), dict(kwargs)
@@ -43,38 +40,30 @@ def bind_job_context(
             continue
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY and place == len(given):
             given = (*given, context)
-        elif parameter.kind in _BY_NAME:
+        elif parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
             named[name] = context
-        elif parameter.kind is _POSITIONAL_ONLY:
+        else:  # the parameters before it have defaults, or Python refuses the call
             before = [each.default for each in list(parameters.values())[len(given) : place]]
-            if inspect.Parameter.empty not in before:
-                given = (*given, *before, context)
+            given = given if inspect.Parameter.empty in before else (*given, *before, context)
     return given, named
 
 
-def _asks(parameter: inspect.Parameter, namespace: Mapping[str, Any]) -> bool:
-    if parameter.kind not in (_POSITIONAL_ONLY, *_BY_NAME):
+def _asks(parameter: inspect.Parameter, namespace: dict[str, Any]) -> bool:
+    if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
         return False
     return parameter.name == NAME or _allows_context(parameter.annotation, namespace)
 
 
-def _allows_context(annotation: Any, namespace: Mapping[str, Any]) -> bool:
+def _allows_context(annotation: Any, namespace: dict[str, Any]) -> bool:
     """Whether an annotation is the context, or a union with it."""
-    if isinstance(annotation, typing.ForwardRef):
-        annotation = annotation.__forward_arg__
-    if isinstance(annotation, str):
-        try:
-            # Each on its own: another annotation may name what is imported for type checkers alone.
-            annotation = eval(annotation, dict(namespace))  # noqa: S307 - the source of the function itself
-        except Exception:  # noqa: BLE001 - whatever it means, it is not the context
-            return False
-        return _allows_context(annotation, namespace)
-    origin = typing.get_origin(annotation)
-    if origin is typing.Annotated:
-        return _allows_context(typing.get_args(annotation)[0], namespace)
-    if origin in (typing.Union, types.UnionType):
-        return any(_allows_context(each, namespace) for each in typing.get_args(annotation))
-    return annotation is JobContext
+    # Each on its own: another annotation may name what is imported for type checkers alone.
+    holder: Any = types.SimpleNamespace(__annotations__={NAME: annotation})
+    try:
+        hint = typing.get_type_hints(holder, namespace)[NAME]
+    except Exception:  # noqa: BLE001 - whatever it means, it is not the context
+        return False
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return JobContext in (typing.get_args(hint) if is_union else (hint,))
 
 
 def _layers(function: Any) -> Iterator[Any]:
@@ -87,7 +76,7 @@ def _layers(function: Any) -> Iterator[Any]:
 def _namespace(innermost: Any) -> dict[str, Any]:
     """Where the texts of annotations are looked up: the module of the function, then the names of this rule."""
     if not hasattr(innermost, "__globals__"):  # a class, or an object that can be called
-        called = vars(innermost).get("__init__") if isinstance(innermost, type) else type(innermost).__call__
-        *_, innermost = _layers(called or innermost)
+        kind: Any = innermost if isinstance(innermost, type) else type(innermost)
+        innermost = inspect.unwrap(kind.__init__ if kind is innermost else kind.__call__)
     known = {"JobContext": JobContext, "Optional": typing.Optional, "Union": typing.Union}
     return {**known, **getattr(innermost, "__globals__", {})}

@@ -11,7 +11,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -110,70 +110,60 @@ def build_job_context(env: Mapping[str, str]) -> JobContext:
         ValueError: Variables are malformed or contradict each other, or the other ranks cannot be found; every fault
             is listed.
     """
-    reader = _Reader(env)
-    job_id, output_dir = reader.first(str, "SLURM_JOB_ID", "SLURM_JOBID"), reader.first(Path, "JOB_DIR")
-    hostnames = reader.first(expand_hostlist, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") or []
-    node_rank, step_id = reader.first(_count, "SLURM_NODEID"), reader.first(str, "SLURM_STEP_ID", "SLURM_STEPID")
-    num_nodes = reader.first(_positive, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-    tasks = reader.first(_tasks_per_node, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    address = reader.first(_address, "MASTER_ADDR") or next(iter(hostnames), None)
+    faults: list[str] = []
+
+    def first(parse: Callable[[str], _T], *names: str) -> _T | None:
+        """The value of the first variable that is set and sound; a fault where some are set and none is sound."""
+        unsound = []
+        for name in names:
+            if text := env.get(name, "").strip():
+                try:
+                    return parse(text)
+                except ValueError as error:
+                    unsound.append(f"`{name}`: {error}")
+        faults.extend(unsound)
+        return None
+
+    job_id, step_id = first(str, "SLURM_JOB_ID", "SLURM_JOBID"), first(str, "SLURM_STEP_ID", "SLURM_STEPID")
+    hostnames = first(expand_hostlist, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") or []
+    node_rank = first(_count, "SLURM_NODEID")
+    num_nodes = first(_positive, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    tasks = first(_tasks_per_node, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") or []
+    address = first(_address, "MASTER_ADDR") or next(iter(hostnames), None)
     context = JobContext(
         job_id=job_id,
         step_id=step_id,
-        rank=reader.first(_count, "SLURM_PROCID"),
-        local_rank=reader.first(_count, "SLURM_LOCALID"),
+        rank=first(_count, "SLURM_PROCID"),
+        local_rank=first(_count, "SLURM_LOCALID"),
         node_rank=node_rank,
-        world_size=reader.first(_positive, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "WORLD_SIZE"),
+        world_size=first(_positive, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "WORLD_SIZE"),
         num_nodes=num_nodes or len(hostnames) or None,
-        local_world_size=_on_node(tasks, node_rank) or reader.first(_positive, "SLURM_NTASKS_PER_NODE"),
-        gpus_per_node=reader.first(_gpus, "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
+        local_world_size=_on_node(tasks, node_rank) or first(_positive, "SLURM_NTASKS_PER_NODE"),
+        gpus_per_node=first(_gpus, "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
         hostnames=tuple(hostnames),
-        master_addr=address or reader.first(_address, "SLURM_LAUNCH_NODE_IPADDR"),
+        master_addr=address or first(_address, "SLURM_LAUNCH_NODE_IPADDR"),
         # Not SLURM_SRUN_COMM_PORT, on which srun itself listens.
-        master_port=reader.first(_port, "MASTER_PORT") or _derived_port(job_id, step_id),
-        environment=_kept(env),
-        output_dir=output_dir,
+        master_port=first(_port, "MASTER_PORT") or _port_of(job_id, step_id),
+        environment={
+            name: value
+            for name, value in env.items()
+            if (name.startswith(("SLURM_", "SLURMD_")) or name in _KEPT) and name not in _SECRET
+        },
+        output_dir=first(Path, "JOB_DIR"),
     )
-    if faults := [*reader.faults, *_contradictions(context, tasks)]:
+    if faults := [*faults, *_contradictions(context, tasks)]:
         raise ValueError("\n  - ".join(["The variables of Slurm cannot be used:", *faults]))
     return context
 
 
-class _Reader:
-    """Looks variables up, and notes those that hold something else than they should."""
-
-    def __init__(self, env: Mapping[str, str]) -> None:
-        self._env = env
-        self.faults: list[str] = []
-
-    def first(self, parse: Callable[[str], _T], *names: str) -> _T | None:
-        """The value of the first variable that is set and sound; a fault where some are set and none is sound."""
-        faults = []
-        for name in names:
-            text = self._env.get(name, "").strip()
-            if not text:
-                continue
-            try:
-                return parse(text)
-            except ValueError as error:
-                faults.append(f"`{name}`: {error}")
-        self.faults += faults
-        return None
-
-
-def _count(text: str, least: int = 0) -> int:
-    if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or int(text) < least:
-        raise ValueError(f"Expected a number >= {least}, but received {text!r}.")
+def _count(text: str, least: int = 0, most: int = 999_999_999) -> int:
+    if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or not least <= int(text) <= most:
+        raise ValueError(f"Expected a number from {least} to {most}, but received {text!r}.")
     return int(text)
 
 
 _positive = functools.partial(_count, least=1)
-
-
-def _port(text: str) -> int:
-    if not re.fullmatch(r"\d{1,5}", text, re.ASCII) or not 0 < int(text) < 65_536:
-        raise ValueError(f"Expected a port from 1 to 65535, but received {text!r}.")
-    return int(text)
+_port = functools.partial(_count, least=1, most=65_535)
 
 
 def _address(text: str) -> str:
@@ -202,23 +192,19 @@ def _gpus(text: str) -> int:
     return sum(int(match["count"]) for match in matches if match)
 
 
-def _on_node(tasks: list[int] | None, node_rank: int | None) -> int | None:
-    if not tasks:
-        return None
-    if node_rank is not None:
-        return tasks[node_rank] if node_rank < len(tasks) else None
+def _on_node(tasks: list[int], node_rank: int | None) -> int | None:
+    if node_rank is not None and node_rank < len(tasks):
+        return tasks[node_rank]
     return tasks[0] if len(set(tasks)) == 1 else None
 
 
-def _derived_port(job_id: str | None, step_id: str | None) -> int | None:
-    """A port of which all ranks think, and another job or step on the same node does not."""
-    if job_id is None:
-        return None
-    return derived_port(_number(job_id), 0 if step_id is None else _number(step_id))
+def _port_of(job_id: str | None, step_id: str | None) -> int | None:
+    """A port that all ranks derive by themselves, and that another job or step on the same node does not get."""
+    return None if job_id is None else derived_port(_number(job_id), _number(step_id or "0"))
 
 
 def derived_port(job: int, start: int) -> int:
-    """A port for one start of a job, of which all ranks think by themselves."""
+    """A port for one start of a job, which all its ranks derive by themselves."""
     return _PORTS[(_PER_JOB * job + _PER_STEP * start) % len(_PORTS)]
 
 
@@ -226,35 +212,23 @@ def _number(text: str) -> int:
     return int(text) if text.isdecimal() else zlib.crc32(text.encode())
 
 
-def _kept(env: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in env.items()
-        if (name.startswith(("SLURM_", "SLURMD_")) or name in _KEPT) and name not in _SECRET
-    }
-
-
-def _contradictions(context: JobContext, tasks: list[int] | None) -> list[str]:
+def _contradictions(context: JobContext, tasks: list[int]) -> Iterator[str]:
     """The contradictions between the variables of Slurm."""
-    faults = []
+    nodes, ranks, env = context.num_nodes, context.world_size, context.environment
     for rank, size, variable, noun in (
-        (context.rank, context.world_size, "SLURM_PROCID", "tasks"),
+        (context.rank, ranks, "SLURM_PROCID", "tasks"),
         (context.local_rank, context.local_world_size, "SLURM_LOCALID", "tasks on this node"),
-        (context.node_rank, context.num_nodes, "SLURM_NODEID", "nodes"),
+        (context.node_rank, nodes, "SLURM_NODEID", "nodes"),
     ):
         if rank is not None and size is not None and rank >= size:
-            faults.append(f"`{variable}` is {rank}, but there are {size} {noun}, counted from 0.")
-    nodes, env = context.num_nodes, context.environment
+            yield f"`{variable}` is {rank}, but there are {size} {noun}, counted from 0."
     if context.hostnames and nodes != len(context.hostnames):
-        faults.append(f"There are {nodes} nodes, but the hostlist has {len(context.hostnames)} names.")
-    if tasks is not None and nodes is not None and len(tasks) != nodes:
-        faults.append(f"There are {nodes} nodes, but the tasks per node are given for {len(tasks)}.")
-    if tasks is not None and context.world_size is not None:
-        # Outside of a step the tasks per node are what would fit there.
-        is_exact = "SLURM_STEP_TASKS_PER_NODE" in env and "SLURM_STEP_NUM_TASKS" in env
-        if context.world_size > sum(tasks) or (is_exact and context.world_size < sum(tasks)):
-            faults.append(f"There are {context.world_size} tasks, but the tasks per node add up to {sum(tasks)}.")
-    has_others = (context.world_size or 1) > 1 or (nodes or 1) > 1
-    if context.job_id is not None and has_others and context.master_addr is None:
-        faults.append("No variable gives the host of rank 0. Set `MASTER_ADDR`.")
-    return faults
+        yield f"There are {nodes} nodes, but the hostlist has {len(context.hostnames)} names."
+    if tasks and nodes is not None and len(tasks) != nodes:
+        yield f"There are {nodes} nodes, but the tasks per node are given for {len(tasks)}."
+    # Outside of a step the tasks per node are what would fit there.
+    is_exact = "SLURM_STEP_TASKS_PER_NODE" in env and "SLURM_STEP_NUM_TASKS" in env
+    if tasks and ranks is not None and (ranks > sum(tasks) or (is_exact and ranks < sum(tasks))):
+        yield f"There are {ranks} tasks, but the tasks per node add up to {sum(tasks)}."
+    if context.job_id is not None and max(ranks or 1, nodes or 1) > 1 and context.master_addr is None:
+        yield "No variable gives the host of rank 0. Set `MASTER_ADDR`."

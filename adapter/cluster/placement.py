@@ -1,26 +1,102 @@
-"""The launcher's decisions about a Lightning trainer: devices, nodes, and where the ranks meet."""
+"""The launcher's decisions about a Lightning trainer: devices, nodes, and where the ranks meet.
+
+Slurm is a cluster environment of Lightning's here; for torchrun Lightning's own is used.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from typing_extensions import override
 
 from ..plumbing.text import as_list
-from .job_context import derived_port, in_srun_task
-from .slurm_environment import SlurmEnvironment
+from .job_context import JobContext, current_job_context, derived_port, in_srun_task
 
-__all__ = ["TorchrunEnvironment", "placed_by_launcher"]
+__all__ = ["SlurmEnvironment", "placed_by_launcher", "placement_fault"]
 
 _NOT_GIVEN = (None, "auto", -1, "-1")
 """The values that `devices` may have where the launcher decides."""
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+class SlurmEnvironment(ClusterEnvironment):
+    """Ranks that srun started, with any number of them on each node.
+
+    ``genlight run`` and ``genlight fit`` use it by themselves; elsewhere it is a plugin:
+    ``Trainer(plugins=[SlurmEnvironment()], devices=..., num_nodes=...)``. Lightning's own takes the batch script for
+    rank 0 and an interactive srun for no job, wants ``--ntasks-per-node``, and gives jobs ports that may be the same.
+
+    Args:
+        context: Where this process stands; None reads Slurm's variables.
+
+    Raises:
+        ValueError: This process is none of srun's tasks, or the variables cannot be used.
+    """
+
+    creates_processes_externally = True
+    main_address, main_port = "", 0
+
+    def __init__(self, context: JobContext | None = None) -> None:
+        self.context = current_job_context() if context is None else context
+        needed = ("rank", "local_rank", "node_rank", "world_size", "num_nodes", "master_addr", "master_port")
+        self._known = {name: getattr(self.context, name) for name in needed}
+        missing = [name for name, value in self._known.items() if value is None]
+        if missing:
+            raise ValueError(f"Slurm does not provide {', '.join(missing)}. Start this program with srun.")
+        self.main_address, self.main_port = self._known["master_addr"], self._known["master_port"]
+
+    @staticmethod
+    @override
+    def detect() -> bool:
+        return in_srun_task()
+
+    @override
+    def world_size(self) -> int:
+        return int(self._known["world_size"])
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        """Slurm decides; nodes may have another number of tasks each."""
+
+    @override
+    def global_rank(self) -> int:
+        return int(self._known["rank"])
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        """Slurm decides."""
+
+    @override
+    def local_rank(self) -> int:
+        return int(self._known["local_rank"])
+
+    @override
+    def node_rank(self) -> int:
+        return int(self._known["node_rank"])
+
+    @override
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Refuse a trainer whose devices and nodes are not the tasks that srun started.
+
+        Raises:
+            ValueError: Says what srun started and what the trainer wants.
+        """
+        here, nodes = self.context.local_world_size, self.context.num_nodes
+        if (here is None or num_devices == here) and num_nodes == nodes:
+            return
+        host = self.context.hostnames[self.node_rank()] if self.context.hostnames else f"node {self.node_rank()}"
+        raise ValueError(
+            f"srun started {self.world_size()} tasks on {nodes} nodes, {here} of them on {host}, but the trainer has "
+            f"devices={num_devices} and num_nodes={num_nodes}. Start it with `srun --nodes={num_nodes} "
+            f"--ntasks-per-node={num_devices}`, or leave `devices` and `num_nodes` out, and the tasks decide."
+        )
 
 
 def placed_by_launcher(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,20 +110,21 @@ def placed_by_launcher(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: The variables of Slurm cannot be used.
     """
-    chosen = _has_cluster_environment(arguments)
+    plugins = as_list(arguments.get("plugins"))
+    has_own = getattr(arguments.get("strategy"), "cluster_environment", None) is not None
+    has_own |= any(isinstance(each, ClusterEnvironment) for each in plugins)
     environment: ClusterEnvironment | None = None
+    devices = num_nodes = None
     if TorchElasticEnvironment.detect():  # also where srun started it: torchrun has numbered its processes itself
-        environment = TorchrunEnvironment() if _shares_store_of_agent() and not chosen else None
+        if not has_own:
+            _meet_in_own_store()
         devices, num_nodes = _number("LOCAL_WORLD_SIZE"), _number("GROUP_WORLD_SIZE")
-    elif chosen or not in_srun_task():
-        environment = LightningEnvironment() if "SLURM_NTASKS" in os.environ and not chosen else None
-        devices = num_nodes = None
-    else:
+    elif in_srun_task() and not has_own:
         environment = slurm = SlurmEnvironment()
         devices, num_nodes = slurm.context.local_world_size, slurm.context.num_nodes
-    placed: dict[str, Any] = {}
-    if environment is not None:
-        placed["plugins"] = [*as_list(arguments.get("plugins")), environment]
+    elif "SLURM_NTASKS" in os.environ and not has_own:
+        environment = LightningEnvironment()
+    placed: dict[str, Any] = {} if environment is None else {"plugins": [*plugins, environment]}
     if devices is not None and arguments.get("devices") in _NOT_GIVEN:
         placed["devices"] = devices
     if num_nodes is not None and arguments.get("num_nodes") in (None, 1):  # 1 is also what LightningCLI fills in
@@ -55,42 +132,43 @@ def placed_by_launcher(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return placed
 
 
-def _has_cluster_environment(arguments: Mapping[str, Any]) -> bool:
-    """Whether the caller has chosen one."""
-    strategy_has_one = getattr(arguments.get("strategy"), "cluster_environment", None) is not None
-    return strategy_has_one or any(isinstance(each, ClusterEnvironment) for each in as_list(arguments.get("plugins")))
-
-
 def _number(variable: str) -> int | None:
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
-def _shares_store_of_agent() -> bool:
-    """Whether torchrun has this process meet the others in the store of its agent."""
-    return os.environ.get(_AGENT_STORE) == str(True)
-
-
-class TorchrunEnvironment(TorchElasticEnvironment):
-    """Ranks that torchrun started, which meet in a store that rank zero opens for this start alone.
+def _meet_in_own_store() -> None:
+    """Have the ranks that torchrun started meet in a store that rank zero opens for this start alone.
 
     The agents of torch 2.13 hand all starts of a job the same store. What the ranks of an earlier start have written
-    there, such as the addresses at which they were to be found, is read by those of the next one: without this, a
-    restart after a failure waits for processes that have ended, fails, and costs another restart.
-
-    ``genlight run`` and ``genlight fit`` use it by themselves. Agents end the ranks of a start before the next one, so
-    that nobody listens at its port any more, also where a start after a change of nodes has the same number.
+    there, such as the addresses at which they were to be found, is read by those of the next one: a restart after a
+    failure would wait for processes that have ended, fail, and cost another restart. Agents end the ranks of a start
+    before the next one, so that nobody listens at its port any more, also where a start after a change of nodes has the
+    same number.
     """
-
-    @property
-    @override
-    def main_port(self) -> int:
-        """The port of that store, which follows from that of the agents and the number of the start."""
-        return self._port
-
-    @cached_property
-    def _port(self) -> int:
-        if not _shares_store_of_agent():
-            return super().main_port
+    if os.environ.get(_AGENT_STORE) == str(True):
+        start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        os.environ["MASTER_PORT"] = str(derived_port(int(os.environ["MASTER_PORT"]), start))
         os.environ[_AGENT_STORE] = str(False)  # torch reads it when the process group is made
-        return derived_port(super().main_port, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+
+
+def placement_fault(trainer: pl.Trainer) -> str | None:
+    """Why the ranks of a Lightning trainer are not the processes of this Slurm job; None where they are, or none is."""
+    strategy_has = getattr(trainer.strategy, "cluster_environment", None)
+    if TorchElasticEnvironment.detect() or "SLURM_JOB_ID" not in os.environ:
+        return None
+    if in_srun_task():
+        if isinstance(strategy_has, SlurmEnvironment | SLURMEnvironment | None):
+            try:
+                SlurmEnvironment().validate_settings(trainer.num_devices, trainer.num_nodes)
+            except ValueError as error:
+                return str(error)
+        return None
+    has_node_rank = "NODE_RANK" in os.environ or "GROUP_RANK" in os.environ
+    if trainer.num_nodes > 1 and isinstance(strategy_has, LightningEnvironment) and not has_node_rank:
+        return (
+            f"The trainer has num_nodes={trainer.num_nodes}, but this process is not a task of srun, and nothing "
+            "starts the ranks of the other nodes. Start it with `srun --ntasks-per-node=N`, N being the devices of a "
+            "node."
+        )
+    return None

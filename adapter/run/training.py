@@ -236,7 +236,7 @@ def prepare_training(
         StartupContractError: Hooks cannot be called, the job needs a hook that is not there, or its ``lightning``
             block has arguments that cannot be used here or with a trainer class, or does not fit the tasks of srun.
     """
-    from ..cluster.slurm_environment import placement_fault
+    from ..cluster.placement import placement_fault
     from ..job.lightning_objects import instantiate
     from ..module.supported import check_trainer_arguments
 

@@ -111,7 +111,7 @@ FAULTS = {
     "rank_out_of_range": ({"SLURM_PROCID": "7"}, "`SLURM_PROCID` is 7, but there are 7 tasks"),
     "local_rank_out_of_range": ({"SLURM_LOCALID": "3"}, "`SLURM_LOCALID` is 3, but there are 3 tasks on this node"),
     "node_rank_out_of_range": ({"SLURM_NODEID": "2"}, "`SLURM_NODEID` is 2, but there are 2 nodes"),
-    "negative": ({"SLURM_PROCID": "-1"}, "`SLURM_PROCID`: Expected a number >= 0, but received '-1'"),
+    "negative": ({"SLURM_PROCID": "-1"}, "`SLURM_PROCID`: Expected a number from 0 to 999999999, but received '-1'"),
     "hosts": ({"SLURM_STEP_NODELIST": "n[9-11]"}, "There are 2 nodes, but the hostlist has 3 names"),
     "bad_hosts": (
         {"SLURM_STEP_NODELIST": "n[3-1]", "SLURM_JOB_NODELIST": "(null)"},
@@ -123,7 +123,7 @@ FAULTS = {
     "bad_tasks": ({"SLURM_STEP_TASKS_PER_NODE": "4(x0)"}, "such as 4(x2),3, but received '4(x0)'"),
     "many_nodes": ({"SLURM_STEP_TASKS_PER_NODE": "4(x999999999)"}, "such as 4(x2),3"),
     "bad_gpus": ({"SLURM_GPUS_ON_NODE": "many"}, "such as 8 or h100:8, but received 'many'"),
-    "bad_port": ({"MASTER_PORT": "70000"}, "`MASTER_PORT`: Expected a port from 1 to 65535"),
+    "bad_port": ({"MASTER_PORT": "70000"}, "`MASTER_PORT`: Expected a number from 1 to 65535"),
     "bad_address": ({"MASTER_ADDR": "n1 n2"}, "`MASTER_ADDR`: Expected the name or address of a host"),
 }
 

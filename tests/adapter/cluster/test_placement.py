@@ -1,10 +1,13 @@
 """What torchrun decides about a Lightning trainer."""
 
+import os
+
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from genlight.adapter.cluster.placement import TorchrunEnvironment, placed_by_launcher
+from genlight.adapter.cluster.placement import placed_by_launcher
 
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "5", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"}
 
 
@@ -28,8 +31,24 @@ def test_without_a_launcher_nothing_changes():
     assert placed_by_launcher({"devices": "auto"}) == {}
 
 
-def test_ranks_that_would_meet_in_the_store_of_the_agent_get_one_of_their_own(torchrun, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    (environment,) = placed_by_launcher({"devices": 2, "num_nodes": 3})["plugins"]
-    assert isinstance(environment, TorchrunEnvironment)
-    assert "plugins" not in placed_by_launcher({"plugins": [LightningEnvironment()]})
+def test_each_start_has_a_port_of_its_own_whatever_earlier_ones_left_in_the_store_of_the_agent(torchrun, monkeypatch):
+    ports = []
+    for count in range(3):
+        shared = {"MASTER_PORT": "29400", AGENT_STORE: "True", "TORCHELASTIC_RESTART_COUNT": str(count)}
+        for name, value in shared.items():
+            monkeypatch.setenv(name, value)
+        for _ in range(2):
+            assert placed_by_launcher({"devices": 2, "num_nodes": 3}) == {}
+        assert os.environ[AGENT_STORE] == "False"
+        ports.append(os.environ["MASTER_PORT"])
+    assert len({"29400", *ports}) == 4
+
+
+@pytest.mark.parametrize(("shares", "arguments"), [("False", {}), ("True", {"plugins": [LightningEnvironment()]})])
+def test_where_torchrun_shares_no_store_or_the_caller_decides_its_port_is_taken(
+    torchrun, monkeypatch, shares, arguments
+):
+    monkeypatch.setenv("MASTER_PORT", "29400")
+    monkeypatch.setenv(AGENT_STORE, shares)
+    placed_by_launcher(arguments)
+    assert (os.environ["MASTER_PORT"], os.environ[AGENT_STORE]) == ("29400", shares)

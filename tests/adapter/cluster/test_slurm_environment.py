@@ -6,8 +6,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 from genlight.adapter import SlurmEnvironment
-from genlight.adapter.cluster.placement import placed_by_launcher
-from genlight.adapter.cluster.slurm_environment import placement_fault
+from genlight.adapter.cluster.placement import placed_by_launcher, placement_fault
 from genlight.adapter.run.ranks.this_rank import this_rank
 
 BATCH = {
