@@ -17,13 +17,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from ..cluster.injection import bind_job_context
-from ..cluster.job_context import JobContext, current_job_context
+from ..cluster.job_context import current_job_context
 from .contexts import CompletedContext, RunBeginContext, RunEndContext, emit
 from .transport import read_pickle, travelling, write_result
 
@@ -31,39 +30,27 @@ __all__ = ["main"]
 
 log = logging.getLogger("genlight.runner")
 
-EXIT_TERMINATED = 128 + signal.SIGTERM
+
+class Terminated(BaseException):
+    """SIGTERM, which neither ``except Exception`` of the function nor a callback keeps from ending the job."""
 
 
-class _Terminated(SystemExit):
-    """SIGTERM, as an exception that ``except Exception`` of the function lets pass."""
-
-    def __init__(self) -> None:
-        super().__init__(EXIT_TERMINATED)
-
-    def __str__(self) -> str:
-        return "SIGTERM: the scheduler ended the job"
+def _terminate(*_: object) -> None:
+    signal.signal(signal.SIGTERM, _stay)
+    raise Terminated("SIGTERM: the scheduler ended the job")
 
 
-@dataclass
-class _Termination:
-    """Raises on the first SIGTERM, as long as there is a function to interrupt."""
-
-    interrupts: bool = True
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        if self.interrupts:
-            self.interrupts = False
-            raise _Terminated
+def _stay(*_: object) -> None:
+    """There is no function to interrupt (any more); the end is being reported."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=options.loglevel, format="%(levelname)s: %(message)s", stream=sys.stderr)
-    termination = _Termination()
-    before = signal.signal(signal.SIGTERM, termination.handle)
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        return _run(options, termination)
+        return _run(options)
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -85,31 +72,31 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace, termination: _Termination) -> int:
+def _run(options: argparse.Namespace) -> int:
     callbacks: list[Any] = []
     begin, error, output = _begin(options), None, None
     try:
         try:
-            begin = replace(begin, job_context=_job_context(options.job_dir))
+            context = current_job_context()
+            context = context if options.job_dir is None else replace(context, output_dir=options.job_dir)
+            begin = replace(begin, job_context=context)
         finally:  # so that the callbacks are called
             callbacks = travelling(read_pickle(options.callbacks_file))
         args = tuple(read_pickle(options.args_file)) if options.args_file else ()
         kwargs = dict(read_pickle(options.kwargs_file)) if options.kwargs_file else {}
         function = _function(options.module, options.function)
-        context = begin.job_context
-        assert context is not None
         args, kwargs = bind_job_context(function, args, kwargs, context)
         if not context.rank:
             options.output_file.unlink(missing_ok=True)  # of an attempt that was requeued
-        emit(callbacks, "on_begin_run_job_ctx", begin, passing=(_Terminated,))
+        emit(callbacks, "on_begin_run_job_ctx", begin)
         result = _call(function, args, kwargs)
-        termination.interrupts = False
+        signal.signal(signal.SIGTERM, _stay)
         if not context.rank:
             write_result(options.output_file, result, options.result)
             output = options.output_file
     except BaseException as caught:  # noqa: BLE001 - whatever ended it, the callbacks are called
         error = caught
-    termination.interrupts = False
+    signal.signal(signal.SIGTERM, _stay)
     end = _end(begin, error, output)
     if end.traceback is not None:
         log.error("%s:%s failed\n%s", options.module, options.function, end.traceback.rstrip())
@@ -132,11 +119,6 @@ def _begin(options: argparse.Namespace) -> RunBeginContext:
     )
 
 
-def _job_context(job_dir: Path | None) -> JobContext:
-    context = current_job_context()
-    return context if job_dir is None else replace(context, output_dir=job_dir)
-
-
 def _function(module: str, name: str) -> Callable[..., Any]:
     """The function; `module` is imported from the working directory or from where packages are."""
     function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
@@ -155,28 +137,24 @@ def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 
 
 def _end(begin: RunBeginContext, error: BaseException | None, output: Path | None) -> RunEndContext:
-    failed: dict[str, Any] = {}
-    if error is not None:
-        kind = SystemExit.__name__ if isinstance(error, SystemExit) else type(error).__name__
-        lines = traceback.format_exception(error)
-        failed = {"error_type": kind, "error_message": str(error), "traceback": "".join(lines)}
+    duration = time.time() - begin.started_at
+    if error is None:
+        return RunEndContext(**vars(begin), status="success", exit_code=0, duration=duration, output_file=output)
     return RunEndContext(
         **vars(begin),
-        **failed,
-        status="failure" if failed else "success",
+        status="failure",
         exit_code=_exit_code(error),
-        duration=time.time() - begin.started_at,
-        output_file=output,
+        error_type=type(error).__name__,
+        error_message=str(error),
+        traceback="".join(traceback.format_exception(error)),
+        duration=duration,
     )
 
 
-def _exit_code(error: BaseException | None) -> int:
-    if error is None:
-        return 0
-    if isinstance(error, SystemExit):
-        # The system keeps eight bits, and no failure may become a 0.
-        return (error.code & 0xFF or 1) if isinstance(error.code, int) else 1
-    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code & 0xFF or 1  # The system keeps eight bits, and no failure may become a 0.
+    return 128 + signal.SIGTERM if isinstance(error, Terminated) else 1
 
 
 def _completed(end: RunEndContext) -> CompletedContext:

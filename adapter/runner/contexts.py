@@ -68,23 +68,18 @@ class CompletedContext(Outcome):
     emitted_by: Literal["runner", "client"] = "runner"
 
 
-def emit(
-    callbacks: Iterable[Any], event: str, context: object, *, passing: tuple[type[BaseException], ...] = ()
-) -> None:
-    """Call the method named `event` of every callback that has it; one that fails is logged, and changes nothing.
+def emit(callbacks: Iterable[Any], event: str, context: object) -> None:
+    """Call the method named `event` of every callback that has it; one that fails or exits is logged, and no more.
 
     Args:
         callbacks: Objects of any class.
         event: Name of the method.
         context: Its one argument.
-        passing: Exceptions that are raised all the same.
     """
     for callback in callbacks:
         try:
             method = getattr(callback, event, None)
             if method is not None:
                 method(context)
-        except passing:
-            raise
-        except BaseException:
+        except (Exception, SystemExit, KeyboardInterrupt):
             log.exception("%s.%s failed; the run goes on", type(callback).__name__, event)

@@ -207,7 +207,7 @@ def test_sigterm_ends_the_function_and_is_reported(submitter):
     assert process.returncode == 143
     assert (submitter.folder / "started.cleaned").exists()
     _, end, completed = submitter.noted()
-    assert (end["status"], end["error_type"], end["exit_code"]) == ("failure", "SystemExit", 143)
+    assert (end["status"], end["error_type"], end["exit_code"]) == ("failure", "Terminated", 143)
     assert "SIGTERM" in end["error_message"]
     assert completed["exit_code"] == 143
 
