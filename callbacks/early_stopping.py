@@ -13,16 +13,49 @@ from typing_extensions import override
 from ..adapter.contract.exceptions import MonitorError
 from ..adapter.plumbing.text import nearest
 from .health.recover import Recover
-from .hook.cadence import NEVER, Boundaries
+from .hook.cadence import Boundaries
 from .hook.events import callbacks_of
 from .hook.hook import Hook, skippable
 
-__all__ = ["EarlyStopping"]
+__all__ = ["EarlyStopping", "StopVote"]
 
 log = logging.getLogger(__name__)
 
 AGREE_EVERY = 10
 """How many steps apart ranks agree on a stop, and a module that logs by itself is read."""
+
+
+class StopVote:
+    """A stop that any rank may want, and that all make after the same step, at most `AGREE_EVERY` steps later.
+
+    Args:
+        hook: The hook that counts.
+        step: The step that was completed last.
+    """
+
+    def __init__(self, hook: Any, step: int = 0) -> None:
+        self.wanted = False
+        self._due = Boundaries(hook, step, every=AGREE_EVERY)
+
+    def want(self, trainer: pl.Trainer, wanted: bool = True) -> None:
+        """Stop after this step, or together with the other ranks; a stop that they have not made can be withdrawn."""
+        self.wanted = wanted
+        if trainer.world_size == 1:
+            trainer.should_stop = wanted
+
+    def is_due(self, trainer: pl.Trainer) -> bool:
+        """Whether `AGREE_EVERY` steps have passed; asked by all ranks after each step."""
+        return self._due.crosses(trainer.global_step)
+
+    def agree(self, trainer: pl.Trainer) -> None:
+        """Stop where any rank wants to. Collective."""
+        if trainer.world_size > 1 and trainer.strategy.reduce_boolean_decision(self.wanted, all=False):
+            trainer.should_stop = True
+
+    def rewind(self, step: int) -> None:
+        """The run was put back to `step`."""
+        self.wanted = False
+        self._due.rewind(step)
 
 
 class EarlyStopping(Hook):
@@ -56,15 +89,13 @@ class EarlyStopping(Hook):
         min_delta: float = 0.0,
         mode: Literal["min", "max"] = "min",
     ) -> None:
-        wrong = [] if monitor else ["`monitor` '' (expected the name of a metric)"]
-        if patience < 1:
-            wrong.append(f"`patience` {patience} (expected a number of steps >= 1)")
-        if not 0 <= min_delta < math.inf:
-            wrong.append(f"`min_delta` {min_delta} (expected a number >= 0)")
-        if mode not in ("min", "max"):
-            wrong.append(f"`mode` {mode!r} (expected 'min' or 'max')")
-        if wrong:
-            raise ValueError(f"Invalid arguments of EarlyStopping: {', '.join(wrong)}.")
+        faults = [
+            *([] if patience >= 1 else [f"`patience` {patience} (expected a number of steps >= 1)"]),
+            *([] if 0 <= min_delta < math.inf else [f"`min_delta` {min_delta} (expected a number >= 0)"]),
+            *([] if mode in ("min", "max") else [f"`mode` {mode!r} (expected 'min' or 'max')"]),
+        ]
+        if faults:
+            raise ValueError(f"Invalid arguments of EarlyStopping: {', '.join(faults)}.")
         self.monitor = monitor
         self.patience = patience
         self.min_delta = min_delta
@@ -73,15 +104,13 @@ class EarlyStopping(Hook):
         """The best value so far."""
         self.best_step = 0
         """The step that had it; before the first value, the one that the count began at."""
-        self._wants_stop = False
         self._names: set[str] = set()
-        self._votes = Boundaries(self, every=AGREE_EVERY)
+        self._vote = StopVote(self)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._wants_stop = False
-        self._names.clear()
-        self._votes = Boundaries(self, trainer.global_step, every=AGREE_EVERY)
+        self._names = set()
+        self._vote = StopVote(self, trainer.global_step)
         if self.best is None:
             self.best_step = trainer.global_step
 
@@ -102,26 +131,17 @@ class EarlyStopping(Hook):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not trainer.sanity_checking and not hasattr(pl_module, "step_result"):
-            self.judge(trainer, _numbers(trainer), trainer.global_step)
+        if not trainer.sanity_checking:
+            self._judge_logged(trainer, pl_module)
 
     @skippable
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        logs_by_itself = not hasattr(pl_module, "step_result")
-        if not logs_by_itself and trainer.world_size == 1:
-            self.next_due_step = NEVER
-        elif self._votes.crosses(trainer.global_step):
-            if logs_by_itself:
-                self.judge(trainer, _numbers(trainer), trainer.global_step)
-            if trainer.world_size > 1 and trainer.strategy.reduce_boolean_decision(self._wants_stop, all=False):
-                trainer.should_stop = True
-
-    @override
-    def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._wants_stop = False
+        if self._vote.is_due(trainer):
+            self._judge_logged(trainer, pl_module)
+            self._vote.agree(trainer)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -142,7 +162,7 @@ class EarlyStopping(Hook):
         Raises:
             MonitorError: It has not come within the whole `patience`, or is not finite.
         """
-        if self._wants_stop or not trainer.is_global_zero:
+        if self._vote.wanted or not trainer.is_global_zero:
             return
         self._names.update(values)
         value = values.get(self.monitor, values.get(f"train/{self.monitor}"))
@@ -166,13 +186,18 @@ class EarlyStopping(Hook):
         if is_better:
             self.best, self.best_step = value, step
         elif step - self.best_step >= self.patience:
-            self._wants_stop = True
+            self._vote.want(trainer)
             log.info(
                 "%s has not improved on %.6g of step %d for %d steps: training ends",
                 *(self.monitor, self.best, self.best_step, step - self.best_step),
             )
-            if trainer.world_size == 1:
-                trainer.should_stop = True
+
+    def _judge_logged(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Look at what a module that hosts no trainer class has logged."""
+        if not hasattr(pl_module, "step_result"):
+            logged = trainer.callback_metrics.items()
+            numbers = {name: float(value) for name, value in logged if value.numel() == 1}
+            self.judge(trainer, numbers, trainer.global_step)
 
     def _missing(self, how: str) -> MonitorError:
         known = f"; there are {', '.join(sorted(self._names))}" if self._names else ""
@@ -185,7 +210,3 @@ def _evaluates(trainer: pl.Trainer) -> bool:
     """Whether a score may come that no training step has."""
     writes = (name for callback in callbacks_of(trainer) for name in getattr(callback, "writes", ()))
     return "eval_scores" in writes or bool(trainer.enable_validation)
-
-
-def _numbers(trainer: pl.Trainer) -> dict[str, float]:
-    return {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}

@@ -13,6 +13,7 @@ from ...adapter.plumbing.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from .callback_list import CallbackList as CallbackList
     from .named import (
+        Callback as Callback,
         CheckpointCallback as CheckpointCallback,
         DiagnosisCallback as DiagnosisCallback,
         EarlyStoppingCallback as EarlyStoppingCallback,
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
         ProgressCallback as ProgressCallback,
         TrainingReportCallback as TrainingReportCallback,
     )
-    from .six_hooks import Callback as Callback
-    from .torch_checkpoint import load_checkpoint as load_checkpoint, save_checkpoint as save_checkpoint
-    from .trainer_view import TrainerView as TrainerView
+    from .trainer_view import (
+        TrainerView as TrainerView,
+        load_checkpoint as load_checkpoint,
+        save_checkpoint as save_checkpoint,
+    )
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

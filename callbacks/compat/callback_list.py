@@ -2,203 +2,211 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from ..hook.cadence import NEVER, Boundaries
-from ..hook.events import callbacks_of
-from ..hook.hook import Hook, order_callbacks, skippable
-from ..hook.stand_in import StandIn
-from .named import CheckpointCallback, LoggingCallback
+from ..hook.events import callbacks_of, fire
+from ..hook.hook import Hook, judge, order_callbacks, report_failures
+from ..job_progress import JobProgress
+from .named import HOOKS, Callback, CheckpointCallback, LoggingCallback, TakesView
 from .own_loop import OwnLoop
-from .six_hooks import HOOKS, Callback
 from .trainer_view import TrainerView, view_of
 
 __all__ = ["CallbackList"]
-
-AGREE_EVERY = 10
-"""How many steps apart ranks agree on a stop that one of them wants."""
 
 
 class CallbackList(Hook):
     """Calls the six hooks of its callbacks in order, as a Lightning callback that works in any ``Trainer``.
 
     You can also call it from your own loop: each of the six methods takes your trainer object and passes it on. What
-    the callbacks of this package look at there, and do, is said in `own_loop`.
+    the callbacks of this package look at there is said in `own_loop`.
 
     Args:
-        callbacks: Callbacks of the six-hook style.
+        callbacks: Callbacks of the six-hook style, and Lightning callbacks, which join those of the trainer.
         defaults: Whether to add a `LoggingCallback`, and a `CheckpointCallback` if the trainer has no other checkpoint
             callback, when a fit is set up.
 
     Raises:
-        TypeError: Something in `callbacks` has none of the six hooks, or is a Lightning callback; in a loop of one's
-            own: one of them needs Lightning.
+        TypeError: Something in `callbacks` has none of the six hooks.
     """
 
     critical = True
-    ranks: Literal["zero", "all"] = "all"
+    ranks = "all"
 
-    def __init__(self, callbacks: Sequence[Callback] = (), *, defaults: bool = True) -> None:
+    def __init__(self, callbacks: Sequence[Callback | pl.Callback] = (), *, defaults: bool = True) -> None:
         self.defaults = defaults
         self.callbacks: list[Any] = []
-        self._adapters: list[pl.Callback] = []
-        self._own_loop: OwnLoop | None = None
-        self._votes = Boundaries(self, every=AGREE_EVERY)
+        self._policies: list[_Policy] = []
+        self._own_loop: Any = None
         for callback in callbacks:
             self.append(callback)
 
-    def append(self, callback: Callback) -> None:
+    def append(self, callback: Callback | pl.Callback) -> None:
         """Add a callback, behind the others; within a fit it counts from the next fit on.
 
         Raises:
-            TypeError: It has none of the six hooks, or is a Lightning callback.
+            TypeError: It has none of the six hooks.
         """
-        given: Any = callback
-        name = type(callback).__name__
-        if isinstance(given, pl.Callback):
-            raise TypeError(f"{name} is a Lightning callback; give it to the trainer next to this list")
-        if isinstance(given, type) or not any(callable(getattr(callback, hook, None)) for hook in HOOKS):
+        has_hooks = any(callable(getattr(callback, hook, None)) for hook in HOOKS)
+        if isinstance(callback, type) or not (has_hooks or isinstance(callback, pl.Callback)):
             raise TypeError(f"Invalid callback {callback!r}. Expected an object with some of {', '.join(HOOKS)}.")
         self.callbacks.append(callback)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.callbacks)
-
-    def __len__(self) -> int:
-        return len(self.callbacks)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._votes = Boundaries(self, trainer.global_step, every=AGREE_EVERY)
-        present = [callback for callback in callbacks_of(trainer) if callback not in self._adapters]
         view = view_of(trainer, pl_module)
-        hosted = [*self.callbacks, *self._missing(trainer)]
-        self._adapters = [
-            adapter
-            for place, callback in enumerate(hosted)
-            for adapter in (*_brought_by(callback, view), _Adapter(callback, _kind(callback, hosted[:place])))
-        ]
-        place = present.index(self)
-        checkpoints = [adapter for adapter in self._adapters if isinstance(adapter, pl.callbacks.Checkpoint)]
-        others = [adapter for adapter in self._adapters if adapter not in checkpoints]
-        # This list comes after its callbacks: it looks at what they want. Checkpoints come last, as in Lightning.
-        trainer.callbacks = [  # type: ignore[attr-defined]
-            *present[:place],
-            *others,
-            *present[place:],
-            *checkpoints,
-        ]
+        hosted = [*self.callbacks, *self._missing(view)]
+        self._policies = [_Policy(each) for each in hosted if not isinstance(each, pl.Callback)]
+        present = callbacks_of(trainer)
+        joining: list[pl.Callback] = []
+        for callback in hosted:
+            stands_for = callback.checkpoint_of(view) if isinstance(callback, CheckpointCallback) else callback
+            is_second_bar = isinstance(stands_for, JobProgress) and any(isinstance(p, JobProgress) for p in present)
+            if isinstance(stands_for, pl.Callback) and stands_for not in present and not is_second_bar:
+                joining.append(stands_for)
+        # Checkpoints come last, as in Lightning.
+        joining.sort(key=lambda callback: isinstance(callback, pl.callbacks.Checkpoint))
+        others = [each for each in joining if not isinstance(each, pl.callbacks.Checkpoint)]
+        trainer.callbacks = [*others, *present, *joining[len(others) :]]  # type: ignore[attr-defined]
         order_callbacks(trainer)
-        for adapter in self._adapters:
-            adapter.setup(trainer, pl_module, stage)
+        for callback in joining:
+            callback.setup(trainer, pl_module, stage)
 
-    @skippable
+    def _missing(self, view: TrainerView) -> list[Any]:
+        if not self.defaults or view.own is not None:
+            return []
+        logs = any(isinstance(callback, LoggingCallback) for callback in self.callbacks)
+        saves = any(isinstance(callback, CheckpointCallback) for callback in self.callbacks)
+        return [
+            *([] if logs else [LoggingCallback()]),
+            *([] if saves or view.checkpoint_callbacks else [CheckpointCallback()]),
+        ]
+
+    def _call(self, hook: str, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        view = view_of(trainer, pl_module)
+        for policy in self._policies:
+            policy.call(hook, view)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._call("on_train_begin", trainer, pl_module)
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._call("on_epoch_begin", trainer, pl_module)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._call("on_step_begin", trainer, pl_module)
+
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.world_size == 1:
-            self.next_due_step = NEVER
-            return
-        if self._votes.crosses(trainer.global_step):
-            wants_stop = view_of(trainer, pl_module).wants_stop
-            if trainer.strategy.reduce_boolean_decision(wants_stop, all=False):
-                trainer.should_stop = True
+        view = view_of(trainer, pl_module)
+        view.step_ended(outputs)
+        self._call("on_step_end", trainer, pl_module)
+        if view.stop_vote.is_due(trainer):
+            view.stop_vote.agree(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._call("on_epoch_end", trainer, pl_module)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        for policy in self._policies:
+            report_failures(policy)
+
+    @override
+    def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {key: callback.state_dict() for key, callback in self._stateful()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for key, callback in self._stateful():
+            if key in state_dict:
+                callback.load_state_dict(state_dict[key])
+
+    def _stateful(self) -> list[tuple[str, Any]]:
+        """Callbacks of the six-hook style that have a state, by place and class."""
+        return [
+            (f"{place}: {type(callback).__qualname__}", callback)
+            for place, callback in enumerate(self.callbacks)
+            if hasattr(callback, "load_state_dict") and not isinstance(callback, pl.Callback)
+        ]
 
     # The six hooks, called by a loop of one's own. Lightning and genlight call two of these names, with a module.
 
-    def _dispatch(self, hook: str, trainer: Any) -> None:
-        if self._own_loop is None or self._own_loop.trainer is not trainer:
-            self._own_loop = OwnLoop(trainer)
-        if hook == "on_step_end":
-            self._own_loop.step_ended()
-        for callback in self.callbacks:
-            if getattr(callback, "needs_lightning", False):
-                raise TypeError(
-                    f"{type(callback).__name__} needs a Lightning trainer, and this loop has none: leave it out, or "
-                    "train with `Trainer(callbacks=[CallbackList([…])])`"
-                )
-            if (method := getattr(callback, hook, None)) is not None:
-                method(self._own_loop if getattr(callback, "takes_own_loop", False) else trainer)
+    def on_train_begin(self, trainer: Any) -> None:
+        """Training begins; a loop that does not say so begins with its first step."""
+        self._own_loop = OwnLoop(trainer, self).as_trainer
+        fire(self._own_loop, "on_train_start")
 
-    on_train_begin = functools.partialmethod(_dispatch, "on_train_begin")
-    on_epoch_begin = functools.partialmethod(_dispatch, "on_epoch_begin")
-    on_step_begin = functools.partialmethod(_dispatch, "on_step_begin")
-    on_step_end = functools.partialmethod(_dispatch, "on_step_end")
+    def on_epoch_begin(self, trainer: Any) -> None:
+        """An epoch begins."""
+        fire(self._loop_of(trainer), "on_train_epoch_start")
 
-    @override
-    def on_train_end(self, trainer: Any, pl_module: Any = None) -> None:
-        if pl_module is None:
-            self._dispatch("on_train_end", trainer)
+    def on_step_begin(self, trainer: Any) -> None:
+        """A step begins, of which callbacks of the six-hook style alone hear."""
+        loop = self._loop_of(trainer)
+        self._call("on_step_begin", loop, loop.lightning_module)
+
+    def on_step_end(self, trainer: Any) -> None:
+        """A step has ended."""
+        self._loop_of(trainer).step_ended()
 
     @override
     def on_epoch_end(self, trainer: Any, pl_module: Any = None) -> None:
         if pl_module is None:
-            self._dispatch("on_epoch_end", trainer)
+            fire(self._loop_of(trainer), "on_train_epoch_end")
 
-    def _missing(self, trainer: pl.Trainer) -> list[Any]:
-        if not self.defaults:
-            return []
-        missing: list[Any] = []
-        if not any(isinstance(callback, LoggingCallback) for callback in self.callbacks):
-            missing.append(LoggingCallback())
-        saves = any(isinstance(callback, CheckpointCallback) for callback in self.callbacks)
-        if not saves and not trainer.checkpoint_callbacks:
-            missing.append(CheckpointCallback())
-        return missing
+    @override
+    def on_train_end(self, trainer: Any, pl_module: Any = None) -> None:
+        if pl_module is None:
+            fire(self._loop_of(trainer), "on_train_end")
+        else:
+            self._call("on_train_end", trainer, pl_module)
 
-
-def _brought_by(callback: Any, view: TrainerView) -> list[pl.Callback]:
-    """The Lightning callbacks that a callback stands for."""
-    brought: list[pl.Callback] = callback.lightning_callbacks(view) if isinstance(callback, Callback) else []
-    return brought
+    def _loop_of(self, trainer: Any) -> Any:
+        if self._own_loop is None or self._own_loop.own is not trainer:
+            self.on_train_begin(trainer)
+        return self._own_loop
 
 
-def _kind(callback: Any, before: list[Any]) -> str:
-    """The key of a callback's state: its class, and how many of it stand before."""
-    same = sum(type(other) is type(callback) for other in before)
-    return f"{type(callback).__module__}.{type(callback).__qualname__}" + (f"#{same}" if same else "")
+class _Policy(Hook):
+    """The policy of one callback of the list; what one raises in a loop of one's own reaches that loop."""
 
-
-class _Adapter(StandIn):
-    """Calls the hooks that one callback of this style has, under its policy."""
-
-    def __init__(self, callback: Any, kind: str) -> None:
-        self._kind = kind
+    def __init__(self, callback: Any) -> None:
+        self.callback = callback
         self.critical = bool(getattr(callback, "critical", False))
-        self.ranks: Literal["zero", "all"] = getattr(callback, "ranks", "zero")
-        super().__init__(callback)
+        self.ranks = getattr(callback, "ranks", "zero")
+        self.methods = {hook for hook in HOOKS if getattr(type(callback), hook, None) is not getattr(Callback, hook)}
 
     @property
     @override
-    def state_key(self) -> str:
-        return self._kind
+    def label(self) -> str:
+        return type(self.callback).__name__
 
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = getattr(self.callback, "state_dict", dict)()
-        return state
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if hasattr(self.callback, "load_state_dict"):
-            self.callback.load_state_dict(state_dict)
-
-    @override
-    def forwarded_hooks(self) -> Mapping[str, str]:
-        own = {six: getattr(type(self.callback), six, None) for six in HOOKS}
-        return {HOOKS[six]: six for six, method in own.items() if method not in (None, getattr(Callback, six))}
-
-    @override
-    def call(self, method: str, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        view = view_of(trainer, args[0])
-        if method == "on_step_end":
-            view.step_ended(args[1])
-        getattr(self.callback, method)(view)
+    def call(self, hook: str, view: TrainerView) -> None:
+        """Call a hook of the callback, where it has it and hears of it on this rank."""
+        if hook not in self.methods or (self.ranks == "zero" and not view.is_main_process):
+            return
+        takes_view = view.own is None or isinstance(self.callback, TakesView)
+        try:
+            getattr(self.callback, hook)(view if takes_view else view.own)
+        except Exception as error:
+            if view.own is not None:
+                raise
+            judge(self, hook, error)

@@ -1,18 +1,20 @@
-"""The callbacks that the six-hook style comes with: thin, over the Lightning callbacks of this package."""
+"""The base class of the six-hook style, and the callbacks that the style comes with.
+
+Where genlight has a callback for the same, the one here is that callback with the arguments of this style.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import lightning.pytorch as pl
+import msgspec
 import torch
 from typing_extensions import override
 
@@ -21,16 +23,16 @@ from ...adapter.plumbing.redaction import without_secrets
 from ..checkpoint.policy import Checkpoint
 from ..early_stopping import EarlyStopping
 from ..health.diagnosis import Diagnosis
-from ..health.faults import Reading
 from ..hook.cadence import crossed
-from ..hook.events import callbacks_of, log_to_loggers, run_state_of
+from ..hook.events import log_to_loggers, run_state_of
+from ..hook.hook import Hook
 from ..job_progress import JobProgress
 from ..telemetry.heartbeat import Heartbeat
-from .own_loop import OwnLoop
-from .six_hooks import Callback
 from .trainer_view import TrainerView
 
 __all__ = [
+    "HOOKS",
+    "Callback",
     "CheckpointCallback",
     "DiagnosisCallback",
     "EarlyStoppingCallback",
@@ -38,15 +40,62 @@ __all__ = [
     "HeartbeatCallback",
     "LoggingCallback",
     "ProgressCallback",
+    "TakesView",
     "TrainingReportCallback",
 ]
 
+HOOKS: Final = ("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_step_end")
+"""The six hooks."""
 
-class _Periodic(Callback):
+
+class Callback:
+    """Base of callbacks that are handed the trainer, a `TrainerView`; a subclass overrides the hooks it wants.
+
+    Put them into a `CallbackList`, which is a Lightning callback: ``Trainer(callbacks=[CallbackList([Mine()])])``.
+    """
+
+    critical: bool = False
+    """Whether an exception of this callback ends the run; else it is logged once for each hook and counted."""
+    ranks: Literal["zero", "all"] = "zero"
+    """Which ranks run it."""
+
+    def on_train_begin(self, trainer: Any) -> None:
+        """Training begins, of a new run or of a resumed one."""
+
+    def on_train_end(self, trainer: Any) -> None:
+        """Training has ended as planned."""
+
+    def on_epoch_begin(self, trainer: Any) -> None:
+        """An epoch begins."""
+
+    def on_epoch_end(self, trainer: Any) -> None:
+        """An epoch has ended."""
+
+    def on_step_begin(self, trainer: Any) -> None:
+        """A step begins."""
+
+    def on_step_end(self, trainer: Any) -> None:
+        """A step has ended; ``trainer.metrics`` are its own."""
+
+    @property
+    def setup(self) -> Any:
+        """The hook that Lightning would call; this is not one of its callbacks.
+
+        Raises:
+            TypeError: Always.
+        """
+        name = type(self).__name__
+        raise TypeError(f"{name} is a callback of the six-hook style; give the trainer CallbackList([{name}(…)])")
+
+    state_key = on_exception = setup
+
+
+class TakesView(Callback):
+    """A callback of this package, which is handed a `TrainerView` in a loop of one's own, too."""
+
+
+class _Periodic(TakesView):
     """Acts at the end of every so many steps; 0 turns it off."""
-
-    takes_own_loop = False
-    """Whether a loop of one's own is handed to it as an `OwnLoop`, and not as the trainer object that it has."""
 
     def __init__(self, name: str, every: int) -> None:
         if every < 0:
@@ -59,12 +108,12 @@ class _Periodic(Callback):
         self._step = trainer.global_step
 
     @override
-    def on_step_end(self, trainer: TrainerView | OwnLoop) -> None:
+    def on_step_end(self, trainer: TrainerView) -> None:
         before, self._step = self._step, trainer.global_step
         if crossed(before, self._step, self._every):
             self.act(trainer)
 
-    def act(self, trainer: Any) -> None:
+    def act(self, trainer: TrainerView) -> None:
         """A step has ended at which this is due."""
         raise NotImplementedError
 
@@ -83,8 +132,6 @@ class LoggingCallback(_Periodic):
         ModuleNotFoundError: `use_wandb` is set and wandb is not installed.
     """
 
-    takes_own_loop = True
-
     def __init__(
         self,
         log_interval: int = 100,
@@ -94,14 +141,14 @@ class LoggingCallback(_Periodic):
         wandb_run_name: str | None = None,
     ) -> None:
         super().__init__("log_interval", log_interval)
-        self.use_wandb = self.needs_lightning = use_wandb
+        self.use_wandb = use_wandb
         self.wandb_project = wandb_project
         self.wandb_run_name = wandb_run_name
         if use_wandb and importlib.util.find_spec("wandb") is None:
             raise ModuleNotFoundError("use_wandb needs wandb: pip install genlight[wandb]")
 
     @override
-    def on_train_begin(self, trainer: Any) -> None:
+    def on_train_begin(self, trainer: TrainerView) -> None:
         super().on_train_begin(trainer)
         if self.use_wandb:
             from lightning.pytorch.loggers import WandbLogger
@@ -112,19 +159,19 @@ class LoggingCallback(_Periodic):
                 trainer.lightning.loggers = [*loggers, named]
 
     @override
-    def act(self, trainer: TrainerView | OwnLoop) -> None:
+    def act(self, trainer: TrainerView) -> None:
         metrics = trainer.metrics
         shown = "  ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
         sys.stderr.write(f"step {self._step}  {shown}\n")
-        if not hasattr(getattr(trainer, "module", None), "step_result"):  # whose metrics are sent by `LogMetrics`
-            _send(trainer, metrics, self._step)
+        if not hasattr(trainer.module, "step_result"):  # whose metrics are sent by `LogMetrics`
+            log_to_loggers(trainer.lightning, metrics, self._step)
 
 
 class CheckpointCallback(_Periodic):
     """Saves checkpoints with `Checkpoint` at a cadence, and keeps the newest and the best.
 
-    In a loop of one's own the trainer's ``save_checkpoint(path)`` writes ``checkpoint_<step>.pt`` and
-    ``checkpoint_best.pt``; under Lightning, a callback that calls it does.
+    In a loop of one's own it has the ``save_checkpoint(path)`` of the trainer write ``checkpoint_<step>.pt`` and
+    ``checkpoint_best.pt``.
 
     Args:
         save_interval: Cadence in steps; 0 turns it off.
@@ -137,7 +184,6 @@ class CheckpointCallback(_Periodic):
     """
 
     critical = True
-    takes_own_loop = True
 
     def __init__(
         self,
@@ -153,37 +199,34 @@ class CheckpointCallback(_Periodic):
         self.save_best = save_best
         self.max_checkpoints = max_checkpoints
         self.output_dir = None if output_dir is None else Path(output_dir)
+        self._checkpoint: Checkpoint | None = None
         self._best = math.inf
         self._written: list[Path] = []
 
-    @override
-    def lightning_callbacks(self, trainer: TrainerView) -> list[pl.Callback]:
-        is_hosted = hasattr(trainer.module, "step_result")
-        return [
-            Checkpoint(
-                self.output_dir,
-                every_n_steps=self._every,
-                keep_last=self.max_checkpoints,
-                # Another module logs its loss under a name of its own, or not at all.
-                monitor="train/loss" if self.save_best and is_hosted else None,
+    def checkpoint_of(self, trainer: TrainerView) -> Checkpoint | None:
+        """The Lightning callback that this one stands for, made at the first call; None in a loop of one's own."""
+        if self._checkpoint is None and trainer.own is None:
+            # A module that hosts no trainer logs its loss under a name of its own, or not at all.
+            monitor = "train/loss" if self.save_best and hasattr(trainer.module, "step_result") else None
+            self._checkpoint = Checkpoint(
+                self.output_dir, every_n_steps=self._every, keep_last=self.max_checkpoints, monitor=monitor
             )
-        ]
+        return self._checkpoint
 
     @override
-    def act(self, trainer: TrainerView | OwnLoop) -> None:
-        if not isinstance(trainer, OwnLoop):
+    def act(self, trainer: TrainerView) -> None:
+        if trainer.own is None:
             return
         folder = self.output_dir or trainer.output_dir / "checkpoints"
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"checkpoint_{self._step}.pt"
-        trainer.save_checkpoint(path)
-        self._written.append(path)
+        self._written.append(folder / f"checkpoint_{self._step}.pt")
+        trainer.own.save_checkpoint(self._written[-1])
         while self.max_checkpoints is not None and len(self._written) > self.max_checkpoints:
             self._written.pop(0).unlink(missing_ok=True)
         loss = trainer.metrics.get("loss", math.inf)
         if self.save_best and loss < self._best:
             self._best = loss
-            trainer.save_checkpoint(folder / "checkpoint_best.pt")
+            trainer.own.save_checkpoint(folder / "checkpoint_best.pt")
 
 
 class EvalCallback(_Periodic):
@@ -212,37 +255,11 @@ class EvalCallback(_Periodic):
                 scores = self.evaluate(trainer) or {}
         finally:
             trainer.model.train(was_training)
-        _send(trainer, {f"eval/{name}": float(value) for name, value in scores.items()}, self._step)
+        scores = {f"eval/{name}": float(value) for name, value in scores.items()}
+        log_to_loggers(trainer.lightning, scores, self._step)
 
 
-class _StandsFor(_Periodic):
-    """Stands for one of genlight's own callbacks, which needs Lightning; in a loop of one's own it acts itself."""
-
-    takes_own_loop = True
-
-    def __init__(self, callback: Any, every: int = 1, run_id: str | None = None) -> None:
-        super().__init__("every", every)
-        self.callback = callback
-        self.run_id = run_id
-
-    @override
-    def lightning_callbacks(self, trainer: TrainerView) -> list[pl.Callback]:
-        state = run_state_of(trainer.lightning)
-        state.run_id = state.run_id or self.run_id or ""
-        return [self.callback]
-
-    @override
-    def act(self, trainer: TrainerView | OwnLoop) -> None:
-        if isinstance(trainer, OwnLoop):
-            trainer.name_run(self.run_id)
-            self.act_in_own_loop(trainer)
-
-    def act_in_own_loop(self, loop: OwnLoop) -> None:
-        """Do what the callback does at a step at which it is due."""
-        raise NotImplementedError
-
-
-class EarlyStoppingCallback(_StandsFor):
+class EarlyStoppingCallback(EarlyStopping):
     """Ends training once the monitored metric no longer improves; see `EarlyStopping`.
 
     Args:
@@ -255,16 +272,10 @@ class EarlyStoppingCallback(_StandsFor):
     """
 
     def __init__(self, patience: int = 5000, *, min_delta: float = 1e-4, monitor: str = "loss") -> None:
-        super().__init__(EarlyStopping(monitor, patience, min_delta=min_delta))
-
-    @override
-    def act_in_own_loop(self, loop: OwnLoop) -> None:
-        monitor = self.callback.monitor
-        value = loop.metric(monitor)
-        self.callback.judge(loop, {} if value is None else {monitor: value}, loop.global_step)
+        super().__init__(monitor, patience, min_delta=min_delta)
 
 
-class ProgressCallback(_StandsFor):
+class ProgressCallback(JobProgress):
     """Shows step, loss, speed and remaining time; see `JobProgress`.
 
     Args:
@@ -272,22 +283,22 @@ class ProgressCallback(_StandsFor):
     """
 
     def __init__(self, desc: str = "Training") -> None:
-        super().__init__(JobProgress(description=desc))
-        self._shown_at = time.monotonic()
+        super().__init__(description=desc)
+
+
+class _NamesRun(Hook):
+    """Gives a run that has no id one."""
+
+    run_id: str | None
 
     @override
-    def lightning_callbacks(self, trainer: TrainerView) -> list[pl.Callback]:
-        is_shown = any(isinstance(callback, JobProgress) for callback in callbacks_of(trainer.lightning))
-        return [] if is_shown else [self.callback]
-
-    @override
-    def act_in_own_loop(self, loop: OwnLoop) -> None:
-        if time.monotonic() - self._shown_at >= 1:  # about once a second
-            self._shown_at = time.monotonic()
-            sys.stderr.write(f"{self.callback.description}: step {loop.global_step}\n")
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        state = run_state_of(trainer)
+        state.run_id = state.run_id or self.run_id or ""
+        super().setup(trainer, pl_module, stage)
 
 
-class HeartbeatCallback(_StandsFor):
+class HeartbeatCallback(_NamesRun, Heartbeat):
     """Writes heartbeats of WASR telemetry; see `Heartbeat`.
 
     Args:
@@ -308,22 +319,11 @@ class HeartbeatCallback(_StandsFor):
         run_id: str | None = None,
         metrics_path: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__(Heartbeat(interval_steps, scenario, path=metrics_path), interval_steps, run_id)
-
-    @override
-    def act_in_own_loop(self, loop: OwnLoop) -> None:
-        seconds = time.monotonic() - loop.began_at
-        self.callback.events.write(
-            loop,
-            event="heartbeat",
-            success=True,
-            duration_sec=seconds,
-            ttfi_sec=loop.first_step_s,
-            throughput_steps_per_sec=(loop.global_step - loop.first_step) / seconds if seconds else None,
-        )
+        super().__init__(interval_steps, scenario, path=metrics_path)
+        self.run_id = run_id
 
 
-class DiagnosisCallback(_StandsFor):
+class DiagnosisCallback(_NamesRun, Diagnosis):
     """Reports when training goes wrong; see `Diagnosis`.
 
     Args:
@@ -348,60 +348,29 @@ class DiagnosisCallback(_StandsFor):
         run_id: str | None = None,
         metrics_path: str | os.PathLike[str] | None = None,
     ) -> None:
-        limits = (gradient_min_norm, latent_std_min)
-        diagnosis = Diagnosis(check_interval, *limits, scenario=scenario, path=metrics_path)
-        super().__init__(diagnosis, check_interval, run_id)
-
-    @override
-    def act_in_own_loop(self, loop: OwnLoop) -> None:
-        """Judge the losses, the gradients that the step has left, and the spread of latent values."""
-        named = getattr(getattr(loop.trainer, "model", None), "named_parameters", dict)
-        norms = {name: float(value.grad.norm()) for name, value in dict(named()).items() if value.grad is not None}
-        spreads = ((name, loop.metric(name)) for name in ("latent_std", "z_std"))
-        latent = next(((name, value) for name, value in spreads if value is not None), None)
-        norms = {name: norm if math.isfinite(norm) else math.nan for name, norm in norms.items()}
-        self.callback.judge(loop, Reading(loop.global_step, norms, losses=loop.take_losses(), latent=latent))
+        super().__init__(check_interval, gradient_min_norm, latent_std_min, scenario=scenario, path=metrics_path)
+        self.run_id = run_id
 
 
-class TrainingReportCallback(Callback):
+class TrainingReportCallback(TakesView):
     """Writes a JSON file when training has ended: steps, losses, times and the configuration, without secrets.
 
     Args:
         path: The file; None is ``training_report.json`` where the run puts its files.
     """
 
-    needs_lightning = True
-
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self.path = None if path is None else Path(path)
 
     @override
-    def on_step_end(self, trainer: TrainerView) -> None:
-        """Counts, so that the view has each step's loss."""
-
-    @override
     def on_train_end(self, trainer: TrainerView) -> None:
-        numbers = {"loss": trainer.loss, "best_loss": trainer.best_loss, **trainer.runtime_profile()}
         report = {
-            "run_id": trainer.run_id,
-            "global_step": trainer.global_step,
-            "epoch": trainer.epoch,
-            "train_start_time": trainer.train_start_time,
-            **_finite(numbers),
-            "metrics": _finite(trainer.metrics),
+            **{name: getattr(trainer, name) for name in ("run_id", "global_step", "epoch", "train_start_time")},
+            **{name: getattr(trainer, name) for name in ("loss", "best_loss", "metrics")},
+            **trainer.runtime_profile(),
             "config": without_secrets(vars(trainer.config)),
         }
-        text = json.dumps(report, indent=2, sort_keys=True, default=str)
-        write_bytes_durably(self.path or trainer.output_dir / "training_report.json", f"{text}\n".encode())
-
-
-def _finite(numbers: Mapping[str, float | None]) -> dict[str, float | None]:
-    """`numbers`, of which those that are nan or infinite, which JSON does not have, become null."""
-    return {name: value if value is None or math.isfinite(value) else None for name, value in numbers.items()}
-
-
-def _send(trainer: Any, metrics: Mapping[str, float], step: int) -> None:
-    """Send metrics to the loggers of the Lightning trainer; a loop of one's own has none."""
-    lightning = getattr(trainer, "lightning", None)
-    if lightning is not None:
-        log_to_loggers(lightning, metrics, step)
+        # What JSON does not have becomes null where it is nan or infinite, and its text elsewhere.
+        encoded = msgspec.json.encode(report, enc_hook=str, order="sorted")
+        path = self.path or trainer.output_dir / "training_report.json"
+        write_bytes_durably(path, msgspec.json.format(encoded) + b"\n")

@@ -1,116 +1,114 @@
-"""The callbacks of the six-hook style in a loop of one's own, which has neither a Lightning trainer nor a module.
+"""A loop of one's own, as callbacks see it who ask for a Lightning trainer and module.
 
-What they look at is found on the trainer object of that loop: `global_step` (completed steps, counted where it is not
-there), `metrics` (a mapping; else attributes such as `loss`), `model`, `epoch`, and `run_id`. To end training they set
-`should_stop`, which the loop looks at after each step; checkpoints are written by its own `save_checkpoint(path)`.
+They find what they look at on the trainer object of that loop, or on its ``state``: ``global_step`` (completed steps,
+counted where it is not there), ``metrics`` (a mapping; else ``loss``), ``model``, ``optimizer``, ``epoch``,
+``max_steps`` or ``total_steps``, ``output_dir`` and ``run_id``. To end training they set its ``should_stop``, which the
+loop looks at after each step.
 """
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Mapping
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 
-from ..hook.events import run_state_of
+from ..hook.events import fire, run_state_of
+from .trainer_view import is_number
 
 __all__ = ["OwnLoop"]
+
+
+class _Module(pl.LightningModule):
+    """The module: what holds the model of the loop."""
+
+    def __init__(self, trainer: Any, model: Any) -> None:
+        super().__init__()
+        self.contract_state = trainer
+        if isinstance(model, torch.nn.Module):
+            self.model = model
 
 
 class OwnLoop:
     """The attributes that callbacks ask of a Lightning trainer, for the trainer object of a loop of one's own.
 
     Args:
-        trainer: That object, of any class.
+        own: That object, of any class.
+        callback: A Lightning callback, which may add others when it is set up.
     """
 
-    world_size = 1
-    is_global_zero = True
-    enable_validation = False
-    lightning_module = None
+    world_size, is_global_zero, distributed_sampler_kwargs = 1, True, None
+    max_epochs = -1
+    enable_validation = True  # whoever waits for a score goes on waiting
+    lr_scheduler_configs, precision_plugin = (), None
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        self.callbacks: list[Any] = []
+    def __init__(self, own: Any, callback: pl.Callback) -> None:
+        self.own = own
+        self.callbacks = [callback]
         self.loggers: list[Any] = []
         self._steps = 0
-        self.began_at = time.monotonic()
-        self.first_step_s: float | None = None
-        self.first_step = self.global_step
-        self._losses: list[tuple[int, float]] = []
+        self.lightning_module = _Module(own, self.find("model"))
+        parameter = next(self.lightning_module.parameters(), torch.empty(0))
+        self.strategy = SimpleNamespace(root_device=parameter.device)
+        self.default_root_dir = self.find("output_dir", ".")
+        run_state_of(self.as_trainer).run_id = str(self.find("run_id", ""))
+        callback.setup(self.as_trainer, self.lightning_module, "fit")
+
+    @property
+    def as_trainer(self) -> Any:
+        """This object, as what it stands in for."""
+        return self
+
+    def find(self, name: str, default: Any = None) -> Any:
+        """An attribute of the trainer object, or of its ``state``; `default` where neither has it."""
+        found = (getattr(holder, name, None) for holder in (self.own, getattr(self.own, "state", None)))
+        return next((value for value in found if value is not None), default)
 
     @property
     def global_step(self) -> int:
         """Completed steps: the trainer's own number, else those since this was made."""
-        state = getattr(self.trainer, "state", None)
-        found = getattr(self.trainer, "global_step", getattr(state, "global_step", None))
-        return self._steps if found is None else int(found)
+        return int(self.find("global_step", self._steps))
 
     @property
     def current_epoch(self) -> int:
         """Completed epochs."""
-        return int(getattr(self.trainer, "epoch", 0) or 0)
+        return int(self.find("epoch", 0))
+
+    @property
+    def max_steps(self) -> int:
+        """The step after which training ends; -1 where that is not known."""
+        return int(self.find("max_steps", self.find("total_steps", -1)))
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """Its optimizer."""
+        optimizer = self.find("optimizer")
+        return [] if optimizer is None else [optimizer]
+
+    @property
+    def callback_metrics(self) -> dict[str, torch.Tensor]:
+        """The metrics of the last step; its loss where there is no mapping of them."""
+        named = self.find("metrics")
+        found = named if isinstance(named, Mapping) else {"loss": self.find("loss")}
+        return {str(name): torch.as_tensor(value) for name, value in found.items() if is_number(value)}
+
+    progress_bar_metrics = callback_metrics
 
     @property
     def should_stop(self) -> bool:
         """Whether training is to end."""
-        return bool(getattr(self.trainer, "should_stop", False))
+        return bool(self.find("should_stop", False))
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
-        self.trainer.should_stop = value
-
-    def metric(self, name: str) -> float | None:
-        """The last value of a metric of the trainer, of its `metrics` or an attribute; None where it has none."""
-        for holder in (self.trainer, getattr(self.trainer, "state", None)):
-            metrics = getattr(holder, "metrics", None)
-            value = metrics.get(name) if isinstance(metrics, Mapping) else None
-            value = getattr(holder, name, None) if value is None else value
-            if isinstance(value, int | float | torch.Tensor):
-                return float(value)
-        return None
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The metrics of the trainer; its loss where it has no mapping of them."""
-        named = getattr(self.trainer, "metrics", None)
-        found = named if isinstance(named, Mapping) else {"loss": self.metric("loss")}
-        return {name: float(value) for name, value in found.items() if value is not None}
-
-    @property
-    def output_dir(self) -> Path:
-        """Where the trainer puts its files; else the working directory."""
-        return Path(getattr(self.trainer, "output_dir", "."))
-
-    def save_checkpoint(self, path: Path) -> None:
-        """Have the trainer write a checkpoint.
-
-        Raises:
-            TypeError: It has no such method.
-        """
-        save = getattr(self.trainer, "save_checkpoint", None)
-        if save is None:
-            raise TypeError(f"CheckpointCallback needs `save_checkpoint(path)` of {type(self.trainer).__name__}.")
-        save(path)
+        self.own.should_stop = value
 
     def step_ended(self) -> None:
-        """Count a step; before its callbacks are called."""
+        """Count a step, and have all callbacks hear of it."""
         self._steps += 1
-        if self.first_step_s is None:
-            self.first_step_s = time.monotonic() - self.began_at
-        loss = self.metric("loss")
-        if loss is not None:
-            self._losses = [*self._losses[-255:], (self.global_step, loss if math.isfinite(loss) else math.nan)]
-
-    def take_losses(self) -> list[tuple[int, float]]:
-        """Steps and losses since the last call, the newest 256; ``nan`` where one is not finite."""
-        losses, self._losses = self._losses, []
-        return losses
-
-    def name_run(self, run_id: str | None) -> None:
-        """Have events name the run as its trainer does, else by `run_id`."""
-        state = run_state_of(self)  # type: ignore[arg-type]
-        state.run_id = state.run_id or str(getattr(self.trainer, "run_id", "") or run_id or "")
+        metrics = self.callback_metrics
+        numbers = {name: float(value) for name, value in metrics.items()}
+        fire(self.as_trainer, "on_metrics", numbers, self.global_step)
+        fire(self.as_trainer, "on_train_batch_end", metrics, None, self._steps - 1)

@@ -1,50 +1,55 @@
-"""The trainer that six-hook callbacks are handed: a view of the Lightning trainer and the module."""
+"""The trainer that six-hook callbacks are handed, and its ``.pt`` checkpoints.
+
+Such a file is whole or absent, and reading it runs no code: it is written under a temporary name beside its target,
+loaded again to prove it, then renamed. It holds tensors and plain values only, so that
+``torch.load(weights_only=True)`` reads all of it, the states of optimizers included.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
+import pickle
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
-from ...adapter.contract.exceptions import CheckpointError
-from ...adapter.plumbing.text import nearest
+from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
+from ...adapter.plumbing.durable import fsync_directory, fsync_file, temporary_name
+from ...adapter.plumbing.redaction import text_of
+from ..early_stopping import StopVote
 from ..hook.events import model_of, run_state_of, step_metrics
-from .torch_checkpoint import load_checkpoint, save_checkpoint
 
-__all__ = ["TrainerView", "view_of"]
+__all__ = ["TrainerView", "is_number", "load_checkpoint", "save_checkpoint", "view_of"]
+
+ESSENTIAL: Final = ("model_state_dict", "optimizer_state_dict", "global_step")
+"""Without these a file is not a checkpoint."""
 
 _ATTRIBUTE = "_genlight_trainer_view"
-_OF_LIGHTNING = {
-    "global_step": "global_step",
-    "epoch": "current_epoch",
-    "current_epoch": "current_epoch",
-    "max_steps": "max_steps",
-    "total_steps": "max_steps",
-    "is_main_process": "is_global_zero",
-    "logger": "logger",
-}
+_OF_LIGHTNING = {"epoch": "current_epoch", "total_steps": "max_steps", "is_main_process": "is_global_zero"}
 """Names of this style for attributes of the Lightning trainer."""
 
 
 class TrainerView:
     """The trainer of the six-hook style.
 
-    ``state`` is this object again, for callbacks that say ``trainer.state.global_step``. Of the Lightning trainer it
-    has ``global_step`` and ``epoch`` (what is completed), ``max_steps`` or ``total_steps``, ``is_main_process`` and
-    ``logger``.
+    ``state`` is this object again, for callbacks that say ``trainer.state.global_step``. What it does not have
+    itself it takes from the Lightning trainer, also as ``epoch``, ``total_steps`` and ``is_main_process``.
+
+    Args:
+        trainer: The Lightning trainer, or what stands in for one in a loop of one's own.
+        module: Its module.
 
     Attributes:
         lightning: The Lightning trainer.
         module: The LightningModule.
+        own: The trainer object of a loop of one's own; None in a fit.
         best_loss: The smallest loss that any callback has seen; ``inf`` before. A loss that no one reads is not read.
         train_start_time: When the fit was set up, in seconds since 1970.
         ttfi_sec: Seconds from there to the end of the first step of this attempt; None before.
@@ -53,15 +58,21 @@ class TrainerView:
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.lightning = trainer
         self.module = module
+        self.own = getattr(trainer, "own", None)
         self.best_loss = math.inf
-        self.wants_stop = False
+        self.stop_vote = StopVote(self, trainer.global_step)
         self.train_start_time = time.time()
         self.ttfi_sec: float | None = None
         self._began_at = time.monotonic()
         self._first_step = self._last_step = trainer.global_step
         self._total_loss: Any = 0.0
-        self._outputs: Any = None
+        self._named: Mapping[str, Any] = {}
         self._metrics: dict[str, float] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if "lightning" not in vars(self):  # a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.lightning, _OF_LIGHTNING.get(name, name))
 
     @property
     def state(self) -> TrainerView:
@@ -84,10 +95,9 @@ class TrainerView:
         return Path(self.lightning.default_root_dir)
 
     @property
-    def model(self) -> torch.nn.Module:
+    def model(self) -> Any:
         """The trainer's ``model``, else its only module, else the LightningModule."""
-        model: torch.nn.Module = model_of(self.module)
-        return model
+        return model_of(self.module)
 
     @property
     def optimizer(self) -> Any:
@@ -114,9 +124,11 @@ class TrainerView:
     def metrics(self) -> dict[str, float]:
         """Metrics of the last step, as the step named them and as they are reported; read from the device once."""
         if self._metrics is None:
-            self._metrics = self._read_metrics()
-            loss = self._metrics.get("loss", math.nan)
-            self.best_loss = loss if loss < self.best_loss else self.best_loss
+            own = {str(name): float(value) for name, value in self._named.items() if is_number(value)}
+            self._metrics = {**step_metrics(self.lightning, self.module), **own}
+            if "train/loss" in self._metrics:
+                self._metrics.setdefault("loss", self._metrics["train/loss"])
+            self.best_loss = min(self.best_loss, self._metrics.get("loss", math.inf))
         return self._metrics
 
     @property
@@ -142,16 +154,14 @@ class TrainerView:
     @property
     def should_stop(self) -> bool:
         """Whether training ends; all ranks do, at most 10 steps after one of them has set it."""
-        return self.lightning.should_stop or self.wants_stop
+        return self.lightning.should_stop or self.stop_vote.wanted
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
-        self.wants_stop = bool(value)
-        if self.lightning.world_size == 1:
-            self.lightning.should_stop = self.wants_stop
+        self.stop_vote.want(self.lightning, bool(value))
 
     def save_checkpoint(self, path: str | os.PathLike[str] | None = None) -> Path:
-        """Write a ``.pt`` checkpoint of this style, on rank zero; see `torch_checkpoint.save_checkpoint`.
+        """Write a ``.pt`` checkpoint of this style, on rank zero; see the function `save_checkpoint`.
 
         A run resumes from the checkpoints of `Checkpoint`, not from this one, which holds no position in the data and
         no random state.
@@ -170,76 +180,52 @@ class TrainerView:
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Take over weights, and the states of optimizer, scheduler and scaler, from a ``.pt`` checkpoint.
 
-        The step of the run stays; `torch_checkpoint.load_checkpoint` says what is raised.
+        The step of the run stays; the function `load_checkpoint` says what is raised.
 
         Returns:
             What the file holds.
         """
         checkpoint = load_checkpoint(path, map_location=self.device)
         self.model.load_state_dict(checkpoint["model_state_dict"])
-        parts = {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
-        for name, part in parts.items():
-            if part is not None and checkpoint.get(f"{name}_state_dict"):
-                part.load_state_dict(checkpoint[f"{name}_state_dict"])
+        for name in ("optimizer", "scheduler", "scaler"):
+            part, state = getattr(self, name), checkpoint.get(f"{name}_state_dict")
+            if part is not None and state:
+                part.load_state_dict(state)
         self.best_loss = checkpoint.get("best_loss", self.best_loss)
         return checkpoint
 
     def step_ended(self, outputs: Any) -> None:
         """A step has ended with `outputs`; metrics that were read before are of an earlier one.
 
-        Each callback of the list says so; a step counts once.
+        Each `CallbackList` of the trainer says so; a step counts once.
         """
-        self._outputs, self._metrics = outputs, None
+        self._named = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
+        self._metrics = None
         if self.global_step == self._last_step:
             return
         self._last_step = self.global_step
         if self.ttfi_sec is None:
             self.ttfi_sec = time.monotonic() - self._began_at
-        loss = outputs if isinstance(outputs, torch.Tensor) else self._loss_of(outputs)
-        if isinstance(loss, torch.Tensor):
-            loss = loss.detach() if loss.numel() == 1 else None  # added on its device, which nobody waits for
-        if loss is not None:
-            self._total_loss = self._total_loss + loss
-
-    def _loss_of(self, outputs: Any) -> Any:
-        result = getattr(self.module, "step_result", None)
-        named = outputs if isinstance(outputs, Mapping) else getattr(result, "metrics", {})
-        return named.get("loss", named.get("train/loss"))
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _OF_LIGHTNING:
-            return getattr(self.lightning, _OF_LIGHTNING[name])
-        known = [*_OF_LIGHTNING, *(known for known in dir(type(self)) if not known.startswith("_"))]
-        raise AttributeError(f"the trainer of this style has no {name!r}.{nearest(name, known)}")
+        loss = self._named.get("loss", self._named.get("train/loss"))
+        if is_number(loss):
+            # Added on its device, which nobody waits for.
+            self._total_loss = self._total_loss + (loss.detach() if isinstance(loss, torch.Tensor) else loss)
 
     def _checkpoint(self) -> dict[str, Any]:
-        optimizer, scheduler, scaler, model = self.optimizer, self.scheduler, self.scaler, self.model
         checkpoint = {
-            "model_state_dict": model.state_dict(),
-            "optimizer_state_dict": {} if optimizer is None else optimizer.state_dict(),
+            "model_state_dict": self.model.state_dict(),
+            "optimizer_state_dict": {} if self.optimizer is None else self.optimizer.state_dict(),
             "global_step": self.global_step,
             "best_loss": self.best_loss,
             "config": vars(self.config),
         }
-        if scheduler is not None:
-            checkpoint["scheduler_state_dict"] = scheduler.state_dict()
-        if scaler is not None:
-            checkpoint["scaler_state_dict"] = scaler.state_dict()
-        config: Any = getattr(model, "config", None)
+        for name, part in (("scheduler", self.scheduler), ("scaler", self.scaler)):
+            if part is not None:
+                checkpoint[f"{name}_state_dict"] = part.state_dict()
+        config: Any = getattr(self.model, "config", None)
         if hasattr(config, "to_dict"):
             checkpoint["model_config"] = config.to_dict()
-        elif dataclasses.is_dataclass(config) and not isinstance(config, type):
-            checkpoint["model_config"] = dataclasses.asdict(config)
         return checkpoint
-
-    def _read_metrics(self) -> dict[str, float]:
-        reported = step_metrics(self.lightning, self.module)
-        named = {"loss": self._outputs} if isinstance(self._outputs, torch.Tensor) else self._outputs
-        own = {name: _number(value) for name, value in named.items()} if isinstance(named, Mapping) else {}
-        metrics = {**reported, **{str(name): value for name, value in own.items() if value is not None}}
-        if "train/loss" in metrics:
-            metrics.setdefault("loss", metrics["train/loss"])
-        return metrics
 
 
 def view_of(trainer: pl.Trainer, module: pl.LightningModule) -> TrainerView:
@@ -251,7 +237,82 @@ def view_of(trainer: pl.Trainer, module: pl.LightningModule) -> TrainerView:
     return view
 
 
-def _number(value: Any) -> float | None:
+def is_number(value: Any) -> bool:
+    """Whether a metric is one number."""
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)
+
+
+def save_checkpoint(path: str | os.PathLike[str], checkpoint: Mapping[str, Any]) -> Path:
+    """Write a checkpoint of the six-hook style; durable when this returns.
+
+    Args:
+        path: The file, which is replaced when the new one has been proven.
+        checkpoint: ``model_state_dict, optimizer_state_dict, global_step``, and what else belongs to it
+            (``best_loss, config, scheduler_state_dict, scaler_state_dict, model_config``). What is neither a tensor nor
+            a plain value becomes its text.
+
+    Returns:
+        The file.
+
+    Raises:
+        CheckpointError: An essential key is missing, or the file could not be written, or not be read again. A file
+            that was there is as it was, and no temporary one remains.
+    """
+    target = Path(path)
+    missing = [name for name in ESSENTIAL if name not in checkpoint]
+    if missing:
+        raise CheckpointError(f"a checkpoint for {target} lacks {', '.join(missing)}")
+    temporary = target.with_name(f"{temporary_name(target.stem)}.pt.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(_plain(checkpoint), temporary)
+        fsync_file(temporary)
+        load_checkpoint(temporary)
+        os.replace(temporary, target)
+        fsync_directory(target.parent)
+    except (OSError, RuntimeError) as error:  # torch says in a RuntimeError that a disk is full
+        raise CheckpointError(f"the checkpoint {target} could not be written: {text_of(error)}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target
+
+
+def load_checkpoint(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> dict[str, Any]:
+    """The content of a checkpoint of the six-hook style; nothing in it is run.
+
+    Args:
+        path: The file.
+        map_location: Where tensors go, as in ``torch.load``.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        BrokenCheckpointError: It is damaged, holds something else than tensors and plain values, or lacks an essential
+            key.
+    """
+    try:
+        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+    except FileNotFoundError:
+        raise
+    except pickle.UnpicklingError as error:
+        reason = "it holds something else than tensors and plain values, which is not loaded as it could run code"
+        raise BrokenCheckpointError(str(path), f"{reason} ({text_of(error).splitlines()[0]})") from error
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        raise BrokenCheckpointError(str(path), f"it cannot be read: {text_of(error)}") from error
+    missing = [name for name in ESSENTIAL if not isinstance(checkpoint, dict) or name not in checkpoint]
+    if missing:
+        raise BrokenCheckpointError(str(path), f"it lacks {', '.join(missing)}")
+    loaded: dict[str, Any] = checkpoint
+    return loaded
+
+
+def _plain(value: Any) -> Any:
+    """`value` as ``weights_only`` reads it: tensors and plain values stay, anything else becomes its text."""
     if isinstance(value, torch.Tensor):
-        return float(value.detach()) if value.numel() == 1 else None
-    return float(value) if isinstance(value, int | float) else None
+        return value.detach()
+    if isinstance(value, Mapping):
+        return {key if type(key) in (str, int) else str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(entry) for entry in value]
+    if getattr(value, "shape", None) == ():  # a number of numpy's
+        return value.item()
+    return value if value is None or type(value) in (bool, int, float, str, bytes) else str(value)

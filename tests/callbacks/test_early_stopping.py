@@ -120,8 +120,8 @@ def test_a_monitor_that_is_nan_is_an_error_with_its_step(fit) -> None:
 
 
 def test_arguments_that_make_no_sense_are_all_named_at_once() -> None:
-    with pytest.raises(ValueError, match=r"`monitor`.*`patience` -1.*`min_delta` -0.5.*`mode` 'best'"):
-        EarlyStopping("", -1, min_delta=-0.5, mode="best")
+    with pytest.raises(ValueError, match=r"`patience` -1.*`min_delta` -0.5.*`mode` 'best'"):
+        EarlyStopping("loss", -1, min_delta=-0.5, mode="best")
 
 
 TRAINER = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +14,11 @@ from genlight.callbacks.compat import (
     CheckpointCallback,
     DiagnosisCallback,
     EarlyStoppingCallback,
+    EvalCallback,
     HeartbeatCallback,
     LoggingCallback,
     ProgressCallback,
+    TrainingReportCallback,
 )
 from genlight.reporters.telemetry import read_events
 
@@ -25,6 +28,7 @@ class Loop:
 
     def __init__(self, folder, losses):
         self.model = torch.nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.global_step, self.epoch, self.should_stop, self.metrics = 0, 0, False, {}
         self.output_dir, self.losses, self.saved = folder, losses, []
 
@@ -37,8 +41,9 @@ class Loop:
         callbacks.on_epoch_begin(self)
         for loss in self.losses:
             callbacks.on_step_begin(self)
-            self.model.zero_grad()
+            self.optimizer.zero_grad()
             (self.model(torch.ones(1, 2)).sum() * loss).backward()
+            self.optimizer.step()
             self.metrics = {"loss": loss}
             self.global_step += 1
             callbacks.on_step_end(self)
@@ -51,7 +56,7 @@ class Loop:
 def test_each_of_them_acts(tmp_path, capsys):
     telemetry = tmp_path / "metrics.jsonl"
     loop = Loop(tmp_path, [3.0, 2.0, 1.0, 1.0, float("nan"), 1.0])
-    heard = []
+    heard, evaluated = [], []
 
     class Own(Callback):
         def on_step_end(self, trainer):
@@ -64,7 +69,9 @@ def test_each_of_them_acts(tmp_path, capsys):
                 CheckpointCallback(2, max_checkpoints=1),
                 HeartbeatCallback(3, run_id="mine", metrics_path=telemetry),
                 DiagnosisCallback(5, run_id="mine", metrics_path=telemetry),
-                ProgressCallback(),
+                ProgressCallback("Mine"),
+                EvalCallback(lambda trainer: evaluated.append((trainer.global_step, trainer.model.training)), 4),
+                TrainingReportCallback(),
                 Own(),
             ]
         )
@@ -78,7 +85,11 @@ def test_each_of_them_acts(tmp_path, capsys):
         "checkpoint_best.pt",
     ]
     assert heard == [loop] * 6
-    assert "step 2  loss 2\n" in capsys.readouterr().err
+    assert evaluated == [(4, False)]
+    assert json.loads((tmp_path / "training_report.json").read_text())["global_step"] == 6
+    errors = capsys.readouterr().err
+    assert "step 2  loss 2\n" in errors
+    assert "Mine  step 6" in errors
     events = list(read_events(telemetry))
     assert {event["run_id"] for event in events} == {"mine"}
     assert [event["step"] for event in events if event["event"] == "heartbeat"] == [3, 6]
@@ -100,5 +111,14 @@ def test_steps_are_counted_where_the_loop_does_not_and_a_loop_that_cannot_save_i
         callbacks.on_step_end(trainer)
     assert trainer.should_stop
 
-    with pytest.raises(TypeError, match=r"needs `save_checkpoint\(path\)` of SimpleNamespace"):
+    with pytest.raises(AttributeError, match="object has no attribute 'save_checkpoint'"):
         CallbackList([CheckpointCallback(1, output_dir=tmp_path)]).on_step_end(trainer)
+
+
+def test_what_a_callback_raises_reaches_the_loop(tmp_path):
+    class EndsEarly(Callback):
+        def on_step_end(self, trainer):
+            raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        Loop(tmp_path, [1.0]).train(CallbackList([EndsEarly()]))
