@@ -17,10 +17,8 @@ from ..adapter.contract.run_state import RunState
 from ..adapter.plumbing.text import nearest
 from .checkpoint.format.record import read_record
 from .checkpoint.policy import savers_of
-from .hook.cadence import NEVER
-from .hook.events import entry_of, is_own_loop, model_of, run_state_of, step_metrics
-from .hook.hook import skippable
-from .hook.stand_in import StandIn
+from .hook.events import entry_of, is_own_loop, log_to_loggers, model_of, run_state_of, step_metrics
+from .hook.hook import Hook
 from .log_metrics import rollout_means
 
 __all__ = [
@@ -38,15 +36,6 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-TRAINER_HOOK_EVENTS = (
-    "on_new_training_run",
-    "on_rollout_start",
-    "on_rollout_end",
-    "on_mb_end",
-    "on_train_phase_end",
-    "on_epoch_end",
-    "on_training_end",
-)
 _ATTRIBUTE = "_genlight_trainer_state"
 _FACTS = {each.name: each.name for each in fields(RunState)} | {"mb_idx": "minibatch_index"}
 """Fields that are facts of the run state, with their names there."""
@@ -58,13 +47,12 @@ class TrainerState:
     """The state that trainer hooks share: a view of the run state, and the live objects of the training.
 
     Facts are read from and written to the `RunState`, which checkpoints hold: all of its fields, and ``mb_idx`` (its
-    ``minibatch_index``).
+    ``minibatch_index``). ``loss_stats`` are the metrics of the step that has just ended, read from the device when a
+    hook asks for them.
 
     Live objects are ``policy`` (the trainer's ``policy`` or ``model``, else its only module, else the LightningModule),
     ``optimizer`` (the first), and ``experience``, ``timer``, ``stats_tracker`` and ``training_env_id``, as the state of
     the trainer has them. One that a hook sets is what all hooks get.
-
-    ``loss_stats`` are the metrics of the step that has just ended, read from the device by the first hook that asks.
 
     Args:
         trainer: The Lightning trainer; None for a loop of one's own, which sets the fields itself.
@@ -75,56 +63,35 @@ class TrainerState:
         AttributeError: A field that there is not; offers the nearest.
     """
 
-    _own: dict[str, Any]
-    _losses_of_step: int | None
+    trainer: pl.Trainer | None
+    """The Lightning trainer; None in a loop of one's own."""
+    run_state: RunState
+    """The facts as all callbacks have them; those without a field belong to its ``extra``."""
 
     def __init__(
         self, trainer: pl.Trainer | None = None, pl_module: pl.LightningModule | None = None, **fields: Any
     ) -> None:
-        run_state = RunState() if trainer is None else None
-        vars(self).update(_trainer=trainer, _module=pl_module, _own={}, _losses_of_step=None, _run_state=run_state)
+        run_state = RunState() if trainer is None else run_state_of(trainer)
+        vars(self).update(trainer=trainer, module=pl_module, run_state=run_state, _live={})
         for name, value in fields.items():
             setattr(self, name, value)
 
-    @property
-    def run_state(self) -> RunState:
-        """The facts as all callbacks have them; those without a field belong to its ``extra``."""
-        return run_state_of(self._trainer) if self._run_state is None else self._run_state
-
-    @property
-    def trainer(self) -> pl.Trainer | None:
-        """The Lightning trainer; None in a loop of one's own."""
-        trainer: pl.Trainer | None = self._trainer
-        return trainer
-
     def __getattr__(self, name: str) -> Any:
-        if name == "loss_stats":
-            self._read_losses()
+        if name == "loss_stats" and self.trainer is not None:
+            return step_metrics(self.trainer, self.module) or self.run_state.loss_stats
         if name in _FACTS:
             return getattr(self.run_state, _FACTS[name])
         if name in _LIVE:
-            return self._own[name] if name in self._own else _live(name, self._trainer, self._module)
+            return self._live[name] if name in self._live else _live(name, self.trainer, self.module)
         raise _unknown(name)
 
-    def _read_losses(self) -> None:
-        trainer = self._trainer
-        if trainer is None or self._losses_of_step == trainer.global_step:
-            return
-        vars(self)["_losses_of_step"] = trainer.global_step
-        self.run_state.loss_stats = step_metrics(trainer, self._module) or self.run_state.loss_stats
-
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "loss_stats" and self._trainer is not None:
-            vars(self)["_losses_of_step"] = self._trainer.global_step
         if name in _FACTS:
             setattr(self.run_state, _FACTS[name], value)
         elif name in _LIVE:
-            self._own[name] = value
+            self._live[name] = value
         else:
             raise _unknown(name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_FACTS, *_LIVE})
 
 
 class TrainerHook:
@@ -184,7 +151,19 @@ class TrainerHook:
         """Training ended as planned."""
 
 
-class TrainerHookAdapter(StandIn):
+TRAINER_HOOK_EVENTS = tuple(name for name in vars(TrainerHook) if name.startswith("on_"))
+
+
+def _telling(event: str) -> Any:
+    """A hook of the callback that tells `event` to the trainer hook."""
+
+    def tell(self: TrainerHookAdapter, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.tell(event, trainer, pl_module)
+
+    return tell
+
+
+class TrainerHookAdapter(Hook):
     """Runs a trainer hook as a callback: ``Trainer(callbacks=[TrainerHookAdapter(hook) for hook in hooks])``.
 
     The hook's `critical`, `run_on_all_ranks`, `reads` and `writes` become the policy of the callback. Under Lightning's
@@ -201,33 +180,36 @@ class TrainerHookAdapter(StandIn):
         given: Any = hook
         if isinstance(given, type):
             raise TypeError(f"Invalid `hook`. Expected an instance, but received the class {given.__name__}.")
-        self._events = [name for name in TRAINER_HOOK_EVENTS if _has_event(hook, name)]
-        if not self._events:
+        if not any(_has_event(hook, event) for event in TRAINER_HOOK_EVENTS):
             events = ", ".join(TRAINER_HOOK_EVENTS)
             raise TypeError(f"Invalid `hook`. {type(hook).__name__} has none of the events {events}.")
+        self.callback = hook
         self.critical = bool(getattr(hook, "critical", False))
         self.ranks: Literal["zero", "all"] = "all" if getattr(hook, "run_on_all_ranks", False) else "zero"
         reads = _fields_of(hook, "reads")
         # What is always there needs no hook that writes it.
         self.reads = [field for field in reads if field not in _LIVE]
-        live = [field for field in reads if field in _LIVE]
-        self.optional_reads = [*_fields_of(hook, "optional_reads"), *live]
+        self.optional_reads = [*_fields_of(hook, "optional_reads"), *reads]
         self.writes = _fields_of(hook, "writes")
-
-        super().__init__(hook)
 
     @property
     @override
     def label(self) -> str:
         return str(getattr(self.callback, "instance_name", type(self.callback).__name__))
 
-    @override
-    def forwarded_hooks(self) -> Mapping[str, str]:
-        return {event: event for event in self._events}
+    def tell(self, event: str, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Call the method `event` of the trainer hook, where it has one."""
+        method = getattr(self.callback, event, None)
+        if method is not None:
+            method(trainer_state_of(trainer, pl_module))
 
-    @override
-    def call(self, method: str, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        getattr(self.callback, method)(trainer_state_of(trainer, args[0]))
+    on_new_training_run = _telling("on_new_training_run")
+    on_rollout_start = _telling("on_rollout_start")
+    on_rollout_end = _telling("on_rollout_end")
+    on_mb_end = _telling("on_mb_end")
+    on_train_phase_end = _telling("on_train_phase_end")
+    on_epoch_end = _telling("on_epoch_end")
+    on_training_end = _telling("on_training_end")
 
     # Lightning's own loop
 
@@ -236,14 +218,11 @@ class TrainerHookAdapter(StandIn):
         if not is_own_loop(trainer):
             self.on_new_training_run(trainer, pl_module)
 
-    @skippable
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if is_own_loop(trainer):
-            self.next_due_step = NEVER
-        else:
+        if not is_own_loop(trainer):
             run_state_of(trainer).minibatch_index = batch_idx
             self.on_mb_end(trainer, pl_module)
 
@@ -263,29 +242,21 @@ class TrainerHookAdapter(StandIn):
 def trainer_state_of(trainer: pl.Trainer, pl_module: pl.LightningModule) -> TrainerState:
     """The state that all trainer hooks of `trainer` share; made at the first call."""
     state: TrainerState | None = getattr(trainer, _ATTRIBUTE, None)
-    if state is None or state._module is not pl_module:
+    if state is None or state.module is not pl_module or state.run_state is not run_state_of(trainer):
         state = TrainerState(trainer, pl_module)
         setattr(trainer, _ATTRIBUTE, state)
     return state
 
 
 def _has_event(hook: Any, name: str) -> bool:
-    method = getattr(type(hook), name, None)
-    return callable(getattr(hook, name, None)) and method is not getattr(TrainerHook, name)
+    inherits = getattr(type(hook), name, None) is getattr(TrainerHook, name)
+    return callable(getattr(hook, name, None)) and not inherits
 
 
-def _fields_of(hook: Any, name: str) -> tuple[str, ...]:
-    """Fields that a hook reads or writes, as the run state names them; live objects are always there.
-
-    Raises:
-        TypeError: It is one string instead of several.
-    """
+def _fields_of(hook: Any, name: str) -> list[str]:
+    """Fields that a hook reads or writes, as the run state names them."""
     fields = getattr(hook, name, ())
-    if isinstance(fields, str):
-        raise TypeError(
-            f"Invalid `{name}` of {type(hook).__name__}. Expected a tuple of fields, but received {fields!r}."
-        )
-    return tuple(_FACTS.get(field, field) for field in fields)
+    return [_FACTS.get(field, field) for field in ([fields] if isinstance(fields, str) else fields)]
 
 
 def _live(name: str, trainer: pl.Trainer | None, pl_module: pl.LightningModule | None) -> Any:
@@ -298,10 +269,8 @@ def _live(name: str, trainer: pl.Trainer | None, pl_module: pl.LightningModule |
 
 
 def _unknown(name: str) -> AttributeError:
-    known = (*_FACTS, *_LIVE)
-    return AttributeError(
-        f"TrainerState has no field {name!r}.{nearest(name, known)} Facts of your own belong to `run_state.extra`"
-    )
+    hint = nearest(name, (*_FACTS, *_LIVE))
+    return AttributeError(f"TrainerState has no field {name!r}.{hint} Facts of your own belong to `run_state.extra`")
 
 
 def should_run(epoch: int, interval: int) -> bool:
@@ -325,7 +294,27 @@ def log_model_parameters(policy: torch.nn.Module, wandb_run: Any = None) -> dict
     return counts
 
 
-class CheckpointHook(TrainerHook):
+class _AtEpochs(TrainerHook):
+    """Acts at the end of every so many epochs."""
+
+    def __init__(
+        self, trainer_cfg: Any = None, device: torch.device | None = None, *, interval: int = 1, wandb_run: Any = None
+    ) -> None:
+        super().__init__(trainer_cfg, device)
+        self.interval = interval
+        self.wandb_run = wandb_run
+
+    @override
+    def on_epoch_end(self, trainer_state: TrainerState) -> None:
+        if should_run(trainer_state.epoch, self.interval):
+            self.act(trainer_state)
+
+    def act(self, trainer_state: TrainerState) -> None:
+        """An epoch has ended at which this is due."""
+        raise NotImplementedError
+
+
+class CheckpointHook(_AtEpochs):
     """Has the run's `Checkpoint` save at the end of epochs, and waits until the files are durable.
 
     So ``latest_checkpoint_uri`` names the checkpoint of this epoch for all hooks that come later. With `wandb_run` the
@@ -337,6 +326,9 @@ class CheckpointHook(TrainerHook):
         interval: Cadence in epochs; 0 turns it off.
         wandb_run: What ``wandb.init`` returned, on rank zero.
         wandb_interval: Cadence of artifacts in epochs, of those that are saved; 0 turns them off.
+
+    Raises:
+        CheckpointError: At the end of an epoch: the trainer has no `Checkpoint`, or a file cannot be written.
     """
 
     critical = True
@@ -352,27 +344,18 @@ class CheckpointHook(TrainerHook):
         wandb_run: Any = None,
         wandb_interval: int = 1,
     ) -> None:
-        super().__init__(trainer_cfg, device)
-        self.interval = interval
-        self.wandb_run = wandb_run
+        super().__init__(trainer_cfg, device, interval=interval, wandb_run=wandb_run)
         self.wandb_interval = wandb_interval
 
     @override
-    def on_epoch_end(self, trainer_state: TrainerState) -> None:
-        """Save.
-
-        Raises:
-            CheckpointError: The trainer has no `Checkpoint`, or a file cannot be written.
-        """
-        if not should_run(trainer_state.epoch, self.interval):
-            return
+    def act(self, trainer_state: TrainerState) -> None:
         trainer = trainer_state.trainer
-        checkpoint = next(iter([] if trainer is None else savers_of(trainer)), None)
-        if trainer is None or checkpoint is None:
+        savers = [] if trainer is None else savers_of(trainer)
+        if trainer is None or not savers:
             raise CheckpointError("CheckpointHook has nothing to save with: give the trainer a Checkpoint callback")
-        record = checkpoint.save(trainer, trainer.lightning_module)
+        record = savers[0].save(trainer, trainer.lightning_module)
         # Not reported yet: an event log takes no metric of this step after its checkpoint.
-        checkpoint.wait_until_durable()
+        savers[0].wait_until_durable()
         trainer_state.latest_checkpoint_uri = str(record)
         uploads = self.wandb_run is not None and trainer.is_global_zero
         if uploads and should_run(trainer_state.epoch, self.wandb_interval):
@@ -391,7 +374,7 @@ class CheckpointHook(TrainerHook):
         return f"wandb://{run.entity}/{run.project}/{artifact.name}:epoch-{trainer_state.epoch}"
 
 
-class EvaluationHook(TrainerHook):
+class EvaluationHook(_AtEpochs):
     """Calls a function of yours with the newest checkpoint's address at the end of epochs, and shares its scores.
 
     Args:
@@ -413,19 +396,18 @@ class EvaluationHook(TrainerHook):
         *,
         interval: int = 1,
     ) -> None:
-        super().__init__(trainer_cfg, device)
+        super().__init__(trainer_cfg, device, interval=interval)
         self.evaluate = evaluate
-        self.interval = interval
 
     @override
-    def on_epoch_end(self, trainer_state: TrainerState) -> None:
+    def act(self, trainer_state: TrainerState) -> None:
         uri = trainer_state.latest_wandb_uri or trainer_state.latest_checkpoint_uri
-        if uri is not None and should_run(trainer_state.epoch, self.interval):
+        if uri is not None:
             scores = self.evaluate(uri, trainer_state)
             trainer_state.eval_scores = {name: float(value) for name, value in scores.items()}
 
 
-class MetricsHook(TrainerHook):
+class MetricsHook(_AtEpochs):
     """Sends losses, means of the rollout's statistics and scores to all loggers at the end of epochs, and logs a line.
 
     Args:
@@ -437,30 +419,20 @@ class MetricsHook(TrainerHook):
 
     optional_reads = ("eval_scores", "loss_stats", "rollout_stats")
 
-    def __init__(
-        self, trainer_cfg: Any = None, device: torch.device | None = None, *, interval: int = 1, wandb_run: Any = None
-    ) -> None:
-        super().__init__(trainer_cfg, device)
-        self.interval = interval
-        self.wandb_run = wandb_run
-
     @override
     def on_new_training_run(self, trainer_state: TrainerState) -> None:
         if isinstance(trainer_state.policy, torch.nn.Module):
             log_model_parameters(trainer_state.policy, self.wandb_run)
 
     @override
-    def on_epoch_end(self, trainer_state: TrainerState) -> None:
-        if not should_run(trainer_state.epoch, self.interval):
-            return
+    def act(self, trainer_state: TrainerState) -> None:
         own = {f"eval/{name}": value for name, value in (trainer_state.eval_scores or {}).items()}
         own |= {"epoch": float(trainer_state.epoch), "agent_step": float(trainer_state.agent_step)}
         metrics = {**(trainer_state.loss_stats or {}), **rollout_means(trainer_state.rollout_stats or {}), **own}
         trainer = trainer_state.trainer
         if trainer is not None:
             sent = own if is_own_loop(trainer) else metrics  # in genlight's loop `LogMetrics` has sent the others
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics=sent, step=trainer.global_step)
+            log_to_loggers(trainer, sent, trainer.global_step)
         if self.wandb_run is not None:
             self.wandb_run.log(metrics)
         log.info("epoch %d  %s", trainer_state.epoch, "  ".join(f"{name} {each:.4g}" for name, each in metrics.items()))

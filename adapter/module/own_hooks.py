@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from ...callbacks.hook.events import callbacks_of
 from ...callbacks.hook.hook import order_callbacks
-from ...callbacks.trainer_hooks import TrainerHookAdapter, trainer_state_of
+from ...callbacks.trainer_hooks import TrainerHookAdapter
 from ..contract.exceptions import ContractError
 from ..contract.types import StepContext
 from .plugin_loading import optional_hook
@@ -34,16 +34,14 @@ class OwnHookAdapter(TrainerHookAdapter):
         super().__init__(hook)
         self.critical, self.ranks = True, "all"
 
-    @override
-    def forwarded_hooks(self) -> Mapping[str, str]:
-        return {event: event for event in self._events if event != "on_mb_end"}
+    def on_mb_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The hook has heard of it before the checkpoint of the step."""
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if "on_mb_end" in self._events:
-            self.callback.on_mb_end(trainer_state_of(trainer, pl_module))
+        self.tell("on_mb_end", trainer, pl_module)
 
 
 def own_hooks(plugin: Any, state: Any, ctx: StepContext) -> list[Any]:
