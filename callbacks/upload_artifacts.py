@@ -10,19 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import msgspec
 from typing_extensions import override
 
-from ..adapter.contract.exceptions import BrokenCheckpointError, ThreadLimitError, UploadError
+from ..adapter.contract.exceptions import BrokenCheckpointError
 from ..adapter.plumbing.failures import describe_failure
 from ..adapter.plumbing.redaction import secrets_of_module
-from ..adapter.plumbing.settings import keys_of
 from ..reporters.uploads import QUEUE_DIRECTORY, TerminalPayload, UploadConfig, Uploader
 from ..reporters.uploads.targets import target_fault
 from .checkpoint.format.record import CheckpointRecord, read_record
 from .checkpoint.policy import savers_of, wait_after_failure
 from .checkpoint.selection import enqueue, find_checkpoint, never_queued
-from .hook.cadence import Boundaries
+from .hook.cadence import Boundaries, StepCadence
 from .hook.events import callbacks_of
 from .hook.hook import Hook
 
@@ -35,83 +33,55 @@ class UploadArtifacts(Hook):
     """Queues every checkpoint, sample and metric of a run for upload without waiting for the network.
 
     Works with any LightningModule. Checkpoints are those of `Checkpoint`, with all their files, which stay until they
-    are delivered whatever it keeps; files of Lightning's ``ModelCheckpoint`` are not sent. Metrics are those that
-    genlight's loop reports; for other modules, ``trainer.callback_metrics`` every `metric_every` steps.
+    are delivered whatever it keeps; files of Lightning's ``ModelCheckpoint`` are not sent. Metrics of a trainer class
+    are those that loggers get; of other modules, ``trainer.callback_metrics`` every `metric_every` steps.
+
+    Endpoints, the file store, the token and the deadline come from the environment (``TRAINER_UPLOAD_METRICS_URL`` and
+    so on, ``TENSORHUB_URL``, ``TRAINER_CAPABILITY_TOKEN``, ``TRAINER_UPLOAD_DEADLINE_SECONDS``), so that no
+    configuration file holds a secret. The queue lies in ``uploads`` of the trainer's ``default_root_dir``.
 
     Args:
         uploader: An uploader that the caller starts, waits for and closes. None creates one for each fit, whose end
             waits for required uploads. If something cannot be delivered, the fit fails, and the next one delivers it.
         run_id: Name of the run at the receiver; required without `uploader`.
-        directory: Folder of the run, which holds the queue; None means the trainer's ``default_root_dir``.
         owner: Owner of the files in the file store.
-        metrics_url: Endpoint for metrics. This and the URLs below default to the environment
-            (``TRAINER_UPLOAD_METRICS_URL`` and so on, ``TENSORHUB_URL``). The token always comes from there
-            (``TRAINER_CAPABILITY_TOKEN``), so that no configuration file holds one.
-        checkpoint_url: Endpoint for checkpoints.
-        sample_url: Endpoint for samples.
-        terminal_url: Endpoint for the end of the run.
-        file_store_url: Base of the file store for bytes.
         targets: Further destinations for checkpoints and samples, such as ``hf://owner/name`` or ``s3://bucket/prefix``.
         metric_every: Cadence of metrics in steps, for modules other than `ContractModule`; 0 turns it off.
-        deadline_s: Seconds to wait for uploads at the end of a fit.
         critical: Whether the run ends when the receiver refuses an upload permanently.
 
     Raises:
         ValueError: Neither `uploader` nor `run_id` is given, a number is out of range, or a URL is none.
     """
 
-    reads = ("loss_stats",)  # or a step could be queued before it is known that genlight's loop reports it
+    metric_every = StepCadence()
+    _of_this_process = frozenset({"_given", "_uploader"})
+    _given: Uploader | None = None
+    _uploader: Uploader | None = None
 
     def __init__(
         self,
         uploader: Uploader | None = None,
         *,
         run_id: str = "",
-        directory: str | os.PathLike[str] | None = None,
         owner: str = "",
-        metrics_url: str | None = None,
-        checkpoint_url: str | None = None,
-        sample_url: str | None = None,
-        terminal_url: str | None = None,
-        file_store_url: str | None = None,
         targets: Sequence[str] = (),
         metric_every: int = 10,
-        deadline_s: float = 60.0,
         critical: bool = True,
     ) -> None:
-        for name, value in (("metric_every", metric_every), ("deadline_s", deadline_s)):
-            if not value >= 0:  # nan is not
-                raise ValueError(f"Invalid `{name}`. Expected a number >= 0, but received {value}.")
         self.critical = critical
         self.metric_every = metric_every
-        self._given = uploader
-        self._config = None if uploader is None else uploader.config
-        """Of an uploader that a caller made."""
-        self._uploader = uploader
-        self._directory = directory
-        self._settings = {
-            "run_id": run_id,
-            "owner": owner,
-            "metrics_url": metrics_url,
-            "checkpoint_url": checkpoint_url,
-            "sample_url": sample_url,
-            "terminal_url": terminal_url,
-            "file_store_url": file_store_url,
-            "targets": targets if isinstance(targets, str) else tuple(targets),
-            "deadline_s": deadline_s,
-        }
+        self._given = self._uploader = uploader
+        targets = targets if isinstance(targets, str) else tuple(targets)
+        self._settings: dict[str, Any] = {"run_id": run_id, "owner": owner, "targets": targets}
         if uploader is None:
-            require_usable(self._settings)
-        self._hears_metrics = False
-        """Whether events bring the metrics of this fit."""
+            self._configured(queue_dir=QUEUE_DIRECTORY)  # refuses what cannot be used before a fit begins
+            if faults := [fault for target in targets if (fault := target_fault(target)) is not None]:
+                raise ValueError(" ".join(faults))
         self._newest: CheckpointRecord | None = None
         self._metrics_due = Boundaries(self, every=metric_every)
 
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy makes an uploader of its own, with the token of its environment.
-        config = None if self._config is None else msgspec.structs.replace(self._config, token=None)
-        return {**super().__getstate__(), "_given": None, "_uploader": None, "_config": config}
+    def _configured(self, **folders: Any) -> UploadConfig:
+        return UploadConfig.from_environment(os.environ, **folders, **self._settings)
 
     @property
     def waiting(self) -> int:
@@ -119,37 +89,19 @@ class UploadArtifacts(Hook):
         queue = None if self._uploader is None else self._uploader.queue
         return 0 if queue is None else len(queue.entries("checkpoint")) + len(queue.entries("sample"))
 
-    # what a run reports
-
-    def queue_samples(self, paths: Sequence[str | os.PathLike[str]], *, step: int) -> None:
-        """Queue samples that are durable: each JSON or text with the files that follow it.
-
-        Raises:
-            UploadError: A file is missing, or the queue cannot be written; the other samples are queued all the same.
-        """
-        if self._uploader is None:
-            return
-        errors: list[UploadError] = []
-        for sample, files in _samples_with_files([Path(path) for path in paths]):
-            try:
-                self._uploader.enqueue_sample(sample, files, step)
-            except UploadError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-
-    # Lightning's events
-
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit" or self._given is not None:
             return
-        directory = Path(self._directory if self._directory is not None else trainer.default_root_dir)
-        self._uploader = open_uploader(trainer, directory, self._config or self._settings)
+        folders = [path for callback in callbacks_of(trainer) if (path := getattr(callback, "dirpath", None))]
+        root = trainer.default_root_dir
+        config = self._configured(queue_dir=Path(root) / QUEUE_DIRECTORY, roots=[root, *folders])
+        if lacking := config.lacks_for_files():
+            log.warning("%s", lacking)
+        self._uploader = Uploader(config).__enter__()
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._hears_metrics = False
         self._metrics_due = Boundaries(self, trainer.global_step, every=self.metric_every)
         self._newest = None
         savers = savers_of(trainer)
@@ -161,12 +113,12 @@ class UploadArtifacts(Hook):
                 ", ".join(type(callback).__name__ for callback in trainer.checkpoint_callbacks),
             )
         if not trainer.strategy.restore_checkpoint_after_setup:
-            self._take_over(trainer)
+            self._queue_resumed(trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.strategy.restore_checkpoint_after_setup:  # FSDP knows only by now what it resumes from
-            self._take_over(trainer)
+            self._queue_resumed(trainer)
 
     @override
     def on_checkpoint_durable(
@@ -178,7 +130,6 @@ class UploadArtifacts(Hook):
     def on_metrics(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: Mapping[str, float], step: int
     ) -> None:
-        self._hears_metrics = True
         self._queue_metrics(metrics, step)
 
     @override
@@ -191,63 +142,52 @@ class UploadArtifacts(Hook):
     def on_samples_written(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, paths: Sequence[Path], step: int
     ) -> None:
-        self.queue_samples(paths, step=step)
-
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if self._uploader is not None and self._uploader.failure is not None:
-            raise self._uploader.failure
+        for sample, files in _samples_with_files(paths):
+            if self._uploader is not None:
+                self._uploader.enqueue_sample(sample, files, step)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self._uploader is not None and self._uploader.failure is not None:
+            raise self._uploader.failure
         step = trainer.global_step
-        if self._metrics_due.crosses(step) and not self._hears_metrics:
+        if self._metrics_due.crosses(step) and not hasattr(pl_module, "step_result"):
             self._queue_metrics(trainer.callback_metrics, step)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._given is None:
-            self._finish(trainer, None)
+        self._finish(trainer, None)
 
     @override
     def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if self._uploader is not None and self._given is None:
-            await_checkpoints(trainer)
-            self._finish(trainer, exception)
+        if self._given is None:
+            for saver in savers_of(trainer):  # after an exception they have their turn after this callback
+                wait_after_failure(functools.partial(saver.wait, trainer))
+        self._finish(trainer, exception)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self._uploader is not None and self._given is None:
-            self._close()
+        self._close()
 
-    def _take_over(self, trainer: pl.Trainer) -> None:
-        """Begin where the run that is resumed ended."""
-        if trainer.ckpt_path is not None:
-            self._queue_resumed(Path(trainer.ckpt_path), [saver.directory for saver in savers_of(trainer)])
-
-    def _queue_resumed(self, path: Path, own_directories: Sequence[Path]) -> None:
+    def _queue_resumed(self, trainer: pl.Trainer) -> None:
         """Queue what the run resumes from, and what came before: its last process may have been killed before it did.
 
         What was delivered before is not sent again, and another run's checkpoint is not ours to send. One without a
         `run_id`, of a module that genlight does not host, is ours where this fit goes on saving.
         """
-        if self._uploader is None:
+        if self._uploader is None or trainer.ckpt_path is None:
             return
         try:
-            found = find_checkpoint(path)
-        except FileNotFoundError:
+            found = find_checkpoint(trainer.ckpt_path)
+            record = read_record(found)
+        except (FileNotFoundError, BrokenCheckpointError):  # or one of another format
             return
-        record = record_at(found)
-        if record is None:
-            return
-        if record.run_id == self._uploader.config.run_id or (not record.run_id and found.parent in own_directories):
-            for older in never_queued(self._uploader, record):
-                self._queue_record(older)
-            self._queue_record(record)
+        goes_on = found.parent in [saver.directory for saver in savers_of(trainer)]
+        if record.run_id == self._uploader.config.run_id or (not record.run_id and goes_on):
+            for each in (*never_queued(self._uploader, record), record):
+                self._queue_record(each)
 
     def _queue_record(self, record: CheckpointRecord) -> None:
         if self._uploader is None:
@@ -261,19 +201,34 @@ class UploadArtifacts(Hook):
     def _waiting_files(self) -> set[Path]:
         return set() if self._uploader is None else self._uploader.waiting_files()
 
-    def _queue_metrics(self, metrics: Any, step: int) -> None:
+    def _queue_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
         if self._uploader is not None:
             self._uploader.enqueue_metrics({name: float(value) for name, value in metrics.items()}, step)
 
     def _finish(self, trainer: pl.Trainer, error: BaseException | None) -> None:
-        assert self._uploader is not None
+        """Wait for required uploads, then send the terminal message; an uploader of the caller's is left to them.
+
+        Raises:
+            UploadError: A required upload, or the terminal message, was not acknowledged, and the fit has no other
+                `error` to end with.
+        """
+        uploader = self._uploader
+        if uploader is None or self._given is not None:
+            return
         try:
-            settle_fit(self._uploader, trainer, error, self._newest)
+            refusal = uploader.settle(progress=log.info).error()
+            payload = _terminal(trainer, error if error is not None else refusal, uploader.starts, self._newest)
+            unacknowledged = uploader.deliver_terminal(payload).error()  # sent whether or not an upload was refused
         finally:
             self._close()
+        failure = refusal or unacknowledged
+        if failure is not None and error is None:
+            raise failure
+        if failure is not None:
+            log.error("uploads of the failed run: %s", failure)
 
     def _close(self) -> None:
-        if self._uploader is not None:
+        if self._uploader is not None and self._given is None:
             self._uploader.close()
             self._uploader = None
 
@@ -289,71 +244,6 @@ def _samples_with_files(paths: Sequence[Path]) -> list[tuple[Path, list[Path]]]:
     return samples
 
 
-def require_usable(settings: Mapping[str, Any]) -> None:
-    """Refuse arguments of ``UploadConfig`` before a fit begins.
-
-    Raises:
-        ValueError: Some cannot be used; all of them are named.
-    """
-    UploadConfig(queue_dir=QUEUE_DIRECTORY, **settings)
-    if faults := [fault for target in settings["targets"] if (fault := target_fault(target)) is not None]:
-        raise ValueError(" ".join(faults))
-
-
-def open_uploader(trainer: pl.Trainer, directory: Path, settings: UploadConfig | Mapping[str, Any]) -> Uploader:
-    """An uploader that runs, with the token of the environment.
-
-    Args:
-        trainer: The trainer whose files are uploaded.
-        directory: Folder of the run, in which the queue lies unless `settings` are whole.
-        settings: The configuration, or arguments of ``UploadConfig.from_environment``.
-
-    Raises:
-        StartupContractError: ``startup.invalid_artifact_paths``: the queue cannot be written.
-    """
-    if isinstance(settings, UploadConfig):
-        given = os.environ.get(keys_of(UploadConfig)["token"].variable, "").strip()
-        config = msgspec.structs.replace(settings, token=given or None)
-    else:
-        folders = [path for callback in callbacks_of(trainer) if (path := getattr(callback, "dirpath", None))]
-        arguments = {"roots": [trainer.default_root_dir, *folders], **settings}
-        config = UploadConfig.from_environment(os.environ, queue_dir=directory / QUEUE_DIRECTORY, **arguments)
-    uploader = Uploader(config)
-    if lacking := config.lacks_for_files():
-        log.warning("%s", lacking)
-    try:
-        uploader.start()
-    except ThreadLimitError:
-        uploader.close()
-        raise
-    return uploader
-
-
-def settle_fit(
-    uploader: Uploader, trainer: pl.Trainer, error: BaseException | None, newest: CheckpointRecord | None
-) -> None:
-    """Wait for required uploads, then send the terminal message, which says how the fit ended.
-
-    Args:
-        uploader: Stays open.
-        trainer: The trainer whose fit has ended.
-        error: What ended it; None where it ended as planned.
-        newest: The newest checkpoint.
-
-    Raises:
-        UploadError: A required upload, or the terminal message, was not acknowledged, and the fit has no other
-            `error` to end with.
-    """
-    refusal = uploader.settle(progress=log.info).error()
-    payload = _terminal(trainer, error if error is not None else refusal, uploader.starts, newest)
-    unacknowledged = uploader.deliver_terminal(payload).error()  # sent whether or not an upload was refused
-    failure = refusal or unacknowledged
-    if failure is not None and error is None:
-        raise failure
-    if failure is not None:
-        log.error("uploads of the failed run: %s", failure)
-
-
 def _terminal(
     trainer: pl.Trainer, error: BaseException | None, attempt: int, newest: CheckpointRecord | None
 ) -> TerminalPayload:
@@ -365,22 +255,3 @@ def _terminal(
     secrets = secrets_of_module(trainer.lightning_module)
     text = describe_failure(error, has_checkpoint=checkpoint is not None, secrets=secrets).text
     return TerminalPayload("failed", step, checkpoint, error=text, attempt=attempt)
-
-
-def await_checkpoints(trainer: pl.Trainer) -> None:
-    """Have checkpoints in flight become durable: after an exception these callbacks get their turn after this one."""
-    for saver in savers_of(trainer):
-        wait_after_failure(functools.partial(saver.wait, trainer))
-
-
-def record_at(path: Path) -> CheckpointRecord | None:
-    """The commit record at `path`; None for a checkpoint of another format."""
-    if path.is_dir():
-        return None
-    with path.open("rb") as file:
-        if file.read(1) != b"{":
-            return None
-    try:
-        return read_record(path)
-    except BrokenCheckpointError:
-        return None

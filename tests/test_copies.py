@@ -88,7 +88,7 @@ def all_of_ours(folder: Path) -> list[pl.Callback]:
         LogMetrics(2),
         ReplicaGuard(2),
         StopRequests(folder / "cancel"),
-        UploadArtifacts(run_id="copies", directory=folder),
+        UploadArtifacts(run_id="copies"),
         WatchHangs(folder / "hangs"),
         WatchNonfinite(every_n_steps=2),
         WriteSamples(folder / "samples", every_n_steps=2),
@@ -205,30 +205,18 @@ def test_an_open_log_gives_a_closed_copy_as_a_fork_does(tmp_path: Path, copied: 
 
 
 @copies
-def test_a_copy_of_uploads_has_no_token_and_an_uploader_of_its_own(
-    tmp_path: Path, copied: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+def test_a_copy_of_uploads_has_no_token_and_not_the_uploader_of_the_caller(
+    tmp_path: Path, copied: Callable[[Any], Any]
 ) -> None:
-    """A pickle may end in a file: the token comes from the environment of whoever uses the copy."""
+    """A pickle may end in a file. An uploader of the caller's belongs to one process: a fit with a copy is refused."""
     config = UploadConfig(run_id="copies", queue_dir=tmp_path / "uploads", token="secret-token")
-    uploader = Uploader(config)
-    original = UploadArtifacts(uploader)
-    assert b"secret-token" not in pickle.dumps(original)
-    callback = copied(original)
-    uploader.close()
-    monkeypatch.setenv("TRAINER_CAPABILITY_TOKEN", "another-token")
-    trainer = pl.Trainer(
-        max_steps=1,
-        accelerator="cpu",
-        logger=False,
-        callbacks=[callback],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
-    trainer.fit(BoringModel())
-    assert (tmp_path / "uploads").is_dir()
-    assert original._uploader is uploader
+    with Uploader(config) as uploader:
+        original = UploadArtifacts(uploader)
+        assert b"secret-token" not in pickle.dumps(original)
+        trainer = pl.Trainer(accelerator="cpu", max_steps=1, callbacks=[copied(original)], default_root_dir=tmp_path)
+        with pytest.raises(ValueError, match="Invalid `run_id`"):
+            trainer.fit(BoringModel())
+        assert original._uploader is uploader
 
 
 @copies

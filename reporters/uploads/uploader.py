@@ -225,7 +225,7 @@ def _unwritable(config: UploadConfig, error: OSError) -> StartupContractError:
     return StartupContractError(
         "startup.invalid_artifact_paths",
         f"The upload queue {str(config.queue_dir)!r} cannot be written: {error.strerror or error}. Choose another "
-        "folder: `directory` of UploadArtifacts, or `TRAINER_ARTIFACTS_DIR` for a job.",
+        "folder: `default_root_dir` of the trainer, or `TRAINER_ARTIFACTS_DIR` for a job.",
     )
 
 

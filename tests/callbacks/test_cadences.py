@@ -25,7 +25,6 @@ TIMES = {
     "JobProgress": ("line_every_s", {}),
     "StopRequests": ("max_runtime_s", {}),
     "SystemMonitor": ("every_s", {}),
-    "UploadArtifacts": ("deadline_s", {"run_id": "r"}),
 }
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, TensorDataset
 
-from genlight.adapter.contract.exceptions import InputError, TrainingCanceled, UploadError
+from genlight.adapter.contract.exceptions import InputError, StartupContractError, TrainingCanceled, UploadError
 from genlight.callbacks.checkpoint import (
     Checkpoint,
     CheckpointRecord,
@@ -68,7 +68,10 @@ def fit(tmp_path, chaos, monkeypatch):
         strategy="auto",
         **settings,
     ):
-        settings = {"run_id": "run-1", "owner": "me", "metric_every": 2, "deadline_s": 120.0} | settings
+        settings = {"run_id": "run-1", "owner": "me", "metric_every": 2} | settings
+        monkeypatch.setenv("TRAINER_UPLOAD_DEADLINE_SECONDS", str(settings.pop("deadline_s", 120.0)))
+        if "checkpoint_url" in settings:
+            monkeypatch.setenv("TRAINER_UPLOAD_CHECKPOINT_URL", settings.pop("checkpoint_url"))
         upload = UploadArtifacts(**settings)
         folder = tmp_path / "run" / "checkpoints"
         saver = Checkpoint(folder, every_n_steps=every, keep_last=1, save_final=False, asynchronous=False)
@@ -199,7 +202,7 @@ def test_a_checkpoint_that_is_refused_ends_the_run_early_and_is_told_in_the_term
         fit(callbacks=[Patient()], checkpoint_url=f"{chaos.url}/checkpoint?")
     (terminal,) = chaos.messages("/terminal")
     assert terminal["status"] == "failed"
-    assert 2 <= terminal["step"] <= 4  # of 6
+    assert 2 <= terminal["step"] <= 5  # of 6
     assert terminal["error"].startswith("upload:checkpoint of step 2")
     assert "HTTP 422" in terminal["error"]
 
@@ -240,10 +243,13 @@ def test_settings_out_of_range_are_refused():
         UploadArtifacts(run_id="r", metric_every=-1)
 
 
-def test_destinations_that_cannot_be_used_are_refused_together_before_a_fit():
+def test_destinations_that_cannot_be_used_are_refused_together_before_a_fit(monkeypatch):
     """Each was tried again and again until the end of the fit, which then failed."""
-    with pytest.raises(ValueError, match=r"`metrics_url`.*http://.*length.*`checkpoint_url`.*http://"):
-        UploadArtifacts(run_id="r", metrics_url="nope?signature=s3cret", checkpoint_url="https://")
+    with monkeypatch.context() as environment:
+        environment.setenv("TRAINER_UPLOAD_METRICS_URL", "nope?signature=s3cret")
+        environment.setenv("TRAINER_UPLOAD_CHECKPOINT_URL", "https://")
+        with pytest.raises(ValueError, match=r"`metrics_url`.*http://.*length.*`checkpoint_url`.*http://"):
+            UploadArtifacts(run_id="r")
     with pytest.raises(ValueError, match=r"`targets`. Expected a list, each a URL"):
         UploadArtifacts(run_id="r", targets="s3://bucket")
     with pytest.raises(ValueError, match=r"'abacus://a'.*Protocol not known"):
@@ -252,11 +258,18 @@ def test_destinations_that_cannot_be_used_are_refused_together_before_a_fit():
         UploadArtifacts(run_id="r", targets=["memory://a", "hf://b"])
 
 
+def test_a_queue_that_cannot_be_written_is_refused_before_training(fit, tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(StartupContractError, match=r"Not a directory\. Choose another folder: `default_root_dir`"):
+        fit(every=0)
+
+
 @pytest.mark.parametrize(("owner", "lacking"), [("me", "set `TRAINER_CAPABILITY_TOKEN`"), ("", "set `owner` and `TR")])
 def test_a_file_store_that_gets_nothing_is_told(tmp_path, monkeypatch, caplog, owner, lacking):
     monkeypatch.delenv("TRAINER_CAPABILITY_TOKEN", raising=False)
     trainer = pl.Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False, enable_checkpointing=False)
-    uploads = UploadArtifacts(run_id="r", owner=owner, file_store_url="http://127.0.0.1:9/store")
+    monkeypatch.setenv("TENSORHUB_URL", "http://127.0.0.1:9/store")
+    uploads = UploadArtifacts(run_id="r", owner=owner)
     uploads.setup(trainer, None, "fit")
     uploads._uploader.close()
     assert "no files are sent to the file store http://127.0.0.1:9" in caplog.text
@@ -397,26 +410,6 @@ def test_samples_of_one_step_keep_apart_files_of_the_same_name(fit, chaos, tmp_p
     assert len({request["key"] for request in chaos.requests("/sample")}) == 4 + 4
     assert chaos.files()["step-00000004-step-00000004-00_cat.png"] == b"png 0"
     assert chaos.files()["step-00000004-step-00000004-01_cat.png"] == b"png 1"
-
-
-def test_a_sample_that_cannot_be_queued_keeps_no_other_one_of_its_step_from_it(chaos, tmp_path):
-    samples = [tmp_path / f"step-00000004-{index:02d}.json" for index in range(3)]
-    for sample in (samples[0], samples[2]):
-        sample.write_text("{}")
-    config = UploadConfig(run_id="r", queue_dir=tmp_path / "queue", sample_url=f"{chaos.url}/sample")
-    with Uploader(config) as uploader:
-        with pytest.raises(UploadError, match=r"01\.json cannot be uploaded"):
-            UploadArtifacts(uploader).queue_samples(samples, step=4)
-        assert uploader.settle().ok
-    sent = [Path(message["local_path"]).name for message in chaos.messages("/sample")]
-    assert sent == [samples[0].name, samples[2].name]
-
-
-def test_metrics_that_the_loop_has_read_are_sent_instead_of_lightnings(fit, chaos, tmp_path):
-    fit(every=0, callbacks=[Reports(tmp_path / "run" / "own")])
-    assert [(m["step"], m["metrics"]) for m in chaos.messages("/metrics")] == [
-        (step, {"train/loss": float(step)}) for step in (2, 4, 6)
-    ]
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint")

@@ -241,10 +241,6 @@ def _made(name, **arguments):
             {"logger": _made("reporters.EventLogger", path="fit.yaml/e", run_id="r")},
             "; choose another `path` for the event log",
         ),
-        (
-            {"callbacks": [_made("callbacks.UploadArtifacts", run_id="r", directory="fit.yaml")]},
-            "uploads' cannot be written: Not a directory. Choose another folder: `directory` of UploadArtifacts",
-        ),
     ],
 )
 def test_what_could_not_be_written_is_refused_before_anything_is_trained(genlight, given, said):
