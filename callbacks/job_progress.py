@@ -1,17 +1,18 @@
-"""Progress of a run for its users: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a run for its users: one line that is redrawn on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.live import Live
+from rich.text import Text
 from typing_extensions import override
 
 from ..adapter.plumbing.text import printable
@@ -24,14 +25,11 @@ from .upload_artifacts import UploadArtifacts
 
 __all__ = ["JobProgress"]
 
-LINE_EVERY_S = 5.0
-BAR_EVERY_S = 0.1
-BAR_FROM_COLUMNS = 100
+REDRAWN_EVERY_S = 0.1
 WINDOW_S = 30.0
 """Speed is that of the steps of so many seconds, and of two looks at least."""
 MOST_VALUES = 3
 """How many scores, returns and values of the module's own are shown beside the loss."""
-BAR_COLUMNS = 41
 _ALWAYS = ("train/loss", "train/lr")
 _RETURNS = ("return", "reward")
 
@@ -52,19 +50,19 @@ class JobProgress(Hook):
     """
 
     reads = ("loss_stats",)  # so that a line shows the loss of its own step
-    _of_this_process = frozenset({"_bar", "_task", "_uploads"})
-    _bar: Progress | None = None
-    _task: TaskID | None = None
+    _of_this_process = frozenset({"_live", "_uploads"})
+    _live: Live | None = None
     _uploads: UploadArtifacts | None = None
 
-    def __init__(self, *, line_every_s: float = LINE_EVERY_S, description: str = "") -> None:
+    def __init__(self, *, line_every_s: float = 5.0, description: str = "") -> None:
         if not line_every_s > 0:  # nan is not
             raise ValueError(f"Invalid `line_every_s`. Expected a number > 0, but received {line_every_s}.")
         self.line_every_s = line_every_s
         self.description = description
-        self._every_s = line_every_s
-        self._pace = Pace(line_every_s)
-        self._next = 0.0
+        self._begin(every_s=line_every_s)
+
+    def _begin(self, every_s: float) -> None:
+        self._every_s, self._pace, self._next = every_s, Pace(every_s), 0.0
         self._shown_step = -1
         self._looks: deque[tuple[int, float]] = deque()
         """Steps and times, from the end of the first step on, whose own time says nothing about the others."""
@@ -78,32 +76,15 @@ class JobProgress(Hook):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._looks.clear()
-        self._shown_step = -1
-        self._values, self._scores, self._saved = {}, {}, None
+        self._stop()
+        self._begin(every_s=REDRAWN_EVERY_S if sys.stderr.isatty() else self.line_every_s)
         self._uploads = next((each for each in callbacks_of(trainer) if isinstance(each, UploadArtifacts)), None)
         if trainer.global_step:
             sys.stderr.write(f"going on after step {trainer.global_step:,}\n")
-        self._next = time.monotonic()
-        is_terminal = sys.stderr.isatty()
-        self._every_s = BAR_EVERY_S if is_terminal else self.line_every_s
-        self._stop()
-        self._pace = Pace(self._every_s)
-        if not is_terminal:
-            return
-        console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn(f"{self.description} step".strip(), markup=False),
-            TextColumn("{task.fields[count]}", markup=False),
-            # On a narrow terminal the numbers need its room.
-            *([BarColumn()] if console.width >= BAR_FROM_COLUMNS else []),
-            TextColumn("{task.fields[state]}", markup=False),
-            console=console,
+        if sys.stderr.isatty():
             # Drawn from the training thread only: rich's own thread would take turns with it ten times a second.
-            auto_refresh=False,
-        )
-        self._task = self._bar.add_task("", total=_limit(trainer), completed=trainer.global_step, count="", state="")
-        self._bar.start()
+            self._live = Live(console=Console(stderr=True), auto_refresh=False)
+            self._live.start()
 
     @skippable
     @override
@@ -151,19 +132,22 @@ class JobProgress(Hook):
             self._show(trainer, time.monotonic())
         self._stop()
 
+    def _stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
     def _show(self, trainer: pl.Trainer, now: float) -> None:
-        step, limit = trainer.global_step, _limit(trainer)
+        step = trainer.global_step
         self._looks.append((step, now))
         while len(self._looks) > 2 and self._looks[0][1] < now - WINDOW_S:
             self._looks.popleft()
-        count, state = f"{step}/{limit}" if limit else str(step), self._state(trainer, limit)
-        if self._bar is not None and self._task is not None:
-            bar = BAR_COLUMNS if self._bar.console.width >= BAR_FROM_COLUMNS else 0
-            room = self._bar.console.width - len(f"{self.description} step {count} ".lstrip()) - bar
-            self._bar.update(self._task, completed=step, count=count, state=_fitting(state, room), refresh=True)
+        line = "  ".join(self._parts(trainer))
+        if self._live is not None:
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
         elif step != self._shown_step:  # else that was the line of the last step
-            self._shown_step = step
-            sys.stderr.write("  ".join(filter(None, [self.description, f"step {count}", *state])) + "\n")
+            sys.stderr.write(f"{line}\n")
+        self._shown_step = step
 
     def _read(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The metrics logged last: of a trainer class loss, rate and returns, of another module those for the bar."""
@@ -175,59 +159,39 @@ class JobProgress(Hook):
                 name: value for name, value in published.items() if name in _ALWAYS or name.endswith(_RETURNS)
             }
 
-    def _state(self, trainer: pl.Trainer, limit: int | None) -> list[str]:
-        """The parts of the line besides the step, the most important first."""
+    def _parts(self, trainer: pl.Trainer) -> list[str]:
+        """The parts of the line, the most important first."""
         (first_step, began), (step, now) = self._looks[0], self._looks[-1]
         speed = (step - first_step) / max(now - began, 1e-9)
-        last = last_step(trainer)
-        eta = timedelta(seconds=round((last - step) / speed)) if speed and last and step < last else None
+        limit, last = trainer.max_steps, last_step(trainer)
         others = {name: value for name, value in {**self._scores, **self._values}.items() if name not in _ALWAYS}
         loss, lr = (self._values.get(name) for name in _ALWAYS)
-        epochs = None if limit or trainer.max_epochs == -1 else trainer.max_epochs
-        waiting = 0 if self._uploads is None else self._uploads.waiting
-        return [
-            *([] if loss is None else [f"loss {loss:.4g}"]),
-            *([f"{speed:.1f} steps/s" if speed >= 1 else f"{speed:.2g} steps/s"] if step > first_step else []),
-            *([] if eta is None else [f"eta {eta}"]),
-            *([] if epochs is None else [f"epoch {min(trainer.current_epoch + 1, epochs)}/{epochs}"]),
-            *(f"{printable(name)} {value:.4g}" for name, value in list(others.items())[:MOST_VALUES]),
-            *([] if lr is None else [f"lr {lr:.3g}"]),
-            *([] if self._saved is None else [f"saved {self._saved}"]),
-            *([f"{waiting} uploads wait"] if waiting else []),
-        ]
-
-    def _stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-
-def _fitting(texts: Sequence[str], columns: int) -> str:
-    """As many of `texts` as a line of `columns` has room for; rich would cut numbers short."""
-    while texts and len("  ".join(texts)) > columns:
-        texts = texts[:-1]
-    return "  ".join(texts)
-
-
-def _limit(trainer: pl.Trainer) -> int | None:
-    return trainer.max_steps if trainer.max_steps > 0 else None
+        parts = [self.description] if self.description else []
+        parts.append(f"step {step}/{limit}" if limit > 0 else f"step {step}")
+        if loss is not None:
+            parts.append(f"loss {loss:.4g}")
+        if step > first_step:
+            parts.append(f"{speed:.1f} steps/s" if speed >= 1 else f"{speed:.2g} steps/s")
+        if speed and last and step < last:
+            parts.append(f"eta {timedelta(seconds=round((last - step) / speed))}")
+        if limit <= 0 and trainer.max_epochs not in (None, -1):
+            parts.append(f"epoch {min(trainer.current_epoch + 1, trainer.max_epochs)}/{trainer.max_epochs}")
+        parts += [f"{printable(name)} {value:.4g}" for name, value in list(others.items())[:MOST_VALUES]]
+        if lr is not None:
+            parts.append(f"lr {lr:.3g}")
+        if self._saved is not None:
+            parts.append(f"saved {self._saved}")
+        if self._uploads is not None and (waiting := self._uploads.waiting):
+            parts.append(f"{waiting} uploads wait")
+        return parts
 
 
 def _header(trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
     """A header for the run: ``Tiny: 1,234 parameters, cpu, 32-true, 100 steps``."""
-    parameters = list(pl_module.parameters())
-    count = sum(parameter.numel() for parameter in parameters)
-    frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
+    name = type(getattr(pl_module, "plugin", pl_module)).__name__
+    parameters = sum(parameter.numel() for parameter in pl_module.parameters())
     ranks = f"{trainer.world_size} x " if trainer.world_size > 1 else ""
-    limit = _limit(trainer)
-    epochs = trainer.max_epochs
-    steps = f"{limit:,} steps" if limit else f"{epochs} epochs" if epochs not in (None, -1) else "no last step"
-    return ", ".join(
-        [
-            f"{type(getattr(pl_module, 'plugin', pl_module)).__name__}: {count:,} parameters",
-            *([f"{frozen:,} of them frozen"] if frozen else []),
-            f"{ranks}{trainer.strategy.root_device.type}",
-            str(trainer.precision),
-            steps,
-        ]
-    )
+    device, epochs = trainer.strategy.root_device.type, trainer.max_epochs
+    steps = f"{epochs} epochs" if epochs not in (None, -1) else "no last step"
+    steps = f"{trainer.max_steps:,} steps" if trainer.max_steps > 0 else steps
+    return f"{name}: {parameters:,} parameters, {ranks}{device}, {trainer.precision}, {steps}"

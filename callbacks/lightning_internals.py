@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -36,44 +37,12 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as SignalConnector
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-__all__ = [
-    "NEWEST_TORCH",
-    "SUPPORTED",
-    "is_untested_torch",
-    "WEIGHT_AVERAGING",
-    "CheckpointConnector",
-    "DataFetcher",
-    "FitLoop",
-    "PrefetchDataFetcher",
-    "ProcessedTracker",
-    "Progress",
-    "ResultCollection",
-    "TrainingEpochLoop",
-    "attach_loaders",
-    "attached_trainer",
-    "call_hooks",
-    "checkpoint_connector",
-    "load_loader_states",
-    "DDPSettings",
-    "ddp_settings",
-    "logger_connector",
-    "metric_name",
-    "only_iterator",
-    "set_run_of_logger",
-    "received_sigterm",
-    "require_names",
-    "set_callback_metrics",
-    "set_validation_source",
-    "share_data_source",
-    "tensor_parallel_size",
-    "training_source",
-    "signal_connector",
-]
+# Classes of Lightning under the names that they have here; what is defined below needs no entry.
+__all__ = ["CheckpointConnector", "DataFetcher", "FitLoop", "PrefetchDataFetcher", "ProcessedTracker", "Progress"]
+__all__ += ["ResultCollection", "TrainingEpochLoop"]
 
-WEIGHT_AVERAGING: tuple[type[pl.Callback], ...] = tuple(
-    getattr(stock, name) for name in ("WeightAveraging",) if hasattr(stock, name)
-)
-"""Lightning's callback that trains with averages next to the weights; since 2.6."""
+WEIGHT_AVERAGING: type[pl.Callback] | tuple[()] = getattr(stock, "WeightAveraging", ())
+"""Lightning's callback that trains with averages next to the weights; since 2.6, and of no object before."""
 
 SUPPORTED = {"lightning": "lightning>=2.5.6,<2.7", "torch": "torch>=2.9"}
 """The releases that genlight's own requirements name."""
@@ -155,12 +124,8 @@ _USED: tuple[tuple[type, tuple[str, ...]], ...] = (
     (
         DDPStrategy,
         (
-            "_ddp_comm_hook",
-            "_ddp_comm_state",
-            "_ddp_comm_wrapper",
-            "_model_averaging_period",
-            "_start_method",
-            "_ddp_kwargs",
+            *("_ddp_comm_hook", "_ddp_comm_state", "_ddp_comm_wrapper"),
+            *("_model_averaging_period", "_start_method", "_ddp_kwargs"),
         ),
     ),
     (ModelParallelStrategy, ("_tensor_parallel_size",)),
@@ -172,19 +137,26 @@ for _owner, _names in _USED:
     require_names("lightning", _owner, *_names)
 
 
-def received_sigterm(trainer: pl.Trainer) -> bool:
-    """The flag behind the property ``trainer.received_sigterm``."""
-    return trainer._signal_connector.received_sigterm
+received_sigterm: Callable[[pl.Trainer], bool] = attrgetter("_signal_connector.received_sigterm")
+"""The flag behind the property ``trainer.received_sigterm``."""
 
+signal_connector: Callable[[pl.Trainer], SignalConnector] = attrgetter("_signal_connector")
+"""The part that installs Lightning's own signal handlers, and puts back those that it found."""
 
-def signal_connector(trainer: pl.Trainer) -> SignalConnector:
-    """The part that installs Lightning's own signal handlers, and puts back those that it found."""
-    return trainer._signal_connector
+checkpoint_connector: Callable[[pl.Trainer], CheckpointConnector] = attrgetter("_checkpoint_connector")
+"""The part that restores a checkpoint."""
 
+logger_connector: Callable[[pl.Trainer], LoggerConnector] = attrgetter("_logger_connector")
+"""The part that takes over the values that a step logs."""
 
-def checkpoint_connector(trainer: pl.Trainer) -> CheckpointConnector:
-    """The part that restores a checkpoint."""
-    return trainer._checkpoint_connector
+training_source: Callable[[pl.Trainer], Any] = attrgetter("fit_loop._data_source.instance")
+"""The source of data that ``fit`` was given: a loader, a data module, or the module that makes its own batches."""
+
+attached_trainer: Callable[[pl.LightningModule], pl.Trainer | None] = attrgetter("_trainer")
+"""The trainer that a module is attached to; its public property raises where there is none."""
+
+tensor_parallel_size: Callable[[ModelParallelStrategy], int | str] = attrgetter("_tensor_parallel_size")
+"""Over how many ranks a strategy splits layers."""
 
 
 def load_loader_states(loader: CombinedLoader, states: list[dict[str, Any]]) -> None:
@@ -212,11 +184,6 @@ def call_hooks(trainer: pl.Trainer, name: str, *args: Any) -> Any:
     return response
 
 
-def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
-    """The trainer that `module` is attached to; its public property raises where there is none."""
-    return module._trainer
-
-
 def set_callback_metrics(trainer: pl.Trainer, callback: dict[str, Any], progress_bar: dict[str, Any]) -> None:
     """Leave metrics where monitors and progress bars look outside of a step that logs them."""
     connector = trainer._logger_connector
@@ -234,37 +201,14 @@ def set_validation_source(trainer: pl.Trainer, loader: Any) -> None:
     trainer.fit_loop.epoch_loop.val_loop._data_source.instance = loader
 
 
-def training_source(trainer: pl.Trainer) -> Any:
-    """The source of data that ``fit`` was given: a loader, a data module, or the module that makes its own batches."""
-    return trainer.fit_loop._data_source.instance
-
-
 def share_data_source(loop: FitLoop, other: FitLoop) -> None:
     """Have `loop` train on what `other` was given."""
     loop._data_source = other._data_source
 
 
-def logger_connector(trainer: pl.Trainer) -> LoggerConnector:
-    """The part that takes over the values that a step logs."""
-    return trainer._logger_connector
-
-
-@dataclass(frozen=True)
-class DDPSettings:
-    """Settings of a `DDPStrategy` that have no public name."""
-
-    start_method: str | None
-    communication_hook: Any
-    communication_state: Any
-    communication_wrapper: Any
-    model_averaging_period: int | None
-    ddp_arguments: Mapping[str, Any]
-    """The arguments that are meant for ``DistributedDataParallel``."""
-
-
-def ddp_settings(strategy: DDPStrategy) -> DDPSettings:
-    """How `strategy` starts its processes, and what it does with gradients."""
-    return DDPSettings(
+def ddp_settings(strategy: DDPStrategy) -> SimpleNamespace:
+    """How `strategy` starts its processes, and what it does with gradients: settings that have no public name."""
+    return SimpleNamespace(
         start_method=strategy._start_method,
         communication_hook=strategy._ddp_comm_hook,
         communication_state=strategy._ddp_comm_state,
@@ -272,11 +216,6 @@ def ddp_settings(strategy: DDPStrategy) -> DDPSettings:
         model_averaging_period=strategy._model_averaging_period,
         ddp_arguments=strategy._ddp_kwargs,
     )
-
-
-def tensor_parallel_size(strategy: ModelParallelStrategy) -> int | str:
-    """Over how many ranks `strategy` splits layers."""
-    return strategy._tensor_parallel_size
 
 
 def set_run_of_logger(logger: WandbLogger | MLFlowLogger, run_id: str | None) -> bool:
