@@ -14,9 +14,9 @@ from typing import Literal
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from ..adapter.contract.exceptions import ThreadLimitError, TrainingHungError
+from ..adapter.contract.exceptions import TrainingHungError
 from ..adapter.plumbing.threads import started
-from .hook.hook import Hook, ending_the_run
+from .hook.hook import Hook
 from .hook.run_context import RunContext
 
 __all__ = ["WatchHangs"]
@@ -56,6 +56,7 @@ class WatchHangs(Hook):
         ThreadLimitError: At the start of training, which it ends: the watching thread could not be started.
     """
 
+    critical = True  # at a start it is better known that nothing watches than when a hang stays unnoticed
     ranks: Literal["zero", "all"] = "all"
     _of_this_process = frozenset({"_stopped"})
     _stopped: threading.Event | None = None
@@ -89,10 +90,7 @@ class WatchHangs(Hook):
         directory = self.directory or Path(trainer.default_root_dir) / "hangs"
         self._stopped = threading.Event()
         arguments = (_batches_of(trainer), directory.absolute(), trainer.global_rank, trainer.world_size, self._stopped)
-        try:
-            started(threading.Thread(target=self._watch, args=arguments, name="genlight-hangs", daemon=True))
-        except ThreadLimitError as error:  # at a start it is better known now than when a hang stays unnoticed
-            raise ending_the_run(error) from None
+        started(threading.Thread(target=self._watch, args=arguments, name="genlight-hangs", daemon=True))
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -23,7 +23,6 @@ from ..adapter.plumbing.durable import (
     temporary_name,
     write_bytes_durably,
 )
-from ..adapter.plumbing.text import is_utf8
 from .hook.cadence import Boundaries, StepCadence, suppressed
 from .hook.events import fire, run_state_of, timed
 from .hook.hook import Hook, skippable
@@ -132,48 +131,37 @@ class WriteSamples(Hook):
     def write(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> list[Path]:
         """Make and write the samples of `step`; returns the files, the record of each sample before its own files."""
         self.directory.mkdir(parents=True, exist_ok=True)
+        ctx = getattr(pl_module, "ctx", None)
+        facts = {"run_id": str(getattr(getattr(ctx, "job", None), "run_id", "")), "step": step}
         generate = find_generator(getattr(pl_module, "contract_state", None))
+        name = f"step-{step:08d}"
+        samples = [(f"{name}-{at:02d}", SampleRequest(given, at)) for at, given in enumerate(self.requests)]
         paths: list[Path] = []
+        if not samples:
+            paths.append(self.directory / f"{name}.txt")
+            write_bytes_durably(paths[0], f"{facts['run_id']} step {step}\n".encode())
+            samples = [] if generate is None else [(name, SampleRequest({}))]
         with isolated_random_numbers():
-            if not self.requests:
-                paths += self._write_text(generate, pl_module, step)
-            for index, given in enumerate(self.requests):
-                request = SampleRequest(given, index)
-                paths += self._write_sample(generate, pl_module, step, f"step-{step:08d}-{index:02d}", request)
+            for name, request in samples:
+                paths += self._write_sample(generate, name, request, facts, ctx)
         run_state_of(trainer).latest_sample_uris = [str(path) for path in paths]
         fire(trainer, "on_samples_written", paths, step)
         return paths
 
-    def _write_text(self, generate: Callable[..., Any] | None, pl_module: pl.LightningModule, step: int) -> list[Path]:
-        name = f"step-{step:08d}"
-        text = self.directory / f"{name}.txt"
-        write_bytes_durably(text, f"{_run_id(pl_module)} step {step}\n".encode())
-        return (
-            [text]
-            if generate is None
-            else [text, *self._write_sample(generate, pl_module, step, name, SampleRequest({}))]
-        )
-
     def _write_sample(
-        self,
-        generate: Callable[..., Any] | None,
-        pl_module: pl.LightningModule,
-        step: int,
-        name: str,
-        request: SampleRequest,
+        self, generate: Callable[..., Any] | None, name: str, request: SampleRequest, facts: dict[str, Any], ctx: Any
     ) -> list[Path]:
         arriving, folder = self.directory / temporary_name(name), self.directory / name
         seed = request.seed if request.seed is not None else self.seed
         offered = {field: request[field] for field in _TEXTS}
-        offered |= {"step": step, "ctx": getattr(pl_module, "ctx", None), "request": request, "seed": seed}
-        offered["output_dir"] = str(arriving)
-        facts = {**request, "seed": seed, "run_id": _run_id(pl_module), "step": step}
+        offered |= {"step": facts["step"], "ctx": ctx, "request": request, "seed": seed}
+        offered |= {"mode": request.mode, "output_dir": str(arriving)}
         arriving.mkdir()
         try:
-            returned = None if generate is None else call_with_accepted(generate, offered, mode=request.mode)
+            returned = None if generate is None else call_with_accepted(generate, offered)
             files = [folder / file.relative_to(arriving) for file in _durable_files(arriving, name)]
             named = [str(file.relative_to(self.directory)) for file in files]
-            encoded = _encoded({**facts, **_as_mapping(returned), "files": named}, name)
+            encoded = _encoded({**request, "seed": seed, **facts, **_as_mapping(returned), "files": named}, name)
             self._replace(folder, arriving if files else None)
         finally:
             shutil.rmtree(arriving, ignore_errors=True)
@@ -199,34 +187,32 @@ def find_generator(state: Any) -> Callable[..., Any] | None:
     return generate if callable(generate) else None
 
 
-def call_with_accepted(function: Callable[..., Any], offered: Mapping[str, Any], **on_demand: Any) -> Any:
+def call_with_accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
     """Call `function` with those of the `offered` arguments that its signature takes.
 
-    What is offered as None is left out where the signature has a default; what is there `on_demand`, where it does not
-    name it.
+    What is offered as None is left out where the signature has a default; ``mode``, which is the task, unless it names
+    it.
     """
     parameters = inspect.signature(function).parameters.values()
     named = {p.name: p.default for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-    accepted = {name: value for name, value in offered.items() if takes_all or name in named}
-    accepted |= {name: value for name, value in on_demand.items() if name in named}
-    has_default = {name for name, default in named.items() if default is not inspect.Parameter.empty}
-    return function(**{name: value for name, value in accepted.items() if value is not None or name not in has_default})
+    accepted = {name: value for name, value in offered.items() if name in named or (takes_all and name != "mode")}
+    required = inspect.Parameter.empty
+    given = {n: value for n, value in accepted.items() if value is not None or named.get(n, required) is required}
+    return function(**given)
 
 
 def _durable_files(directory: Path, sample: str) -> Iterator[Path]:
     """Every file below `directory`, each made durable before it is named.
 
     Raises:
-        ContractError: One of them is not a file that could be read, or cannot be named in JSON.
+        ContractError: One of them is not a file that could be read.
     """
     for folder, _, names in sorted(os.walk(directory)):
         for name in sorted(names):
             path = Path(folder, name)
             if not path.is_file():  # a pipe would be waited for, and a link may lead nowhere
                 raise ContractError(f"generate_sample of {sample} left {name!r}, which is not a file")
-            if not is_utf8(name):
-                raise ContractError(f"generate_sample of {sample} left {name!r}, whose name is not UTF-8")
             fsync_file(path)
             yield path
         fsync_directory(folder)
@@ -262,7 +248,3 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # tensors and arrays
         return value.tolist()
     raise TypeError(f"{type(value).__qualname__} cannot be written as JSON")
-
-
-def _run_id(pl_module: pl.LightningModule) -> str:
-    return str(getattr(getattr(getattr(pl_module, "ctx", None), "job", None), "run_id", ""))
