@@ -203,9 +203,9 @@ class CheckpointCallback(_Periodic):
         self._best = math.inf
         self._written: list[Path] = []
 
-    def checkpoint_of(self, trainer: TrainerView) -> Checkpoint | None:
-        """The Lightning callback that this one stands for, made at the first call; None in a loop of one's own."""
-        if self._checkpoint is None and trainer.own is None:
+    def in_a_fit(self, trainer: TrainerView) -> Checkpoint:
+        """The Lightning callback that this one stands for; made at the first call."""
+        if self._checkpoint is None:
             # A module that hosts no trainer logs its loss under a name of its own, or not at all.
             monitor = "train/loss" if self.save_best and hasattr(trainer.module, "step_result") else None
             self._checkpoint = Checkpoint(
@@ -215,8 +215,6 @@ class CheckpointCallback(_Periodic):
 
     @override
     def act(self, trainer: TrainerView) -> None:
-        if trainer.own is None:
-            return
         folder = self.output_dir or trainer.output_dir / "checkpoints"
         folder.mkdir(parents=True, exist_ok=True)
         self._written.append(folder / f"checkpoint_{self._step}.pt")

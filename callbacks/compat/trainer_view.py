@@ -50,6 +50,9 @@ class TrainerView:
         lightning: The Lightning trainer.
         module: The LightningModule.
         own: The trainer object of a loop of one's own; None in a fit.
+        state: This object.
+        device: The device that trains.
+        output_dir: Where the run puts its files.
         best_loss: The smallest loss that any callback has seen; ``inf`` before. A loss that no one reads is not read.
         train_start_time: When the fit was set up, in seconds since 1970.
         ttfi_sec: Seconds from there to the end of the first step of this attempt; None before.
@@ -58,7 +61,10 @@ class TrainerView:
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.lightning = trainer
         self.module = module
-        self.own = getattr(trainer, "own", None)
+        self.own: Any = getattr(trainer, "own", None)
+        self.state = self
+        self.device = trainer.strategy.root_device
+        self.output_dir = Path(trainer.default_root_dir)
         self.best_loss = math.inf
         self.stop_vote = StopVote(self, trainer.global_step)
         self.train_start_time = time.time()
@@ -75,24 +81,9 @@ class TrainerView:
         return getattr(self.lightning, _OF_LIGHTNING.get(name, name))
 
     @property
-    def state(self) -> TrainerView:
-        """This object."""
-        return self
-
-    @property
-    def device(self) -> torch.device:
-        """The device that trains."""
-        return self.lightning.strategy.root_device
-
-    @property
     def run_id(self) -> str:
         """The id of the run."""
         return run_state_of(self.lightning).run_id
-
-    @property
-    def output_dir(self) -> Path:
-        """Where the run puts its files."""
-        return Path(self.lightning.default_root_dir)
 
     @property
     def model(self) -> Any:

@@ -175,7 +175,7 @@ def test_a_failure_is_counted_and_the_others_go_on_and_that_of_a_critical_one_en
     notes = Notes()
     run([Fails(), notes])
     assert len(notes.steps) == 3
-    assert "Fails failed: on_step_end 3 times" in caplog.text
+    assert "Fails failed: on_train_batch_end 3 times" in caplog.text
 
     critical = Fails()
     critical.critical = True
@@ -244,6 +244,16 @@ def test_a_second_fit_calls_each_hook_once(run, quiet) -> None:
 
     assert notes.calls.count("on_train_begin") == 1
     assert notes.calls.count("on_step_end") <= 3
+
+
+def test_default_callbacks_are_there_in_a_second_fit_too(run, tmp_path: Path) -> None:
+    callbacks = CallbackList([Notes()])
+    trainer, module = run(callbacks)
+    trainer.fit_loop.epoch_loop.max_steps, trainer.fit_loop.max_epochs = 6, 2
+    trainer.fit(module, BatchStream(range(3)))
+
+    assert sum(isinstance(callback, Checkpoint) for callback in trainer.callbacks) == 1
+    assert [listed.record.step for listed in list_checkpoints(tmp_path / "checkpoints")][-1] == 6
 
 
 def test_a_copy_has_callbacks_of_its_own(run) -> None:
