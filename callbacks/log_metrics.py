@@ -16,6 +16,7 @@ from typing_extensions import override
 from .hook.cadence import StepCadence, next_multiple, suppressed
 from .hook.events import FIGURES_FIELD, publish_metrics, run_state_of
 from .hook.hook import Hook, skippable
+from .lightning_internals import logger_connector, set_callback_metrics
 from .telemetry.goodput import data_wait_s
 
 __all__ = ["LogMetrics", "rollout_means"]
@@ -58,9 +59,9 @@ class LogMetrics(Hook):
 
     def __init__(self, every_n_steps: int = 10) -> None:
         self.every_n_steps = every_n_steps
-        self._unsent_scores: Mapping[str, float] | None = None
+        self._unsent_scores: Mapping[str, float] = {}
         self._unsent_figures: Mapping[str, float] = {}
-        self._waited: tuple[float, float] | None = None
+        self._waited = (0.0, 0.0)
         self._sent_rollout: Mapping[str, Any] | None = None
 
     @override
@@ -72,10 +73,9 @@ class LogMetrics(Hook):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._unsent_scores, self._unsent_figures = None, {}
+        self._unsent_scores, self._unsent_figures = {}, {}
         self._sent_rollout = run_state_of(trainer).rollout_stats
-        waited_s = data_wait_s(trainer)
-        self._waited = None if waited_s is None else (waited_s, time.monotonic())
+        self._waited = data_wait_s(trainer) or 0.0, time.monotonic()
 
     @skippable
     @override
@@ -95,23 +95,18 @@ class LogMetrics(Hook):
             if rollout is not self._sent_rollout:
                 self._sent_rollout = rollout
                 metrics = {**metrics, **rollout_means(rollout or {})}
-            if self._waited is not None:
-                metrics = {**metrics, WAIT_FRACTION: self._wait_fraction(trainer)}
-        if self._unsent_scores is not None:
-            metrics = {**metrics, **self._unsent_scores}
-            self._unsent_scores = None
-        figures, self._unsent_figures = self._unsent_figures, {}
+            if (waited_s := data_wait_s(trainer)) is not None:
+                metrics = {**metrics, WAIT_FRACTION: self._wait_fraction(waited_s)}
+        metrics, figures = {**metrics, **self._unsent_scores}, self._unsent_figures
+        self._unsent_scores, self._unsent_figures = {}, {}
         if metrics or figures:
             _send(trainer, pl_module, metrics, figures, step)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._unsent_scores is not None:  # what an evaluation command has found since the last step
-            scores, self._unsent_scores = self._unsent_scores, None
-            _send(trainer, pl_module, scores, {}, trainer.global_step)
-            feed = getattr(pl_module, "feed_callback_metrics", None)
-            if feed is not None:
-                feed()
+        if self._unsent_scores:  # what an evaluation command has found since the last step
+            _send(trainer, pl_module, self._unsent_scores, {}, trainer.global_step)
+            getattr(pl_module, "feed_callback_metrics", lambda: None)()
 
     @override
     def on_scores(
@@ -119,7 +114,7 @@ class LogMetrics(Hook):
     ) -> None:
         if not trainer.validating:  # what a validation logs is sent by Lightning
             about = {EVALUATED_STEP: float(step)} if step < trainer.global_step else {}
-            self._unsent_scores = {**(self._unsent_scores or {}), **scores, **about}
+            self._unsent_scores = {**self._unsent_scores, **scores, **about}
             self.next_due_step = 0
 
     def on_figures(self, trainer: pl.Trainer, pl_module: pl.LightningModule, figures: Mapping[str, float]) -> None:
@@ -127,11 +122,11 @@ class LogMetrics(Hook):
         self._unsent_figures = {**self._unsent_figures, **figures}
         self.next_due_step = 0
 
-    def _wait_fraction(self, trainer: pl.Trainer) -> float:
-        """The share of the time since the last cadence in which the step waited for data."""
-        assert self._waited is not None
+    def _wait_fraction(self, waited_s: float) -> float:
+        """The share of the time since the last cadence in which steps waited for data."""
         before_s, since = self._waited
-        self._waited = waited_s, now = data_wait_s(trainer) or 0.0, time.monotonic()
+        now = time.monotonic()
+        self._waited = waited_s, now
         return min(1.0, max(0.0, waited_s - before_s) / max(now - since, 1e-9))
 
 
@@ -159,17 +154,16 @@ def _send(
     figures: Mapping[str, float],
     step: int,
 ) -> None:
-    connector = trainer._logger_connector
     published = getattr(pl_module, "published", None)
     if published is not None:
         published.update(metrics)  # for monitors and progress bars, once they look
     else:
-        connector._callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
-        connector._progress_bar_metrics.update(metrics)
+        on_device = {name: torch.tensor(value) for name, value in metrics.items()}
+        set_callback_metrics(trainer, on_device, dict(metrics))
     loggers = trainer.loggers
     if loggers:
         # `log_metrics` of the connector, less its search for tensors among what are numbers.
-        connector._logged_metrics.update(metrics)  # type: ignore[arg-type]
+        logger_connector(trainer)._logged_metrics.update(metrics)  # type: ignore[arg-type]
         record = {**metrics, **figures} if figures else metrics
         for logger in loggers:
             logger.log_metrics(metrics=record, step=step)  # type: ignore[arg-type]
