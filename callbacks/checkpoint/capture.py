@@ -27,7 +27,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 
@@ -370,15 +369,14 @@ class HostBuffer:
 
     def copy(self, entries: Sequence[Entry]) -> list[Entry]:
         """The entries with their values as of now, in this buffer; valid until the next call."""
-        tensors = [entry.source for entry in entries if not isinstance(entry.source, np.ndarray)]
+        tensors = [entry.source for entry in entries]
         devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
         targets = self._laid_out(tensors, next(iter(devices), torch.device("cpu")))
         for target, tensor in zip(targets, tensors, strict=True):
             target.copy_(tensor, non_blocking=not tensor.is_cpu)
         for device in devices:
             torch.get_device_module(device).synchronize(device)
-        copies = iter(targets)
-        return [_with(e, e.source.copy() if isinstance(e.source, np.ndarray) else next(copies)) for e in entries]
+        return list(map(_with, entries, targets))
 
     def _laid_out(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
         """A part of the memory for each of `tensors`, of its type and shape."""
@@ -450,6 +448,6 @@ def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     return memory.view(tensor.dtype).view(tensor.shape)
 
 
-def _with(entry: Entry, source: torch.Tensor | np.ndarray[Any, Any]) -> Entry:
+def _with(entry: Entry, source: torch.Tensor) -> Entry:
     """`entry` with other values; `dataclasses.replace` would take longer than the copy of a small tensor."""
     return Entry(entry.file, entry.key, entry.dtype, entry.shape, entry.nbytes, source, entry.slice)

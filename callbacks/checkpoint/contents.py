@@ -25,7 +25,6 @@ from .format.tensor_files import (
     SLICES_FILE,
     SlicedTensor,
     TypedShape,
-    check_array,
     check_tensor,
     parse_json,
     parse_slices,
@@ -158,15 +157,10 @@ def _parse_state_file(record: CheckpointRecord, data: bytes) -> dict[str, Any]:
 
 
 class _Checked:
-    """A `TensorSource` that compares references with what is stored and gives placeholders."""
+    """A `TensorSource` that compares references with what is stored, and describes the tensors."""
 
     def __init__(self, stored: dict[tuple[str, str], TypedShape]) -> None:
         self._stored = stored
 
-    def tensor(self, reference: Any) -> object:
-        check_tensor(reference, self._stored)
-        return object()
-
-    def array(self, reference: Any) -> object:
-        check_array(reference, self._stored)
-        return object()
+    def tensor(self, reference: Any) -> TypedShape:
+        return check_tensor(reference, self._stored)

@@ -16,7 +16,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 import xxhash
 
@@ -27,7 +26,6 @@ from .codec.state_tree import decode
 from .codec.tensor_bytes import bytes_of, element_type
 from .contents import is_of_tensors, read_contents, sliced_tensors
 from .format.record import (
-    ARRAYS_FILE,
     MODEL_FILE,
     STATE_FILE,
     CheckpointRecord,
@@ -39,8 +37,6 @@ from .format.record import (
 from .format.tensor_files import (
     TORCH_TYPES,
     TypedShape,
-    array_type,
-    check_array,
     check_tensor,
     rank_of,
     read_header,
@@ -105,7 +101,7 @@ def load_weights(path: str | os.PathLike[str], *, base: Base | None = None) -> d
     weights = left_out_tensors(record, base)
     for entry in record.files:
         if tensor_file(record.file_name(entry)) == MODEL_FILE:
-            weights |= _read_tensors(record, entry, as_arrays=False)[0]
+            weights |= _read_tensors(record, entry)[0]
     slices = [entry for entry in record.files if rank_of(record.file_name(entry)) is not None]
     verify_files(record, [entry for entry in slices if record.file_name(entry).endswith(MODEL_FILE)])
     sliced = [tensor for tensor in sliced_tensors(record) if tensor.file == MODEL_FILE]
@@ -186,9 +182,9 @@ class _Source:
         return content
 
     def _read_file(self, record: CheckpointRecord, entry: FileEntry) -> dict[str, TypedShape]:
-        name = record.file_name(entry)
-        tensors, header = _read_tensors(record, entry, as_arrays=name == ARRAYS_FILE)
-        self._stored |= {(tensor_file(name), key): tensor for key, tensor in tensors.items()}
+        tensors, header = _read_tensors(record, entry)
+        file = tensor_file(record.file_name(entry))
+        self._stored |= {(file, key): tensor for key, tensor in tensors.items()}
         return header
 
     def tensor(self, reference: dict[str, Any]) -> torch.Tensor:
@@ -199,17 +195,6 @@ class _Source:
             self._given[identity] = self._make(reference)
         tensor: torch.Tensor = self._given[identity]
         return tensor
-
-    def array(self, reference: dict[str, Any]) -> Any:
-        """The array behind a reference; the same object for equal references."""
-        identity = json.dumps(reference, sort_keys=True)
-        if identity not in self._given:
-            check_array(reference, self._facts)
-            stored = self._stored[reference["file"], reference["key"]]
-            kind = array_type(reference["dtype"])
-            shape = reference["shape"]
-            self._given[identity] = stored.view(kind).reshape(shape) if kind.itemsize else np.zeros(shape, kind)
-        return self._given[identity]
 
     def _make(self, reference: dict[str, Any]) -> torch.Tensor:
         place = (reference["file"], reference["key"])
@@ -245,18 +230,16 @@ def _with_metadata(weights: dict[str, Any], metadata: Any) -> dict[str, Any]:
     return ordered
 
 
-def _read_tensors(
-    record: CheckpointRecord, entry: FileEntry, *, as_arrays: bool
-) -> tuple[dict[str, Any], dict[str, TypedShape]]:
-    """Tensors (or arrays) of one file, and its header; none is handed out before the whole file is proven."""
+def _read_tensors(record: CheckpointRecord, entry: FileEntry) -> tuple[dict[str, torch.Tensor], dict[str, TypedShape]]:
+    """Tensors of one file, and its header; none is handed out before the whole file is proven."""
     hasher = xxhash.xxh3_128()
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, torch.Tensor] = {}
     with os.fdopen(open_regular(find_file(record, entry)), "rb") as file:
         try:
             found = read_header(lambda size: bytes(_take(file, memoryview(bytearray(size)), hasher)), entry.size)
             for key, stored in found.items():
-                tensors[key], memory = _allocate(stored, as_arrays)
-                _take(file, memory, hasher)
+                tensors[key] = torch.empty(stored.shape, dtype=_TYPE_OF_FORMAT[stored.dtype], device="cpu")
+                _take(file, bytes_of(tensors[key]), hasher)
         except (ValueError, EOFError) as error:
             raise BrokenCheckpointError(record.name, f"{entry.path} is malformed: {error}") from error
         position = file.tell()
@@ -272,11 +255,3 @@ def _take(file: BinaryIO, memory: memoryview, hasher: Any) -> memoryview:
             raise EOFError("it ends early")
         hasher.update(piece)
     return memory
-
-
-def _allocate(stored: TypedShape, as_arrays: bool) -> tuple[Any, memoryview]:
-    if as_arrays:
-        array = np.empty(stored.end - stored.begin, np.uint8)
-        return array, array.data
-    tensor = torch.empty(stored.shape, dtype=_TYPE_OF_FORMAT[stored.dtype], device="cpu")
-    return tensor, bytes_of(tensor)

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import random
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -107,11 +106,8 @@ def capture_rng(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
     version, words, gauss = random.getstate()
     # The 625 words as one tensor, which is stored far faster than as many numbers.
     python = {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss}
-    state: dict[str, Any] = {"python": python, "torch": torch.get_rng_state()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        state["numpy"] = numpy.random.get_state(legacy=False)
-    state["devices"] = random_states()
+    numpy = np.random.get_state(legacy=False)
+    state = {"python": python, "torch": torch.get_rng_state(), "numpy": numpy, "devices": random_states()}
     if generators:
         state["generators"] = [generator.get_state() for generator in generators]
     return state
@@ -126,10 +122,7 @@ def restore_rng(state: dict[str, Any], generators: Sequence[torch.Generator] = (
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     torch.set_rng_state(state["torch"].cpu())
-    if "numpy" in state:
-        import numpy as np
-
-        np.random.set_state(state["numpy"])
+    np.random.set_state(state["numpy"])
     _restore_generators(state, generators)
     return restore_random_states(state.get("devices", {}))
 
@@ -350,7 +343,7 @@ _LARGEST_LIST = 1_000
 """A list with more items is compared and stored as one value: a digest for each would take longer than it saves."""
 _PLAIN = (bool, int, float, str, type(None))
 
-Sources = dict[tuple[str, str], Any]
+Sources = dict[tuple[str, str], torch.Tensor]
 Digests = dict[Path, str]
 """Of every node of a tree, by its path: of a container what its members are called, of a leaf what it holds."""
 
@@ -465,18 +458,15 @@ def _differing(value: Any, path: Path, own: Digests, of_zero: Digests) -> Iterat
 
 @dataclass
 class _Sent:
-    """A `TensorSource` over the tensors and arrays of a value that another rank has sent, by file and key."""
+    """A `TensorSource` over the tensors of a value that another rank has sent, by file and key."""
 
     sources: Sources
 
     def tensor(self, reference: dict[str, Any]) -> torch.Tensor:
-        made: torch.Tensor = self.sources[reference["file"], reference["key"]].detach()
+        made = self.sources[reference["file"], reference["key"]].detach()
         if reference.get("parameter"):
             return torch.nn.Parameter(made, requires_grad=reference.get("requires_grad", False))
         return made.requires_grad_(reference.get("requires_grad", False))
-
-    def array(self, reference: dict[str, Any]) -> Any:
-        return self.sources[reference["file"], reference["key"]]
 
 
 def _packed(path: Path, value: Any) -> tuple[Path, Any, Sources]:
@@ -488,5 +478,4 @@ def _packed(path: Path, value: Any) -> tuple[Path, Any, Sources]:
             "tensors in the same places on all ranks"
         )
     # A part of larger memory would be sent with all of it.
-    sources = {(entry.file, entry.key): entry.source for entry in table.entries}
-    return path, stored, {place: t if isinstance(t, np.ndarray) else t.cpu().clone() for place, t in sources.items()}
+    return path, stored, {(entry.file, entry.key): entry.source.cpu().clone() for entry in table.entries}

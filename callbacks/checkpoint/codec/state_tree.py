@@ -2,10 +2,10 @@
 
 What JSON has is stored as JSON: None, booleans, integers, finite floats, text, lists and dictionaries with text keys.
 Everything else is an object with a single key that starts with ``$`` (so a dictionary that has such a key is itself
-stored as ``{"$dict": [[key, value], …]}``). Values of Python's standard library, and of torch and NumPy where they are
-no tensors, have a codec. It turns a value of exactly one type into children, and back. A configuration of OmegaConf is
-stored as the plain containers that it holds. Values of other types are stored with the name of their type: enums,
-dataclasses, named tuples, and classes that wrap tensors. Tensors and arrays become references into safetensors files.
+stored as ``{"$dict": [[key, value], …]}``). A `Kind` turns values of one type into children, and back: containers and
+numbers of Python, what torch and NumPy have beside tensors, and arrays, whose bytes are a tensor. A configuration of
+OmegaConf is stored as the plain containers that it holds. Values of further types are stored with the name of their
+type: enums, dataclasses, named tuples, and classes that wrap tensors. Tensors become references into safetensors files.
 Nothing is pickled: what has no representation here is refused with its path.
 
 A checkpoint may come from elsewhere, so a name in it must not make this process run code. A type is found only among
@@ -25,15 +25,11 @@ from __future__ import annotations
 import argparse
 import base64
 import dataclasses
-import datetime as dt
-import decimal
 import enum
 import importlib
 import math
 import pathlib
 import sys
-import types
-import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -41,24 +37,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ....adapter.contract.exceptions import CheckpointError, UnstorableStateError
 from ....adapter.plumbing.counted_dict import CountedDict, uncounted
-from ..format.tensor_files import array_type
+from ..format.tensor_files import RAW
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Attribute",
-    "NamedKind",
-    "Path",
-    "UnknownTypeError",
-    "check",
-    "decode",
-    "encode",
-    "format_path",
-    "is_sparse",
-    "is_wrapper",
-    "wrapped_tensors",
-]
+__all__ = ["Path", "check", "decode", "encode", "format_path", "is_sparse", "is_wrapper", "wrapped_tensors"]
 
 MAX_DEPTH = 100
 """Containers within containers; deeper trees would exceed Python's recursion limit while loading."""
@@ -68,44 +52,28 @@ _DEEPEST_TREE = 2 * MAX_DEPTH + 10
 
 _INLINE_INT_BITS = 63
 
-
-@dataclass(frozen=True)
-class Attribute:
-    """A part of a path that is a field, not a key."""
-
-    name: str
-
-
 Path = tuple[Any, ...]
-r"""Root name, then keys, indices and `Attribute`\ s."""
+"""Root name, then keys, indices and names of fields."""
 
 
 class TensorSink(Protocol):
-    """Takes tensors and arrays out of a tree."""
+    """Takes tensors out of a tree."""
 
     def add_tensor(self, tensor: Any, path: Path) -> dict[str, Any]:
         """A reference to `tensor`, complete once the whole tree was seen."""
         ...
 
-    def add_array(self, array: Any, path: Path) -> dict[str, Any]:
-        """A reference to a NumPy array."""
-        ...
-
 
 class TensorSource(Protocol):
-    """Gives tensors and arrays back."""
+    """Gives tensors back."""
 
     def tensor(self, reference: dict[str, Any]) -> Any:
         """The tensor behind a reference."""
         ...
 
-    def array(self, reference: dict[str, Any]) -> Any:
-        """The array behind a reference."""
-        ...
-
 
 def encode(value: Any, sink: TensorSink, *, root: str | Path = "state") -> Any:
-    """`value` as JSON; its tensors and arrays go to `sink`.
+    """`value` as JSON; its tensors go to `sink`.
 
     Raises:
         UnstorableStateError: A value has no representation; names its path.
@@ -127,7 +95,7 @@ def check(tree: Any, source: TensorSource, *, knows_types: bool) -> None:
 
     Args:
         tree: What `encode` gave.
-        source: Gives tensors, or anything in their place.
+        source: Gives descriptions of tensors in their place, with ``dtype`` and ``nbytes``.
         knows_types: Whether all modules are imported whose types the tree may name. If not, a type of a module that is
             not imported may still come to be known.
 
@@ -139,26 +107,22 @@ def check(tree: Any, source: TensorSource, *, knows_types: bool) -> None:
 
 
 def format_path(path: Path) -> str:
-    """``state["cache"][3].mean`` for a human."""
-    text = str(path[0])
-    for part in path[1:]:
-        text += f".{part.name}" if isinstance(part, Attribute) else f"[{part!r}]".replace("'", '"')
-    return text
+    """``state["cache"][3]["mean"]`` for a human."""
+    return str(path[0]) + "".join(f"[{part!r}]".replace("'", '"') for part in path[1:])
 
 
 @dataclass(frozen=True)
-class Codec:
-    """How values of one type become children and back.
-
-    `take_apart` returns a list, dict or scalar of encodable values; it raises ValueError for a value of the type that
-    cannot be stored, with what to do about it.
-    """
+class Kind:
+    """How values of one kind become children and back."""
 
     tag: str
-    kind: str
-    """``module:name`` of the type, which is not imported to look for its values."""
     take_apart: Callable[[Any], Any]
+    """A list, dict or scalar of encodable values; raises ValueError, with what to do, for one that cannot be stored."""
     put_together: Callable[[Any], Any]
+    check: Callable[[Any], object] | None = None
+    """Raises where `put_together` would, from children whose tensors are only described; None puts them together."""
+    is_of_named_type: bool = False
+    """Whether the children are the name of the value's type and what `take_apart` gives."""
 
 
 _FACTORIES: dict[str, Any] = {
@@ -186,33 +150,19 @@ def _dict_of(pairs: list[Any]) -> dict[Any, Any]:
     return dict(tuple(pair) for pair in pairs)
 
 
-def _datetime_apart(value: dt.datetime) -> str:
-    if value.tzinfo is not None and type(value.tzinfo) is not dt.timezone:
-        raise ValueError("only times without a zone, or with a fixed offset (datetime.timezone), can be stored")
-    return value.isoformat()
-
-
-def _attributes(value: object) -> dict[str, Any]:
-    return dict(vars(value))
-
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
-def _unbase64(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)
-
-
 def _torch() -> Any:
     return importlib.import_module("torch")
 
 
-def _torch_constant(name: str) -> Any:
+def _numpy() -> Any:
+    return importlib.import_module("numpy")
+
+
+def _element_type(name: str) -> Any:
     torch = _torch()
     value = vars(torch).get(name)
-    if not isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
-        raise UnknownTypeError(f"torch.{name} is not a dtype, layout or memory format of this torch")
+    if not isinstance(value, torch.dtype):
+        raise UnknownTypeError(f"torch.{name} is not a dtype of this torch")
     return value
 
 
@@ -229,83 +179,108 @@ def _numpy_scalar_apart(value: Any) -> list[str]:
 
 
 def _numpy_scalar(parts: list[str]) -> Any:
-    import numpy as np
-
-    dtype, data = np.dtype(parts[0]), bytes.fromhex(parts[1])
-    return np.frombuffer(data, dtype)[0] if dtype.itemsize else np.zeros((), dtype)[()]
+    dtype, data = _numpy().dtype(parts[0]), bytes.fromhex(parts[1])
+    return _numpy().frombuffer(data, dtype)[0] if dtype.itemsize else _numpy().zeros((), dtype)[()]
 
 
-def _numpy_dtype_apart(value: Any) -> str:
-    if value.names is not None or value.hasobject:
-        raise ValueError("only types of plain numbers and texts can be stored")
-    return str(value.str)
+def _array_apart(array: Any) -> list[Any]:
+    if array.dtype.hasobject or array.dtype.names is not None or not array.dtype.itemsize:
+        raise ValueError("only arrays of plain numbers and texts can be stored; store others as lists, or by field")
+    octets = _numpy().ascontiguousarray(array).reshape(-1).view("u1")
+    # torch warns of memory that it must not write to.
+    return [
+        array.dtype.str,
+        list(array.shape),
+        _torch().from_numpy(octets if octets.flags.writeable else octets.copy()),
+    ]
 
 
-_CODECS = [
-    Codec("$tuple", "builtins:tuple", list, tuple),
-    Codec("$set", "builtins:set", list, set),
-    Codec("$frozenset", "builtins:frozenset", list, frozenset),
-    Codec("$deque", "collections:deque", lambda d: [d.maxlen, list(d)], lambda parts: deque(parts[1], parts[0])),
-    Codec("$ordered", "collections:OrderedDict", _pairs, lambda pairs: OrderedDict(_dict_of(pairs))),
-    Codec("$default", "collections:defaultdict", _defaultdict_apart, _defaultdict_together),
-    Codec("$counter", "collections:Counter", _pairs, lambda pairs: Counter(_dict_of(pairs))),
-    Codec("$bytes", "builtins:bytes", _base64, _unbase64),
-    Codec("$bytearray", "builtins:bytearray", _base64, lambda text: bytearray(_unbase64(text))),
-    Codec("$complex", "builtins:complex", lambda z: [z.real, z.imag], lambda parts: complex(*parts)),
-    Codec("$range", "builtins:range", lambda r: [r.start, r.stop, r.step], lambda parts: range(*parts)),
-    Codec("$path", "pathlib:PosixPath", str, pathlib.Path),
-    Codec("$datetime", "datetime:datetime", _datetime_apart, dt.datetime.fromisoformat),
-    Codec("$date", "datetime:date", dt.date.isoformat, dt.date.fromisoformat),
-    Codec(
-        "$timedelta",
-        "datetime:timedelta",
-        lambda delta: [delta.days, delta.seconds, delta.microseconds],
-        lambda parts: dt.timedelta(*parts),
+def _check_array(parts: Any) -> None:
+    name, shape, octets = parts
+    dtype = _numpy().dtype(name)
+    is_sound = octets.dtype == RAW and not dtype.hasobject and all(type(size) is int and size >= 0 for size in shape)
+    if not is_sound or dtype.itemsize * math.prod(shape) != octets.nbytes:
+        raise ValueError(f"there are {octets.nbytes} bytes for an array of {name} {shape!r:.100}")
+
+
+def _array(parts: list[Any]) -> Any:
+    name, shape, octets = parts
+    return octets.contiguous().numpy().view(name).reshape(shape)
+
+
+def is_sparse(value: object) -> bool:
+    """Whether `value` is a sparse tensor in coordinate format."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor) and value.layout == torch.sparse_coo
+
+
+def _sparse_apart(tensor: Any) -> list[Any]:
+    return [tensor.detach()._indices(), tensor.detach()._values(), list(tensor.shape), tensor.is_coalesced()]
+
+
+def _check_sparse(parts: Any) -> None:
+    indices, values, _, _ = parts
+    if not (hasattr(indices, "nbytes") and hasattr(values, "nbytes")):
+        raise ValueError("a sparse tensor is made of indices and values")
+
+
+def _sparse(parts: list[Any]) -> Any:
+    indices, values, shape, is_coalesced = parts
+    return _torch().sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced, check_invariants=True)
+
+
+_OF_TYPES = {
+    "builtins:tuple": Kind("$tuple", list, tuple),
+    "builtins:set": Kind("$set", list, set),
+    "builtins:frozenset": Kind("$frozenset", list, frozenset),
+    "collections:deque": Kind("$deque", lambda d: [d.maxlen, list(d)], lambda parts: deque(parts[1], parts[0])),
+    "collections:OrderedDict": Kind("$ordered", _pairs, lambda pairs: OrderedDict(_dict_of(pairs))),
+    "collections:defaultdict": Kind("$default", _defaultdict_apart, _defaultdict_together),
+    "collections:Counter": Kind("$counter", _pairs, lambda pairs: Counter(_dict_of(pairs))),
+    "builtins:bytes": Kind(
+        "$bytes", lambda data: base64.b64encode(data).decode(), lambda text: base64.b64decode(text, validate=True)
     ),
-    Codec("$decimal", "decimal:Decimal", str, decimal.Decimal),
-    Codec("$uuid", "uuid:UUID", str, uuid.UUID),
-    Codec("$arguments", "argparse:Namespace", _attributes, lambda found: argparse.Namespace(**found)),
-    Codec("$namespace", "types:SimpleNamespace", _attributes, lambda found: types.SimpleNamespace(**found)),
-    *(
-        Codec("$torch", f"torch:{kind}", lambda value: str(value).removeprefix("torch."), _torch_constant)
-        for kind in ("dtype", "layout", "memory_format")
-    ),
-    Codec("$device", "torch:device", str, lambda name: _torch().device(name)),
-    Codec("$size", "torch:Size", list, _size),
-    Codec("$npscalar", "numpy:generic", _numpy_scalar_apart, _numpy_scalar),
-    Codec("$npdtype", "numpy:dtype", _numpy_dtype_apart, array_type),
-    Codec("$int", "", hex, lambda text: int(text, 16)),
-    Codec("$float", "", repr, float),
-]
-_BY_TAG = {codec.tag: codec for codec in _CODECS}
-_BY_TYPE = {codec.kind: codec for codec in _CODECS}
+    "builtins:complex": Kind("$complex", lambda z: [z.real, z.imag], lambda parts: complex(*parts)),
+    "pathlib:PosixPath": Kind("$path", str, pathlib.Path),
+    "argparse:Namespace": Kind("$arguments", lambda n: dict(vars(n)), lambda found: argparse.Namespace(**found)),
+    "torch:dtype": Kind("$torch", lambda value: str(value).removeprefix("torch."), _element_type),
+    "torch:device": Kind("$device", str, lambda name: _torch().device(name)),
+    "torch:Size": Kind("$size", list, _size),
+    "numpy:generic": Kind("$npscalar", _numpy_scalar_apart, _numpy_scalar),
+    "numpy:ndarray": Kind("$ndarray", _array_apart, _array, _check_array),
+}
+"""By ``module:name`` of the type, which is not imported to look for its values."""
+_SPARSE = Kind("$sparse", _sparse_apart, _sparse, _check_sparse)
+_INT = Kind("$int", hex, lambda text: int(text, 16))
+_FLOAT = Kind("$float", repr, float)
 
 
-def _codec_of(kind: type) -> Codec | None:
-    if kind.__module__.partition(".")[0] != "numpy":
-        return _BY_TYPE.get(_name(kind))
-    return next((codec for codec in (_BY_TYPE.get(_name(base)) for base in kind.__mro__) if codec is not None), None)
+def _kind_of(value: Any) -> Kind | None:
+    kind = type(value)
+    if is_sparse(value):
+        return _SPARSE
+    if (found := _OF_TYPES.get(_name(kind))) is not None:
+        return found
+    if kind.__module__.partition(".")[0] == "numpy" and any(_name(base) == "numpy:generic" for base in kind.__mro__):
+        return _OF_TYPES["numpy:generic"]
+    return next((named for has, named in _NAMED if has(value)), None)
 
 
 def _name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-class UnknownTypeError(LookupError):
-    """A type that a state tree names is not imported in this process, or is not of the kind it is used as."""
+class UnknownTypeError(CheckpointError):
+    """A type that a state tree names is not there in this process, or is not of the kind it is used as."""
 
-
-def type_name(kind: type) -> str | None:
-    """``module:qualified.name`` where that leads back to `kind`, else None, as for a class local to a function."""
-    name = f"{kind.__module__}:{kind.__qualname__}"
-    try:
-        return name if find_type(name) is kind else None
-    except UnknownTypeError:
-        return None
+    def __init__(self, problem: str, *, may_be_imported: bool = False) -> None:
+        super().__init__(f"the checkpoint cannot be loaded here: {problem}")
+        self.may_be_imported = may_be_imported
+        """Whether its module is not imported, so that it may still come to be known."""
 
 
 def find_type(name: str) -> type:
-    """The type that `type_name` named.
+    """The type that is called ``module:qualified.name``.
 
     Raises:
         UnknownTypeError: There is none in this process, or it has a ``__del__``.
@@ -313,7 +288,8 @@ def find_type(name: str) -> type:
     module_name, _, qualified = name.partition(":")
     found: Any = sys.modules.get(module_name)
     if found is None:
-        raise UnknownTypeError(f"{name} is not imported; import {module_name} before loading this checkpoint")
+        text = f"{name} is not imported; import {module_name} before loading this checkpoint"
+        raise UnknownTypeError(text, may_be_imported=True)
     for part in qualified.split("."):
         # `vars`, not `getattr`: a module's or class's own `__getattr__` could import or run anything.
         found = vars(found).get(part) if isinstance(found, type) or found is sys.modules.get(module_name) else None
@@ -324,19 +300,12 @@ def find_type(name: str) -> type:
     return found
 
 
-@dataclass(frozen=True)
-class NamedKind:
-    """How values of a kind of types are stored: the name of the type, and what its values are made of."""
-
-    tag: str
-    has: Callable[[Any], bool]
-    """Whether a value is of the kind."""
-    take_apart: Callable[[Any], Any]
-    """Encodable values that a value is made of; raises ValueError where it cannot be stored."""
-    find: Callable[[str, Any], Any]
-    """The type of that name, for a value of those parts; raises `UnknownTypeError`."""
-    build: Callable[[Any, Any], Any]
-    """The value of a type that has these parts."""
+def _can_be_found(kind: type) -> bool:
+    """Whether the name of `kind` leads back to it; not that of a class local to a function."""
+    try:
+        return find_type(_name(kind)) is kind
+    except UnknownTypeError:
+        return False
 
 
 def _enum_apart(value: enum.Enum) -> str:
@@ -345,13 +314,12 @@ def _enum_apart(value: enum.Enum) -> str:
     return value.name
 
 
-def _find_enum(name: str, member: str) -> type[enum.Enum]:
+def _enum(content: Any) -> enum.Enum:
+    name, member = content
     kind = find_type(name)
-    if not issubclass(kind, enum.Enum):
-        raise UnknownTypeError(f"{name} is not an enum")
-    if member not in kind._member_map_:
-        raise UnknownTypeError(f"{name} has no member {member!r}")
-    return kind
+    if not issubclass(kind, enum.Enum) or member not in kind._member_map_:
+        raise UnknownTypeError(f"{name} is not an enum with a member {member!r}")
+    return kind._member_map_[member]
 
 
 def _dataclass_apart(value: Any) -> dict[str, Any]:
@@ -362,7 +330,8 @@ def _dataclass_apart(value: Any) -> dict[str, Any]:
     return fields
 
 
-def _find_dataclass(name: str, values: dict[str, Any]) -> type:
+def _find_dataclass(content: Any) -> type:
+    name, values = content
     kind = find_type(name)
     if not dataclasses.is_dataclass(kind):
         raise UnknownTypeError(f"{name} is not a dataclass")
@@ -374,9 +343,9 @@ def _find_dataclass(name: str, values: dict[str, Any]) -> type:
     return kind
 
 
-def _build_dataclass(kind: type, values: dict[str, Any]) -> Any:
-    instance: Any = object.__new__(kind)
-    for field, value in values.items():
+def _dataclass(content: Any) -> Any:
+    instance: Any = object.__new__(_find_dataclass(content))
+    for field, value in content[1].items():
         object.__setattr__(instance, field, value)
     return instance
 
@@ -386,12 +355,11 @@ def _is_named_tuple(kind: type) -> bool:
     return issubclass(kind, tuple) and isinstance(getattr(kind, "_fields", None), tuple)
 
 
-def _find_named_tuple(name: str, items: list[Any]) -> Any:
+def _find_named_tuple(content: Any) -> Any:
+    name, items = content
     kind: Any = find_type(name)
-    if not _is_named_tuple(kind):
-        raise UnknownTypeError(f"{name} is not a named tuple")
-    if len(kind._fields) != len(items):
-        raise UnknownTypeError(f"{name} has different fields in this process and in the checkpoint")
+    if not _is_named_tuple(kind) or len(kind._fields) != len(items):
+        raise UnknownTypeError(f"{name} is not a named tuple of {len(items)} fields")
     return kind
 
 
@@ -413,38 +381,18 @@ def _wrapper_apart(tensor: Any) -> dict[str, Any]:
     return {"tensors": tensors, "context": context, "shape": list(tensor.shape), "stride": list(tensor.stride())}
 
 
-def _find_wrapper(name: str, _: Any) -> Any:
+def _find_wrapper(content: Any) -> Any:
+    name, _ = content
     kind = find_type(name)
     if not _is_wrapper_class(kind):
         raise UnknownTypeError(f"{name} is not a class of tensors that wraps others")
     return kind
 
 
-def _build_wrapper(kind: Any, parts: dict[str, Any]) -> Any:
-    shape, stride = sys.modules["torch"].Size(parts["shape"]), tuple(parts["stride"])
-    return kind.__tensor_unflatten__(parts["tensors"], parts["context"], shape, stride)
-
-
-def is_sparse(value: object) -> bool:
-    """Whether `value` is a sparse tensor in coordinate format."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor) and value.layout == torch.sparse_coo
-
-
-def _sparse_apart(tensor: Any) -> dict[str, Any]:
-    indices, values = tensor.detach()._indices(), tensor.detach()._values()
-    return {"indices": indices, "values": values, "shape": list(tensor.shape), "coalesced": tensor.is_coalesced()}
-
-
-def _find_sparse(_: str, parts: Any) -> None:
-    if parts.keys() != {"indices", "values", "shape", "coalesced"}:
-        raise ValueError("a sparse tensor is made of indices and values, and has a shape")
-
-
-def _build_sparse(_: None, parts: dict[str, Any]) -> Any:
-    make = sys.modules["torch"].sparse_coo_tensor
-    indices, values, shape = parts["indices"], parts["values"], parts["shape"]
-    return make(indices, values, shape, is_coalesced=parts["coalesced"], check_invariants=True)
+def _wrapper(content: Any) -> Any:
+    parts = content[1]
+    shape, stride = _torch().Size(parts["shape"]), tuple(parts["stride"])
+    return _find_wrapper(content).__tensor_unflatten__(parts["tensors"], parts["context"], shape, stride)
 
 
 def wrapped_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -456,29 +404,27 @@ def wrapped_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torc
         yield from wrapped_tensors(f"{part} of {name}", value)
 
 
-NAMED_KINDS = {
-    kind.tag: kind
-    for kind in (
-        NamedKind(
-            "$enum",
-            lambda value: isinstance(value, enum.Enum),
-            _enum_apart,
-            _find_enum,
-            lambda kind, member: kind._member_map_[member],
+_NAMED: list[tuple[Callable[[Any], bool], Kind]] = [
+    (lambda value: isinstance(value, enum.Enum), Kind("$enum", _enum_apart, _enum, is_of_named_type=True)),
+    (
+        lambda value: dataclasses.is_dataclass(value) and not isinstance(value, type),
+        Kind("$dataclass", _dataclass_apart, _dataclass, _find_dataclass, is_of_named_type=True),
+    ),
+    (
+        lambda value: _is_named_tuple(type(value)),
+        Kind(
+            "$namedtuple",
+            list,
+            lambda content: tuple.__new__(_find_named_tuple(content), content[1]),
+            _find_named_tuple,
+            is_of_named_type=True,
         ),
-        NamedKind(
-            "$dataclass",
-            lambda value: dataclasses.is_dataclass(value) and not isinstance(value, type),
-            _dataclass_apart,
-            _find_dataclass,
-            _build_dataclass,
-        ),
-        NamedKind("$namedtuple", lambda value: _is_named_tuple(type(value)), list, _find_named_tuple, tuple.__new__),
-        NamedKind("$wrapper", is_wrapper, _wrapper_apart, _find_wrapper, _build_wrapper),
-        NamedKind("$sparse", is_sparse, _sparse_apart, _find_sparse, _build_sparse),
-    )
-}
-"""By tag."""
+    ),
+    (is_wrapper, Kind("$wrapper", _wrapper_apart, _wrapper, _find_wrapper, is_of_named_type=True)),
+]
+"""The kinds of types that are stored by name, each with what tells its values."""
+
+_BY_TAG = {kind.tag: kind for kind in (*_OF_TYPES.values(), _SPARSE, _INT, _FLOAT, *(kind for _, kind in _NAMED))}
 
 
 class _Encoder:
@@ -493,24 +439,20 @@ class _Encoder:
         if value is None or kind is bool or kind is str:
             return value
         if kind is int:
-            return value if value.bit_length() <= _INLINE_INT_BITS else {"$int": hex(value)}
+            return value if value.bit_length() <= _INLINE_INT_BITS else {_INT.tag: _INT.take_apart(value)}
         if kind is float:
-            return value if math.isfinite(value) else {"$float": repr(value)}
+            return value if math.isfinite(value) else {_FLOAT.tag: _FLOAT.take_apart(value)}
         if kind is list:
             return self._inside(value, path, lambda: self._list(value, path))
         if kind is CountedDict:  # a job's hyperparameters, which a class may keep in its state
             value, kind = uncounted(value), dict
         if kind is dict:
             return self._inside(value, path, lambda: self._dict(value, path))
-        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+        torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor) and not (is_wrapper(value) or is_sparse(value)):
             return {"$tensor": self.sink.add_tensor(value, path)}
-        if numpy is not None and kind is numpy.ndarray:
-            return {"$ndarray": self.sink.add_array(value, path)}
-        if (codec := _codec_of(kind)) is not None:
-            return self._inside(value, path, lambda: self._by_codec(codec, value, path))
-        if (named := next((named for named in NAMED_KINDS.values() if named.has(value)), None)) is not None:
-            return self._inside(value, path, lambda: self._named(named, value, kind, path))
+        if (stored_as := _kind_of(value)) is not None:
+            return self._inside(value, path, lambda: self._by_kind(stored_as, value, path))
         if (omegaconf := sys.modules.get("omegaconf")) is not None:
             kinds = omegaconf.DictConfig, omegaconf.ListConfig
             if kind in kinds:  # unresolved: what an interpolation reads of the environment is in no checkpoint
@@ -539,24 +481,15 @@ class _Encoder:
         pairs = [[self.encode(key, (*path, "<key>")), self.encode(item, (*path, key))] for key, item in items.items()]
         return {"$dict": pairs}
 
-    def _by_codec(self, codec: Codec, value: Any, path: Path) -> dict[str, Any]:
-        try:
-            parts = codec.take_apart(value)
-        except ValueError as error:
-            raise _refusal(value, path, str(error)) from None
-        return {codec.tag: self.encode(parts, path)}
-
-    def _named(self, named: NamedKind, value: Any, kind: type, path: Path) -> dict[str, Any]:
-        name = type_name(kind)
-        if name is None:
+    def _by_kind(self, kind: Kind, value: Any, path: Path) -> dict[str, Any]:
+        if kind.is_of_named_type and not _can_be_found(type(value)):
             raise _refusal(value, path, "its class must be at the top level of a module and have no __del__")
         try:
-            parts = named.take_apart(value)
+            parts = kind.take_apart(value)
         except ValueError as error:
             raise _refusal(value, path, str(error)) from None
-        if dataclasses.is_dataclass(value):
-            return {named.tag: [name, {key: self.encode(v, (*path, Attribute(key))) for key, v in parts.items()}]}
-        return {named.tag: [name, self.encode(parts, path)]}
+        encoded = self.encode(parts, path)
+        return {kind.tag: [_name(type(value)), encoded] if kind.is_of_named_type else encoded}
 
 
 def _refusal(value: Any, path: Path, hint: str) -> UnstorableStateError:
@@ -568,7 +501,7 @@ def _refusal(value: Any, path: Path, hint: str) -> UnstorableStateError:
 def _hint(value: Any, path: Path) -> str:
     if isinstance(value, type):  # which a file could name to have it called by the code that finds it there
         return "store its name" + (", as a string for `state_key`" if path[1:2] == ("callbacks",) else "")
-    for method in ("state_dict", "get_state"):
+    for method in ("state_dict", "get_state", "isoformat"):
         if callable(getattr(value, method, None)):
             return f"store its {method}()"
     return "store what is needed to build it again; of hyperparameters, name it in `ignore` of save_hyperparameters"
@@ -592,28 +525,20 @@ class _Decoder:
         return {key: self.decode(item) for key, item in tree.items()}
 
     def _tagged(self, tag: str, content: Any) -> Any:
-        try:
-            if tag in _BY_TAG:
-                return _BY_TAG[tag].put_together(self.decode(content))
-            if tag in NAMED_KINDS:
-                name, parts = content
-                return self._named(NAMED_KINDS[tag], name, self.decode(parts))
-        except UnknownTypeError as error:
-            raise CheckpointError(f"the checkpoint cannot be loaded here: {error}") from None
         if tag == "$dict":
             return {self.decode(key): self.decode(item) for key, item in content}
         if tag == "$tensor":
             return self.source.tensor(content)
-        if tag == "$ndarray":
-            return self.source.array(content)
-        raise CheckpointError(f"the checkpoint holds a value of kind {tag!r}; a newer genlight may have written it")
+        if tag not in _BY_TAG:
+            raise CheckpointError(f"the checkpoint holds a value of kind {tag!r}; a newer genlight may have written it")
+        return self._made(_BY_TAG[tag], self.decode(content))
 
-    def _named(self, named: NamedKind, name: str, parts: Any) -> Any:
-        return named.build(named.find(name, parts), parts)
+    def _made(self, kind: Kind, parts: Any) -> Any:
+        return kind.put_together(parts)
 
 
 class _Checker(_Decoder):
-    """Decodes what has a codec, and looks for the types that all else is made of, without making one."""
+    """Decodes what is made of plain values, and looks for the types that all else is made of, without making one."""
 
     def __init__(self, source: TensorSource, knows_types: bool) -> None:
         super().__init__(source)
@@ -630,7 +555,12 @@ class _Checker(_Decoder):
         finally:
             self._depth -= 1
 
-    def _named(self, named: NamedKind, name: str, parts: Any) -> Any:
-        if self._knows_types or name.partition(":")[0] in sys.modules:
-            named.find(name, parts)
+    def _made(self, kind: Kind, parts: Any) -> Any:
+        try:
+            if kind.check is None:
+                return kind.put_together(parts)
+            kind.check(parts)
+        except UnknownTypeError as error:
+            if self._knows_types or not error.may_be_imported:
+                raise
         return object()

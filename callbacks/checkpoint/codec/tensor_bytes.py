@@ -1,4 +1,4 @@
-"""Bytes of tensors and arrays, and digests of them, wherever they lie.
+"""Bytes of tensors, and digests of them, wherever they lie.
 
 Bytes in host memory are hashed there (xxh3-128), at about the speed at which memory is read. Those of another device
 stay there: two sums of 64 bits over its words, each of which is mixed with its place first, and 16 bytes per tensor
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,14 +18,11 @@ import xxhash
 __all__ = ["as_uint8", "bytes_of", "content_digests", "device_digest", "element_type"]
 
 
-def bytes_of(source: Any) -> memoryview:
-    """The values of a tensor or array, in row-major order, as bytes.
+def bytes_of(source: torch.Tensor) -> memoryview:
+    """The values of a tensor, in row-major order, as bytes.
 
     A view of the source's own memory for a contiguous tensor of the host; a copy of this one tensor otherwise.
     """
-    if isinstance(source, np.ndarray):
-        flat = np.ascontiguousarray(source).reshape(-1)
-        return flat.view(np.uint8).data if flat.size else memoryview(b"")
     if source.numel() == 0:
         return memoryview(b"")
     # Not `numpy()`, for ever after which the storage cannot be resized: observers of torch.ao resize their buffers.
@@ -60,16 +56,16 @@ _ODD = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111E
 _LOW_BITS = {shift: (1 << (64 - shift)) - 1 for shift in (27, 30, 31)}
 
 
-def content_digests(sources: Sequence[Any]) -> list[str]:
-    """A text for each tensor or array, which is equal for equal types, shapes and bytes on the same kind of device.
+def content_digests(sources: Sequence[torch.Tensor]) -> list[str]:
+    """A text for each tensor, which is equal for equal types, shapes and bytes on the same kind of device.
 
     Waits for each device once.
     """
     found: list[str] = [""] * len(sources)
     pending: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    on_host = [index for index, source in enumerate(sources) if isinstance(source, np.ndarray) or source.is_cpu]
+    on_host = [index for index, source in enumerate(sources) if source.is_cpu]
     for index, source in enumerate(sources):
-        if not (isinstance(source, np.ndarray) or source.is_cpu):
+        if not source.is_cpu:
             pending.setdefault(source.device, []).append((index, device_digest(source)))
     for index, digest in zip(on_host, _host_digests([sources[index] for index in on_host]), strict=True):
         found[index] = digest
@@ -80,7 +76,7 @@ def content_digests(sources: Sequence[Any]) -> list[str]:
     return [f"{s.dtype} {list(s.shape)} {digest}" for s, digest in zip(sources, found, strict=True)]
 
 
-def _host_digests(sources: Sequence[Any]) -> list[str]:
+def _host_digests(sources: Sequence[torch.Tensor]) -> list[str]:
     """In as many threads as torch may use, where that is worth their start: hashing lets others run meanwhile."""
     threads = min(torch.get_num_threads(), len(sources))
     if threads < 2 or sum(source.nbytes for source in sources) < _WORTH_THREADS:
@@ -89,9 +85,8 @@ def _host_digests(sources: Sequence[Any]) -> list[str]:
         return list(pool.map(_host_digest, sources))
 
 
-def _host_digest(source: Any) -> str:
-    plain = source if isinstance(source, np.ndarray) else source.detach().resolve_conj().resolve_neg()
-    return xxhash.xxh3_128_hexdigest(bytes_of(plain))
+def _host_digest(source: torch.Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(bytes_of(source.detach().resolve_conj().resolve_neg()))
 
 
 @torch.no_grad()

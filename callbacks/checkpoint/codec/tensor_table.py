@@ -1,4 +1,4 @@
-"""The tensors and arrays of a state tree: what is written where, and which of them are the same memory.
+"""The tensors of a state tree: what is written where, and which of them are the same memory.
 
 A tensor that is met again, with the same memory, shape and strides, is stored once and is one tensor again after
 loading. Other views of the same memory are stored with values of their own. A tensor of the model always has an entry
@@ -13,14 +13,13 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 
 from ....adapter.contract.exceptions import UnstorableStateError
-from ..format.record import ARRAYS_FILE, MODEL_FILE, TENSORS_FILE
+from ..format.record import MODEL_FILE, TENSORS_FILE
 from ..format.tensor_files import RAW, TORCH_TYPES
 from ..sharded.slices import Box, is_saved_by_this_rank, is_sharded, slice_of, unsharded
-from .state_tree import Attribute, Path, format_path
+from .state_tree import Path, format_path
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -33,7 +32,7 @@ WEIGHTS = ("checkpoint", "state_dict")
 
 @dataclass(eq=False)
 class Entry:
-    """One stored tensor or array; `source` still has its values, on whatever device."""
+    """One stored tensor; `source` still has its values, on whatever device."""
 
     file: str
     key: str
@@ -41,8 +40,7 @@ class Entry:
     """The element type in the file."""
     shape: tuple[int, ...]
     nbytes: int
-    source: Any
-    """A tensor, or a C-contiguous array."""
+    source: torch.Tensor
     slice: Slice | None = None
     """Where it is only a part of a tensor."""
 
@@ -70,7 +68,6 @@ class TensorTable:
         self._keys: set[tuple[str, str]] = set()
         self._known: dict[Any, dict[str, Any]] = {}
         """References by the memory that they are to."""
-        self._arrays: dict[int, tuple[Any, dict[str, Any]]] = {}
 
     def add_tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
         """A reference to `tensor`; one of the model has its own name in the model's file."""
@@ -109,23 +106,9 @@ class TensorTable:
             reference["parameter"] = True
         return reference
 
-    def add_array(self, array: Any, path: Path) -> dict[str, Any]:
-        """A reference to a NumPy array; the same object twice is stored once."""
-        if array.dtype.hasobject or array.dtype.names is not None:
-            hint = "it holds Python objects" if array.dtype.hasobject else "store its fields one by one"
-            raise UnstorableStateError(format_path(path), "numpy.ndarray", hint)
-        if id(array) not in self._arrays:
-            key = self._free_key(ARRAYS_FILE, path)
-            self._keys.add((ARRAYS_FILE, key))
-            stored = np.ascontiguousarray(array).reshape(array.shape)
-            self.entries.append(Entry(ARRAYS_FILE, key, RAW, (array.nbytes,), array.nbytes, stored))
-            facts = {"file": ARRAYS_FILE, "key": key, "dtype": array.dtype.str, "shape": list(array.shape)}
-            self._arrays[id(array)] = array, facts
-        return dict(self._arrays[id(array)][1])
-
     def _free_key(self, file: str, path: Path) -> str:
         parts = path[1:] if path[0] == "checkpoint" else path
-        key = candidate = ".".join(part.name if isinstance(part, Attribute) else str(part) for part in parts)
+        key = candidate = ".".join(map(str, parts))
         number = 1
         while (file, candidate) in self._keys:
             number += 1

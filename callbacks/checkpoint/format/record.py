@@ -46,7 +46,6 @@ from ....adapter.plumbing.urls import hide_urls
 from .tensor_files import parse_json
 
 __all__ = [
-    "ARRAYS_FILE",
     "CheckpointRecord",
     "FINAL_NAME",
     "FROZEN_FILE",
@@ -83,9 +82,7 @@ MODEL_FILE = "model.safetensors"
 FROZEN_FILE = "frozen.safetensors"
 """Those of `MODEL_FILE` that training leaves as they are, where several checkpoints share them."""
 TENSORS_FILE = "training_state.safetensors"
-"""All other tensors, under the path where they sit."""
-ARRAYS_FILE = "arrays.safetensors"
-"""NumPy arrays, under the path where they sit."""
+"""All other tensors, and the bytes of NumPy arrays, under the path where they sit."""
 STATE_FILE = "training_state.json"
 """Everything that is not a tensor, with references to the tensors."""
 TRAINER_FOLDER = "trainer"

@@ -8,7 +8,7 @@ The index ``slices.json`` says of each sharded tensor which part of it lies in `
 bytes of that are, and the digest of every block of them, so that a rank which needs a few rows reads and proves just
 those.
 
-A reference of a state tree names a stored tensor or array. It is compared with the bytes that the file has before
+A reference of a state tree names a stored tensor. It is compared with the bytes that the file has before
 memory is taken for it.
 
 The module imports neither torch nor Lightning.
@@ -38,10 +38,8 @@ __all__ = [
     "StoredSlice",
     "TORCH_TYPES",
     "TypedShape",
-    "array_type",
     "block_digests",
     "build_header",
-    "check_array",
     "check_tensor",
     "make_whole",
     "parse_header",
@@ -82,6 +80,8 @@ ELEMENT_BYTES = {
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
 """Size of an element of each type."""
+
+_WHOLE_NUMBERS = frozenset({"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"})
 
 HEADER_LIMIT = 100_000_000
 _Offset = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -326,17 +326,8 @@ class TensorReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parameter: bool = False
 
 
-class ArrayReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The declared keys of a reference to a NumPy array."""
-
-    file: str
-    key: str
-    dtype: str
-    shape: list[_Size]
-
-
-def check_tensor(reference: Any, stored: Mapping[tuple[str, str], TypedShape]) -> None:
-    """Compare a reference to a tensor with what is stored.
+def check_tensor(reference: Any, stored: Mapping[tuple[str, str], TypedShape]) -> TypedShape:
+    """Compare a reference to a tensor with what is stored, and return that, with the type of the reference.
 
     Args:
         reference: As the state tree has it.
@@ -356,28 +347,9 @@ def check_tensor(reference: Any, stored: Mapping[tuple[str, str], TypedShape]) -
         raise ValueError(f"{where} has {found.nbytes} bytes, but its reference needs {_elements(shape) * element}")
     if facts.stride is not None and _extent(shape, facts.stride) > _elements(shape):
         raise ValueError(f"the strides of {where} leave its bytes")
-
-
-def check_array(reference: Any, stored: Mapping[tuple[str, str], TypedShape]) -> None:
-    """Compare a reference to an array with what is stored.
-
-    Raises:
-        ValueError: It is malformed, or the file has other bytes.
-    """
-    facts = msgspec.convert(reference, ArrayReference)
-    found = stored.get((facts.file, facts.key))
-    if found is None:
-        raise ValueError(f"there is no array {facts.file}:{facts.key}")
-    kind = array_type(facts.dtype)
-    if kind.hasobject or _elements(facts.shape) * kind.itemsize != found.nbytes:
-        raise ValueError(f"{facts.file}:{facts.key} has {found.nbytes} bytes, but its reference is to others")
-
-
-def array_type(name: str) -> Any:
-    """The NumPy type of a reference."""
-    import numpy as np
-
-    return np.dtype(name)
+    if (facts.requires_grad or facts.parameter) and (facts.dtype or found.dtype) in _WHOLE_NUMBERS:
+        raise ValueError(f"{where} holds whole numbers, which have no gradient")
+    return found if facts.dtype is None else TypedShape(facts.dtype, tuple(shape), found.begin, found.end)
 
 
 def _element_bytes(dtype: str) -> int | None:

@@ -38,7 +38,6 @@ from ....adapter.contract.exceptions import BrokenCheckpointError, CheckpointErr
 from ....adapter.plumbing.durable import fsync_directory, temporary_name
 from ....adapter.plumbing.safe_open import open_regular
 from ..format.record import (
-    ARRAYS_FILE,
     FROZEN_FILE,
     MODEL_FILE,
     RECORD_MARKER,
@@ -89,7 +88,7 @@ log = logging.getLogger(__name__)
 STATE_MARKER = b'{"format":"genlight.training_state"'
 """How every state file begins, so that a data folder can be told from a user's own."""
 
-_OWN_NAMES = frozenset({MODEL_FILE, FROZEN_FILE, TENSORS_FILE, ARRAYS_FILE, STATE_FILE, SLICES_FILE, TRAINER_FOLDER})
+_OWN_NAMES = frozenset({MODEL_FILE, FROZEN_FILE, TENSORS_FILE, STATE_FILE, SLICES_FILE, TRAINER_FOLDER})
 
 
 @dataclass(frozen=True)

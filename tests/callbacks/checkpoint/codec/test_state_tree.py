@@ -4,7 +4,6 @@ import argparse
 import collections
 import dataclasses
 import datetime as dt
-import decimal
 import enum
 import fractions
 import json
@@ -12,9 +11,6 @@ import math
 import pathlib
 import random
 import sys
-import types
-import uuid
-import zoneinfo
 from typing import NamedTuple
 
 import numpy as np
@@ -159,16 +155,9 @@ LEAVES = st.one_of(
     st.text(),
     st.binary(max_size=8),
     st.complex_numbers(allow_nan=False),
-    st.builds(bytearray, st.binary(max_size=4)),
-    st.datetimes(timezones=st.sampled_from([None, dt.UTC, dt.timezone(dt.timedelta(hours=-3, minutes=7))])),
-    st.dates(),
-    st.timedeltas(),
-    st.decimals(allow_nan=False),
-    st.uuids(),
     st.sampled_from([Color.RED, Level.LOW, Access.READ, Slotted(3), pathlib.Path("a/b")]),
-    st.sampled_from([torch.bfloat16, torch.device("cuda:1"), torch.Size([2, 3]), torch.strided, torch.channels_last]),
-    st.sampled_from([np.float32(1.5), np.int64(-3), np.bool_(True), np.str_("é"), np.dtype("<f8"), np.float64("nan")]),
-    st.builds(range, st.integers(-9, 9), st.integers(-9, 9), st.integers(1, 3)),
+    st.sampled_from([torch.bfloat16, torch.device("cuda:1"), torch.Size([2, 3])]),
+    st.sampled_from([np.float32(1.5), np.int64(-3), np.bool_(True), np.str_("é"), np.float64("nan")]),
     tensors(),
     ARRAYS,
 )
@@ -205,11 +194,8 @@ def test_any_tree_comes_back_equal_in_value_and_type(tmp_path_factory, value):
         -(2**64),
         "\ud800 lone surrogate",
         {"": {"$": 1}},
-        decimal.Decimal("NaN"),
-        uuid.UUID(int=5),
         collections.defaultdict(None, a=1),
         argparse.Namespace(lr=0.1, sizes=(1, 2), nested=argparse.Namespace()),
-        types.SimpleNamespace(steps=3, **{"no identifier": [1]}),
         random.Random(3).getstate(),
         np.random.default_rng(1).bit_generator.state,
         np.str_(""),
@@ -219,12 +205,7 @@ def test_any_tree_comes_back_equal_in_value_and_type(tmp_path_factory, value):
 def test_what_hypothesis_seldom_makes_comes_back_too(tmp_path, value):
     loaded = round_trip(tmp_path, value)
     assert type(loaded) is type(value)
-    if isinstance(value, np.ndarray):
-        assert same(loaded, value)
-    elif isinstance(value, decimal.Decimal):
-        assert str(loaded) == str(value)
-    else:
-        assert loaded == value
+    assert loaded == value
 
 
 def test_parameters_gradients_flags_and_named_tuples_are_kept(tmp_path):
@@ -268,10 +249,16 @@ def test_independent_parts_of_one_storage_stay_independent(tmp_path):
     assert one.untyped_storage().nbytes() == 20
 
 
-def test_one_array_twice_is_one_array(tmp_path):
+def test_an_array_that_is_there_twice_is_the_same_memory_again(tmp_path):
     array = np.arange(3)
     one, other = round_trip(tmp_path, [array, array])
-    assert one is other
+    one[1] = 7
+    assert other.tolist() == [0, 7, 2]
+
+
+def test_an_array_that_must_not_be_written_to_is_kept(tmp_path):
+    array = np.broadcast_to(np.arange(3.0), (2, 3))
+    assert same(round_trip(tmp_path, array), array.copy())
 
 
 @pytest.mark.parametrize(
@@ -280,25 +267,21 @@ def test_one_array_twice_is_one_array(tmp_path):
         ({"a": [0, {"b": lambda: 0}]}, 'state["value"]["a"][1]["b"]', "function"),
         ((1, {2: object()}), 'state["value"][1][2]', "object"),
         (torch.nn.Linear(1, 1), 'state["value"]', "torch.nn.modules.linear.Linear"),
-        (Meter(1.0, [iter(())]), 'state["value"].history[0]', "tuple_iterator"),
+        (Meter(1.0, [iter(())]), 'state["value"]["history"][0]', "tuple_iterator"),
         ({3: threading_lock} if (threading_lock := random.Random()) else None, 'state["value"][3]', "random.Random"),
         (np.array([object()], dtype=object), 'state["value"]', "numpy.ndarray"),
         (torch.empty(2, device="meta"), 'state["value"]', "torch.Tensor"),
         (np.zeros(3, dtype=[("x", "<f4")]), 'state["value"]', "numpy.ndarray"),
         (collections.defaultdict(lambda: 1), 'state["value"]', "collections.defaultdict"),
-        (dt.datetime(2024, 10, 27, tzinfo=zoneinfo.ZoneInfo("UTC")), 'state["value"]', "datetime.datetime"),
+        (dt.datetime(2024, 10, 27), 'state["value"]', "datetime.datetime"),
         (fractions.Fraction(1, 3), 'state["value"]', "fractions.Fraction"),
         (Access.READ | Access.WRITE, 'state["value"]', "Access"),
-        (dt.datetime.max.replace(tzinfo=dt.timezone.max), None, None),
         (Closes("x"), 'state["value"]', "Closes"),
         (int, 'state["value"]', "type"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # without addresses
 )
 def test_what_cannot_be_stored_is_refused_by_path(tmp_path, value, path, kind):
-    if path is None:
-        assert round_trip(tmp_path, value) == value
-        return
     with pytest.raises(UnstorableStateError) as refused:
         round_trip(tmp_path, value)
     assert refused.value.path == path

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from genlight.adapter.check.snapshot import snapshot
-from genlight.callbacks.checkpoint.codec.state_tree import (
-    NAMED_KINDS,
-    UnknownTypeError,
-    wrapped_tensors,
-)
+from genlight.adapter.contract.exceptions import CheckpointError
+from genlight.callbacks.checkpoint.codec.state_tree import decode, encode, wrapped_tensors
+from genlight.callbacks.checkpoint.codec.tensor_table import TensorTable
 from genlight.callbacks.replicas.replica_guard import _replicated
 from support.resumed_fit import STEPS, Trains, fit
 
@@ -89,12 +87,17 @@ def test_what_is_compared_of_a_wrapper_are_the_tensors_in_it() -> None:
 
 @pytest.mark.parametrize("name", ["torch:Tensor", "torch.nn.parameter:Parameter", "collections:OrderedDict"])
 def test_a_name_of_another_type_in_a_checkpoint_is_refused(name: str) -> None:
-    wrappers = NAMED_KINDS["$wrapper"]
-    parts = wrappers.take_apart(Quantized.of(torch.ones(2)))
+    table = TensorTable()
+    tree = encode(Quantized.of(torch.ones(2)), table)
 
-    assert torch.equal(wrappers.build(wrappers.find(f"{__name__}:Quantized", parts), parts).whole(), torch.ones(2))
-    with pytest.raises(UnknownTypeError, match="not a class of tensors that wraps others"):
-        wrappers.find(name, parts)
+    class Source:
+        def tensor(self, reference: dict[str, Any]) -> Tensor:
+            return next(entry.source for entry in table.entries if entry.key == reference["key"])
+
+    assert torch.equal(decode(tree, Source()).whole(), torch.ones(2))
+    tree["$wrapper"][0] = name
+    with pytest.raises(CheckpointError, match="not a class of tensors that wraps others"):
+        decode(tree, Source())
 
 
 def test_replicas_with_wrappers_are_compared_by_what_is_in_them() -> None:
