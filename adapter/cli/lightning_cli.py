@@ -24,7 +24,7 @@ from typing_extensions import override
 from ...callbacks.checkpoint.format.record import FINAL_NAME
 from ...callbacks.checkpoint.policy import savers_of
 from ...callbacks.checkpoint.selection import find_checkpoint, list_checkpoints, newest_valid
-from ...callbacks.checkpoint.storage.commit import checkpoint_files
+from ...callbacks.checkpoint.storage import checkpoint_files
 from ...callbacks.job_progress import JobProgress
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import StopSources

@@ -16,8 +16,7 @@ from pathlib import Path
 from ...callbacks.checkpoint.contents import check_contents
 from ...callbacks.checkpoint.format.record import CheckpointRecord, is_record_of_callback, record_paths
 from ...callbacks.checkpoint.selection import FALLS_BACK, find_checkpoint, find_final, newest_valid
-from ...callbacks.checkpoint.storage.commit import checkpoint_files, folders_of_checkpoints
-from ...callbacks.checkpoint.storage.files import verify
+from ...callbacks.checkpoint.storage import checkpoint_files, folders_of_checkpoints, verify
 from ..contract.exceptions import BrokenCheckpointError, InputError, StartupContractError
 from ..job.config import RunConfig
 from ..job.identity import differing_fields

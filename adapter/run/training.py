@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks.checkpoint.format.record import FINAL_NAME, CheckpointRecord, RecordMeta, read_record
-from ...callbacks.checkpoint.storage.commit import sweep
+from ...callbacks.checkpoint.storage import sweep
 from ..contract.exceptions import BrokenCheckpointError, ContractError, StartupContractError
 from ..helpers import seed_everything
 from ..inputs import MaterializedInputs, materialize_inputs

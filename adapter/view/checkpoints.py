@@ -7,7 +7,7 @@ from typing import Any
 
 from ...callbacks.checkpoint.format.record import CheckpointRecord, name_of
 from ...callbacks.checkpoint.selection import Listed, folder_of_checkpoints, list_checkpoints
-from ...callbacks.checkpoint.storage.files import missing_file, verify_files
+from ...callbacks.checkpoint.storage import missing_file, verify_files
 from ..contract.exceptions import BrokenCheckpointError
 
 __all__ = ["checkpoint_facts", "checkpoints_of_run"]

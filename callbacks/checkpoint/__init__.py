@@ -29,14 +29,14 @@ if TYPE_CHECKING:
         list_checkpoints as list_checkpoints,
         newest_valid as newest_valid,
     )
-    from .storage.commit import (
+    from .storage import (
         Staging as Staging,
         delete_checkpoint as delete_checkpoint,
         require_space as require_space,
         stage as stage,
         sweep as sweep,
+        verify as verify,
     )
-    from .storage.files import verify as verify
     from .store import CheckpointStore as CheckpointStore, save as save
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

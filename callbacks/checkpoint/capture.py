@@ -39,8 +39,7 @@ from .codec.tensor_bytes import as_uint8, bytes_of, content_digests
 from .codec.tensor_table import WEIGHTS, Entry, Slice, TensorTable, is_plain, stored_as
 from .format.record import FROZEN_FILE, MODEL_FILE, CheckpointRecord, LeftOut, RecordMeta
 from .format.tensor_files import RAW
-from .storage.commit import STATE_MARKER, Staging, stage
-from .storage.files import naming_the_checkpoint
+from .storage import STATE_MARKER, Staging, naming_the_checkpoint, stage
 
 __all__ = [
     "ALIGNMENT",

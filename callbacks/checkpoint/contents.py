@@ -31,7 +31,7 @@ from .format.tensor_files import (
     rank_of,
     typed_shape,
 )
-from .storage.files import find_file, read_proven
+from .storage import find_file, read_proven
 
 __all__ = ["check_contents", "is_of_tensors", "read_contents", "read_header", "sliced_tensors"]
 

@@ -22,7 +22,7 @@ from .format.tensor_files import TORCH_TYPES, build_header
 from .loading import Base, load, load_weights
 from .pretrained import CONFIG_FILE, kept_configurations
 from .selection import find_checkpoint
-from .storage.files import write_file
+from .storage import write_file
 
 __all__ = ["export_lightning", "export_pretrained", "export_safetensors", "read_base"]
 

@@ -42,7 +42,7 @@ from .format.tensor_files import (
     read_header,
 )
 from .sharded.slices import StoredSlices, WholeTensor
-from .storage.files import check_file, find_file, verify_files
+from .storage import check_file, find_file, verify_files
 
 __all__ = ["Base", "load", "load_record", "load_torch_file", "load_weights"]
 

@@ -47,8 +47,15 @@ from .rank_state import ResumeState, capture_parts, stands_between_batches
 from .selection import WRITER, Kept, Listed, Retention, best_first, is_named, list_checkpoints, own_records
 from .sharded.rank_channel import ALONE, Channel
 from .sharded.slices import is_sharded
-from .storage.commit import Staging, claims_of, is_checkpoint_file, require_replaceable, require_space, stage, sweep
-from .storage.files import naming_the_checkpoint
+from .storage import (
+    Staging,
+    is_checkpoint_file,
+    naming_the_checkpoint,
+    require_replaceable,
+    require_space,
+    stage,
+    sweep,
+)
 from .store import CheckpointStore
 from .writing import require_shared_directory
 
@@ -216,7 +223,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._resume.begin_training(trainer, pl_module)
         listed = list_checkpoints(self.directory) if trainer.is_global_zero else []
         if trainer.is_global_zero:
-            sweep(self.directory, claims_of(listed))
+            sweep(self.directory, listed)
         if not self.saves_anything or getattr(trainer, "fast_dev_run", False):
             return
         self._check_directory(trainer, pl_module, listed)

@@ -33,8 +33,7 @@ from .format.record import (
     record_path,
     step_of_name,
 )
-from .storage.commit import Listed, records_in
-from .storage.files import verify_files
+from .storage import Listed, records_in, verify_files
 
 if TYPE_CHECKING:
     from ...reporters.uploads import Uploader

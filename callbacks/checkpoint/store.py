@@ -27,8 +27,7 @@ from .format.record import CheckpointRecord, LeftOut, RecordMeta, is_torch_file,
 from .loading import Base, load_record, load_torch_file
 from .selection import find_checkpoint
 from .sharded.rank_channel import ALONE, EndOfSave, RankGroups
-from .storage.commit import Staging, claims_in, delete_checkpoint
-from .storage.files import naming_the_checkpoint
+from .storage import Staging, delete_checkpoint, folders_that_are_named, naming_the_checkpoint, records_in
 from .writing import plan_save, write
 
 __all__ = ["CheckpointStore", "save"]
@@ -247,11 +246,11 @@ class CheckpointStore:
         """
 
         def remove() -> None:
-            claims = None
+            named = None
             for record in choose([record for record in records if os.path.lexists(record.path)]):
                 try:
-                    claims = claims or claims_in(record.path.parent)
-                    delete_checkpoint(record.path, claims)
+                    named = named or folders_that_are_named(records_in(record.path.parent))
+                    delete_checkpoint(record.path, named)
                 except (CheckpointError, OSError) as error:
                     log.warning("Could not remove the old checkpoint %s: %s", record.path, error)
 

@@ -53,8 +53,18 @@ from .format.tensor_files import (
     rank_of,
 )
 from .sharded.rank_channel import Channel, first_problem, text_of
-from .storage.commit import SPACE_FOR_THE_REST, Staging, choose_folder, commit, move_older_final, require_space, stage
-from .storage.files import hash_file, naming_the_checkpoint, write_file
+from .storage import (
+    SPACE_FOR_THE_REST,
+    Staging,
+    choose_folder,
+    commit,
+    hash_file,
+    move_older_final,
+    naming_the_checkpoint,
+    require_space,
+    stage,
+    write_file,
+)
 
 __all__ = ["plan_save", "require_shared_directory", "write"]
 

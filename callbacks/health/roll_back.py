@@ -28,7 +28,7 @@ from ..checkpoint.rank_state import (
     restore_rng_of_rank,
 )
 from ..checkpoint.selection import WRITER, list_checkpoints, newest_valid, own_records
-from ..checkpoint.storage.commit import delete_checkpoint
+from ..checkpoint.storage import delete_checkpoint
 from ..hook.events import callbacks_of, run_state_of
 from ..lightning_internals import checkpoint_connector
 

@@ -82,7 +82,7 @@ LIGHT = (
     "genlight.callbacks.checkpoint",
     "genlight.callbacks.checkpoint.format.record",
     "genlight.callbacks.checkpoint.selection",
-    "genlight.callbacks.checkpoint.storage.files",
+    "genlight.callbacks.checkpoint.storage",
     "genlight.callbacks.stop.signals",
     "genlight.reporters",
     "genlight.adapter.plumbing.durable",

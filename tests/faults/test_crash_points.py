@@ -20,12 +20,12 @@ from genlight.callbacks.checkpoint import (
     newest_valid,
     save,
     stage,
+    storage,
     sweep,
     verify,
 )
 from genlight.callbacks.checkpoint.capture import Frozen
 from genlight.callbacks.checkpoint.sharded.rank_channel import RankGroups
-from genlight.callbacks.checkpoint.storage import commit as commit_module, files as file_writing
 
 
 def state(step):
@@ -153,7 +153,7 @@ def save_final(directory, step):
 def prepare_debris(directory):
     save_step(directory, 1)
     save_step(directory, 5)
-    (directory / "step-00000005.json").unlink()
+    (directory / "step-00000005.json").rename(directory / "step-00000005" / ".tmp-step-00000005.json-1-00")
     (directory / ".tmp-step-00000006-1-00").mkdir()
     (directory / ".tmp-step-00000006-1-00" / "model.safetensors").write_bytes(b"half")
     (directory / ".tmp-step-00000007.json-1-00").write_bytes(b"{")
@@ -200,12 +200,12 @@ def process_group():
 @pytest.fixture(autouse=True)
 def small_writes(monkeypatch):
     """Many writes for few bytes, so that there are many points to crash at."""
-    monkeypatch.setattr(file_writing, "_WRITE_CHUNK", 400)
-    monkeypatch.setattr(commit_module, "_live", set())
+    monkeypatch.setattr(storage, "_WRITE_CHUNK", 400)
+    monkeypatch.setattr(storage, "_live", set())
 
 
 def forget_this_process():
-    commit_module._live.clear()
+    storage._live.clear()
 
 
 def assert_whole(directory, allowed):

@@ -7,8 +7,7 @@ import os
 import torch
 
 from genlight.adapter.run.resume import move_checkpoints_aside
-from genlight.callbacks.checkpoint import RecordMeta, save, sweep, verify
-from genlight.callbacks.checkpoint.storage import commit
+from genlight.callbacks.checkpoint import RecordMeta, save, storage, sweep, verify
 
 STEPS = (1, 2, 3)
 
@@ -52,7 +51,7 @@ def whole(directory):
 def test_the_older_final_is_whole_under_one_of_its_names_whenever_the_move_is_killed(
     memory, inject, crash, crash_type, monkeypatch
 ):
-    monkeypatch.setattr(commit, "_live", set())
+    monkeypatch.setattr(storage, "_live", set())
     for at in itertools.count(1):
         directory = memory / str(at)
         save_final(directory, 1)
@@ -62,7 +61,7 @@ def test_the_older_final_is_whole_under_one_of_its_names_whenever_the_move_is_ki
         if injector.calls < at:
             break
 
-        commit._live.clear()
+        storage._live.clear()
         sweep(directory)
         if whole(directory).get("final") != 2:
             save_final(directory, 2)  # by the next start

@@ -11,7 +11,7 @@ from genlight.callbacks.checkpoint import RecordMeta, save
 from genlight.callbacks.checkpoint.format import record as record_module
 from genlight.callbacks.checkpoint.format.record import record_paths
 from genlight.callbacks.checkpoint.selection import MOST_WARNINGS, list_checkpoints, newest_valid
-from genlight.callbacks.checkpoint.storage.commit import sweep
+from genlight.callbacks.checkpoint.storage import sweep
 
 FOREIGN = {
     "notes.json": b'{"a": 1}',

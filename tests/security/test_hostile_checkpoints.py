@@ -27,7 +27,7 @@ from genlight.callbacks.checkpoint.format import record as record_module
 from genlight.callbacks.checkpoint.format.record import digest_of, read_record
 from genlight.callbacks.checkpoint.format.tensor_files import parse_header, parse_slices
 from genlight.callbacks.checkpoint.selection import find_final
-from genlight.callbacks.checkpoint.storage.files import hash_file
+from genlight.callbacks.checkpoint.storage import hash_file
 
 STATE = {
     "weights": torch.arange(6.0).reshape(2, 3),

@@ -61,7 +61,6 @@ __all__ = [
     "TRAINER_FOLDER",
     "digest_of",
     "folder_names",
-    "is_name_of_callback",
     "is_record_of_callback",
     "is_temporary",
     "is_torch_file",
@@ -100,7 +99,6 @@ _TEMPORARY = re.compile(
     rf"{re.escape(TEMPORARY_PREFIX)}(?:.+-\d+-[0-9a-f]{{8}}|(?:{_NAME_OF_CALLBACK.pattern})[^-]*-\d+-[0-9a-f]+)",
     re.DOTALL,
 )
-_BEGINNING_BYTES = 64 * 1024
 
 
 def step_name(step: int) -> str:
@@ -169,14 +167,9 @@ def name_of_folder(folder: str) -> str:
     return match.group(1) if match else folder
 
 
-def is_name_of_callback(name: str) -> bool:
-    """Whether the `Checkpoint` callback gives checkpoints such a name."""
-    return _NAME_OF_CALLBACK.fullmatch(name) is not None
-
-
 def is_record_of_callback(record: Path) -> bool:
     """Whether `record` has a path such as only the `Checkpoint` callback gives."""
-    return record.suffix == ".json" and is_name_of_callback(name_of(record))
+    return record.suffix == ".json" and _NAME_OF_CALLBACK.fullmatch(name_of(record)) is not None
 
 
 def is_temporary(name: str) -> bool:
@@ -185,36 +178,16 @@ def is_temporary(name: str) -> bool:
 
 
 def record_paths(directory: str | os.PathLike[str]) -> list[Path]:
-    """All files in `directory` that are records by name and look, sorted; empty when there is no such directory.
+    """All files in `directory` that are records by their names, sorted; empty when there is no such directory.
 
-    A file of a record's suffix whose name is not one of ours may be anything. It is read, but not parsed.
+    One whose name is not of the `Checkpoint` callback may be anything.
     """
     try:
         names = sorted(os.listdir(directory))
     except FileNotFoundError:
         return []
     paths = [Path(directory, name) for name in names if name.endswith(RECORD_SUFFIXES) and not is_temporary(name)]
-    return [
-        path
-        for path in paths
-        if os.path.isfile(path)  # which a link to itself, say, is not
-        and (path.suffix == ".ckpt" or is_record_of_callback(path) or _may_be_record(path))
-    ]
-
-
-def _may_be_record(path: Path) -> bool:
-    """Whether a file begins as a record of ours, or holds the ``state`` that one of an older runtime has."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return True  # its reader says why it cannot be read
-    try:
-        beginning = os.read(descriptor, _BEGINNING_BYTES)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return beginning.startswith(b'{"format"') or b'"state"' in beginning or len(beginning) == _BEGINNING_BYTES
+    return [path for path in paths if os.path.isfile(path)]  # which a link to itself, say, is not
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]

@@ -311,7 +311,7 @@ def test_debris_of_a_killed_run_is_swept(tmp_path, make_trainer, make_net, make_
     make_trainer(Checkpoint(directory, every_n_steps=5), max_epochs=1).fit(make_net(), make_loader())
     (directory / ".tmp-step-00000015-1-aa").mkdir()
     (directory / ".tmp-step-00000015.json-1-aa").touch()
-    (directory / "step-00000005.json").unlink()
+    (directory / "step-00000005.json").rename(directory / "step-00000005" / ".tmp-step-00000005.json-1-aa")
     (directory / "mine").mkdir()
     make_trainer(Checkpoint(directory, every_n_steps=100, save_final=False), max_epochs=1).fit(
         make_net(), make_loader()
@@ -393,14 +393,14 @@ def test_files_of_a_save_that_failed_are_not_left_behind(tmp_path, make_trainer,
 def test_an_old_checkpoint_that_cannot_be_removed_costs_space_and_not_the_run(
     tmp_path, make_trainer, make_net, make_loader, caplog, monkeypatch
 ):
-    real = os.unlink
+    real = os.rename
 
-    def refuse(path, **options):
+    def refuse(path, target):
         if str(path).endswith("step-00000001.json"):
             raise PermissionError(13, "Permission denied")
-        real(path, **options)
+        real(path, target)
 
-    monkeypatch.setattr(os, "unlink", refuse)
+    monkeypatch.setattr(os, "rename", refuse)
     make_trainer(Checkpoint(tmp_path / "c", every_n_steps=1), max_epochs=1).fit(make_net(), make_loader(4))
     assert records(tmp_path / "c") == [
         f"{n}.json" for n in ("step-00000001", "step-00000003", "step-00000004", "final")

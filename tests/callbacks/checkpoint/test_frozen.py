@@ -21,13 +21,13 @@ from genlight.callbacks.checkpoint import (
     load_weights,
     newest_valid,
     read_record,
+    storage,
     sweep,
     verify,
 )
 from genlight.callbacks.checkpoint.capture import Frozen
 from genlight.callbacks.checkpoint.contents import check_contents
 from genlight.callbacks.checkpoint.format.record import serialise_record
-from genlight.callbacks.checkpoint.storage import commit
 from genlight.reporters.uploads.queue import pack
 from support.adapted_model import FROZEN_BYTES, Adapted
 
@@ -268,7 +268,7 @@ class Run:
         self.restart()
 
     def restart(self):
-        commit._live.clear()
+        storage._live.clear()
         sweep(self.directory)
         self.store, self.asynchronous = CheckpointStore(), self.chance.random() < 0.5
         frozen = {name: tensor for name, tensor in self.weights.items() if name not in self.trained}

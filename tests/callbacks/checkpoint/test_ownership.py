@@ -153,8 +153,7 @@ def test_a_sweep_leaves_copies_of_data_and_temporary_names_of_others(tmp_path):
 def test_what_a_kill_left_is_swept_but_not_a_file_of_others_in_it(tmp_path):
     for name in "ab":
         save(tmp_path / name, checkpoint_of(1))
-        (tmp_path / f"{name}.json").unlink()
-        (tmp_path / name / temporary_name("record")).touch()
+        (tmp_path / f"{name}.json").rename(tmp_path / name / temporary_name(f"{name}.json"))
     (tmp_path / "b" / "model.gguf").write_text("mine")
     for name in "ab":
         save(tmp_path / name, checkpoint_of(2))

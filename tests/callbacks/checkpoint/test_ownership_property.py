@@ -19,12 +19,12 @@ from genlight.callbacks.checkpoint import (
     list_checkpoints,
     load,
     read_record,
+    storage,
     sweep,
     verify,
 )
 from genlight.callbacks.checkpoint.format.record import record_path
 from genlight.callbacks.checkpoint.selection import Kept, own_records
-from genlight.callbacks.checkpoint.storage import commit
 
 MANY = 200 if os.environ.get("GENLIGHT_LONG_FAULTS") else 80
 NAMES = ["a", "a~1", "last", "final", "step-00000001", "v1.2.final"]
@@ -163,7 +163,7 @@ class Directory(RuleBasedStateMachine):
 
     @rule()
     def start_anew(self):
-        commit._live.clear()
+        storage._live.clear()
         sweep(self.directory)
 
     @invariant()

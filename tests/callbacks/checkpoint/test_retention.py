@@ -6,10 +6,9 @@ from pathlib import Path
 
 from hypothesis import given, strategies as st
 
-from genlight.callbacks.checkpoint import CheckpointStore, delete_checkpoint, save
+from genlight.callbacks.checkpoint import CheckpointStore, delete_checkpoint, save, storage
 from genlight.callbacks.checkpoint.format.record import CheckpointRecord
 from genlight.callbacks.checkpoint.selection import Kept, Retention, to_delete
-from genlight.callbacks.checkpoint.storage import commit as ownership
 
 
 def record(step, *, score=None, final=False, is_old=False):
@@ -100,11 +99,11 @@ def test_old_checkpoints_are_removed_with_as_many_reads_as_there_are_records(tmp
     saved = [save(tmp_path / f"step-{step:08d}", {"global_step": step}) for step in range(60)]
     read, store = [], CheckpointStore()
 
-    def reading(path, *, real=ownership.read_record):
+    def reading(path, *, real=storage.read_record):
         read.append(path)
         return real(path)
 
-    monkeypatch.setattr(ownership, "read_record", reading)
+    monkeypatch.setattr(storage, "read_record", reading)
     store.prune(saved[:50], list)
     store.background.finish()
     assert len(list(tmp_path.glob("*.json"))) == 10

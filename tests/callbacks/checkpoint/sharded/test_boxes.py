@@ -32,7 +32,7 @@ from genlight.callbacks.checkpoint.sharded.slices import (
     whole,
     within,
 )
-from genlight.callbacks.checkpoint.storage.commit import Staging
+from genlight.callbacks.checkpoint.storage import Staging
 from genlight.callbacks.checkpoint.writing import plan_save, require_shared_directory, write
 
 

@@ -8,16 +8,16 @@ import pytest
 import xxhash
 
 from genlight.adapter.contract.exceptions import BrokenCheckpointError
-from genlight.callbacks.checkpoint.storage import files as file_writing
-from genlight.callbacks.checkpoint.storage.files import hash_file, write_file
+from genlight.callbacks.checkpoint import storage
+from genlight.callbacks.checkpoint.storage import hash_file, write_file
 
 CHUNK = 1000
 
 
 @pytest.fixture
 def many_chunks(monkeypatch):
-    monkeypatch.setattr(file_writing, "_WRITE_CHUNK", CHUNK)
-    monkeypatch.setattr(file_writing, "_JOINED_BUFFER", CHUNK // 10)
+    monkeypatch.setattr(storage, "_WRITE_CHUNK", CHUNK)
+    monkeypatch.setattr(storage, "_JOINED_BUFFER", CHUNK // 10)
 
 
 @pytest.fixture
