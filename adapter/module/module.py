@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from ...callbacks.checkpoint.capture import CONTRACT_KEY, base_of
+from ...callbacks.checkpoint.capture import CONTRACT_KEY
 from ...callbacks.checkpoint.plugins import DurableCheckpointIO
 from ...callbacks.checkpoint.sharded.rank_channel import ALONE
 from ...callbacks.hook.events import callbacks_of, run_state_of
@@ -160,7 +160,7 @@ class ContractModule(pl.LightningModule):
         check_arguments_of_loading(cls.__name__, arguments, hparams_file)
         module, io = cls(**arguments), DurableCheckpointIO()
         device = "cpu" if map_location is None else map_location
-        io.store.base = lambda: base_of(module._set_up_alone(device))
+        io.store.base = lambda: dict(module._set_up_alone(device).named_parameters(remove_duplicate=False))
         checkpoint = io.load_checkpoint(checkpoint_path)
         module._set_up_alone(device)
         module._restored_step = checkpoint.get("global_step", 0)

@@ -21,20 +21,22 @@ import xxhash
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ...adapter.plumbing.safe_open import open_regular
-from .capture import CONTRACT_KEY, left_out_tensors, require_base
+from .capture import CONTRACT_KEY, described
 from .codec.state_tree import decode
-from .codec.tensor_bytes import bytes_of, element_type
+from .codec.tensor_bytes import as_uint8, bytes_of, element_type
 from .contents import is_of_tensors, read_contents, sliced_tensors
 from .format.record import (
     MODEL_FILE,
     STATE_FILE,
     CheckpointRecord,
     FileEntry,
+    LeftOut,
     read_record,
     record_path,
     tensor_file,
 )
 from .format.tensor_files import (
+    RAW,
     TORCH_TYPES,
     TypedShape,
     check_tensor,
@@ -50,6 +52,7 @@ Base = Mapping[str, Any]
 """The model's tensors by name, of which those are taken that a checkpoint leaves out."""
 
 _PIECE = 4 << 20
+_NAMED = 5
 
 _TYPE_OF_FORMAT = {name: getattr(torch, torch_name) for torch_name, name in TORCH_TYPES.items()}
 
@@ -155,11 +158,10 @@ class _Source:
         *,
         base: Base | None = None,
     ) -> None:
-        require_base(record, base)
-        self.record, self._base_weights = record, base
+        self.record = record
         self._slices_to_prove = slices_to_prove
         """None proves them all and reads them with the rest."""
-        self._stored: dict[tuple[str, str], Any] = {}
+        self._stored = {(MODEL_FILE, key): tensor for key, tensor in left_out_tensors(record, base).items()}
         self._facts: dict[tuple[str, str], TypedShape] = {}
         self._sliced: dict[tuple[str, str], StoredSlices] = {}
         self._given: dict[Any, Any] = {}
@@ -176,8 +178,6 @@ class _Source:
             elif name != STATE_FILE and not is_of_tensors(name):
                 others.append(entry)
         verify_files(record, others + sliced[self._slices_to_prove or slice(None)])
-        for key, tensor in left_out_tensors(record, self._base_weights).items():
-            self._stored[MODEL_FILE, key] = tensor
         self._sliced = {(each.file, each.key): StoredSlices(record, each) for each in in_slices}
         return content
 
@@ -213,7 +213,7 @@ class _Source:
         place = (reference["file"], reference["key"])
         if place in self._sliced:
             return self._sliced[place].whole()
-        tensor: torch.Tensor = self._stored[place]
+        tensor = self._stored[place]
         if "dtype" in reference:
             tensor = tensor.view(element_type(reference["dtype"])).reshape(reference["shape"])
         if "stride" in reference:
@@ -255,3 +255,38 @@ def _take(file: BinaryIO, memory: memoryview, hasher: Any) -> memoryview:
             raise EOFError("it ends early")
         hasher.update(piece)
     return memory
+
+
+def left_out_tensors(record: CheckpointRecord, base: Base | None) -> dict[str, torch.Tensor]:
+    """The tensors that `record` leaves out, copied from `base` and proven; as a file would hold them.
+
+    Raises:
+        CheckpointError: There is no `base`, or it lacks one, or has another; names it, and the way out.
+    """
+    if record.left_out and base is None:
+        names = ", ".join(entry.key for entry in record.left_out[:_NAMED])
+        more = ", …" if len(record.left_out) > _NAMED else ""
+        raise CheckpointError(
+            f"{record.name} leaves out {len(record.left_out)} tensors ({names}{more}), which training did not change, "
+            "because it was saved with weights='trained'. Resume it in a Trainer with the Checkpoint callback, whose "
+            "module has them; else give them as `base`: load(path, base=module.state_dict()), or `genlight checkpoints "
+            "export PATH --to FILE --base FILE.safetensors`"
+        )
+    found = {}
+    for left in record.left_out:
+        given = (base or {}).get(left.key)
+        host = None if given is None else given.detach().to("cpu", copy=True).contiguous()
+        now = None if host is None else described({left.key: host}).get(left.key)
+        if host is None or now != left:
+            has = "does not have it" if host is None else "has a part of it" if now is None else f"has {_text_of(now)}"
+            raise CheckpointError(
+                f"{record.name} goes with another base: {left.key} was {_text_of(left)}, and the module {has}. It was "
+                "saved with weights='trained' and leaves that out; build the module, unsharded, with the base that it "
+                "was trained with, or begin a new run"
+            )
+        found[left.key] = as_uint8(host) if left.dtype == RAW and host.dtype != torch.uint8 else host
+    return found
+
+
+def _text_of(left: LeftOut) -> str:
+    return f"{left.dtype} {list(left.shape)} with the digest {left.xxh3_128}"

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch.distributed.tensor import DTensor
@@ -29,8 +28,7 @@ from ..hook.events import awaits_module_hook, callbacks_of, fire, run_state_of
 from ..hook.hook import Hook, ending_the_run, skippable
 from ..hook.run_context import RunContext
 from ..lightning_internals import checkpoint_connector
-from ..optimizer_state import named_values
-from .capture import ALIGNMENT, CONTRACT_KEY, Frozen, base_of, described, frozen_in
+from .capture import CONTRACT_KEY, Frozen, frozen_in
 from .format.record import (
     FINAL_NAME,
     TRAINER_FOLDER,
@@ -46,7 +44,6 @@ from .pretrained import keep_configurations
 from .rank_state import ResumeState, capture_parts, stands_between_batches
 from .selection import WRITER, Kept, Listed, Retention, best_first, is_named, list_checkpoints, own_records
 from .sharded.rank_channel import ALONE, Channel
-from .sharded.slices import is_sharded
 from .storage import (
     Staging,
     is_checkpoint_file,
@@ -56,8 +53,7 @@ from .storage import (
     stage,
     sweep,
 )
-from .store import CheckpointStore
-from .writing import require_shared_directory
+from .store import CheckpointStore, require_shared_directory
 
 __all__ = ["Checkpoint", "WritesTrainerFiles", "savers_of", "wait_after_failure"]
 
@@ -65,8 +61,6 @@ log = logging.getLogger(__name__)
 
 _ADAM_STATES = 2
 """Copies of the parameters that the usual optimizer adds; for the estimate before it exists."""
-ROOM_FOR_OTHERS = 1 << 20
-"""Bytes of a snapshot for what its size is not asked of beforehand: random states, small values."""
 _LOOK_EVERY_S = 1.0
 """How far apart the clock is read, at the pace of the last steps."""
 
@@ -183,7 +177,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._durable: deque[tuple[CheckpointRecord, float]] = deque()
         """Checkpoints that are durable and not reported yet, with the seconds that each took; two threads use it."""
         self._in_use: list[Callable[[], Collection[Path]]] = []
-        self._is_warm = self._saves_after_module_hook = self._is_between_batches = False
+        self._saves_after_module_hook = self._is_between_batches = False
         self._last_saved_step: int | None = None
 
     @override
@@ -204,7 +198,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._channel = Channel() if groups is None else groups.training
         self._store = plugin.store
         self._store.before_background_save = self._wake
-        self._store.base, self._store.notes_base = lambda: base_of(pl_module), self.weights == "trained"
+        self._store.base = lambda: dict(pl_module.named_parameters(remove_duplicate=False))
         self.place_under(trainer)
         if stage == "fit":
             keep_positions(
@@ -218,7 +212,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._run_state = run_state_of(trainer)
         self._boundaries = Boundaries(self, trainer.global_step)
         self._clock.begin(trainer.global_step)
-        self._is_warm = self._is_between_batches = self._saves_after_module_hook = False
+        self._is_between_batches = self._saves_after_module_hook = False
         self._last_saved_step = None
         self._resume.begin_training(trainer, pl_module)
         listed = list_checkpoints(self.directory) if trainer.is_global_zero else []
@@ -227,12 +221,14 @@ class Checkpoint(Hook, LightningCheckpoint):
         if not self.saves_anything or getattr(trainer, "fast_dev_run", False):
             return
         self._check_directory(trainer, pl_module, listed)
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and self._store is not None:
             self.run = replace(self.run, metadata=self.run.metadata or metadata_of_module(pl_module))
             run_id = self.run.run_id or self._run_state.run_id
             own = [record for record in own_records(listed) if record.run_id == run_id]
             self._kept.begin(own)
-            self._begin_frozen(trainer, pl_module, max(own, key=lambda record: record.step, default=None))
+            frozen = frozen_in(pl_module, trainer.optimizers)
+            leaves_out = self.weights == "trained"
+            self._store.begin(self.directory, Frozen(frozen, leaves_out=leaves_out, loaded=self._store.loaded))
             keep_configurations(self.directory, pl_module)
 
     def _check_directory(self, trainer: pl.Trainer, pl_module: pl.LightningModule, listed: list[Listed]) -> None:
@@ -260,16 +256,6 @@ class Checkpoint(Hook, LightningCheckpoint):
             trained = sum(p.nbytes for p in pl_module.parameters() if p.requires_grad)
             require_space(self.directory, weights + _ADAM_STATES * trained)
 
-    def _begin_frozen(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, earlier: CheckpointRecord | None
-    ) -> None:
-        assert self._store is not None
-        frozen = frozen_in(pl_module, trainer.optimizers)
-        base = None
-        if self.weights == "trained":
-            base = described(frozen) if self._store.built is None else self._store.built
-        self._store.begin(self.directory, Frozen(frozen, base=base, earlier=earlier))
-
     @skippable
     @override
     def on_train_batch_end(
@@ -286,8 +272,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         if (run_state := self._run_state or run_state_of(trainer)).rolls_back:
             return  # to a checkpoint, which is then saved anew
         if run_state.stop_reason is None and (not is_due or suppressed(pl_module)):
-            self._warm_up(trainer, pl_module)
-        elif awaits_module_hook(trainer, pl_module):  # what that changes, a moving average say, belongs to the step
+            return
+        if awaits_module_hook(trainer, pl_module):  # what that changes, a moving average say, belongs to the step
             self._saves_after_module_hook = True
         else:
             self._save_what_is_due(trainer, pl_module)
@@ -300,12 +286,6 @@ class Checkpoint(Hook, LightningCheckpoint):
             self.save(trainer, pl_module, wait=True)
         else:
             self.wait(trainer)
-
-    def _warm_up(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """After the first step, when optimizers have their state, reserve the memory of snapshots in the background."""
-        if not self._is_warm and self._store is not None and self.asynchronous and self.every_n_steps:
-            self._store.warm_up(_size_of_snapshot(trainer, pl_module), trainer.strategy.root_device)
-        self._is_warm = True
 
     @override
     def on_module_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -429,7 +409,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         if getattr(trainer, "fast_dev_run", False):
             return path
         assert self._store is not None
-        self._is_warm, self._last_saved_step = True, step
+        self._last_saved_step = step
         self._clock.note_save()
         staging, trainer_checkpoint = _trainer_files(trainer, pl_module, path, step, final)
         try:
@@ -639,19 +619,6 @@ def _trainer_files(
     except BaseException:
         staging.discard()
         raise
-
-
-def _size_of_snapshot(trainer: pl.Trainer, module: pl.LightningModule) -> int:
-    """Bytes that this rank will copy, rounded up as in the snapshot: its slices, on rank zero also what is whole.
-
-    What is frozen is copied once, elsewhere, and shared by all checkpoints. With room for random states and the like,
-    or the first save would have to take, and to pin, all of the memory anew.
-    """
-    moments = (t for o in trainer.optimizers for entry in o.state.values() for _, t in named_values(entry))
-    trained = (p for p in module.parameters() if p.requires_grad)
-    tensors = (t for t in (*trained, *module.buffers(), *moments) if isinstance(t, torch.Tensor))
-    own = (t.to_local() if isinstance(t, DTensor) else t for t in tensors if is_sharded(t) or trainer.is_global_zero)
-    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in own) + ROOM_FOR_OTHERS
 
 
 def savers_of(trainer: pl.Trainer) -> list[Checkpoint]:

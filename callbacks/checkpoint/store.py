@@ -1,8 +1,19 @@
 """The store of checkpoints: saves in the background, loads with proof, removes between saves.
 
 A save takes the state apart and copies its tensors in the training thread. Then it is written: whole and durable, or
-not at all. One save is in flight at a time; the next one waits for it. With sharded tensors all ranks save and load
-together, otherwise a rank does by itself.
+not at all. One save is in flight at a time; the next one waits for it.
+
+With sharded tensors all ranks save together, otherwise a rank does by itself. In the training threads they agree on a
+temporary folder, that there is something to write, and on room for it. Then each rank, in its own thread where the save
+is asynchronous:
+
+1. writes its slices into ``rank-00001/`` of that folder, synced and compared like any other file; rank zero also writes
+   everything that is not sharded;
+2. tells rank zero what it has written, or why it could not; rank zero writes the index of all slices;
+3. hears from rank zero that the record is committed, or why not.
+
+So a checkpoint exists when its record does, and the record names and proves every part. A rank that cannot write makes
+the save fail on all ranks; one that dies closes its connections, which does too. The checkpoint before stays.
 """
 
 from __future__ import annotations
@@ -10,29 +21,74 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import os
+import shutil
+import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
+import msgspec
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from ...adapter.contract.exceptions import CheckpointError, ThreadLimitError
+from ...adapter.plumbing.durable import fsync_directory, fsync_file
 from ...adapter.plumbing.threads import carry_out, started
-from .capture import Captured, Frozen, HostBuffer, capture, described, snapshot
-from .format.record import CheckpointRecord, LeftOut, RecordMeta, is_torch_file, read_record, record_path
+from .capture import Captured, Frozen, HostBuffer, by_file, capture, finite_weights, header_of, snapshot
+from .codec.tensor_bytes import bytes_of
+from .codec.tensor_table import Entry, Slice
+from .format.record import (
+    FROZEN_FILE,
+    STATE_FILE,
+    TRAINER_FOLDER,
+    CheckpointRecord,
+    FileEntry,
+    RecordMeta,
+    is_torch_file,
+    name_of,
+    read_record,
+    record_path,
+    serialise_record,
+)
+from .format.tensor_files import (
+    SLICES_FILE,
+    SlicedTensor,
+    StoredSlice,
+    block_digests,
+    make_whole,
+    part_folder,
+    rank_of,
+)
 from .loading import Base, load_record, load_torch_file
 from .selection import find_checkpoint
-from .sharded.rank_channel import ALONE, EndOfSave, RankGroups
-from .storage import Staging, delete_checkpoint, folders_that_are_named, naming_the_checkpoint, records_in
-from .writing import plan_save, write
+from .sharded.rank_channel import ALONE, Channel, EndOfSave, RankGroups
+from .storage import (
+    SPACE_FOR_THE_REST,
+    Staging,
+    choose_folder,
+    commit,
+    delete_checkpoint,
+    folders_that_are_named,
+    hash_file,
+    move_older_final,
+    naming_the_checkpoint,
+    records_in,
+    require_space,
+    stage,
+    write_file,
+)
 
-__all__ = ["CheckpointStore", "save"]
+__all__ = ["CheckpointStore", "require_shared_directory", "save"]
 
 log = logging.getLogger(__name__)
+
+VISIBLE_WITHIN_S = 10.0
+"""How long a file that one rank made may take to be seen by another, over a network file system that caches."""
+_POLL_S = 0.02
 
 
 def save(
@@ -56,10 +112,8 @@ class CheckpointStore:
         self.buffer = HostBuffer()
         self.base: Callable[[], Base] | None = None
         """Gives the model's tensors, of which a load takes what its checkpoint leaves out."""
-        self.notes_base = False
-        """Whether each load notes what the class has built, because checkpoints of this process leave that out."""
-        self.built: dict[str, LeftOut] | None = None
-        """The model's tensors as the class built them, before the last load."""
+        self.loaded: CheckpointRecord | None = None
+        """The checkpoint that was loaded last."""
         self.before_background_save: Callable[[], None] = lambda: None
         """Called in the training thread."""
         self._frozen: dict[Path, Frozen] = {}
@@ -71,11 +125,6 @@ class CheckpointStore:
     def begin(self, directory: Path, frozen: Frozen) -> None:
         """Have checkpoints in `directory` share what is `frozen`. On the rank that writes, before the first step."""
         self._frozen[directory] = frozen
-
-    def warm_up(self, nbytes: int, device: torch.device) -> None:
-        """Reserve memory for snapshots of `nbytes` in the background, so that the first save finds it ready."""
-        self.before_background_save()
-        self._saving = self.background.submit(lambda: self.buffer.reserve(nbytes, device))
 
     def save(
         self,
@@ -108,63 +157,59 @@ class CheckpointStore:
         """
         record, meta = record_path(path), meta or RecordMeta()
         training, writing = (ALONE, ALONE) if groups is None else (groups.training, groups.writing)
-        share: Captured | Exception | None = None
+        is_first, name = training.rank == 0, name_of(record)
         self._end_of_save = None
+
+        def make_folder() -> Staging | None:
+            # Now, not in the background: a caller may put a link beside the checkpoint (``save_last="link"``).
+            with naming_the_checkpoint(record):
+                return (staging or stage(record)) if is_first else None
+
+        def check_space() -> None:
+            if is_first:
+                require_space(record.parent, nbytes + SPACE_FOR_THE_REST)
+
+        made = training.share(training.agreed(make_folder, f"start {name}"))
         try:
-            try:
-                share = self._capture(record, state, meta, staging, groups)
-            except Exception as error:  # noqa: BLE001 - `plan_save` raises it, once the other ranks know
-                share = error
-            plan = plan_save(training, record, share)
+            captured = training.agreed(lambda: self._capture(state, meta, made, groups), f"prepare {name}")
+            nbytes = sum(training.gather(captured.nbytes))
+            training.agreed(check_space, f"start {name}")
+            is_sharded = training.share(bool(captured.sharded_tensors))
         except BaseException:
-            made = share.staging if isinstance(share, Captured) else staging
-            if made is not None:
+            if is_first:
                 made.discard()
             raise
-        assert isinstance(share, Captured)
-        if training.rank != 0 and not plan.is_sharded:
+        if not is_first and not is_sharded:
             nothing: Future[CheckpointRecord | None] = Future()
             nothing.set_result(None)
             return nothing
-        if training.rank != 0:
-            share = replace(share, entries=[], rest=b"", state=None, linked=None)  # it writes its slices alone
-        share.staging = share.staging or Staging(record, plan.staging)
-        if plan.is_sharded and asynchronous:
+        if is_sharded and asynchronous:
             self._end_of_save = EndOfSave(training)
-        channel = writing if plan.is_sharded else ALONE
-        return self._write(share, asynchronous, lambda taken: write(channel, record, taken))
+        return self._write(captured, writing if is_sharded else ALONE, asynchronous)
 
     def _capture(
-        self,
-        record: Path,
-        state: Mapping[str, Any],
-        meta: RecordMeta,
-        staging: Staging | None,
-        groups: RankGroups | None,
+        self, state: Mapping[str, Any], meta: RecordMeta, staging: Staging, groups: RankGroups | None
     ) -> Captured:
-        """`state` taken apart, once the save before it has ended."""
+        """The share of this rank in a checkpoint of `state`, once the save before it has ended."""
         captured = capture(state, meta if groups is None else replace(meta, world_size=groups.training.size), staging)
-        if captured.sharded_tensors and groups is None:
+        if groups is None and captured.sharded_tensors:
             _, name = next(iter(captured.sharded_tensors))
             raise CheckpointError(
                 f"{name} is sharded over several ranks, which save it together: use the "
                 "Checkpoint callback under ModelParallelStrategy, or gather it first with full_tensor()"
             )
-        # Here, not in the background: a caller may put a link beside the checkpoint (``save_last="link"``).
-        with naming_the_checkpoint(record, captured.nbytes):
-            record.parent.mkdir(parents=True, exist_ok=True)
         self.wait()
-        frozen = self._frozen.get(record.parent)
-        return captured if frozen is None else frozen.divide(captured, record)
+        if groups is not None and groups.training.rank != 0:
+            return replace(captured, entries=[], rest=b"", state=None)  # its slices alone
+        frozen = self._frozen.get(staging.record.parent)
+        return captured if frozen is None else frozen.divide(captured)
 
-    def _write(
-        self, captured: Captured, asynchronous: bool, write: Callable[[Captured], CheckpointRecord | None]
-    ) -> Future[CheckpointRecord | None]:
+    def _write(self, captured: Captured, channel: Channel, asynchronous: bool) -> Future[CheckpointRecord | None]:
         future: Future[CheckpointRecord | None] = Future()
 
         def job(taken: Captured) -> None:
             try:
-                record = write(taken)
+                record = _write(channel, taken)
                 if record is not None and (frozen := self._frozen.get(record.path.parent)) is not None:
                     frozen.learn(record, taken)
             except BaseException as error:
@@ -195,32 +240,20 @@ class CheckpointStore:
             FileNotFoundError: There is none.
         """
         channel = ALONE if groups is None else groups.training
-        checkpoint: dict[str, Any] = {}
-        problem: Exception | None = None
-        try:
-            self.wait()
-            found = find_checkpoint(path)
-            if is_torch_file(found):
-                checkpoint = load_torch_file(found)
-            else:
-                record = read_record(found)
-                share = None if groups is None else slice(channel.rank, None, channel.size)
-                checkpoint = load_record(record, base=self._base_for(record), share=share)
-        except Exception as error:  # noqa: BLE001 - `agree` raises it, once all ranks know
-            problem = error
-        channel.agree(problem, f"load {os.fspath(path)}")
-        return checkpoint
 
-    def _base_for(self, record: CheckpointRecord) -> Base | None:
-        """The model's tensors, if they are needed to load the checkpoint of `record`, or to leave them out later."""
-        if record.finite_weights is False:
-            _warn_of_nonfinite(record.path)
-        if self.base is None or not (record.left_out or self.notes_base):
-            return None
-        base = self.base()
-        if self.notes_base:
-            self.built = described(base)
-        return base
+        def read() -> dict[str, Any]:
+            self.wait()
+            self.loaded, found = None, find_checkpoint(path)
+            if is_torch_file(found):
+                return load_torch_file(found)
+            self.loaded = record = read_record(found)
+            if record.finite_weights is False:
+                _warn_of_nonfinite(record.path)
+            base = self.base() if self.base is not None and record.left_out else None
+            share = None if groups is None else slice(channel.rank, None, channel.size)
+            return load_record(record, base=base, share=share)
+
+        return channel.agreed(read, f"load {os.fspath(path)}")
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Remove the checkpoint at `path`, after the save in flight has become durable; not at all if that fails.
@@ -343,3 +376,222 @@ class Background:
     def finish(self) -> None:
         """Return when all jobs have ended."""
         concurrent.futures.wait([self._last])
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank has written."""
+
+    files: Sequence[FileEntry]
+    slices: Sequence[tuple[str, str, Slice, StoredSlice]]
+    """File and key of each, what it is of which tensor, and where its bytes are."""
+    finite_weights: bool | None
+
+
+def _write(channel: Channel, captured: Captured) -> CheckpointRecord | None:
+    """Write this rank's part and return when the whole checkpoint is durable, on rank zero with its record. Collective.
+
+    The staged folder is gone if that fails.
+
+    Raises:
+        CheckpointError: A rank could not write its part, died, or does not see the directory.
+        UnwrittenCheckpointError: This rank could not write its own; the checkpoint that was there before still is.
+    """
+    record, written = captured.staging.record, list[CheckpointRecord]()
+
+    def put_together() -> None:
+        parts = channel.gather(part)
+        if channel.rank == 0:
+            written.append(_commit(captured, parts))
+
+    try:
+        part = channel.agreed(lambda: _write_part(channel.rank, captured), f"write its part of {record.name}")
+        channel.agreed(put_together, f"commit {record.name}")
+    except BaseException as error:
+        if not written:
+            if channel.rank == 0:
+                captured.staging.discard()
+            raise
+        log.warning("A rank ended before it heard that %s is durable: %s", record.name, error)
+    return written[0] if written else None
+
+
+def _write_part(rank: int, captured: Captured) -> Part:
+    """Write the slices of this rank, and on rank zero what is not sharded."""
+    staging = captured.staging
+    _wait_until_seen(staging.path, rank)
+    slices: list[tuple[str, str, Slice, StoredSlice]] = []
+    with naming_the_checkpoint(staging.record, captured.nbytes):
+        files = _write_files(staging, captured) if rank == 0 else []
+        for file, entries in by_file(captured.slices):
+            name = f"{staging.folder(part_folder(rank)).name}/{file}"
+            files.append(
+                FileEntry(name, *_write_tensors(staging.path / name, entries, _indexed(rank, entries, slices)))
+            )
+        if slices:
+            fsync_directory(staging.folder(part_folder(rank)))
+    return Part(files, slices, finite_weights(captured))
+
+
+def _write_files(staging: Staging, captured: Captured) -> list[FileEntry]:
+    """Write everything but slices; files are named relative to the staging folder."""
+    written = [(f"{TRAINER_FOLDER}/{name}", *facts) for name, facts in _hook_files(staging.path / TRAINER_FOLDER)]
+    for file, entries in by_file(captured.entries):
+        written.append((file, *_write_tensors(staging.path / file, entries, (bytes_of(e.source) for e in entries))))
+    if captured.linked is not None:
+        written.append((FROZEN_FILE, captured.linked.size, captured.linked.xxh3_128))
+    written.append((STATE_FILE, *write_file(staging.path / STATE_FILE, [captured.rest])))
+    return [FileEntry(name, size, digest) for name, size, digest in written]
+
+
+def _write_tensors(path: Path, entries: Iterable[Entry], buffers: Iterable[memoryview]) -> tuple[int, str]:
+    """Write a safetensors file of `entries`, whose bytes `buffers` gives; its size and digest."""
+    return write_file(path, chain([header_of(entries)], buffers))
+
+
+def _indexed(
+    rank: int, entries: list[Entry], slices: list[tuple[str, str, Slice, StoredSlice]]
+) -> Iterator[memoryview]:
+    """The bytes of each entry, which is added to `slices` on the way."""
+    begin = len(header_of(entries))
+    for entry in entries:
+        assert entry.slice is not None
+        data, box = bytes_of(entry.source), entry.slice.box
+        slices.append((entry.file, entry.key, entry.slice, StoredSlice(rank, box, begin, block_digests(data))))
+        begin += len(data)
+        yield data
+
+
+def _hook_files(folder: Path) -> list[tuple[str, tuple[int, str]]]:
+    """Make durable what the trainer's hook wrote; name within `folder`, then size and digest of each file."""
+    found = []
+    for path, folders, files in os.walk(folder):
+        for name in sorted([*files, *(name for name in folders if (Path(path) / name).is_symlink())]):
+            file = Path(path) / name
+            if file.is_symlink():
+                _replace_link(file)
+            fsync_file(file)
+            found.append((file.relative_to(folder).as_posix(), hash_file(file)))
+    return found
+
+
+def _replace_link(link: Path) -> None:
+    """Put the file that a link points to in its place: a link would not survive a move, nor be durable."""
+    target = link.resolve()
+    if not target.is_file():
+        raise CheckpointError(f"save_checkpoint left a link that does not lead to a file: {link.name} -> {target}")
+    link.unlink()
+    shutil.copyfile(target, link)
+
+
+def _commit(captured: Captured, parts: Sequence[Part]) -> CheckpointRecord:
+    """Commit what all ranks have staged; their files are named relative to the staging folder.
+
+    Raises:
+        CheckpointError: Rank zero does not see a part, the slices do not make their tensors whole, or something that is
+            not a checkpoint has its name.
+        UnwrittenCheckpointError: It could not be committed; the checkpoint that was there before still is.
+    """
+    staging, path = captured.staging, captured.staging.record
+    files = [file for part in parts for file in part.files]
+    with naming_the_checkpoint(path, sum(file.size for file in files)):
+        for file in files:
+            if (rank := rank_of(file.path)) is not None:
+                _wait_until_seen(staging.path / file.path, 0, size=file.size, made_by=rank)
+        if index := _index_of(captured, parts):
+            files.append(FileEntry(SLICES_FILE, *write_file(staging.path / SLICES_FILE, [msgspec.json.encode(index)])))
+        # A rank other than zero that holds no slice of a parameter says nothing.
+        said = [part.finite_weights for rank, part in enumerate(parts) if part.finite_weights is not None or not rank]
+        if captured.meta.final:
+            move_older_final(path, step=captured.step, run_id=captured.meta.run_id)
+        folder = choose_folder(path)
+        record = serialise_record(
+            _relative_primary(captured.meta, staging),
+            step=captured.step,
+            state=captured.state,
+            folder=folder,
+            files=[replace(file, path=f"{folder}/{file.path}") for file in sorted(files, key=lambda file: file.path)],
+            created_at_ms=time.time_ns() // 1_000_000,
+            left_out=captured.left_out,
+            finite_weights=False if False in said else None if None in said else True,
+        )
+        commit(staging, folder, record)
+        return read_record(path)
+
+
+def _index_of(captured: Captured, parts: Sequence[Part]) -> list[SlicedTensor]:
+    """The tensors that the slices of all ranks make.
+
+    Raises:
+        CheckpointError: They do not make the tensors whole that rank zero has.
+    """
+    found: dict[tuple[str, str], list[tuple[Slice, StoredSlice]]] = {key: [] for key in captured.sharded_tensors}
+    for part in parts:
+        for file, key, of, stored in part.slices:
+            found.setdefault((file, key), []).append((of, stored))
+    index = []
+    for (file, key), slices in found.items():
+        expected = captured.sharded_tensors.get((file, key))
+        facts = {(of.whole, of.dtype) for of, _ in slices}
+        boxes = [of.box for of, _ in slices]
+        if expected is None or facts - {(expected.whole, expected.dtype)} or not make_whole(expected.whole, boxes):
+            raise CheckpointError(
+                f"the ranks do not hold the same sharded tensors: their slices of {key} do not make one whole; "
+                "every rank has to put the same sharded tensors into its state"
+            )
+        index.append(SlicedTensor(file, key, expected.dtype, expected.whole, tuple(stored for _, stored in slices)))
+    return index
+
+
+def _relative_primary(meta: RecordMeta, staging: Staging) -> RecordMeta:
+    """`meta` with a ``primary_path`` that holds after the folder got its name, and wherever it is moved to."""
+    named = (meta.trainer_checkpoint or {}).get("primary_path")
+    if meta.trainer_checkpoint is None or not isinstance(named, (str, os.PathLike)):
+        return meta
+    path, output = Path(named), (staging.path / TRAINER_FOLDER).absolute()
+    if path.is_absolute() and path.is_relative_to(output):
+        path = path.relative_to(output)
+    return replace(meta, trainer_checkpoint={**meta.trainer_checkpoint, "primary_path": str(path)})
+
+
+def require_shared_directory(channel: Channel, directory: Path) -> None:
+    """Raise where a rank does not see what rank zero makes in `directory`. Collective.
+
+    Raises:
+        CheckpointError: Names the rank and its host.
+        OSError: Rank zero cannot write there.
+    """
+    is_first = channel.rank == 0
+    staging = channel.share(
+        channel.agreed(lambda: stage(directory / "shared") if is_first else None, f"use {directory}")
+    )
+    try:
+        channel.agreed(lambda: _wait_until_seen(staging.path, channel.rank), f"use {directory}")
+    finally:
+        if is_first:
+            staging.discard()
+
+
+def _wait_until_seen(path: Path, rank: int, *, size: int | None = None, made_by: int = 0) -> None:
+    """Return once `path` is there for this rank, with its size.
+
+    Raises:
+        CheckpointError: It is not; the directory is not the same one on all nodes.
+    """
+    end = time.monotonic() + VISIBLE_WITHIN_S
+    while True:
+        try:
+            found = os.stat(path).st_size
+            if size is None or found == size:
+                return
+        except FileNotFoundError:
+            pass
+        if time.monotonic() > end:
+            break
+        time.sleep(_POLL_S)
+    directory = path.parent if size is None else path.parent.parent.parent
+    raise CheckpointError(
+        f"rank {rank} on {socket.gethostname()} does not see in {directory} what rank {made_by} wrote there: "
+        "each rank writes its own part of a sharded checkpoint, so the directory must be on a file system that all "
+        "nodes share; choose such a `dirpath`, or train without sharding"
+    )

@@ -17,7 +17,7 @@ from typing_extensions import override
 from ...adapter.contract.exceptions import RecoveryError
 from ...reporters.events.event import ROLLED_BACK_METRIC
 from ..checkpoint.policy import Checkpoint, savers_of
-from ..checkpoint.writing import require_shared_directory
+from ..checkpoint.store import require_shared_directory
 from ..hook.cadence import rewind
 from ..hook.events import FIGURES_FIELD, callbacks_of, fire, log_to_loggers, publish_figures, run_state_of
 from ..hook.hook import Hook, ending_the_run

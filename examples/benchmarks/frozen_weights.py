@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from genlight.callbacks.checkpoint import CheckpointStore, RecordMeta, verify
-from genlight.callbacks.checkpoint.capture import Frozen, described
+from genlight.callbacks.checkpoint.capture import Frozen
 from genlight.callbacks.checkpoint.codec.tensor_bytes import content_digests
 
 LAYERS = 24
@@ -64,8 +64,7 @@ def seconds(call: Callable[[], object]) -> float:
 def run(model: Model, directory: Path, saves: int, way: str) -> dict[str, float]:
     store, look = CheckpointStore(), 0.0
     if way != "whole":
-        base = described(model.base) if way == "trained" else None
-        look = seconds(lambda: store.begin(directory, Frozen(model.base, base=base)))
+        look = seconds(lambda: store.begin(directory, Frozen(model.base, leaves_out=way == "trained")))
     changing, frozen = (sum(t.nbytes for t in tensors) for tensors in (model.changing(), model.base.values()))
     store.buffer.reserve(changing + (frozen if way == "whole" else 0), torch.device("cpu"))
     stalls = []

@@ -17,7 +17,7 @@ from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.adapter.feed import ReplayBuffer
 from genlight.callbacks import Checkpoint, Diagnosis, Heartbeat, Hook, Recover
 from genlight.callbacks.checkpoint import newest_valid
-from genlight.callbacks.checkpoint.capture import HostBuffer
+from genlight.callbacks.checkpoint.capture import _SPARE, HostBuffer
 from genlight.reporters.telemetry import read_events
 from support.device.training import one_device
 from support.recovered import Batches, Fragile, digest_of, fit_fragile, rungs_in
@@ -68,7 +68,7 @@ def check_memory_of_snapshots_is_pinned_in_the_size_that_is_asked_for():
     buffer = HostBuffer()
     for asked, held in ((1_000_003, 1_000_003), (5_000, 1_000_003), (3_000_001, 3_000_001)):
         buffer.reserve(asked, device)
-        assert torch.sim.pinned_bytes() - before == held
+        assert torch.sim.pinned_bytes() - before == held + _SPARE
     del buffer
     assert torch.sim.pinned_bytes() == before
 

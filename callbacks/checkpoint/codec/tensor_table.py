@@ -24,7 +24,7 @@ from .state_tree import Path, format_path
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["WEIGHTS", "Entry", "Slice", "TensorTable", "is_plain", "stored_as"]
+__all__ = ["WEIGHTS", "Entry", "Slice", "TensorTable", "entry_of", "is_plain", "stored_as"]
 
 WEIGHTS = ("checkpoint", "state_dict")
 """Where a checkpoint has the model's tensors, by their names."""
@@ -91,12 +91,12 @@ class TensorTable:
             key = key or self._free_key(file, path)
             self._keys.add((file, key))
             if part is None:
-                self.entries.append(_entry(file, key, values))
+                self.entries.append(entry_of(file, key, values))
                 facts = _facts(values)
             else:
                 self.sharded_tensors[file, key] = part
                 if is_saved_by_this_rank(sharded):
-                    self.slices.append(_entry(file, key, values, part))
+                    self.slices.append(entry_of(file, key, values, part))
                 facts = {} if part.dtype in TORCH_TYPES else {"dtype": part.dtype, "shape": list(part.whole)}
             self._known.setdefault(memory, {"file": file, "key": key, **facts})
         reference = dict(self._known[memory])
@@ -116,7 +116,8 @@ class TensorTable:
         return candidate
 
 
-def _entry(file: str, key: str, values: torch.Tensor, part: Slice | None = None) -> Entry:
+def entry_of(file: str, key: str, values: torch.Tensor, part: Slice | None = None) -> Entry:
+    """The entry of a plain tensor."""
     return Entry(file, key, *stored_as(values), values.nbytes, values, part)
 
 

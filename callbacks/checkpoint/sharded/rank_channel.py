@@ -9,7 +9,8 @@ waits for it gets an error at once.
 from __future__ import annotations
 
 import datetime as dt
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,9 @@ import torch.distributed as dist
 from ....adapter.contract.exceptions import CheckpointError
 from ....adapter.plumbing.devices import gather_objects, host_group
 
-__all__ = ["ALONE", "Channel", "EndOfSave", "RankGroups", "first_problem", "text_of"]
+__all__ = ["ALONE", "Channel", "EndOfSave", "RankGroups"]
+
+_Result = TypeVar("_Result")
 
 LONGEST_WAIT = dt.timedelta(hours=1)
 """How long a rank that has written its part waits for the slowest of the others."""
@@ -56,17 +59,29 @@ class Channel:
         dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
-    def agree(self, problem: Exception | None, doing: str) -> None:
-        """Go on only where no rank has a problem.
+    def agreed(self, act: Callable[[], _Result], doing: str) -> _Result:
+        """The result of `act` on this rank, once it has succeeded on all of them.
 
         Raises:
-            Exception: This rank's own problem, or a `CheckpointError` that tells the one of another.
+            Exception: What it raised on this rank.
+            CheckpointError: It raised on another rank, or that has ended; says what it was `doing`.
         """
-        reported = self.share(first_problem(self.gather(text_of(problem)), doing))
+        result: _Result | None = None
+        problem: Exception | None = None
+        try:
+            result = act()
+        except Exception as error:  # noqa: BLE001 - it is raised below, once all ranks know
+            problem = error
+        try:
+            texts = self.gather_everywhere(None if problem is None else f"{type(problem).__name__}: {problem}")
+        except RuntimeError as error:  # what gloo raises when a connection closes
+            raise CheckpointError(f"a rank ended while the others were to {doing}") from problem or error
         if problem is not None:
             raise problem
-        if reported is not None:
-            raise CheckpointError(reported)
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise CheckpointError(f"rank {rank} could not {doing}: {text}")
+        return cast("_Result", result)
 
     def start_largest(self, number: int) -> tuple[torch.Tensor, Any]:
         """Begin to find the largest number of any rank: the tensor that will hold it, and what to wait for."""
@@ -112,13 +127,3 @@ class EndOfSave:
         if work is not None:
             work.wait()
         return not int(largest)
-
-
-def text_of(problem: BaseException | None) -> str | None:
-    """The form in which other ranks get a problem."""
-    return None if problem is None else f"{type(problem).__name__}: {problem}"
-
-
-def first_problem(texts: list[str | None], doing: str) -> str | None:
-    """The problem of the first rank that has one; None on all but rank zero, and where all is well."""
-    return next((f"rank {rank} could not {doing}: {text}" for rank, text in enumerate(texts) if text is not None), None)

@@ -431,24 +431,6 @@ def test_files_of_the_trainer_are_part_of_the_checkpoint(tmp_path, make_trainer,
     assert read_record(tmp_path / "c" / "final.json").primary_path.read_bytes() == b"3"
 
 
-def test_memory_for_snapshots_is_ready_before_the_first_save(tmp_path, make_trainer, make_net, make_loader):
-    class Look(pl.Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if batch_idx == 2:
-                ended(checkpoint)
-                before_saving.append(checkpoint._store.buffer.nbytes)
-            if batch_idx == 4:
-                ended(checkpoint)
-                after_saving.append(checkpoint._store.buffer.nbytes)
-
-    before_saving, after_saving = [], []
-    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=3, save_final=False)
-    net = make_net()
-    make_trainer(Look(), checkpoint, max_epochs=1).fit(net, make_loader(5))
-    weights_and_moments = sum(t.nbytes for t in net.state_dict().values()) + 2 * sum(p.nbytes for p in net.parameters())
-    assert weights_and_moments < before_saving[0] == after_saving[0]  # with room for the random states
-
-
 def test_a_strategy_with_a_format_of_its_own_is_refused_with_the_way_out(tmp_path, make_trainer, make_net):
     class Sharding(SingleDeviceStrategy, FSDPStrategy):
         """One process of it."""

@@ -178,7 +178,7 @@ def test_a_write_that_fails_names_checkpoint_size_and_file_and_says_what_to_do(t
 def test_a_folder_that_cannot_be_made_is_told_with_the_checkpoint_that_was_to_go_there(tmp_path, plugin):
     (tmp_path / "c").write_text("in the way")
     with pytest.raises(
-        UnwrittenCheckpointError, match=r"checkpoint a .* could not be written to .*/c: .* \(c\); .*choose"
+        UnwrittenCheckpointError, match=r"checkpoint a could not be written to .*/c: .* \(c\); .*choose"
     ):
         plugin.save_checkpoint({"global_step": 1}, tmp_path / "c" / "a")
 

@@ -110,9 +110,9 @@ def test_only_what_is_trained_is_copied_in_a_save(train, tmp_path, monkeypatch):
     copied = []
     real = CheckpointStore._write
 
-    def noted(self, captured, asynchronous, write):
+    def noted(self, captured, channel, asynchronous):
         copied.append(captured.nbytes)
-        return real(self, captured, asynchronous, write)
+        return real(self, captured, channel, asynchronous)
 
     monkeypatch.setattr(CheckpointStore, "_write", noted)
     train(Adapted(), 8)
@@ -242,10 +242,8 @@ def test_what_a_record_says_that_it_leaves_out_takes_no_memory(train, tmp_path, 
     record.path.write_bytes(written_again(record, left_out=huge))
 
     if dtype == "X9":
-        for read in (lambda path: check_contents(verify(path)), lambda path: load(path, base=Adapted().state_dict())):
-            with pytest.raises(BrokenCheckpointError, match="does not say what"):
-                read(record.path)
-        return
+        with pytest.raises(BrokenCheckpointError, match="does not say what"):
+            check_contents(verify(record.path))
     with pytest.raises(CheckpointError, match=r"was \w+ \[1099511627776, 1048576\] .*, and the module has F32"):
         load(record.path, base=Adapted().state_dict())
 

@@ -32,8 +32,8 @@ from genlight.callbacks.checkpoint.sharded.slices import (
     whole,
     within,
 )
-from genlight.callbacks.checkpoint.storage import Staging
-from genlight.callbacks.checkpoint.writing import plan_save, require_shared_directory, write
+from genlight.callbacks.checkpoint.storage import Staging, stage
+from genlight.callbacks.checkpoint.store import _write, require_shared_directory
 
 
 def load_lazily(path):
@@ -224,27 +224,24 @@ def test_a_save_by_rank_zero_alone_refuses_sharded_tensors_by_name(sharded, tmp_
 
 
 def test_ranks_that_hold_other_sharded_tensors_than_rank_zero_are_refused(sharded, tmp_path):
-    captured = capture({"state_dict": {"w": sharded}}, RecordMeta())
-    channel, record = Channel(), tmp_path / "step-00000001.json"
-    plan_save(channel, record, captured)
+    record = tmp_path / "step-00000001.json"
+    captured = capture({"state_dict": {"w": sharded}}, RecordMeta(), stage(record))
     captured.sharded_tensors["model.safetensors", "v"] = captured.sharded_tensors["model.safetensors", "w"]
 
     with pytest.raises(CheckpointError, match="their slices of v do not make one whole"):
-        write(channel, record, captured)
-    assert not record.exists()
+        _write(Channel(), captured)
+    assert os.listdir(tmp_path) == ["store"]
 
 
 def test_a_directory_that_a_rank_does_not_see_is_named_with_rank_and_host(sharded, tmp_path, monkeypatch):
-    monkeypatch.setattr("genlight.callbacks.checkpoint.writing.VISIBLE_WITHIN_S", 0.0)
-    captured = capture({"state_dict": {"w": sharded}}, RecordMeta())
-    record = tmp_path / "step-00000001.json"
-
-    captured.staging = Staging(record, tmp_path / "on-another-node")
+    monkeypatch.setattr("genlight.callbacks.checkpoint.store.VISIBLE_WITHIN_S", 0.0)
+    staging = Staging(tmp_path / "step-00000001.json", tmp_path / "on-another-node")
+    captured = capture({"state_dict": {"w": sharded}}, RecordMeta(), staging)
 
     with pytest.raises(
         CheckpointError, match=rf"rank 0 on \S+ does not see in {tmp_path} what rank 0 wrote there: .* all"
     ):
-        write(Channel(), record, captured)
+        _write(Channel(), captured)
 
 
 def test_a_shared_directory_is_left_as_it_was(tmp_path):
@@ -253,10 +250,8 @@ def test_a_shared_directory_is_left_as_it_was(tmp_path):
 
 
 def test_space_is_checked_for_all_parts_together(sharded, tmp_path, monkeypatch):
-    free = os.statvfs(tmp_path).f_bavail
-    captured = capture({"state_dict": {"w": sharded}}, RecordMeta())
-    captured.slices[0].nbytes = free * os.statvfs(tmp_path).f_frsize * 2
+    monkeypatch.setattr(Channel, "gather", lambda self, nbytes: [nbytes, 1 << 60])
 
     with pytest.raises(CheckpointError, match=r"a checkpoint needs .* MB, but the file system of"):
-        plan_save(Channel(), tmp_path / "c" / "step-00000001.json", captured)
+        save_in_parts(tmp_path / "c", {"state_dict": {"w": sharded}})
     assert os.listdir(tmp_path / "c") == []
