@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from ..hook.events import callbacks_of
 from ..optimizer_state import map_values, parameters_of
-from .format.record import is_remote, local_path
+from .format.record import local_path
 from .sharded.rank_channel import RankGroups
 from .sharded.slices import keep_sharded, sharded_like, whole
 from .store import CheckpointStore
@@ -175,17 +175,14 @@ def url_faults(trainer: pl.Trainer) -> list[str]:
         trainer.strategy, ModelParallelStrategy
     ):
         return []
-    places = [
-        (callback, callback.dirpath or next((logger.save_dir for logger in trainer.loggers), trainer.default_root_dir))
-        for callback in callbacks_of(trainer)
-        if isinstance(callback, ModelCheckpoint)
-    ]
-    return [
-        f"{type(callback).__name__} saves to {os.fspath(place)!r}, and durable checkpoints go to a local file system. "
-        "Give it a local `dirpath`, and `targets` of UploadArtifacts for copies elsewhere"
-        for callback, place in places
-        if place is not None and is_remote(place)
-    ]
+    faults = []
+    for callback in (each for each in callbacks_of(trainer) if isinstance(each, ModelCheckpoint)):
+        loggers = (logger.save_dir for logger in trainer.loggers)
+        try:
+            local_path(callback.dirpath or next(loggers, None) or trainer.default_root_dir)
+        except ValueError as error:
+            faults.append(f"{type(callback).__name__}: {error}")
+    return faults
 
 
 def keep_sharded_for(strategy: Strategy) -> contextlib.AbstractContextManager[None]:

@@ -55,12 +55,12 @@ from .format.record import (
     is_record_of_callback,
     is_temporary,
     is_torch_file,
-    moved_record,
     name_of,
     name_of_folder,
     read_record,
     record_path,
     record_paths,
+    serialise_record,
     step_name,
 )
 
@@ -554,7 +554,8 @@ def _save_as(old: CheckpointRecord, data: Path, target: Path) -> None:
                 (staging.path / name).parent.mkdir(parents=True, exist_ok=True)
                 os.link(data / name, staging.path / name, follow_symlinks=False)
         folder = choose_folder(target)
-        commit(staging, folder, moved_record(old.path.read_bytes(), folder))
+        files = tuple(replace(file, path=f"{folder}/{old.file_name(file)}") for file in old.files)
+        commit(staging, folder, serialise_record(replace(old, final=False, folder=folder, files=files)))
     except BaseException:
         staging.discard()
         raise

@@ -49,6 +49,7 @@ from .format.record import (
     FileEntry,
     RecordMeta,
     is_torch_file,
+    library_versions,
     name_of,
     read_record,
     record_path,
@@ -505,17 +506,18 @@ def _commit(captured: Captured, parts: Sequence[Part]) -> CheckpointRecord:
         if captured.meta.final:
             move_older_final(path, step=captured.step, run_id=captured.meta.run_id)
         folder = choose_folder(path)
-        record = serialise_record(
-            _relative_primary(captured.meta, staging),
-            step=captured.step,
-            state=captured.state,
-            folder=folder,
-            files=[replace(file, path=f"{folder}/{file.path}") for file in sorted(files, key=lambda file: file.path)],
-            created_at_ms=time.time_ns() // 1_000_000,
-            left_out=captured.left_out,
-            finite_weights=False if False in said else None if None in said else True,
-        )
-        commit(staging, folder, record)
+        files.sort(key=lambda file: file.path)
+        facts = vars(_relative_primary(captured.meta, staging)) | {
+            "step": captured.step,
+            "state": captured.state,
+            "folder": folder,
+            "files": tuple(replace(file, path=f"{folder}/{file.path}") for file in files),
+            "created_at_ms": time.time_ns() // 1_000_000,
+            "versions": library_versions(),
+            "left_out": captured.left_out,
+            "finite_weights": False if False in said else None if None in said else True,
+        }
+        commit(staging, folder, serialise_record(CheckpointRecord(path=path, **facts)))
         return read_record(path)
 
 

@@ -389,7 +389,9 @@ def test_a_checkpoint_that_was_deleted_before_it_could_be_queued_is_named(fit, c
 
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if trainer.global_step == 2:
-                gone = CheckpointRecord(path=tmp_path / "gone.json", step=2, run_id="run-1", state={})
+                gone = CheckpointRecord(
+                    path=tmp_path / "gone.json", step=2, run_id="run-1", state={}, folder=None, files=()
+                )
                 fire(trainer, "on_checkpoint_durable", gone)
 
     fit(every=0, callbacks=[Forgetful()])

@@ -30,8 +30,8 @@ import math
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
@@ -41,7 +41,7 @@ import xxhash
 
 from ....adapter.contract.exceptions import BrokenCheckpointError, UnstorableStateError
 from ....adapter.plumbing.durable import TEMPORARY_PREFIX
-from ....adapter.plumbing.safe_open import UnsafeFileError, open_regular
+from ....adapter.plumbing.safe_open import UnsafeFileError, open_regular, read_regular
 from ....adapter.plumbing.urls import hide_urls
 from .tensor_files import parse_json
 
@@ -64,6 +64,7 @@ __all__ = [
     "is_record_of_callback",
     "is_temporary",
     "is_torch_file",
+    "library_versions",
     "local_path",
     "name_of",
     "name_of_folder",
@@ -117,31 +118,23 @@ def tensor_file(name: str) -> str:
     return MODEL_FILE if name == FROZEN_FILE else name
 
 
-def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is a URL of something else than a local file."""
-    return "://" in _without_scheme(path)
-
-
 def local_path(path: str | os.PathLike[str], argument: str = "dirpath") -> Path:
     """`path` on a local file system.
 
     Raises:
         ValueError: It is a URL; names the `argument` that it is.
     """
-    if is_remote(path):
+    # fsspec takes the scheme off, too; Lightning makes ``file:/a`` of ``file:///a``.
+    text = os.fspath(path)
+    text = text.removeprefix("file:").removeprefix("//") if text.startswith("file:/") else text
+    if "://" in text:
         raise ValueError(
             f"Invalid `{argument}`. Checkpoints are on a local file system, because nothing else can be synced and "
             f"renamed atomically, but received {hide_urls(os.fspath(path))!r}. To save, name a local folder, and "
             "`uploads.targets` of a job, or `targets` of UploadArtifacts, for copies elsewhere. To load, copy the "
             "record and the folder of its name here first; a job does so for `inputs.resume_checkpoint_url`."
         )
-    return Path(_without_scheme(path))
-
-
-def _without_scheme(path: str | os.PathLike[str]) -> str:
-    """`path` without the ``file:`` that fsspec, too, takes off; Lightning makes ``file:/a`` of ``file:///a``."""
-    text = os.fspath(path)
-    return text.removeprefix("file:").removeprefix("//") if text.startswith("file:/") else text
+    return Path(text)
 
 
 def record_path(path: str | os.PathLike[str]) -> Path:
@@ -262,9 +255,9 @@ class CheckpointRecord(RecordMeta):
     """The trainer's state payload as stored: `load` turns it into values, except an old record's, which is plain."""
     created_at_ms: Annotated[int, msgspec.Meta(ge=-62_000_000_000_000, le=253_000_000_000_000)] = 0
     """Milliseconds since 1970, of the commit; of the years 5 to 9987, which a date can hold in each time zone."""
-    folder: str | None = None
+    folder: str | None
     """Name of the data folder beside the record."""
-    files: tuple[FileEntry, ...] = ()
+    files: tuple[FileEntry, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
     digest: str = ""
     writer: str | None = None
@@ -357,10 +350,7 @@ _TORCH_MAGICS = (b"PK", b"\x80\x02")
 _OLD_KEYS = frozenset({"step", "run_id", "request_id", "final", "trainer_checkpoint", "state"})
 """Keys that a record of an older runtime may have."""
 _DIGEST_MEMBER = b',"digest":"xxh3_128:'
-_REQUIRED = frozenset(field.name for field in dataclasses.fields(CheckpointRecord)) - {
-    *("path", "is_old", "writer", "finite_weights", "left_out", "metadata", "parameters"),
-}
-"""Members that every record has."""
+_NOT_STORED = ("path", "is_old", "digest", "parameters")
 
 
 def digest_of(data: bytes | memoryview) -> str:
@@ -368,54 +358,25 @@ def digest_of(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def serialise_record(
-    meta: RecordMeta,
-    *,
-    step: int,
-    state: Any,
-    folder: str | None,
-    files: Sequence[FileEntry],
-    created_at_ms: int,
-    left_out: Sequence[LeftOut] = (),
-    finite_weights: bool | None = None,
-) -> bytes:
-    """The bytes of a record."""
-    facts = {field.name: getattr(meta, field.name) for field in dataclasses.fields(meta) if field.name != "parameters"}
-    content: dict[str, Any] = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        **facts,
-        "step": step,
-        "created_at_ms": created_at_ms,
-        "metrics": {name: value if math.isfinite(value or 0) else None for name, value in meta.metrics.items()},
-        "versions": library_versions(),
-        "finite_weights": finite_weights,
-        "state": state,
-        "folder": folder,
-        "files": [{name: fact for name, fact in asdict(file).items() if fact is not None} for file in files],
-    }
-    if left_out:
-        content["left_out"] = [asdict(entry) for entry in left_out]
-    # Mappings of other kinds than `dict` are stored as one.
-    body = json.dumps(content, separators=(",", ":"), allow_nan=False, default=dict)[:-1].encode()
+def serialise_record(record: CheckpointRecord) -> bytes:
+    """The bytes of `record`, which do not say where it lies.
+
+    Raises:
+        UnstorableStateError: They are more than a record has room for.
+    """
+    names = [field.name for field in dataclasses.fields(record) if field.name not in _NOT_STORED]
+    content = {"format": FORMAT, "format_version": FORMAT_VERSION, **{name: getattr(record, name) for name in names}}
+    content["metrics"] = {name: v if math.isfinite(v or 0) else None for name, v in record.metrics.items()}
+    body = json.dumps(content, separators=(",", ":"), allow_nan=False, default=_as_dict)[:-1].encode()
     if len(body) > LARGEST_RECORD_BYTES - 100:
         hint = f"it takes {len(body):,} bytes of JSON, and a record has room for {LARGEST_RECORD_BYTES:,}; use tensors"
-        raise UnstorableStateError("state_dict()", type(state).__name__, hint)
-    return _with_digest(body)
-
-
-def moved_record(data: bytes, folder: str) -> bytes:
-    """The bytes of the record `data` of a final checkpoint as those of its step, with its files in `folder`."""
-    content = json.loads(data)
-    before = f"{content['folder']}/"
-    files = [{**file, "path": f"{folder}/{file['path'].removeprefix(before)}"} for file in content["files"]]
-    content |= {"final": False, "folder": folder, "files": files}
-    del content["digest"]
-    return _with_digest(json.dumps(content, separators=(",", ":"), allow_nan=False)[:-1].encode())
-
-
-def _with_digest(body: bytes) -> bytes:
+        raise UnstorableStateError("state_dict()", type(record.state).__name__, hint)
     return body + _DIGEST_MEMBER + digest_of(body).encode() + b'"}\n'
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    """An entry of a record, or a mapping of another kind."""
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else dict(value)
 
 
 def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
@@ -427,9 +388,14 @@ def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
     """
     # A link (``last.ckpt``) stands for the record it points to, beside whose files it lies.
     path = Path(os.path.realpath(path))
-    data = _read(path)
     try:
+        if is_torch_file(path):  # or gigabytes would be read to find that they are not JSON
+            text = f"{path.name} was written by torch.save and is not a record of genlight"
+            raise BrokenCheckpointError(name_of(path), text)
+        data = read_regular(path, limit=LARGEST_RECORD_BYTES)
         content = parse_json(data)
+    except UnsafeFileError as error:
+        raise BrokenCheckpointError(name_of(path), f"its record {path.name} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise BrokenCheckpointError(name_of(path), f"its record {path.name} is not JSON: {error}") from None
     if not isinstance(content, dict):
@@ -448,24 +414,6 @@ def is_torch_file(path: Path) -> bool:
     """
     with os.fdopen(open_regular(path), "rb") as file:
         return file.read(2) in _TORCH_MAGICS
-
-
-def _read(path: Path) -> bytes:
-    try:
-        descriptor = open_regular(path)
-    except UnsafeFileError as error:
-        raise BrokenCheckpointError(name_of(path), f"its record {path.name} cannot be read: {error.strerror}") from None
-    with os.fdopen(descriptor, "rb") as file:
-        start, size = file.read(len(RECORD_MARKER)), os.fstat(descriptor).st_size
-        if start.startswith(_TORCH_MAGICS):  # or gigabytes would be read to find that they are not JSON
-            raise BrokenCheckpointError(
-                name_of(path), f"{path.name} was written by torch.save and is not a record of genlight"
-            )
-        if size > LARGEST_RECORD_BYTES:
-            raise BrokenCheckpointError(
-                name_of(path), f"its record {path.name} has {size:,} bytes, more than {LARGEST_RECORD_BYTES:,}"
-            )
-        return start + file.read(max(size - len(start), 0))
 
 
 @functools.cache
@@ -500,6 +448,8 @@ def _old_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
         state=content["state"],
         final=content.get("final") is True,
         trainer_checkpoint=trainer_checkpoint if isinstance(trainer_checkpoint, dict) else None,
+        folder=None,
+        files=(),
         is_old=True,
     )
 
@@ -514,7 +464,7 @@ def _new_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
             name,
             f"it has format version {found!r}, and this genlight reads versions up to {FORMAT_VERSION}; upgrade it",
         )
-    if missing := _REQUIRED - content.keys():
+    if missing := {"step", "run_id"} - content.keys():  # for which the facts of a run have a default
         raise BrokenCheckpointError(name, f"its record {path.name} lacks {', '.join(sorted(missing))}")
     try:
         record = msgspec.convert({**content, "path": path, "is_old": False, "parameters": ()}, CheckpointRecord)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -14,20 +15,22 @@ from genlight.adapter.inputs.refs import parse_ref
 from genlight.adapter.inputs.transfer import fetch_checkpoint
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.urls import origin_of
-from genlight.callbacks.checkpoint.format.record import FileEntry, RecordMeta, digest_of, serialise_record
+from genlight.callbacks.checkpoint.format.record import CheckpointRecord, FileEntry, digest_of, serialise_record
 
 FILES = {"step-00000200/model.safetensors": b"weights" * 999, "step-00000200/trainer/lora.safetensors": b"lora"}
 
 
 def record(files=FILES, final=False):
-    return serialise_record(
-        RecordMeta(run_id="r", final=final),
+    found = CheckpointRecord(
+        path=Path("step-00000200.json"),
+        run_id="r",
+        final=final,
         step=200,
         state={"a": 1},
         folder="step-00000200",
-        files=[FileEntry(path, len(content), digest_of(content)) for path, content in files.items()],
-        created_at_ms=1,
+        files=tuple(FileEntry(path, len(content), digest_of(content)) for path, content in files.items()),
     )
+    return serialise_record(found)
 
 
 @pytest.fixture

@@ -234,7 +234,7 @@ def test_a_url_is_refused_with_the_way_out(tmp_path, make_trainer, make_net, mak
         with pytest.raises(ValueError, match=r"received 'memory://a\.ckpt'.*`targets` of UploadArtifacts"):
             use("memory://a.ckpt")
     trainer = make_trainer(ModelCheckpoint("memory://kept"), Checkpoint(tmp_path), max_epochs=1)
-    with pytest.raises(ValueError, match=r"ModelCheckpoint saves to 'memory://.*`targets` of UploadArtifacts"):
+    with pytest.raises(ValueError, match=r"ModelCheckpoint: Invalid `dirpath`.*received 'memory://kept'.*`targets`"):
         trainer.fit(make_net(), make_loader(2))
     with pytest.raises(ValueError, match=r"Invalid `dirpath`.*received 's3://bucket/c'"):
         Checkpoint("s3://bucket/c")

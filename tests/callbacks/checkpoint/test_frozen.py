@@ -250,9 +250,7 @@ def test_what_a_record_says_that_it_leaves_out_takes_no_memory(train, tmp_path, 
 
 def written_again(record, **changed):
     """The bytes of `record` with something else in it, and a digest that fits."""
-    meta = RecordMeta(run_id=record.run_id, spec=record.spec)
-    facts = {"step": record.step, "state": record.state, "folder": record.folder, "created_at_ms": 1}
-    return serialise_record(meta, **facts, **({"files": record.files, "left_out": record.left_out} | changed))
+    return serialise_record(replace(record, **changed))
 
 
 class Run:

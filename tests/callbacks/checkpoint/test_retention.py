@@ -17,6 +17,8 @@ def record(step, *, score=None, final=False, is_old=False):
         step=step,
         run_id="r",
         state={},
+        folder=None,
+        files=(),
         final=final,
         metrics={} if score is None else {"score": score},
         is_old=is_old,

@@ -161,11 +161,11 @@ def test_an_older_records_step_comes_from_its_content_else_its_name(tmp_path, na
 
 
 def test_a_record_that_names_files_outside_of_its_folder_is_refused(tmp_path):
-    from genlight.callbacks.checkpoint.format.record import FileEntry, serialise_record
+    from genlight.callbacks.checkpoint.format.record import CheckpointRecord, FileEntry, serialise_record
 
     (tmp_path / "secret").write_text("x")
-    files = [FileEntry("../secret", 1, "0" * 32)]
-    data = serialise_record(RecordMeta(), step=1, state={}, folder="a", files=files, created_at_ms=0)
+    files = (FileEntry("../secret", 1, "0" * 32),)
+    data = serialise_record(CheckpointRecord(path=tmp_path, step=1, run_id="", state={}, folder="a", files=files))
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "a.json").write_bytes(data)
     with pytest.raises(BrokenCheckpointError, match="outside"):

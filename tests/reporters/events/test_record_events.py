@@ -60,7 +60,9 @@ def test_a_checkpoint_is_told_from_the_record_that_the_event_carries(log, fit, c
         critical = True
 
         def on_train_end(self, trainer, pl_module):
-            record = CheckpointRecord(path=tmp_path / "not-on-disk.json", step=4, run_id="r", state={})
+            record = CheckpointRecord(
+                path=tmp_path / "not-on-disk.json", step=4, run_id="r", state={}, folder=None, files=()
+            )
             fire(trainer, "on_checkpoint_durable", record)
 
     fit(counting_trainer(), [RecordEvents(log), Telling()])

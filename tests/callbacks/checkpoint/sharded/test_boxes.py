@@ -78,7 +78,7 @@ def stored(tmp_path):
             data = memoryview(values[first : first + 1024].numpy()).cast("B")
             slices.append(StoredSlice(0, Box((first, 0), (1024, 512)), file.tell(), block_digests(data)))
             file.write(data)
-    record = CheckpointRecord(path=tmp_path / "step-1.json", step=1, run_id="", state={}, folder="step-1")
+    record = CheckpointRecord(path=tmp_path / "step-1.json", step=1, run_id="", state={}, folder="step-1", files=())
     return values, StoredSlices(
         record, SlicedTensor("model.safetensors", "w", "float32", (3 * 1024, 512), tuple(slices))
     )
