@@ -86,7 +86,7 @@ if TYPE_CHECKING:
         ReplayBuffer as ReplayBuffer,
         ReplayFeed as ReplayFeed,
     )
-    from .feed.mock import MockDataModule as MockDataModule
+    from .feed.data_module import MockDataModule as MockDataModule
     from .gradients.fsdp.strategy import FSDP2Strategy as FSDP2Strategy
     from .helpers import (
         OptimizerBundle as OptimizerBundle,

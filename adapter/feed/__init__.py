@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 from ..plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .arrow_feed import ArrowFeed as ArrowFeed
+    from .arrow_feed import ArrowFeed as ArrowFeed, ParquetArrowBatchFeeder as ParquetArrowBatchFeeder
     from .collate import to_torch as to_torch
-    from .data_module import ArrowDataModule as ArrowDataModule, FunctionDataModule as FunctionDataModule
+    from .data_module import (
+        ArrowDataModule as ArrowDataModule,
+        FunctionDataModule as FunctionDataModule,
+        MockDataModule as MockDataModule,
+    )
     from .minibatches import Minibatches as Minibatches
-    from .mock import MockBatches as MockBatches
-    from .parquet_feeder import ParquetArrowBatchFeeder as ParquetArrowBatchFeeder
     from .replay_buffer import ReplayBuffer as ReplayBuffer, ReplayFeed as ReplayFeed
-    from .sources import Source as Source
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -5,37 +5,41 @@ from __future__ import annotations
 import logging
 import pkgutil
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, TypeVar
 
 import pyarrow as pa
+from msgspec.structs import replace
 
 from ..contract.exceptions import InputError
+from ..contract.types import ArrowFeedConfig
 from ..plumbing.settings import faults_of
-from .batching import Spec, Supply, ThreadSupply
+from .batching import ReadAhead, Spec, batches_of, decoded
 from .epoch_order import Order
 from .options import FeedOptions
 from .position import Layout, Position
+from .row_plan import Share
 from .sources import Source, open_source
 
-__all__ = ["ArrowFeed", "imported"]
+__all__ = ["ArrowFeed", "ParquetArrowBatchFeeder", "imported"]
 
 log = logging.getLogger(__name__)
 
-
-Collate: TypeAlias = Callable[[pa.RecordBatch], Any]
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ArrowFeed(FeedOptions):
     """An iterable of `pyarrow.RecordBatch`, this rank's share of each step.
 
-    ``for batch in feed`` starts at the first row, or at the position that was loaded. With ``per_epoch`` one iteration
-    is one epoch and the next iteration the next epoch, which is what Lightning's own loops expect of a loader; without
-    it one iteration runs through all epochs.
+    ``for batch in feed`` is one epoch, as loops expect of a loader: the first one, or the rest of that whose position
+    was loaded, and the next epoch each time. ``feed.iter_batches()`` is all epochs.
 
     The position (`state_dict`) is that of the last batch handed out, whatever was decoded ahead. It is the same on all
     ranks and may be loaded on another number of ranks or with another batch size.
@@ -45,10 +49,9 @@ class ArrowFeed(FeedOptions):
 
     Args:
         source: Paths, folders, patterns or URLs of Parquet files; tables or record batches; a data frame (pandas,
-            polars, …, read whole into memory); a `Source`.
+            polars, …, read whole into memory).
         rank: Which share is ours.
         world_size: Number of shares.
-        per_epoch: One iteration is one epoch.
         filesystem: A pyarrow or fsspec file system that all paths belong to; None finds it from each path.
 
     Raises:
@@ -59,7 +62,6 @@ class ArrowFeed(FeedOptions):
     source: Any = field(kw_only=False)
     rank: int = 0
     world_size: int = 1
-    per_epoch: bool = False
     filesystem: Any = None
 
     def __post_init__(self) -> None:
@@ -72,14 +74,16 @@ class ArrowFeed(FeedOptions):
                 "Invalid `copy_ahead`. It needs batches of tensors made without code of yours in this process: "
                 "`collate` 'torch', or any `collate` with `workers`."
             )
-        self._source: Source | None = None
-        self._layout: Layout | None = None
         self._position: Position | None = None
+        """Where the pass began that was begun last, or where the next one begins."""
         self._step = 0
+        """Of that pass; after the last batch handed out."""
         self._loaded = False
         self._length: int | None = None
-        self._supply: Supply | None = None
-        self._waited = 0.0
+        self._opened = ExitStack()
+        """Threads and processes of the pass."""
+        self.wait_seconds = 0.0
+        """Seconds that the consumer has waited for batches so far."""
 
     def _refuse_out_of_range(self) -> None:
         faults = faults_of(self, FeedOptions)
@@ -97,115 +101,79 @@ class ArrowFeed(FeedOptions):
         Raises:
             InputError: Lists every error that metadata can tell, and that there are rows for every rank.
         """
-        self._opened()
+        _ = self._layout
 
     @property
     def schema(self) -> pa.Schema:
         """Schema of every batch."""
-        return self._opened()[0].schema
+        return self._source.schema
 
     @property
     def rows(self) -> int:
         """Rows of an epoch over all ranks."""
-        return self._opened()[1].order.rows
+        return self._layout.order.rows
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps of a whole epoch, equal on all ranks."""
-        return self._opened()[1].steps_per_epoch
+        return self._layout.epoch.steps
 
     def __len__(self) -> int:
-        """Steps of one iteration from its start.
-
-        Raises:
-            TypeError: The feed repeats without end.
-        """
-        if self.per_epoch:
-            self._length = self._steps_of_iteration()
-            return self._length
-        if self.epochs is None:
-            raise TypeError("The feed repeats without end and has no length; give it `epochs`.")
-        return self.steps_per_epoch * self.epochs
-
-    def _steps_of_iteration(self) -> int:
-        """Of an epoch, or more where the number of ranks or the batch size changed in the middle of the current one.
+        """Steps of an epoch, or more where the number of ranks or the batch size changed in the middle of this one.
 
         Lightning ends an epoch when it has seen this many steps, those before a resume included. It asks once and
         takes the answer for all epochs, so that an answer too small would cut epochs short; one too large does no harm.
         """
-        _, layout = self._opened()
+        layout = self._layout
         here = self._position or Position.start_of(0, layout.order)
         steps = [layout.share(pass_.rows).steps for pass_ in (here, here.following(layout))]
-        return max(layout.steps_per_epoch, here.before + steps[0], steps[1])
+        self._length = max(self.steps_per_epoch, here.before + steps[0], steps[1])
+        return self._length
 
-    def _opened(self) -> tuple[Source, Layout]:
-        if self._source is None or self._layout is None:
-            source = open_source(self.source, columns=self.columns, filesystem=self.filesystem)
-            layout = self._layout_of(source)
-            self._say_short_batches(layout)
-            self._source, self._layout = source, layout
-        return self._source, self._layout
+    @cached_property
+    def _source(self) -> Source:
+        return open_source(self.source, columns=self.columns, filesystem=self.filesystem)
 
-    def _layout_of(self, source: Source) -> Layout:
-        """How the steps of an epoch share the rows of `source`.
+    @cached_property
+    def _layout(self) -> Layout:
+        """How the steps of an epoch share the rows of the source.
 
         Raises:
             InputError: There are too few for a step.
         """
-        order = Order(source.group_rows, self.seed, self.shuffle, self.shuffle_window)
-        layout = Layout(order, self.batch_size, self.world_size, self.shard, self.drop_last)
-        if not layout.steps_per_epoch:
-            raise InputError(_too_few(layout))
-        return layout
-
-    def _say_short_batches(self, layout: Layout) -> None:
-        """Say where the batch size that was asked for is not the one that is trained with."""
-        share = layout.share(layout.order.rows)
-        if self.rank or self.drop_last or not share.total % share.step_rows:
-            return
-        short = [share.consumed(step + 1) - share.consumed(step) for step in range(share.full_steps, share.steps)]
-        text = f"an epoch of {share.total} rows has {share.full_steps} steps of {share.step_rows} rows"
-        if short:
-            text += f", then {' and '.join(map(str, short))}, which `drop_last` leaves out"
-        if any(rows % self.world_size for rows in short):
-            text += "; there some ranks have a row more, and the mean of each rank counts alike"
-        if share.usable < share.total:
-            text += f"; {share.total - share.usable} are too few for {self.world_size} ranks: the next epoch has them"
-        log.log(logging.WARNING if share.total < share.step_rows else logging.INFO, text)
+        order = Order(self._source.group_rows, self.seed, self.shuffle, self.shuffle_window)
+        share = Share(order.rows, self.batch_size, self.world_size, self.shard, self.drop_last)
+        if not share.steps:
+            needed = f"the {share.step_rows} of a full step (`drop_last` is on)" if self.drop_last else "one a rank"
+            raise InputError(f"The data has {order.rows} rows for {self.world_size} ranks, fewer than {needed}.")
+        if self.rank == 0 and not self.drop_last and share.total % share.step_rows:
+            # Where the batch size that was asked for is not the one that is trained with.
+            rest = share.total - share.full_steps * share.step_rows
+            log.log(
+                logging.INFO if share.full_steps else logging.WARNING,
+                f"an epoch of {share.total} rows has {share.full_steps} steps of {share.step_rows} rows; the last "
+                f"{rest} rows make smaller steps, in which some ranks may have a row more, or come first in the next "
+                "epoch where they are too few for the ranks (`drop_last` leaves them out)",
+            )
+        return Layout(order, share)
 
     # --- iteration
 
     def __iter__(self) -> Iterator[Any]:
-        return self._iterate(self.per_epoch)
+        return self._pass()
 
     def iter_batches(self) -> Iterator[Any]:
-        """All batches of all epochs from the position on, whatever `per_epoch` says."""
-        return self._iterate(per_epoch=False)
-
-    def _iterate(self, per_epoch: bool) -> Iterator[Any]:
-        _refuse_data_loader_workers()
-        # Nothing is read before the first batch is asked for: Lightning calls iter() to see whether it can.
-        _, layout = self._opened()
-        position = self._first_position(per_epoch, layout)
-        epochs = self.epochs
-        while epochs is None or position.epoch < epochs:
-            yield from self._rest_of_epoch(position)
-            self._warn_of_rows_given_up(position, layout)
-            position = self._at().normalized(layout)
-            if self._fresh:
-                self._position, self._step = position, 0  # a pass without a step is over all the same
-            if per_epoch:
-                return
-        self.close()
-
-    def _warn_of_rows_given_up(self, position: Position, layout: Layout) -> None:
-        given_up = position.given_up(layout, self.epochs)
-        if given_up and self.rank == 0:
-            warnings.warn(
-                f"The last {given_up} rows of the last epoch are left out: {layout.world_size} ranks cannot share "
-                "them.",
-                stacklevel=3,
-            )
+        """The batches of all epochs, from the first row or from the position that was loaded."""
+        position = self._at() if self._is_fresh else Position.start_of(0, self._layout.order)
+        while self.epochs is None or position.epoch < self.epochs:
+            yield from self._pass(position)
+            left = sum(end - first for _, first, end in position.left_over(self._layout))
+            position = self._at().normalized(self._layout)
+            if left and position.epoch == self.epochs and self.rank == 0:
+                warnings.warn(
+                    f"The last {left} rows of the last epoch are left out: {self.world_size} ranks cannot share them.",
+                    stacklevel=2,
+                )
 
     @property
     def batch_sampler(self) -> SimpleNamespace:
@@ -216,46 +184,79 @@ class ArrowFeed(FeedOptions):
         """Begin the next iteration with `epoch`, unless a position was loaded.
 
         Lightning's loops call this before each epoch. It brings the right order after a checkpoint that was saved at
-        the end of an epoch, from which stock Lightning restores no loader. Without `per_epoch` it does nothing.
+        the end of an epoch, from which stock Lightning restores no loader.
         """
-        _, layout = self._opened()
-        if epoch and self.shuffle and not self.per_epoch:
-            warnings.warn(
-                f"Epoch {epoch} begins, but each iteration of this feed has the order of epoch 0. Give it "
-                "`per_epoch=True` for an order of its own in each epoch.",
-                stacklevel=2,
-            )
-        loaded = self._loaded and self._fresh
-        if self.per_epoch and not loaded and self._first_position(True, layout).epoch != epoch:
-            self._position, self._step, self._loaded = Position.start_of(epoch, layout.order), 0, False
+        if not (self._loaded and self._is_fresh) and self._upcoming().epoch != epoch:
+            self._position, self._step, self._loaded = Position.start_of(epoch, self._layout.order), 0, False
 
     def begin_epoch(self, epoch: int) -> None:
         """As `set_epoch`, from a loop that is sure to have left the epochs before: their rest is not wanted."""
-        _, layout = self._opened()
-        if self.per_epoch and self._first_position(True, layout).epoch < epoch:
+        if self._upcoming().epoch < epoch:
             self._loaded = False
             self.set_epoch(epoch)
 
-    def _first_position(self, per_epoch: bool, layout: Layout) -> Position:
-        if self._fresh:
+    def _upcoming(self) -> Position:
+        """Where the next iteration begins."""
+        if self._position is None:
+            return Position.start_of(0, self._layout.order)
+        if self._is_fresh:
             return self._at()
-        if self._position is None or not per_epoch:
-            return Position.start_of(0, layout.order)
-        position = self._at().normalized(layout)
-        return position if position.step == 0 else Position.start_of(position.epoch + 1, layout.order)
+        position = self._at().normalized(self._layout)
+        return position if position.step == 0 else Position.start_of(position.epoch + 1, self._layout.order)
 
-    def _rest_of_epoch(self, position: Position) -> Iterator[Any]:
-        supply = self._supply_from(position)
+    def _pass(self, position: Position | None = None) -> Iterator[Any]:
+        """The batches from `position`, or from where the next iteration begins, to the end of the epoch."""
+        # Nothing is read before the first batch is asked for: Lightning calls iter() to see whether it can.
+        _refuse_data_loader_workers()
+        position = position or self._upcoming()
+        self.close()
+        opened = self._opened
+        batches = self._for_device(self._batches(position))
         self._position, self._step = position, position.step
-        done = False
         try:
-            for batch in self._for_device(supply.epoch()):
+            for batch in batches:
                 self._step += 1
                 yield batch
-            done = True
+                if self._opened is not opened:
+                    raise RuntimeError("The feed was closed or iterated again while one of its iterators was in use.")
+            if self._is_fresh:  # a pass without a step is over all the same
+                self._position, self._step = position.normalized(self._layout), 0
         finally:
-            if not done and self._supply is supply:
+            if self._opened is opened:
                 self.close()
+
+    def _batches(self, position: Position) -> Iterator[Any]:
+        steps = range(position.step, self._layout.share(position.rows).steps)
+        if not steps:
+            return iter(())
+        source, opened = self._source, self._opened
+        spec = Spec(source, self._layout, self.rank, self._collate)
+        own = getattr(source, "batches", None)  # of rows that are no Arrow data
+        if own is not None:
+            return self._timed(own(spec, position, self.workers, opened=opened))
+        if self.workers:
+            from .workers import arrow_blocks, batches_of_blocks
+
+            blocks = arrow_blocks(spec, position, self.workers, ahead=self.readahead, opened=opened)
+            return batches_of_blocks(self._timed(blocks), is_packed=self._collate is None)
+        rows = decoded(spec, position, steps)
+        opened.callback(source.close)
+        if self.readahead:
+            rows = reader = ReadAhead(rows, self.readahead)
+            opened.callback(reader.close)
+        batches = batches_of(spec, position, steps, self._timed(rows))
+        return batches if self._collate is None else map(self._collate, batches)
+
+    def _timed(self, items: Iterator[T]) -> Iterator[T]:
+        while True:
+            began_s = time.perf_counter()
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            finally:
+                self.wait_seconds += time.perf_counter() - began_s
+            yield item
 
     def _for_device(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches as an accelerator takes them best; record batches, and those of a host alone, as they are."""
@@ -268,53 +269,15 @@ class ArrowFeed(FeedOptions):
             return copied_ahead(batches)
         return map(pinned, batches) if self.pin_memory or accelerator() is not None else batches
 
-    def _supply_from(self, position: Position) -> Supply:
-        if self._supply is not None and self._supply.position == position:
-            return self._supply
-        self.close()
-        self._supply = self._make_supply(self._spec(), position)
-        return self._supply
-
-    def _make_supply(self, spec: Spec, position: Position) -> Supply:
-        own = getattr(spec.source, "supply", None)  # of rows that are no Arrow data
-        if own is not None:
-            supply: Supply = own(spec, position, self.workers)
-            return supply
-        if not self.workers:
-            return ThreadSupply(spec, position)
-        from .workers import arrow_supply
-
-        return arrow_supply(spec, position, self.workers)
-
-    def _spec(self) -> Spec:
-        source, layout = self._opened()
-        return Spec(
-            source=source,
-            layout=layout,
-            rank=self.rank,
-            epochs=self.epochs,
-            readahead=self.readahead,
-            collate=self._collate,
-        )
-
     def close(self) -> None:
-        """Stop reading and give files back; the position stays."""
-        if self._supply is not None:
-            self._supply.close()
-            self._waited += self._supply.wait_seconds
-            self._supply = None
-        if self._source is not None:
-            self._source.close()
-
-    @property
-    def wait_seconds(self) -> float:
-        """Seconds that the consumer has waited for data so far."""
-        return self._waited + (self._supply.wait_seconds if self._supply is not None else 0.0)
+        """End the threads and processes that read ahead; the position stays."""
+        opened, self._opened = self._opened, ExitStack()
+        opened.close()
 
     # --- position
 
     @property
-    def _fresh(self) -> bool:
+    def _is_fresh(self) -> bool:
         """Whether the position was set and nothing was handed out since."""
         return self._position is not None and self._step == self._position.step
 
@@ -324,9 +287,8 @@ class ArrowFeed(FeedOptions):
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch handed out, as JSON values; the same on every rank."""
-        source, layout = self._opened()
-        position = self._at() if self._position is not None else Position.start_of(0, layout.order)
-        return {**position.state(layout), "data": source.fingerprint}
+        position = Position.start_of(0, self._layout.order) if self._position is None else self._at()
+        return {**position.state(self._layout), "data": self._source.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the position of `state`, also on another number of ranks, batch size or sharding.
@@ -334,22 +296,43 @@ class ArrowFeed(FeedOptions):
         Raises:
             InputError: The data, or its order, is not that of the state.
         """
-        source, layout = self._opened()
-        if state.get("data", source.fingerprint) != source.fingerprint:
+        if state.get("data", self._source.fingerprint) != self._source.fingerprint:
             raise InputError(
                 "The position belongs to other data: files, their sizes or row groups have changed. Resume "
                 "with the data of the checkpoint, or start a new run."
             )
         self.close()
-        self._position = Position.restored(state, layout)
+        self._position = Position.restored(state, self._layout)
         self._step, self._loaded = self._position.step, True
-        if self._length is not None and self._steps_of_iteration() > self._length:
+        told = self._length
+        if told is not None and len(self) > told:
             warnings.warn(
-                f"An epoch of the feed now has {self._steps_of_iteration()} steps, but its length was asked for before "
-                f"the position was loaded and was {self._length}: Lightning would cut epochs short. Use an "
-                "ArrowDataModule, whose position Lightning restores first.",
+                f"An epoch of the feed now has {len(self)} steps, but its length was asked for before the position was "
+                f"loaded and was {told}: Lightning would cut epochs short. Use an ArrowDataModule, whose position "
+                "Lightning restores first.",
                 stacklevel=2,
             )
+
+
+class ParquetArrowBatchFeeder:
+    """One pass over Parquet files in order, as record batches; what classes of the older runtime import.
+
+    Args:
+        parquet_paths: One or many paths.
+        config: Batch size, readahead and columns.
+    """
+
+    def __init__(self, parquet_paths: Any, config: ArrowFeedConfig | None = None) -> None:
+        self.config = config or ArrowFeedConfig()
+        options = {name: getattr(self.config, name) for name in ("batch_size", "readahead", "columns")}
+        self._feed = ArrowFeed(parquet_paths, epochs=1, **options)
+
+    def iter_batches(self) -> Iterator[pa.RecordBatch]:
+        """All batches, from the first row; each call starts over."""
+        return self._feed.iter_batches()
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        return self.iter_batches()
 
 
 def _refuse_data_loader_workers() -> None:
@@ -358,15 +341,6 @@ def _refuse_data_loader_workers() -> None:
         raise RuntimeError(
             "A feed inside a DataLoader worker would hand every row to every worker. Give the feed `workers` instead."
         )
-
-
-def _too_few(layout: Layout) -> str:
-    rows = layout.order.rows
-    if layout.drop_last:
-        return (
-            f"The data has {rows} rows, fewer than the {layout.share(0).step_rows} of a full step (`drop_last` is on)."
-        )
-    return f"The data has {rows} rows for {layout.world_size} ranks; every rank needs at least one."
 
 
 def _collate_function(chosen: Callable[[Any], Any] | str | None) -> Callable[[Any], Any] | None:

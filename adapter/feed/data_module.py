@@ -1,10 +1,10 @@
-"""The feed as a Lightning data module, for LightningCLI and the stock Trainer."""
+"""The feed as Lightning data modules: of files, of what a function returns, of a list of batches."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule
 from ..contract.types import StepContext, TrainingJobSpec
 from .arrow_feed import ArrowFeed, imported
 
-__all__ = ["ArrowDataModule", "FunctionDataModule"]
+__all__ = ["ArrowDataModule", "FunctionDataModule", "MockDataModule"]
 
 _OF_TRAINING = ("shuffle", "seed", "drop_last", "shuffle_window")
 
@@ -38,6 +38,11 @@ class _FeedDataModule(LightningDataModule, ABC):
     def feed(self) -> Any:
         """The feed of the run."""
         return self.train_dataloader()
+
+    def _share(self) -> dict[str, Any]:
+        """The share of this rank, as `ArrowFeed` takes it."""
+        trainer = self.trainer
+        return {"rank": trainer.global_rank, "world_size": trainer.world_size} if trainer else {}
 
     def state_dict(self) -> dict[str, Any]:
         """The position of a training feed of ours.
@@ -80,14 +85,13 @@ class ArrowDataModule(_FeedDataModule):
         super().__init__()
         self._paths, self._val_paths = parquet_paths, val_paths
         # Refuses here what it would refuse in `setup`. LightningCLI reads the options from this call.
-        ArrowFeed(parquet_paths, rank=0, world_size=1, per_epoch=True, epochs=None, filesystem=None, **options)
+        ArrowFeed(parquet_paths, rank=0, world_size=1, epochs=None, filesystem=None, **options)
         self._training = {name: options.pop(name) for name in _OF_TRAINING if name in options}
         self._options = options
         self._val: ArrowFeed | None = None
         if val_paths is None:
-            # Lightning takes any overridden method for a promise of data, and warns when it gives none. Not a bound
-            # method: a data module that refers to itself, and the thread of its feed, would wait for the collector.
-            self.val_dataloader = partial(LightningDataModule.val_dataloader, None)  # type: ignore[arg-type, method-assign]
+            # Lightning takes any overridden method for a promise of data, and warns when it gives none.
+            self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
 
     def setup(self, stage: str) -> None:
         """Make the feeds again and read the metadata of all files.
@@ -99,11 +103,11 @@ class ArrowDataModule(_FeedDataModule):
             self._train = self._make_feed()
             self._train.check()
         if self._val_paths is not None:
-            self._val = self._feed_of(self._val_paths, epochs=1)
+            self._val = self._feed_of(self._val_paths)
             self._val.check()
 
     def _make_feed(self) -> ArrowFeed:
-        return self._feed_of(self._paths, per_epoch=True, **self._training)
+        return self._feed_of(self._paths, **self._training)
 
     def val_dataloader(self) -> ArrowFeed:
         """One pass over the validation data each time; does not exist without `val_paths`."""
@@ -113,8 +117,7 @@ class ArrowDataModule(_FeedDataModule):
         return self._val
 
     def _feed_of(self, paths: str | Sequence[str], **options: Any) -> ArrowFeed:
-        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        return ArrowFeed(paths, rank=rank, world_size=world_size, **self._options, **options)
+        return ArrowFeed(paths, **self._share(), **self._options, **options)
 
     def teardown(self, stage: str) -> None:
         """Stop reading and close files."""
@@ -139,7 +142,7 @@ class FunctionDataModule(_FeedDataModule):
     def __init__(self, function: str | Callable[..., Any], **options: Any) -> None:
         super().__init__()
         self._function = imported(function, "data")
-        ArrowFeed((), rank=0, world_size=1, per_epoch=True, **options)  # refuses here what it would refuse later
+        ArrowFeed((), rank=0, world_size=1, **options)  # refuses here what it would refuse later
         self._options = options
         self._context: StepContext | None = None
 
@@ -154,7 +157,34 @@ class FunctionDataModule(_FeedDataModule):
 
     def _context_alone(self) -> StepContext:
         job = TrainingJobSpec(run_id="local", max_steps=0)
-        if not self.trainer:
-            return StepContext(job)
-        device = str(self.trainer.strategy.root_device)
-        return StepContext(job, device=device, rank=self.trainer.global_rank, world_size=self.trainer.world_size)
+        device = {"device": str(self.trainer.strategy.root_device)} if self.trainer else {}
+        return StepContext(job, **device, **self._share())  # type: ignore[arg-type]
+
+
+class MockDataModule(_FeedDataModule):
+    """A list of batches, shared among the ranks: step k takes the next `world_size` of them; for tests and dry runs.
+
+    Args:
+        batches: Raw batches as the trainer's ``prepare_batch`` takes them.
+    """
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        super().__init__()
+        self._batches = list(batches)
+
+    def _make_feed(self) -> ArrowFeed:
+        return _MockFeed(self._batches, **self._share())
+
+
+class _MockFeed(ArrowFeed):
+    """Has the batches by number as well, as the older runtime's had."""
+
+    def __init__(self, batches: list[Any], **share: Any) -> None:
+        from .given import DatasetSource  # loads torch's data loaders
+
+        super().__init__(DatasetSource(batches), batch_size=1, collate=itemgetter(0), **share)
+        self._listed = batches
+
+    def __getitem__(self, step: int) -> Any:
+        """The batch of this rank in a step."""
+        return self._listed[self.rank :: self.world_size][: len(self)][step]

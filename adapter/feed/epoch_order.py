@@ -11,39 +11,27 @@ promise for ``Generator.permutation``; a run may therefore be resumed under anot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from .row_plan import Span
 
-__all__ = ["EpochOrder", "Order", "Piece", "permutation"]
+__all__ = ["Order", "Piece", "permutation"]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Consecutive rows of one row group, or of several that follow each other, in the order of an epoch."""
+class Piece(NamedTuple):
+    """Consecutive rows of one row group, or also of those that follow it, in the order of an epoch."""
 
     epoch: int
     group: int
     first: int
     """First row, counted from the start of `group`."""
     end: int
-    at: int
-    """Place of the first row among the rows that are handed out."""
-    last_group: int
-    """The same as `group` where it is only one."""
-
-    def __len__(self) -> int:
-        return self.end - self.first
-
-    def within(self, start: int, end: int) -> Piece:
-        """The part of the piece that is handed out as rows ``start:end``."""
-        skipped, cut = max(start - self.at, 0), max(self.at + len(self) - end, 0)
-        return replace(self, first=self.first + skipped, end=self.end - cut, at=self.at + skipped)
 
 
 @dataclass(frozen=True)
@@ -60,51 +48,40 @@ class Order:
         """Rows of one epoch."""
         return sum(self.group_rows)
 
-    def epoch(self, epoch: int) -> EpochOrder:
-        """The order of one epoch."""
-        return _epoch_order(self, epoch)
+    def pieces(self, span: Span, reach: Callable[[int], int]) -> Iterator[Piece]:
+        """The parts of row groups that make up `span`, in order.
 
-    def pieces(self, spans: Iterable[Span]) -> Iterator[Piece]:
-        """The row groups, or parts of them, that make up `spans`, in order."""
-        at = 0
-        for epoch, first, end in spans:
-            yield from self.epoch(epoch).pieces(first, end, at)
-            at += end - first
+        Args:
+            span: Rows of an epoch.
+            reach: How many rows from the start of a row group on are read together, those of the groups that follow it
+                included; asked where rows are not shuffled.
+        """
+        epoch, first, end = span
+        groups, starts = _epoch_order(self, epoch)
+        while first < end:
+            index = int(np.searchsorted(starts, first, side="right")) - 1
+            group, start = int(groups[index]), int(starts[index])
+            last = min(end, start + (self.group_rows[group] if self.shuffle else reach(group)))
+            yield Piece(epoch, group, first - start, last - start)
+            first = last
+
+    def terms(self) -> dict[str, int]:
+        """What the order depends on beside the row groups, for a checkpoint."""
+        return {"seed": self.seed, "shuffle": int(self.shuffle), "window": self.window if self.shuffle else 0}
 
     def window_permutation(self, epoch: int, group: int, window: int, rows: int) -> npt.NDArray[np.intp]:
         """Where the rows of one window come from."""
         return permutation(rows, (self.seed, 1, epoch, group, window))
 
 
-@dataclass(frozen=True)
-class EpochOrder:
-    """The row groups of one epoch in order, and where each begins."""
-
-    number: int
-    groups: npt.NDArray[np.intp]
-    starts: npt.NDArray[np.int64]
-
-    def pieces(self, first: int, end: int, at: int) -> Iterator[Piece]:
-        """The pieces of rows ``first:end`` of the epoch; the first row of them is handed out as row `at`."""
-        index = int(np.searchsorted(self.starts, first, side="right")) - 1
-        while first < end:
-            start, stop = int(self.starts[index]), int(self.starts[index + 1])
-            last = min(end, stop)
-            if first < last:
-                group = int(self.groups[index])
-                yield Piece(self.number, group, first - start, last - start, at, group)
-            at += last - first
-            first = last
-            index += 1
-
-
 @lru_cache(maxsize=8)
-def _epoch_order(order: Order, epoch: int) -> EpochOrder:
+def _epoch_order(order: Order, epoch: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int64]]:
+    """The row groups of an epoch in order, and the place where each begins; then that where the last one ends."""
     count = len(order.group_rows)
     groups = permutation(count, (order.seed, 0, epoch)) if order.shuffle else np.arange(count, dtype=np.intp)
     starts = np.zeros(count + 1, dtype=np.int64)
     np.cumsum(np.asarray(order.group_rows, dtype=np.int64)[groups], out=starts[1:])
-    return EpochOrder(epoch, groups, starts)
+    return groups, starts
 
 
 def permutation(count: int, key: Sequence[int]) -> npt.NDArray[np.intp]:

@@ -10,7 +10,8 @@ import inspect
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -20,12 +21,10 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
     default_collate,
-    get_worker_info,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -35,9 +34,8 @@ from ..contract.types import StepContext
 from ..plumbing.devices import isolated_random_numbers
 from .arrow_feed import ArrowFeed
 from .batching import Spec
-from .epoch_order import Order
 from .position import Position
-from .workers import LoaderSupply, draw_from, entropy_of
+from .workers import draw_from, entropy_of, made_by_workers
 
 __all__ = ["DatasetSource", "RepeatedRead", "call_with_context", "feed_of"]
 
@@ -46,6 +44,7 @@ log = logging.getLogger(__name__)
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _OF_ARROW = ("columns", "filesystem", "readahead", "shuffle_window")
 """Options of a feed that only Arrow data has a use for."""
+_END = object()
 
 
 def call_with_context(function: Callable[..., Any], ctx: StepContext) -> Any:
@@ -89,10 +88,13 @@ def feed_of(function: Callable[..., Any], ctx: StepContext, options: Mapping[str
     """
     given = call_with_context(function, ctx)
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    ranks: dict[str, Any] = {"rank": ctx.rank, "world_size": ctx.world_size, "per_epoch": True}
+    ranks: dict[str, Any] = {"rank": ctx.rank, "world_size": ctx.world_size}
     if hasattr(given, "__arrow_c_stream__"):
         return ArrowFeed(given, **ranks, **options)
-    is_dataset = _is_dataset(given)
+    is_batch = isinstance(given, str | bytes | tuple | Mapping | torch.Tensor | np.ndarray)
+    is_dataset = (
+        hasattr(given, "__getitem__") and hasattr(given, "__len__") and not is_batch and type(given) is not list
+    )
     unused = [option for option in options if option in _OF_ARROW] if is_dataset else sorted({*options} - {"seed"})
     if unused and ctx.rank == 0:
         what = "rows that are no Arrow data" if is_dataset else "batches, and not rows"
@@ -103,15 +105,10 @@ def feed_of(function: Callable[..., Any], ctx: StepContext, options: Mapping[str
         return given if ctx.world_size == 1 else _shared_loader(given, name, {"seed": options.get("seed", 0), **ranks})
     if hasattr(given, "state_dict") and hasattr(given, "load_state_dict") and hasattr(given, "__iter__"):
         return given
-    if isinstance(given, str | bytes | tuple | Mapping | torch.Tensor | np.ndarray):
+    if is_batch or not (hasattr(given, "__iter__") or callable(given)):
         raise InputError(
-            f"The data function `{name}` returned a {type(given).__name__}, which looks like one batch. Return what "
-            "gives batches: a dataset, a DataLoader, an iterable, or a function that returns the next one."
-        )
-    if not hasattr(given, "__iter__") and not callable(given):
-        raise InputError(
-            f"The data function `{name}` returned {given!r:.100}. Return a dataset, a DataLoader, an iterable, or a "
-            "function that returns the next batch."
+            f"The data function `{name}` returned {given!r:.100}, a {type(given).__name__}. Return what gives "
+            "batches: a dataset, a DataLoader, an iterable, or a function that returns the next one."
         )
     if ctx.world_size > 1 and hasattr(given, "__iter__") and "ctx" not in inspect.signature(function).parameters:
         raise InputError(
@@ -119,11 +116,6 @@ def feed_of(function: Callable[..., Any], ctx: StepContext, options: Mapping[str
             "and share them by `ctx.rank` and `ctx.world_size`, or return a map-style dataset, which genlight shares."
         )
     return RepeatedRead(given, lambda: call_with_context(function, ctx), name, ctx, seed=options.get("seed", 0))
-
-
-def _is_dataset(given: Any) -> bool:
-    is_batch = isinstance(given, str | bytes | list | tuple | Mapping | torch.Tensor | np.ndarray)
-    return hasattr(given, "__getitem__") and hasattr(given, "__len__") and not is_batch
 
 
 def _dataset_feed(dataset: Any, options: Mapping[str, Any]) -> ArrowFeed:
@@ -144,17 +136,10 @@ def _shared_loader(loader: DataLoader[Any], name: str, options: Mapping[str, Any
     is_shuffled = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler)
     has_own_workers = loader.worker_init_fn is not None or loader.multiprocessing_context is not None
     if is_plain and (is_in_order or is_shuffled) and not has_own_workers:
-        generator = loader.generator
-        taken = {
-            "batch_size": loader.batch_size,
-            "shuffle": is_shuffled,
-            "seed": options["seed"] if generator is None else generator.initial_seed(),
-            "drop_last": loader.drop_last,
-            "workers": loader.num_workers,
-            "collate": loader.collate_fn,
-            "pin_memory": loader.pin_memory,
-        }
-        return _dataset_feed(loader.dataset, {**options, **taken})
+        taken = {name: getattr(loader, name) for name in ("batch_size", "drop_last", "pin_memory")}
+        taken |= {"shuffle": is_shuffled, "workers": loader.num_workers, "collate": loader.collate_fn}
+        seed = options["seed"] if loader.generator is None else loader.generator.initial_seed()
+        return _dataset_feed(loader.dataset, {**options, **taken, "seed": seed})
     if isinstance(sampler, DistributedSampler) or not type(sampler).__module__.startswith("torch."):
         return loader
     raise InputError(
@@ -195,13 +180,14 @@ class RepeatedRead:
 
     def __iter__(self) -> Iterator[Any]:
         # All at the first batch: Lightning makes an iterator before that, which it does not use.
-        if self._resumes:
-            batches = self._rest()
-        else:
-            self._taken, self._passes = 0, self._passes + 1
+        taken, self._resumes = self._taken if self._resumes else 0, False
+        if not taken:
+            self._passes += 1
             self._begun = capture_rng() if self._world_size == 1 else {}
-            batches = self._anew()
-        self._resumes = False
+        if not taken or self._draws:
+            self._taken, batches = taken, self._anew()
+        else:
+            batches = self._read_again(taken)
         for batch in self._drawn(batches):
             self._taken += 1
             yield batch
@@ -209,53 +195,51 @@ class RepeatedRead:
 
     def _anew(self) -> Iterator[Any]:
         given = self._again() if self._given is None else self._given
-        if self._is_callable:
-            return _calls(given)
-        batches: Iterator[Any] = iter(given)
+        batches: Iterator[Any] = _calls(given) if self._is_callable else iter(given)
         self._given = None if batches is given else given  # an iterator is used up
         return batches
 
     def _drawn(self, batches: Iterator[Any]) -> Iterator[Any]:
         """`batches`, with the random numbers of this rank."""
-        end = object()
         while True:
             with isolated_random_numbers() if self._world_size > 1 else nullcontext():
                 if self._world_size > 1:
                     draw_from((self._seed, 3, self._passes, self._taken, self._rank))
                 before = _host_states() if self._is_callable and not self._taken else None
-                batch = next(batches, end)
+                batch = next(batches, _END)
                 self._draws = self._draws or (before is not None and _host_states() != before)
-            if batch is end:
+            if batch is _END:
                 return
             yield batch
 
-    def _rest(self) -> Iterator[Any]:
-        if self._is_callable and self._draws:
-            return self._anew()
-        log.info(
-            "`%s` keeps no position: %d batches that were taken of this pass are read again", self._name, self._taken
-        )
-        taken, self._taken, drawn = self._taken, 0, False
+    def _read_again(self, taken: int) -> Iterator[Any]:
+        """The batches that follow on `taken` ones, which are read for nothing.
+
+        Raises:
+            InputError: There are fewer.
+        """
+        self._taken = 0
+        states: list[Any] = []
         with isolated_random_numbers():
             if self._begun:
                 restore_rng(self._begun)
             batches = self._anew()
-            states = None
             for _ in islice(self._drawn(batches), taken):
                 self._taken += 1
-                now = _host_states()
-                drawn, states = drawn or states not in (None, now), now
+                states = [*states[:1], _host_states()]
         if self._taken < taken:
             raise InputError(
                 f"`{self._name}` gave {self._taken} batches; {taken} were taken of this pass before the checkpoint. "
                 "Resume with the data of the checkpoint, or start a new run."
             )
-        if drawn and self._world_size == 1:
+        said = f"`{self._name}` keeps no position: {taken} batches that were taken of this pass were read again"
+        if states[0] == states[-1] or self._world_size > 1:
+            log.info(said)
+        else:
             log.warning(
-                "`%s` draws random numbers between batches. Where these decide which rows come later, as in a shuffle "
-                "buffer, the run is not bit-equal to one that was never interrupted: return a map-style dataset, or "
-                "give the iterable `state_dict` and `load_state_dict`",
-                self._name,
+                f"{said}, and random numbers drawn between them. Where these decide which rows come later, as in a "
+                "shuffle buffer, the run is not bit-equal to one that was never interrupted: return a map-style "
+                "dataset, or give the iterable `state_dict` and `load_state_dict`"
             )
         return batches
 
@@ -316,48 +300,38 @@ class DatasetSource:
         self.dataset = dataset
         self.group_rows = (len(dataset),)
 
-    def supply(self, spec: Spec, position: Position, workers: int) -> LoaderSupply:
+    def batches(self, spec: Spec, position: Position, workers: int, *, opened: ExitStack) -> Iterator[Any]:
         """The batches of an epoch from `position` on. Workers of the next one see what changed in the dataset."""
-        return LoaderSupply(
-            spec,
-            position,
-            _Rows(self.dataset),
-            steps=1,
-            workers=workers,
-            batches=lambda batch: iter((batch,)),
-            goes_on=False,
-            batch_sampler=_rows_of_steps(spec, position),
-            collate_fn=spec.collate,
-        )
-
-    def close(self) -> None:
-        """Nothing is open."""
+        steps, seed = _rows_of_steps(spec, position), spec.layout.order.seed
+        if workers:
+            make = partial(_batch_of_worker, self.dataset, spec.collate)
+            return made_by_workers(make, steps, workers, ahead=2, seed=seed, opened=opened)
+        return (_batch(self.dataset, spec.collate, rows) for _, rows in steps)
 
 
 def _rows_of_steps(spec: Spec, position: Position) -> Iterator[tuple[tuple[int, ...], list[int]]]:
     """For each step of an epoch what random numbers of workers depend on, and the rows of our rank."""
-    share = spec.layout.share(position.rows)
-    rows = np.concatenate([_rows_of(spec.layout.order, *span) for span in position.spans])
-    for step in range(position.step, share.steps):
-        first, end = share.interval(step, spec.rank)
+    share, order = spec.layout.share(position.rows), spec.layout.order
+    spans = [
+        (order.window_permutation(epoch, 0, 0, order.rows) if order.shuffle else np.arange(order.rows))[first:end]
+        for epoch, first, end in position.spans
+    ]
+    rows = np.concatenate(spans)
+    intervals = share.intervals(position.step, share.steps, spec.rank)
+    for step, (first, end) in enumerate(intervals, position.step):
         yield entropy_of(spec, position, step), rows[first:end].tolist()
 
 
-def _rows_of(order: Order, epoch: int, first: int, end: int) -> np.ndarray[Any, np.dtype[np.intp]]:
-    rows = order.window_permutation(epoch, 0, 0, order.rows) if order.shuffle else np.arange(order.rows)
-    return rows[first:end]
+def _batch(dataset: Any, collate: Callable[[Any], Any] | None, rows: list[int]) -> Any:
+    fetch = getattr(dataset, "__getitems__", None)
+    found = fetch(rows) if callable(fetch) else [dataset[row] for row in rows]
+    return found if collate is None else collate(found)
 
 
-class _Rows(Dataset[Any]):
-    """The rows of a batch, drawn in a worker from random numbers that neither a resume nor other workers change."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __getitems__(self, drawn: tuple[tuple[int, ...], list[int]]) -> list[Any]:
-        entropy, rows = drawn
-        if get_worker_info() is not None:
-            draw_from(entropy)
-        fetch = getattr(self._dataset, "__getitems__", None)
-        found: list[Any] = fetch(rows) if callable(fetch) else [self._dataset[row] for row in rows]
-        return found
+def _batch_of_worker(
+    dataset: Any, collate: Callable[[Any], Any] | None, step: tuple[tuple[int, ...], list[int]]
+) -> Any:
+    """A batch, drawn from random numbers that neither a resume nor other workers change."""
+    entropy, rows = step
+    draw_from(entropy)
+    return _batch(dataset, collate, rows)

@@ -14,9 +14,11 @@ trained.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
 
 __all__ = ["SHARD_MODES", "Share", "Shard", "Span"]
 
@@ -27,8 +29,7 @@ Span: TypeAlias = tuple[int, int, int]
 """Epoch, first row and end (exclusive) in the order of that epoch."""
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(msgspec.Struct, frozen=True):
     """How `total` rows are shared by the steps and ranks of what is left of an epoch.
 
     ``rows``: step k takes the next ``batch_size * world_size`` rows and rank r the r-th slice of them, so that one
@@ -36,9 +37,9 @@ class Share:
     decodes nothing else; only a row group on the border of two blocks is read by two ranks.
     """
 
-    total: int
-    batch_size: int
-    world_size: int = 1
+    total: Annotated[int, msgspec.Meta(ge=0)]
+    batch_size: Annotated[int, msgspec.Meta(ge=1)]
+    world_size: Annotated[int, msgspec.Meta(ge=1)] = 1
     shard: Shard = "rows"
     drop_last: bool = False
 
@@ -65,11 +66,6 @@ class Share:
         return not self.drop_last and 0 < rest < self.world_size and full > 0 and self.batch_size > 1
 
     @property
-    def stride(self) -> int:
-        """How far one step of a rank starts after the step before."""
-        return self.step_rows if self.shard == "rows" else self.batch_size
-
-    @property
     def usable(self) -> int:
         """Rows that the steps hand out; with ``drop_last`` the others are dropped, else they are left over."""
         return min(self.total, self.steps * self.step_rows)
@@ -83,37 +79,31 @@ class Share:
     def interval(self, step: int, rank: int) -> tuple[int, int]:
         """First row and end of what `rank` trains in `step`."""
         if self.shard == "row_groups":
-            return self._block_position(rank, step), self._block_position(rank, step + 1)
+            return self._place_in_block(rank, step), self._place_in_block(rank, step + 1)
         start = self.consumed(step)
         return _part(start, self.consumed(step + 1) - start, rank, self.world_size)
 
-    def block(self, rank: int) -> tuple[int, int]:
-        """Bounds of everything that `rank` trains; with ``rows`` the blocks of the ranks overlap."""
-        if self.shard == "row_groups":
-            return _part(0, self.usable, rank, self.world_size)
-        return 0, self.usable
-
-    def needs(self, rank: int, start: int, end: int) -> bool:
-        """Whether any row in ``start:end`` is one of `rank`'s."""
-        if self.shard == "row_groups":
-            first, last = self.block(rank)
-            return start < last and end > first
-        step = min(start // self.step_rows, self.steps - 1)
-        while 0 <= step < self.steps:
-            first, last = self.interval(step, rank)
-            if last > start:
-                return first < end
-            step += 1
-        return False
+    def intervals(self, first: int, end: int, rank: int) -> Iterator[tuple[int, int]]:
+        """The intervals of `rank` in the steps from `first` to below `end`."""
+        full = max(first, min(end, self.full_steps))
+        start, stop = self.interval(first, rank) if first < full else (0, 0)
+        stride = self.step_rows if self.shard == "rows" else self.batch_size
+        # Of full steps by adding alone: a step of a few rows takes no longer than the arithmetic of `interval`.
+        starts, stops = (range(place, place + (full - first) * stride, stride) for place in (start, stop))
+        return chain(zip(starts, stops, strict=True), (self.interval(step, rank) for step in range(full, end)))
 
     def rest(self, steps: int) -> list[tuple[int, int]]:
-        """Ranges that no rank has trained after `steps` steps, in order."""
+        """Ranges that no rank has trained after `steps` steps, in order; some may be empty."""
         if self.shard == "rows":
-            return _not_empty([(self.consumed(steps), self.total)])
-        left = [(self._block_position(rank, steps), self.block(rank)[1]) for rank in range(self.world_size)]
-        return _not_empty([*left, (self.usable, self.total)])
+            return [(self.consumed(steps), self.total)]
+        left = [(self._place_in_block(rank, steps), self.block(rank)[1]) for rank in range(self.world_size)]
+        return [*left, (self.usable, self.total)]
 
-    def _block_position(self, rank: int, steps: int) -> int:
+    def block(self, rank: int) -> tuple[int, int]:
+        """Bounds of everything that `rank` trains with ``row_groups``."""
+        return _part(0, self.usable, rank, self.world_size)
+
+    def _place_in_block(self, rank: int, steps: int) -> int:
         first, end = self.block(rank)
         if steps >= self.steps:
             return end
@@ -125,10 +115,6 @@ def _part(start: int, rows: int, rank: int, world_size: int) -> tuple[int, int]:
     base, longer = divmod(rows, world_size)
     first = start + rank * base + min(rank, longer)
     return first, first + base + (rank < longer)
-
-
-def _not_empty(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    return [(start, end) for start, end in ranges if start < end]
 
 
 def cut(spans: Sequence[Span], ranges: Iterable[tuple[int, int]]) -> list[Span]:

@@ -35,6 +35,8 @@ def project(named: Iterable[tuple[str, pa.Schema]], columns: Sequence[str] | Non
 
 def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     """The columns of `schema`, in its order; copies nothing but what `project` gave another type."""
+    if batch.schema.equals(schema):
+        return batch
     columns = [_decoded(batch.column(field.name), field.type) for field in schema]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 

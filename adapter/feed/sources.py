@@ -7,7 +7,6 @@ the position arithmetic, and lets a resume go straight to its row group.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -36,19 +35,12 @@ class Source(Protocol):
     fingerprint: str
     """Changes when the rows, or their order, may have changed; does not depend on where the files lie."""
 
-    def together(self, first: int, last: int, max_bytes: int) -> bool:
-        """Whether the groups from `first` to `last` are best read in one go, within about `max_bytes`."""
+    def reach(self, group: int, max_bytes: int) -> int:
+        """How many rows from the start of a group on are best read in one go, those of the groups after it included."""
         ...
 
-    def read(self, first: int, last: int, max_bytes: int, skip: int = 0) -> Iterator[pa.RecordBatch]:
-        """The rows of the groups from `first` to `last` in order, in batches of about `max_bytes` where possible.
-
-        The caller will not use the first `skip` rows, but wants them counted.
-        """
-        ...
-
-    def label(self, group: int) -> str:
-        """The group, for people: ``a.parquet, row group 3``."""
+    def read(self, group: int, first: int, end: int, max_bytes: int) -> Iterator[pa.RecordBatch]:
+        """The rows ``first:end``, counted from the start of a group, in batches of about `max_bytes` where possible."""
         ...
 
     def close(self) -> None:
@@ -76,24 +68,19 @@ class TableSource:
         self.schema, errors = project([(name, table.schema) for name, table in given], columns)
         if errors:
             raise input_error(errors)
-        groups = [(name, conform(group, self.schema)) for name, table in given for group in _batches_of(table)]
-        self._names, self._groups = [name for name, _ in groups], [group for _, group in groups]
-        self.group_rows = tuple(batch.num_rows for batch in self._groups)
+        self._groups = [conform(group, self.schema) for _, table in given for group in _batches_of(table)]
+        self.group_rows: tuple[int, ...] = tuple(batch.num_rows for batch in self._groups)
         if not sum(self.group_rows):
             raise input_error([f"no rows in {given[0][0]}"])
         self.fingerprint = fingerprint([str(self.group_rows)])
 
-    def together(self, first: int, last: int, max_bytes: int) -> bool:
+    def reach(self, group: int, max_bytes: int) -> int:
         """See `Source`."""
-        return False
+        return self.group_rows[group]
 
-    def read(self, first: int, last: int, max_bytes: int, skip: int = 0) -> Iterator[pa.RecordBatch]:
-        """See `Source`; a group is handed out whole, because that costs nothing."""
-        yield from self._groups[first : last + 1]
-
-    def label(self, group: int) -> str:
-        """See `Source`."""
-        return f"{self._names[group]}, chunk {group - self._names.index(self._names[group])}"
+    def read(self, group: int, first: int, end: int, max_bytes: int) -> Iterator[pa.RecordBatch]:
+        """See `Source`; all rows at once, because that costs nothing."""
+        yield self._groups[group].slice(first, end - first)
 
     def close(self) -> None:
         """See `Source`."""
@@ -122,9 +109,9 @@ def fingerprint(facts: Iterable[str]) -> str:
 
 
 _FOOTER_THREADS = 16
-_OPEN_FILES = 16
+_CACHED_FOOTERS = 16
 _SKIPPED_BYTES = 32 << 20
-_SMALL_BYTES = 1 << 20
+_SMALL_BYTES = 8 << 20
 MOST_ROW_BYTES = 256 << 20
 """The most that a row may take on average in a row group, by its metadata: no less than a row can be decoded."""
 
@@ -138,31 +125,10 @@ class _Footer:
     schema: pa.Schema
     group_rows: tuple[int, ...]
     group_bytes: tuple[int, ...]
-    """Uncompressed size of the wanted columns of each row group."""
+    """Uncompressed size of each row group."""
+    wanted: float
+    """The share of the wanted columns in that."""
     metadata: pq.FileMetaData | None
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Where one row group lies."""
-
-    footer: _Footer
-    index: int
-
-    @property
-    def rows(self) -> int:
-        return self.footer.group_rows[self.index]
-
-    @property
-    def bytes(self) -> int:
-        return self.footer.group_bytes[self.index]
-
-    @property
-    def label(self) -> str:
-        return f"{self.footer.file.name}, row group {self.index}"
-
-    def require_unchanged(self) -> None:
-        self.footer.file.require(self.footer.stamp, self.label)
 
 
 class ParquetSource:
@@ -188,144 +154,138 @@ class ParquetSource:
         if errors:
             raise input_error(errors)
         # Metadata of many wide files would fill the memory; of a few it saves reading their footers again.
-        footers = footers if len(footers) <= _OPEN_FILES else [replace(f, metadata=None) for f in footers]
-        self._groups = [_Group(footer, index) for footer in footers for index in range(len(footer.group_rows))]
-        self.group_rows = tuple(group.rows for group in self._groups)
-        self._open: OrderedDict[str, pq.ParquetFile] = OrderedDict()
-        self._expansion = 1.0
+        footers = footers if len(footers) <= _CACHED_FOOTERS else [replace(f, metadata=None) for f in footers]
+        self._groups = [(footer, index) for footer in footers for index in range(len(footer.group_rows))]
+        self.group_rows = tuple(footer.group_rows[index] for footer, index in self._groups)
+        self._open: tuple[_Footer, pq.ParquetFile] | None = None
+        self._row_bytes = 0.0
+        """Of the rows that were decoded last."""
         sizes = [f"{os.path.basename(f.file.path)}:{f.stamp[0]}:{f.group_rows}" for f in footers]
-        self.fingerprint = fingerprint([*sizes, str(self.group_rows)])
+        self.fingerprint = fingerprint(sizes)
 
-    def together(self, first: int, last: int, max_bytes: int) -> bool:
-        """See `Source`."""
-        groups = self._groups[first : last + 1]
-        one_file = groups[0].footer is groups[-1].footer
-        return one_file and sum(group.bytes for group in groups) * self._expansion <= max_bytes
+    def reach(self, group: int, max_bytes: int) -> int:
+        """See `Source`: small row groups of a file together, since each takes time of its own."""
+        footer, index = self._groups[group]
+        rows, size = footer.group_rows[index], footer.group_bytes[index]
+        for more, bytes_ in zip(footer.group_rows[index + 1 :], footer.group_bytes[index + 1 :], strict=True):
+            size += bytes_
+            if size * footer.wanted > max_bytes:
+                break
+            rows += more
+        return rows
 
-    def read(self, first: int, last: int, max_bytes: int, skip: int = 0) -> Iterator[pa.RecordBatch]:
+    def read(self, group: int, first: int, end: int, max_bytes: int) -> Iterator[pa.RecordBatch]:
         """See `Source`.
 
         Raises:
             InputError: The file cannot be read, or is not the one whose metadata was read; names file and row group.
         """
-        groups = self._groups[first : last + 1]
-        rows = 0
+        footer, index = self._groups[group]
+        ends = [self.group_rows[group]]
+        while ends[-1] < end:
+            ends.append(ends[-1] + self.group_rows[group + len(ends)])
+        label = f"{footer.file.name}, row group {index}" + (f" to {index + len(ends) - 1}" if ends[1:] else "")
+        at = 0
         try:
-            for batch in self._decode(groups, max_bytes, skip):
-                yield batch
-                rows += batch.num_rows
+            for raw in self._decoded(footer, range(index, index + len(ends)), first, max_bytes):
+                low, at = max(first - at, 0), at + raw.num_rows
+                if low < raw.num_rows:
+                    yield conform(raw.slice(low, end - (at - raw.num_rows) - low), self.schema)
+            footer.file.require(footer.stamp, label)
         except InputError:
             raise
         except Exception as error:
-            self._forget(groups[0].footer.file)
-            if first == last:
-                raise InputError(f"Cannot read {groups[0].label}: {error}") from error
-            # One by one: the rows before the group that cannot be read, then its error.
-            for group in range(first, last + 1):
-                for batch in self.read(group, group, max_bytes) if rows < self.group_rows[group] else ():
-                    yield batch.slice(min(rows, batch.num_rows))
-                    rows = max(rows - batch.num_rows, 0)
-                rows = max(rows - self.group_rows[group], 0)
+            self.close()
+            footer.file.require(footer.stamp, label)
+            if not ends[1:]:
+                raise InputError(f"Cannot read {label}: {error}") from error
+            # One by one: the rows before the row group that cannot be read, then its error.
+            for number, (start, last) in enumerate(zip([0, *ends], ends, strict=False), group):
+                if max(at, first) < last:
+                    yield from self.read(number, max(at, first, start) - start, min(end, last) - start, max_bytes)
             return
-        groups[-1].require_unchanged()
-        if rows != sum(group.rows for group in groups):
-            raise InputError(f"{groups[-1].label}: {rows} rows, but the footer states another number")
+        if at < end:
+            raise InputError(f"{label}: {at} rows, but the footer states {ends[-1]}")
 
-    def _decode(self, groups: Sequence[_Group], max_bytes: int, skip: int) -> Iterator[pa.RecordBatch]:
-        groups[0].require_unchanged()
-        size, total = sum(group.bytes for group in groups), sum(group.rows for group in groups)
-        rows_per_byte = total / max(size * self._expansion, 1)
+    def _decoded(self, footer: _Footer, indices: range, skipped: int, max_bytes: int) -> Iterator[pa.RecordBatch]:
+        size = sum(footer.group_bytes[index] for index in indices) * footer.wanted
+        total = sum(footer.group_rows[index] for index in indices)
+        # Repeated values are stored once and decode to much more than the metadata tells.
+        rows_per_byte = 1 / max(size / max(total, 1), self._row_bytes, 1.0)
         # What is skipped is decoded in one go: with small batches a wide table takes several times as long.
-        rows = max(1, int(rows_per_byte * max_bytes), min(skip, int(rows_per_byte * _SKIPPED_BYTES)))
-        indices = [group.index for group in groups]
+        rows = max(1, int(rows_per_byte * max_bytes), min(skipped, int(rows_per_byte * _SKIPPED_BYTES)))
         # Handing each column to a thread costs more than a small batch of them takes to decode.
-        threads = rows > _SMALL_BYTES * rows_per_byte
-        file = self._opened(groups[0])
+        threads = min(rows, total) > _SMALL_BYTES * rows_per_byte
+        file = self._opened(footer)
         for raw in file.iter_batches(rows, row_groups=indices, columns=self.schema.names, use_threads=threads):
-            # Repeated values are stored once and decode to much more than the metadata tells.
-            self._expansion = max(0.5, raw.nbytes / max(size * raw.num_rows / total, 1))
-            yield conform(raw, self.schema)
+            self._row_bytes = raw.nbytes / raw.num_rows
+            yield raw
 
-    def _opened(self, group: _Group) -> pq.ParquetFile:
-        data = group.footer.file
-        if data.name not in self._open:
-            while len(self._open) >= _OPEN_FILES:
-                self._open.popitem(last=False)[1].close(force=True)
+    def _opened(self, footer: _Footer) -> pq.ParquetFile:
+        if self._open is None or self._open[0] is not footer:
+            self.close()
+            data = footer.file
             handle = data.filesystem.open_input_file(data.path)
-            metadata = group.footer.metadata
-            self._open[data.name] = pq.ParquetFile(
-                handle, metadata=metadata, pre_buffer=not data.local, page_checksum_verification=True
+            file = pq.ParquetFile(
+                handle, metadata=footer.metadata, pre_buffer=not data.local, page_checksum_verification=True
             )
-        self._open.move_to_end(data.name)
-        return self._open[data.name]
-
-    def _forget(self, file: DataFile) -> None:
-        opened = self._open.pop(file.name, None)
-        if opened is not None:
-            opened.close(force=True)
-
-    def label(self, group: int) -> str:
-        """See `Source`."""
-        return self._groups[group].label
+            self._open = footer, file
+        return self._open[1]
 
     def close(self) -> None:
         """See `Source`."""
-        while self._open:
-            self._open.popitem()[1].close(force=True)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": OrderedDict()}
+        if self._open is not None:
+            self._open[1].close(force=True)
+        self._open = None
 
 
 def _read_footers(files: Sequence[DataFile], columns: Sequence[str] | None) -> tuple[list[_Footer], list[str]]:
-    if len(files) == 1:
-        results = [_read_footer(files[0], columns)]
-    else:
-        with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
-            results = list(pool.map(lambda file: _read_footer(file, columns), files))
+    with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
+        results = list(pool.map(lambda file: _read_footer(file, columns), files))
     footers = [result for result in results if isinstance(result, _Footer)]
     return footers, [result for result in results if isinstance(result, str)]
 
 
 def _read_footer(file: DataFile, columns: Sequence[str] | None) -> _Footer | str:
+    """The footer of a file, or what is wrong with it."""
     try:
         stamp = file.stamp()
         with file.filesystem.open_input_file(file.path) as handle:
-            metadata = pq.read_metadata(handle)
-            rows = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
-            sizes = _group_bytes(metadata, columns)
-            for group, (size, count) in enumerate(zip(sizes, rows, strict=True)):
-                if size > MOST_ROW_BYTES * max(count, 1):
-                    return (
-                        f"{file.name}, row group {group}: {count} rows decode to {size:,} bytes, more than "
-                        f"{MOST_ROW_BYTES:,} each; store large values in files of their own"
-                    )
-            return _Footer(file, stamp, metadata.schema.to_arrow_schema(), rows, sizes, metadata)
+            return _footer_of(file, stamp, pq.read_metadata(handle), columns)
     except InputError as error:
         return str(error)
-    except (pa.ArrowException, OSError) as error:
-        number = error.errno if isinstance(error, OSError) else None  # Arrow has some of its own, without a number
-        if number is not None:
-            return f"{file.name}: cannot be read: {os.strerror(number)}"
+    except pa.ArrowException as error:
         return f"{file.name}: not a complete Parquet file ({error})"
     except Exception as error:  # noqa: BLE001 - each file system has errors of its own
         return f"{file.name}: {type(error).__name__}: {error}"
 
 
-def _group_bytes(metadata: pq.FileMetaData, columns: Sequence[str] | None) -> tuple[int, ...]:
-    """Uncompressed size of `columns` in each row group; the share of the columns is that of the first row group."""
-    sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
-    if columns is None or not sizes:
-        return tuple(sizes)
+def _footer_of(
+    file: DataFile, stamp: tuple[int, int], metadata: pq.FileMetaData, columns: Sequence[str] | None
+) -> _Footer:
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    rows, sizes = tuple(group.num_rows for group in groups), tuple(group.total_byte_size for group in groups)
+    wanted = _share_of(columns, metadata)
+    for index, (size, count) in enumerate(zip(sizes, rows, strict=True)):
+        if size * wanted > MOST_ROW_BYTES * max(count, 1):
+            raise InputError(
+                f"{file.name}, row group {index}: {count} rows decode to {int(size * wanted):,} bytes, more than "
+                f"{MOST_ROW_BYTES:,} each; store large values in files of their own"
+            )
+    return _Footer(file, stamp, metadata.schema.to_arrow_schema(), rows, sizes, wanted, metadata)
+
+
+def _share_of(columns: Sequence[str] | None, metadata: pq.FileMetaData) -> float:
+    """The share of `columns` in the bytes of the first row group."""
+    if columns is None or not metadata.num_row_groups:
+        return 1.0
     chunks = [metadata.row_group(0).column(i) for i in range(metadata.num_columns)]
-    wanted = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".", 1)[0] in set(columns))
-    share = wanted / max(sum(c.total_uncompressed_size for c in chunks), 1)
-    return tuple(int(size * share) for size in sizes)
+    wanted = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".", 1)[0] in columns)
+    return float(wanted / max(sum(c.total_uncompressed_size for c in chunks), 1))
 
 
 _PATHS = (str, os.PathLike)
 _TABLES = (pa.Table, pa.RecordBatch)
-_IPC_SUFFIXES = (".arrow", ".ipc", ".feather")
 
 
 def open_source(given: Any, *, columns: Sequence[str] | None, filesystem: Any) -> Source:
@@ -345,13 +305,7 @@ def open_source(given: Any, *, columns: Sequence[str] | None, filesystem: Any) -
     items = _items(given)
     if items and isinstance(items[0], _TABLES):
         return TableSource([(f"table {i}", item) for i, item in enumerate(items)], columns=columns)
-    files = expand(items, filesystem=filesystem)
-    if ipc := [file.name for file in files if file.path.endswith(_IPC_SUFFIXES)]:
-        raise InputError(
-            f"{ipc[0]} is an Arrow IPC file. Write it as Parquet, or return its table from a `data` function: "
-            "`pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all()`."
-        )
-    return ParquetSource(files, columns=columns)
+    return ParquetSource(expand(items, filesystem=filesystem), columns=columns)
 
 
 def _items(given: Any) -> list[Any]:

@@ -18,7 +18,6 @@ from ...reporters.events.event_logger import EventLogger
 from .. import feed
 from ..cluster.placement import placed_by_launcher
 from ..contract.exceptions import StartupContractError
-from ..feed.mock import MockDataModule
 from ..plumbing.redaction import text_of
 from ..plumbing.text import as_list, nearest
 from .config import RunConfig
@@ -96,7 +95,7 @@ def make_data(config: RunConfig, parquet_paths: Sequence[str] = ()) -> pl.Lightn
     """
     dataset = config.dataset
     if config.mock_batches is not None:
-        return MockDataModule(batches=list(config.mock_batches))
+        return feed.MockDataModule(batches=list(config.mock_batches))
     if dataset is None:
         return None
     with _errors_of("The data"):

@@ -11,7 +11,6 @@ import pytest
 from genlight.adapter.cli.command_line import COMMANDS, LIGHTNING_COMMANDS
 
 NEVER_BEFORE_THE_FIRST_STEP = {
-    "pyarrow": "the batches of this job are in its spec",
     "huggingface_hub": "nothing is fetched",
     "fsspec.implementations.http": "nothing is fetched",
     "aiohttp": "nothing is fetched",

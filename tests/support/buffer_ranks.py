@@ -13,9 +13,8 @@ import torch.distributed as dist
 from lightning.pytorch.loggers import Logger
 from torch import nn
 
-from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
+from genlight.adapter import ContractModule, MockDataModule, StepResult, TrainingJobSpec
 from genlight.adapter.contract.exceptions import RankFailedError, TrainingCanceled
-from genlight.adapter.feed.mock import MockBatches
 from genlight.callbacks import Checkpoint, DurableCheckpointIO, Evaluate, Hook
 from genlight.callbacks.hook.events import run_state_of
 from support.rank import Rank
@@ -125,15 +124,19 @@ class Looking(Logger):
         self.plugin.see("logger")
 
 
-class Stream(MockBatches):
+class Stream:
     """Batches of a loader that looks at buffers, and may end with an error."""
 
     def __init__(self, plugin, *, fails=False):
-        super().__init__(list(range(STEPS * ME.world_size)))
         self.plugin, self.fails = plugin, fails
+        self.feed = MockDataModule(range(STEPS * ME.world_size)).feed
+        self.state_dict, self.load_state_dict = self.feed.state_dict, self.feed.load_state_dict
+
+    def __len__(self):
+        return len(self.feed)
 
     def __iter__(self):
-        for step, batch in enumerate(super().__iter__()):
+        for step, batch in enumerate(self.feed):
             if self.fails and step == 3:
                 raise Lost
             self.plugin.see("loader")

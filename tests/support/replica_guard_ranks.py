@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from genlight.adapter.contract.types import StepResult, TrainingJobSpec
-from genlight.adapter.feed.mock import MockDataModule
+from genlight.adapter.feed.data_module import MockDataModule
 from genlight.adapter.module.module import ContractModule
 from genlight.callbacks.replicas.replica_guard import ReplicaGuard
 from support.rank import Rank

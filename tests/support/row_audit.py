@@ -28,12 +28,13 @@ class AuditedFeed(ArrowFeed):
         super().__init__(source, rank=rank, **options)
         self._file, self._rank = Path(audit) / f"rank-{rank:05d}.jsonl", rank
 
-    def _rest_of_epoch(self, position: Position) -> Iterator[Any]:
-        share = self._spec().layout.share(position.rows)
+    def _pass(self, position: Position | None = None) -> Iterator[Any]:
+        position = position or self._upcoming()
+        share = self._layout.share(position.rows)
         self._file.parent.mkdir(parents=True, exist_ok=True)
         # What earlier attempts handed out beyond this is void.
         self._write({"epoch": position.epoch, "left": cut(position.spans, share.rest(position.step))})
-        with contextlib.closing(super()._rest_of_epoch(position)) as batches:  # type: ignore[type-var]
+        with contextlib.closing(super()._pass(position)) as batches:  # type: ignore[type-var]
             for step, batch in enumerate(batches, position.step):
                 places = cut(position.spans, [share.interval(step, self._rank)])
                 # Before it is trained: a crash can leave a line too many, but none too few.

@@ -21,7 +21,7 @@ def test_batches_have_exactly_the_size_asked_for_whatever_the_row_groups(rows_fi
 
 def test_the_last_batch_of_an_epoch_is_short_and_never_mixed_with_the_next_epoch(rows_file, ids):
     feed = ArrowFeed(rows_file(6), batch_size=4)
-    assert ids(feed, 4) == [[0, 1, 2, 3], [4, 5], [0, 1, 2, 3], [4, 5]]
+    assert ids(feed.iter_batches(), 4) == [[0, 1, 2, 3], [4, 5], [0, 1, 2, 3], [4, 5]]
 
 
 def test_drop_last_leaves_out_what_does_not_fill_a_step_of_all_ranks(rows_file, ids):
@@ -45,8 +45,9 @@ def test_with_fewer_rows_left_than_ranks_the_step_before_gives_some_up(rows_file
 
 def test_batches_of_one_row_that_ranks_cannot_share_come_before_the_next_epoch(rows_file, ids):
     path = rows_file(10)
+    feeds = [ArrowFeed(path, batch_size=1, rank=r, world_size=3, epochs=2) for r in range(3)]
     with pytest.warns(UserWarning, match="The last 2 rows of the last epoch are left out: 3 ranks cannot share them"):
-        ranks = [ids(ArrowFeed(path, batch_size=1, rank=r, world_size=3, epochs=2)) for r in range(3)]
+        ranks = [ids(feed.iter_batches()) for feed in feeds]
     steps = [flat(step) for step in zip(*ranks, strict=True)]
     assert steps == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 0, 1], [2, 3, 4], [5, 6, 7]]
 
@@ -56,16 +57,16 @@ def test_batches_of_one_row_that_ranks_cannot_share_come_before_the_next_epoch(r
 def test_a_resumed_feed_goes_on_after_the_last_batch_handed_out(rows_file, ids, shard, shuffle):
     options = {"batch_size": 4, "epochs": 2, "shard": shard, "shuffle": shuffle, "shuffle_window": 5, "world_size": 2}
     path = rows_file(11, 2, 20, 9)
-    whole = ids(ArrowFeed(path, **options))
+    whole = ids(ArrowFeed(path, **options).iter_batches())
     for steps in range(len(whole) + 1):
         feed = ArrowFeed(path, **options)
-        iterator = iter(feed)
+        iterator = feed.iter_batches()
         assert ids(iterator, steps) == whole[:steps]
         state = json.loads(json.dumps(feed.state_dict()))
         iterator.close()
         again = ArrowFeed(path, **options)
         again.load_state_dict(state)
-        assert ids(again) == whole[steps:]
+        assert ids(again.iter_batches()) == whole[steps:]
 
 
 def test_the_position_is_the_same_on_every_rank(rows_file):
@@ -76,23 +77,18 @@ def test_the_position_is_the_same_on_every_rank(rows_file):
     assert feeds[0].state_dict() == feeds[1].state_dict() == feeds[2].state_dict()
 
 
-def test_one_iteration_is_one_epoch_with_per_epoch(rows_file, ids):
-    feed = ArrowFeed(rows_file(5), batch_size=2, per_epoch=True, shuffle=True)
+def test_one_iteration_is_one_epoch(rows_file, ids):
+    feed = ArrowFeed(rows_file(5), batch_size=2, shuffle=True)
     first, second = ids(feed), ids(feed)
     assert len(feed) == len(first) == 3
     assert sorted(flat(first)) == sorted(flat(second)) == list(range(5))
     assert first != second
 
 
-def test_without_per_epoch_each_iteration_starts_at_the_first_row(rows_file, ids):
-    feed = ArrowFeed(rows_file(5), batch_size=2, epochs=1)
-    assert ids(feed, 2) == [[0, 1], [2, 3]]
-    assert ids(feed) == [[0, 1], [2, 3], [4]]
-
-
-def test_an_endless_feed_has_no_length(rows_file):
-    with pytest.raises(TypeError, match="repeats without end"):
-        len(ArrowFeed(rows_file(5)))
+def test_all_epochs_start_at_the_first_row_each_time_they_are_asked_for(rows_file, ids):
+    feed = ArrowFeed(rows_file(5), batch_size=2, epochs=2)
+    assert ids(feed.iter_batches(), 2) == [[0, 1], [2, 3]]
+    assert ids(feed.iter_batches()) == [[0, 1], [2, 3], [4]] * 2
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -111,7 +111,7 @@ def test_rank_and_number_of_ranks_come_from_the_trainer(rows_file, ids):
 
 
 def test_a_feed_given_to_the_trainer_directly_resumes_as_well(rows_file, tmp_path):
-    options = {"batch_size": 3, "shuffle": True, "per_epoch": True}
+    options = {"batch_size": 3, "shuffle": True}
     path = rows_file(7)
     whole = fit(ArrowFeed(path, **options), SaveAt(tmp_path / "c.ckpt", step=4)).seen
     assert fit(ArrowFeed(path, **options), resume=tmp_path / "c.ckpt").seen == whole[4:]
@@ -155,7 +155,7 @@ if checkpoint.exists():
     feed.load_state_dict(json.loads(checkpoint.read_text()))
 dist.barrier()
 done = 0
-for batch in feed:
+for batch in feed.iter_batches():
     total = torch.tensor([batch.num_rows])
     dist.all_reduce(total)  # hangs, and so fails, when ranks have different numbers of steps
     done += 1
@@ -193,7 +193,7 @@ def test_two_real_processes_and_one_share_an_epoch_exactly(rows_file, tmp_path):
     trained = trained_rows([tmp_path / name for name in audits])
     assert trained == {(epoch, row): 1 for epoch in range(2) for row in range(101)}
     position = json.loads((tmp_path / "position.json").read_text())
-    assert position["epoch"] == 1
+    assert position["position"]["epoch"] == 1
 
 
 class RankOfTwo(LightningDataModule):
@@ -201,14 +201,14 @@ class RankOfTwo(LightningDataModule):
 
     def __init__(self, path, rank, **options):
         super().__init__()
-        self.feed = ArrowFeed(path, batch_size=2, rank=rank, world_size=2, per_epoch=True, shuffle=True, **options)
+        self.feed = ArrowFeed(path, batch_size=2, rank=rank, world_size=2, shuffle=True, **options)
         self.train_dataloader = lambda: self.feed
         self.state_dict, self.load_state_dict = self.feed.state_dict, self.feed.load_state_dict
 
 
 def resumed_on_two_of(path, checkpoint, **options):
     """Steps of the two ranks on which the run of one process goes on that had trained 8 of 9 rows."""
-    data = {"batch_size": 4, "shuffle": True, "per_epoch": True}
+    data = {"batch_size": 4, "shuffle": True}
     alone = fit(ArrowFeed(path, **data), SaveAt(checkpoint, step=2)).seen[:2]
     state = torch.load(checkpoint, weights_only=False)
     state["RankOfTwo"] = state["loops"]["fit_loop"]["state_dict"].pop("combined_loader")[0]
@@ -231,21 +231,17 @@ def test_rows_that_are_dropped_at_a_resume_do_not_end_the_training(rows_file, tm
 
 def test_a_feed_that_was_asked_for_its_length_too_early_warns_that_lightning_will_cut_epochs_short(rows_file):
     path = rows_file(9)
-    alone = ArrowFeed(path, batch_size=1, per_epoch=True)
+    alone = ArrowFeed(path, batch_size=1)
     assert [batch.num_rows for _, batch in zip(range(6), alone, strict=False)] == [1] * 6
-    shared = ArrowFeed(path, batch_size=2, world_size=2, per_epoch=True)
+    shared = ArrowFeed(path, batch_size=2, world_size=2)
     assert len(shared) == 3
     with pytest.warns(UserWarning, match="7 steps, but its length was asked for before .* ArrowDataModule"):
         shared.load_state_dict(alone.state_dict())
     assert len(shared) == 7
 
 
-def test_a_shuffled_feed_that_repeats_its_first_order_in_each_epoch_of_lightning_warns(rows_file):
-    path = rows_file(9)
-    with pytest.warns(UserWarning, match="Epoch 1 begins, but .* `per_epoch=True`"):
-        model = fit(ArrowFeed(path, batch_size=9, shuffle=True, epochs=1), max_epochs=2)
-    assert model.seen[0] == model.seen[1]
-    model = fit(ArrowFeed(path, batch_size=9, shuffle=True, per_epoch=True), max_epochs=2)
+def test_each_epoch_of_lightning_has_an_order_of_its_own(rows_file):
+    model = fit(ArrowFeed(rows_file(9), batch_size=9, shuffle=True), max_epochs=2)
     assert model.seen[0] != model.seen[1]
 
 

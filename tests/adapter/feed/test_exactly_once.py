@@ -71,7 +71,7 @@ def run(attempt: Attempt, source: Any, state: dict | None, audit: Path, **option
     for feed in feeds:
         if state is not None:
             feed.load_state_dict(json.loads(json.dumps(state)))
-    iterators = [iter(feed) for feed in feeds]
+    iterators = [feed.iter_batches() for feed in feeds]
     for _ in itertools.islice(zip(*iterators, strict=True), attempt.steps):
         pass
     states = [feed.state_dict() for feed in feeds]
@@ -154,9 +154,7 @@ def test_one_process_with_the_batches_of_all_ranks_sees_the_same_rows_per_step(f
         ArrowFeed(tables, batch_size=batch_size, rank=rank, world_size=world_size, **options)
         for rank in range(world_size)
     ]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The last .* rows of the last epoch are left out")
-        together = [pa.Table.from_batches(step).column("id").to_pylist() for step in zip(*ranks, strict=True)]
+    together = [pa.Table.from_batches(step).column("id").to_pylist() for step in zip(*ranks, strict=True)]
     single = [batch.column("id").to_pylist() for batch in alone]
     rest = alone.rows % (batch_size * world_size)
     if 0 < rest < world_size and batch_size == 1:
@@ -179,7 +177,7 @@ feed = AuditedFeed(
 checkpoint = folder / "position.json"
 if checkpoint.exists():
     feed.load_state_dict(json.loads(checkpoint.read_text()))
-for step, batch in enumerate(feed):
+for step, batch in enumerate(feed.iter_batches()):
     if step % 3 == 2:
         checkpoint.with_suffix(".tmp").write_text(json.dumps(feed.state_dict()))
         os.replace(checkpoint.with_suffix(".tmp"), checkpoint)

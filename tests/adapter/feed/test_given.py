@@ -234,9 +234,9 @@ def generate():
     ("function", "world_size", "message"),
     [
         (needs_split, 1, r"requires `split`; .* `def data\(ctx\): return lambda: needs_split"),
-        (lambda: (torch.ones(2), torch.ones(2)), 1, "returned a tuple, which looks like one batch"),
-        (lambda: torch.ones(2), 1, "returned a Tensor, which looks like one batch"),
-        (lambda: 3, 1, "returned 3. Return a dataset"),
+        (lambda: (torch.ones(2), torch.ones(2)), 1, r"returned \(tensor.*, a tuple\. Return what gives"),
+        (lambda: torch.ones(2), 1, r"returned tensor.*, a Tensor\. Return what gives"),
+        (lambda: 3, 1, r"returned 3, a int\. Return what gives batches"),
         (generate, 2, "Each of 2 ranks would train the batches that `generate` returns"),
         (
             lambda: DataLoader(rows(), 4, sampler=WeightedRandomSampler([1.0] * 20, 20)),
@@ -262,7 +262,7 @@ def test_what_cannot_resume_exactly_or_has_no_effect_is_said_by_name(caplog):
     again.load_state_dict(first.state_dict())
     assert isinstance(again, RepeatedRead)
     take(again, 1)
-    assert "draws random numbers between batches" in caplog.text
+    assert "random numbers drawn between them" in caplog.text
 
     short = feed_of(lambda: iter([[1]]), context(), {})
     short.load_state_dict(first.state_dict())

@@ -14,12 +14,7 @@ import pyarrow as pa
 import pytest
 
 from genlight.adapter.feed import ArrowDataModule, ArrowFeed, batching
-from genlight.adapter.feed.batching import LEAST_COST, ReadAhead
-from genlight.adapter.feed.decode import Chunk
-
-
-def chunk(number: int, size: int) -> Chunk:
-    return Chunk(0, number, number + 1, pa.record_batch({"x": pa.array(range(size // 8))}))
+from genlight.adapter.feed.batching import ReadAhead
 
 
 @pytest.fixture
@@ -27,7 +22,7 @@ def decoders() -> Iterator[Callable[[], list[threading.Thread]]]:
     """The decoding threads that the test has begun; garbage, which may hold some, is collected when the test asks."""
 
     def running() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "genlight-feed"]
+        return [thread for thread in threading.enumerate() if thread.name.startswith("genlight-feed")]
 
     earlier = set(running())
     gc.disable()
@@ -36,18 +31,18 @@ def decoders() -> Iterator[Callable[[], list[threading.Thread]]]:
 
 
 class Decoding:
-    """Chunks of one size, with a note of how many were asked for and a signal when no more are for a while."""
+    """Items, with a note of how many were asked for and a signal when no more are for a while."""
 
-    def __init__(self, count: int, size: int) -> None:
-        self.made, self._count, self._size = 0, count, size
+    def __init__(self, count: int) -> None:
+        self.made, self._count = 0, count
 
-    def __call__(self):
+    def __iter__(self) -> Iterator[int]:
         for number in range(self._count):
             self.made += 1
-            yield chunk(number, self._size)
+            yield number
 
     def settles_at(self, expected: int) -> bool:
-        """Whether so many chunks are made, and then no more."""
+        """Whether so many items are made, and then no more."""
         deadline = time.monotonic() + 60
         while self.made < expected and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -55,39 +50,34 @@ class Decoding:
         return self.made == expected
 
 
-@pytest.mark.parametrize(
-    ("size", "limit", "made"),
-    [(2 << 20, 8 << 20, 5), (2 << 20, 5 << 20, 3), (2 << 20, 1, 2), (80, 2 * LEAST_COST, 3)],
-)
-def test_decoding_stops_at_the_number_of_bytes(size, limit, made):
-    """One chunk more than may wait is made: the one that waits for room."""
-    decoding = Decoding(10, size)
-    reader = ReadAhead(decoding, limit)
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_reading_ahead_stops_at_the_number_of_chunks(ahead):
+    decoding = Decoding(10)
+    reader = ReadAhead(iter(decoding), ahead)
     try:
-        assert decoding.settles_at(made)
+        assert decoding.settles_at(ahead)
         next(reader)
-        assert decoding.settles_at(made + 1)
+        assert decoding.settles_at(ahead + 1)
     finally:
         reader.close()
 
 
-def test_everything_comes_out_in_order_however_small_the_limits():
-    reader = ReadAhead(Decoding(50, 80), 100)
-    assert [c.at for c in reader] == list(range(50))
+def test_everything_comes_out_in_order():
+    reader = ReadAhead(iter(Decoding(50)), 3)
+    assert list(reader) == list(range(50))
     with pytest.raises(StopIteration):
         next(reader)
 
 
-def test_an_error_comes_after_what_was_decoded_before_it_and_stays():
+def test_an_error_comes_after_what_was_decoded_before_it():
     def failing():
-        yield chunk(0, 80)
+        yield 0
         raise OSError("the disk is gone")
 
-    reader = ReadAhead(failing, 1000)
-    assert next(reader).at == 0
-    for _ in range(2):
-        with pytest.raises(OSError, match="the disk is gone"):
-            next(reader)
+    reader = ReadAhead(failing(), 2)
+    assert next(reader) == 0
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(reader)
     reader.close()
 
 
@@ -112,9 +102,9 @@ def test_a_feed_that_is_forgotten_takes_its_thread_along(rows_file, decoders):
 
 
 def test_a_feed_in_a_cycle_takes_its_thread_along_when_garbage_is_collected(rows_file, decoders):
-    feed = ArrowFeed(rows_file(*[4] * 50), batch_size=4, per_epoch=True)
-    feed.itself = feed
-    list(feed)
+    feed = ArrowFeed(rows_file(*[4] * 50), batch_size=4)
+    feed.itself = iter(feed)
+    next(feed.itself)
     del feed
     assert len(decoders()) == 1
     gc.collect()
@@ -122,12 +112,10 @@ def test_a_feed_in_a_cycle_takes_its_thread_along_when_garbage_is_collected(rows
 
 
 @pytest.mark.parametrize("has_validation", [False, True])
-def test_a_data_module_that_is_forgotten_between_two_epochs_takes_its_thread_along(rows_file, decoders, has_validation):
+def test_no_thread_is_left_between_two_epochs(rows_file, decoders, has_validation):
     path = str(rows_file(*[4] * 50))
     data = ArrowDataModule(path, batch_size=4, val_paths=path if has_validation else None)
     list(data.train_dataloader())
-    assert len(decoders()) == 1
-    del data
     assert not decoders()
 
 
@@ -151,7 +139,6 @@ def test_waiting_for_data_is_measured(rows_file, readahead):
 
 def test_batches_do_not_keep_more_than_their_own_chunk_alive(rows_file, monkeypatch):
     monkeypatch.setattr(batching, "CHUNK_BYTES", 1 << 16)
-    monkeypatch.setattr(batching, "READAHEAD_BYTES", 1 << 16)
     feed = ArrowFeed(rows_file(*[2000] * 40), batch_size=100, readahead=1, epochs=1)
     gc.collect()
     before = pa.total_allocated_bytes()

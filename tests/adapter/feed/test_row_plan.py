@@ -81,11 +81,11 @@ def test_consumed_counts_the_rows_of_the_first_steps(share, steps):
     assert share.consumed(steps) == sum(len(rows_of(share, step)) for step in range(steps))
 
 
-@given(shares, st.integers(0, 200), st.integers(1, 30), st.integers(0, 5))
-def test_a_rank_needs_a_range_exactly_when_it_trains_one_of_its_rows(share, start, length, rank):
-    rank %= share.world_size
-    mine = {i for step in range(share.steps) for i in range(*share.interval(step, rank))}
-    assert share.needs(rank, start, start + length) == bool(mine & set(range(start, start + length)))
+@given(shares, st.integers(0, 60), st.integers(0, 60), st.integers(0, 5))
+def test_the_intervals_of_a_rank_are_those_of_its_steps(share, first, count, rank):
+    rank, first = rank % share.world_size, min(first, share.steps)
+    steps = range(first, min(first + count, share.steps))
+    assert list(share.intervals(steps.start, steps.stop, rank)) == [share.interval(step, rank) for step in steps]
 
 
 @given(

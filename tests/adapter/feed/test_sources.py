@@ -68,11 +68,6 @@ def test_tables_and_record_batches_are_handed_out_without_a_copy():
     assert all_ids([table, table]) == [*range(6), *range(6)]
 
 
-def test_an_ipc_file_is_refused_with_the_way_out(tmp_path):
-    with pytest.raises(InputError, match=r"data\.arrow is an Arrow IPC file\. Write it as Parquet, or return"):
-        ArrowFeed(tmp_path / "data.arrow").check()
-
-
 def values(kind: pa.DataType) -> st.SearchStrategy:
     if pa.types.is_dictionary(kind):
         return st.sampled_from(["red", "green", "blue"])

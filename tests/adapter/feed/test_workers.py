@@ -46,34 +46,35 @@ def test_workers_hand_out_the_same_batches_in_the_same_order(rows_file, ids, sha
     path = rows_file(11, 2, 20, 9, 31)
     for rank in range(2):
         options = {"batch_size": 3, "epochs": 2, "shuffle": True, "rank": rank, "world_size": 2, "shard": shard}
-        assert ids(ArrowFeed(path, workers=2, **options)) == ids(ArrowFeed(path, **options))
+        made = ArrowFeed(path, workers=2, **options).iter_batches()
+        assert ids(made) == ids(ArrowFeed(path, **options).iter_batches())
 
 
 def test_a_position_taken_with_workers_in_flight_resumes_with_any_number_of_them(rows_file, ids):
     path = rows_file(11, 2, 20, 9, 31)
     options = {"batch_size": 4, "epochs": 2, "shuffle": True}
-    whole = ids(ArrowFeed(path, **options))
+    whole = ids(ArrowFeed(path, **options).iter_batches())
     for steps, before, after in ((5, 2, 0), (17, 0, 2), (22, 2, 1)):
         feed = ArrowFeed(path, workers=before, **options)
-        assert ids(feed, steps) == whole[:steps]
+        assert ids(feed.iter_batches(), steps) == whole[:steps]
         state = feed.state_dict()
         feed.close()
         again = ArrowFeed(path, workers=after, **options)
         again.load_state_dict(state)
-        assert ids(again) == whole[steps:]
+        assert ids(again.iter_batches()) == whole[steps:]
 
 
 def test_random_numbers_in_collate_depend_on_the_rows_alone(rows_file):
     path = rows_file(11, 2, 20, 9, 31)
     options = {"batch_size": 8, "epochs": 2, "collate": with_noise}
-    whole = list(ArrowFeed(path, workers=1, **options))
+    whole = list(ArrowFeed(path, workers=1, **options).iter_batches())
     assert len({noise for _, noise in whole}) == len(whole)
     feed = ArrowFeed(path, workers=2, **options)
-    iterator = iter(feed)
+    iterator = feed.iter_batches()
     assert [next(iterator) for _ in range(7)] == whole[:7]
     again = ArrowFeed(path, workers=1, **options)
     again.load_state_dict(feed.state_dict())
-    assert list(again) == whole[7:]
+    assert list(again.iter_batches()) == whole[7:]
     feed.close()
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from genlight.adapter import ContractModule, InputError, StepControlHints, StepResult, TrainingJobSpec
-from genlight.adapter.feed import ArrowFeed, MockBatches
+from genlight.adapter.feed import ArrowFeed, MockDataModule
 from genlight.adapter.module.loop import ContractFitLoop
 from genlight.callbacks import Checkpoint
 
@@ -243,12 +243,12 @@ def test_a_pause_ends_at_once_on_a_stop_request(tmp_path: Path) -> None:
 
 def a_table() -> ArrowFeed:
     """Five numbers as an Arrow feed, one pass an iteration."""
-    return ArrowFeed(pa.table({"x": list(range(5))}), batch_size=1, shuffle=True, per_epoch=True)
+    return ArrowFeed(pa.table({"x": list(range(5))}), batch_size=1, shuffle=True)
 
 
 @pytest.mark.parametrize(
     "source",
-    [lambda: Resumable(5), lambda: MockBatches(range(5)), lambda: SizedResumable(5), a_table],
+    [lambda: Resumable(5), lambda: MockDataModule(range(5)).feed, lambda: SizedResumable(5), a_table],
     ids=["unsized", "mock", "sized", "arrow"],
 )
 @pytest.mark.parametrize("saved_at", range(1, 12))

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from genlight.adapter import ContractModule, StepResult, TrainingCanceled, TrainingJobSpec
-from genlight.adapter.feed import MockBatches
+from genlight.adapter.feed import MockDataModule
 from genlight.callbacks import Checkpoint, Hook
 from genlight.callbacks.hook.events import run_state_of
 
@@ -204,7 +204,7 @@ def test_a_run_resumed_from_the_end_of_an_epoch_goes_on_with_what_was_to_come(
         (lambda: Positioned(3), {"limit_train_batches": BATCHES}),
         (lambda: Lazy(3), {"limit_train_batches": BATCHES}),
         (lambda: LazyUnsized(3), {"limit_train_batches": BATCHES}),
-        (lambda: MockBatches(range(3)), {"limit_train_batches": BATCHES}),
+        (lambda: MockDataModule(range(3)).feed, {"limit_train_batches": BATCHES}),
         (lambda: Positioned(3), {"overfit_batches": BATCHES}),
         (lambda: CombinedLoader({"a": Positioned(BATCHES), "b": Lazy(3)}, "min_size"), {}),
     ],
