@@ -1,95 +1,85 @@
-"""A ring of transitions that one thread writes and another samples, and a loader of its samples."""
+"""A ring of transitions that one thread writes and another samples, and a loader of its samples.
+
+A save is a folder. ``replay.bin`` is written last, whole or not at all, and says what belongs to the save: it has the
+priorities and the state of the generator, and names the files of rows, which never change and of which later saves have
+links: ``rows-<first>-<last>.safetensors`` has the rows of these numbers.
+"""
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors, save as to_safetensors
 from torch import Tensor
 
-from ..contract.exceptions import InputError, ReplayWriterError
-from .replay_files import ReplayFiles, ReplayMeta
+from ..contract.exceptions import BrokenCheckpointError, InputError, ReplayWriterError
+from ..plumbing.durable import write_bytes_durably
+from ..plumbing.safe_open import read_regular
 
 __all__ = ["ReplayBuffer", "ReplayFeed", "SumTree"]
 
-FANOUT = 32
-"""Children of a node: a level is a few operations of torch for a whole batch."""
-MOST_AT_TOP = 1024
-"""The top has no nodes: sums up to each of so many entries take less time than two levels."""
-MOST_NODES_TO_SUM_AGAIN = 1024
-"""Up to so many nodes, summing one twice takes less time than finding out that it comes twice."""
+FANOUT = 128
+"""Leaves of a group. Of a million, the cumulative sum of all groups and that of some groups take about as long."""
 
-Floats = NDArray[np.float64]
-Positions = NDArray[np.int64]
+META = "replay.bin"
+MOST_BYTES_OF_META = 64 << 20
+"""Beside the priorities."""
+MOST_BYTES_OF_FILE = 64 << 20
+"""About how much of new rows goes into a file; what is written at once is in memory twice."""
+
+Floats: TypeAlias = NDArray[np.float64]
+Positions: TypeAlias = NDArray[np.int64]
 
 
 class SumTree:
-    """Priorities of `size` leaves, all 0 at first, with the sums of their groups, of groups of groups, and so on.
+    """Priorities of `size` leaves, all 0 at first, with the sums of groups of them.
 
     Sums are always made of their parts anew, so that they depend on the leaves alone and not on what these were before.
     """
 
     def __init__(self, size: int) -> None:
-        self._levels: list[Floats] = []
-        count = size
-        while not self._levels or count > MOST_AT_TOP:
-            groups = -(-count // FANOUT)
-            self._levels.append(np.zeros((groups, FANOUT)))
-            count = groups
-        self._top = np.zeros(count)
-        self._tensors = [torch.from_numpy(level) for level in self._levels]
-        self._top_tensor = torch.from_numpy(self._top)
+        groups = -(-size // FANOUT)
+        self._leaves, self._sums = np.zeros((groups, FANOUT)), np.zeros(groups)
 
     @property
     def total(self) -> float:
         """The sum of all priorities."""
-        return float(self._top_tensor.cumsum(0)[-1])
+        return float(self._sums.cumsum()[-1])
 
     def values(self, leaves: Positions) -> Floats:
         """The priorities of `leaves`."""
-        found: Floats = self._levels[0].reshape(-1)[leaves]
+        found: Floats = self._leaves.reshape(-1)[leaves]
         return found
 
     def set(self, leaves: Positions, priorities: Floats | float) -> None:
         """Give `leaves` other priorities; where one is named twice, the last counts."""
-        self._levels[0].reshape(-1)[leaves] = priorities
-        nodes = leaves // FANOUT
-        for level, above in zip(self._levels, [*self._levels[1:], self._top], strict=True):
-            if len(nodes) > MOST_NODES_TO_SUM_AGAIN:
-                nodes = np.unique(nodes)
-            above.reshape(-1)[nodes] = level[nodes].sum(axis=1)
-            nodes = nodes // FANOUT
+        self._leaves.reshape(-1)[leaves] = priorities
+        groups = np.unique(leaves // FANOUT)
+        self._sums[groups] = self._leaves[groups].sum(axis=1)
 
     def find(self, targets: Floats) -> Positions:
-        """For each target, from 0 to below `total`, the leaf in whose part of the sum of all it lies."""
-        left = torch.from_numpy(targets)
-        ends = self._top_tensor.cumsum(0)
-        picked = _first_above(ends, left)
-        left, nodes = left - (ends[picked] - self._top_tensor[picked]), picked
-        for level in reversed(self._tensors):
-            children = level[nodes]
-            ends = children.cumsum(1)
-            in_row = _first_above(ends, left.clamp_(min=0.0)[:, None])
-            left = left - (ends.gather(1, in_row) - children.gather(1, in_row))[:, 0]
-            nodes = nodes * FANOUT + in_row[:, 0]
-        found: Positions = nodes.numpy()
+        """For each target, from 0 to below `total`, the leaf in whose part of the sum of all it lies.
+
+        Where rounding puts a target behind the last leaf that has a priority, it is that leaf.
+        """
+        ends = self._sums.cumsum()
+        groups = np.minimum(np.searchsorted(ends, targets, side="right"), np.searchsorted(ends, ends[-1]))
+        left = np.maximum(targets - (ends[groups] - self._sums[groups]), 0.0)[:, None]
+        ends_in_group = self._leaves[groups].cumsum(axis=1)
+        behind = np.count_nonzero(ends_in_group <= left, axis=1)
+        last = np.count_nonzero(ends_in_group < ends_in_group[:, -1:], axis=1)
+        found: Positions = groups * FANOUT + np.minimum(behind, last)
         return found
-
-
-def _first_above(ends: Tensor, targets: Tensor) -> Tensor:
-    """In rows of growing numbers, the place of the first one above the target."""
-    places = torch.searchsorted(ends, targets, right=True)
-    if places.numel() and int(places.max()) == ends.shape[-1]:
-        # Rounding has put a target at the very end, behind the last entry that has a priority.
-        places = torch.minimum(places, torch.searchsorted(ends, ends[..., -1:]))
-    return places
 
 
 class ReplayBuffer:
@@ -105,7 +95,7 @@ class ReplayBuffer:
             all alike.
 
     Raises:
-        ValueError: Arguments are out of range; lists every fault.
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -116,9 +106,14 @@ class ReplayBuffer:
         seed: int = 0,
         priority_exponent: float | None = None,
     ) -> None:
-        self._row, faults = _as_tensors(row)
-        if faults := [*faults, *_faults(capacity, self._row, priority_exponent)]:
-            raise ValueError("ReplayBuffer: " + "; ".join(faults))
+        if capacity < 1 or not (priority_exponent is None or 0 <= priority_exponent < float("inf")):
+            raise ValueError(
+                "ReplayBuffer: expected `capacity` >= 1 and `priority_exponent` >= 0 or None, but received "
+                f"{capacity} and {priority_exponent}"
+            )
+        self._row = _tensors(row)
+        if reserved := sorted({"index", "weight"}.intersection(self._row)):
+            raise ValueError(f"ReplayBuffer: a sample has columns of its own named {', '.join(reserved)}; rename yours")
         self.capacity, self.priority_exponent = capacity, priority_exponent
         self._columns = {
             name: torch.zeros((capacity, *value.shape), dtype=value.dtype, device="cpu")
@@ -131,7 +126,7 @@ class ReplayBuffer:
         """Rows that were ever written, and how many of them are gone."""
         self._writer: tuple[int, int] | None = None
         self._changed = threading.Condition()
-        self._files = ReplayFiles()
+        self._saved = _SavedRows()
 
     def __len__(self) -> int:
         return self._written - self._oldest
@@ -143,7 +138,7 @@ class ReplayBuffer:
 
     def close(self) -> None:
         """Close the folder of the last save; a save that follows is a whole one."""
-        self._files.close()
+        self._saved.forget()
 
     # writing
 
@@ -153,13 +148,18 @@ class ReplayBuffer:
         Raises:
             ReplayWriterError: Another thread or process has written before; nothing was changed.
             ValueError: Columns, dtypes or shapes are not those of the buffer, or there are more rows than it holds;
-                lists every fault, and nothing was changed.
+                nothing was changed.
         """
         self._claim()
-        given, faults = _as_tensors(rows)
-        if faults := faults or _row_faults(given, self._row, self.capacity):
-            raise ValueError("ReplayBuffer.extend: " + "; ".join(faults))
-        count = len(next(iter(given.values())))
+        given = _tensors(rows)
+        counts = {len(column) if column.ndim else 0 for column in given.values()}
+        expected, received = _kinds(self._row), _kinds(given, rows=True)
+        if received != expected or len(counts) > 1 or not 1 <= min(counts) <= self.capacity:
+            raise ValueError(
+                f"ReplayBuffer.extend: expected from 1 to {self.capacity} rows of {expected}, but received "
+                f"{' and '.join(map(str, sorted(counts)))} rows of {received}"
+            )
+        count = min(counts)
         with self._changed:
             places = np.arange(self._written, self._written + count) % self.capacity
             # Before a row of it is touched: what an interrupt leaves half written is no longer a row of the buffer.
@@ -220,18 +220,18 @@ class ReplayBuffer:
             ValueError: `batch_size` is below 1, or more than there are rows.
         """
         with self._changed:
-            if not (_is_whole_number(batch_size) and 1 <= batch_size <= len(self)):
+            if not 1 <= batch_size <= len(self):
                 raise ValueError(
                     f"Invalid `batch_size`. Expected a number from 1 to the {len(self)} rows of the buffer, but "
                     f"received {batch_size}."
                 )
-            weight, generator = None, self._generator
+            weight: dict[str, Tensor] = {}
             if self._tree is None:
-                index = torch.randint(self._oldest, self._written, (batch_size,), generator=generator, device="cpu")
+                limits, generator = (self._oldest, self._written), self._generator
+                index = torch.randint(*limits, (batch_size,), generator=generator, device="cpu")
             else:
-                index, weight = self._drawn_by_priority(self._tree, batch_size, importance_exponent)
-            drawn = self._rows(index)
-        return {**drawn, "index": index, **({} if weight is None else {"weight": weight})}
+                index, weight["weight"] = self._drawn_by_priority(self._tree, batch_size, importance_exponent)
+            return {**self._rows(index), "index": index, **weight}
 
     def _drawn_by_priority(self, tree: SumTree, batch_size: int, exponent: float) -> tuple[Tensor, Tensor]:
         total = tree.total
@@ -252,23 +252,21 @@ class ReplayBuffer:
         """Give the rows of a sample other priorities; rows that are gone meanwhile are passed over.
 
         Raises:
-            ValueError: The buffer has no priorities, or one is negative, infinite or NaN; nothing was changed.
+            ValueError: The buffer has no priorities, one is negative, infinite or NaN, or there is no such row; nothing
+                was changed.
         """
         if self._tree is None or self.priority_exponent is None:
             raise ValueError("the buffer draws all rows alike; give it a `priority_exponent`")
         given = torch.as_tensor(priorities).detach().to("cpu", torch.float64).reshape(-1).numpy()
         rows = torch.as_tensor(index).cpu().reshape(-1).numpy()
-        if rows.dtype.kind not in "iu" or len(given) != len(rows):
+        if (
+            rows.dtype.kind not in "iu"
+            or len(given) != len(rows)
+            or not (np.isfinite(given) & (given >= 0) & (rows >= 0) & (rows < self._written)).all()
+        ):
             raise ValueError(
-                "expected the `index` of a sample and a priority for each of its rows, but received "
-                f"{len(rows)} numbers of {rows.dtype} and {len(given)} priorities"
-            )
-        wrong = ~(np.isfinite(given) & (given >= 0) & (rows >= 0) & (rows < self._written))
-        if wrong.any():
-            first = int(wrong.argmax())
-            raise ValueError(
-                f"expected numbers >= 0 for rows from 0 to {self._written - 1}, but received {int(wrong.sum())} "
-                f"others, of which the first is {given[first]} for row {rows[first]}"
+                f"expected the `index` of a sample, of rows below {self._written}, and a finite priority >= 0 for each "
+                f"of them, but received {rows} of {rows.dtype} and {given}"
             )
         with self._changed:
             there = rows >= self._oldest
@@ -287,18 +285,31 @@ class ReplayBuffer:
         Raises:
             OSError: They could not be written.
         """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         with self._changed:
-            sampling = {"generator": self._generator.get_state()}
-            if self._tree is not None:
-                places = np.arange(self._oldest, self._written) % self.capacity
-                sampling["priorities"] = torch.from_numpy(self._tree.values(places))
-            meta = ReplayMeta(
-                layout=self._layout(),
-                oldest=self._oldest,
-                written=self._written,
-                largest_priority=self._largest_priority,
-            )
-            self._files.save(Path(folder), meta, sampling, self._range)
+            files = self._saved.linked_into(folder, self._oldest, self._written)
+            first = max(self._oldest, files[-1].last if files else 0)
+            row_bytes = sum(value.nbytes for value in self._row.values())
+            most = max(1, MOST_BYTES_OF_FILE // max(1, row_bytes))
+            for begin in range(first, self._written, most):
+                end = min(begin + most, self._written)
+                packed = to_safetensors(self._range(begin, end))
+                files.append(_RowFile(begin, end, len(packed), xxhash.xxh3_128_hexdigest(packed)))
+                write_bytes_durably(folder / files[-1].name, packed)
+            numbers = (self._oldest, self._written)
+            meta = msgspec.json.encode(_Meta(self._layout(), *numbers, self._largest_priority, tuple(files)))
+            places = np.arange(*numbers) % self.capacity
+            sampling = {
+                "meta": torch.frombuffer(bytearray(meta), dtype=torch.uint8),
+                "generator": self._generator.get_state(),
+                "priorities": torch.from_numpy(np.zeros(0) if self._tree is None else self._tree.values(places)),
+            }
+            packed = to_safetensors(sampling)
+            write_bytes_durably(folder / META, xxhash.xxh3_128_digest(packed) + packed)
+            for earlier in {*folder.glob("rows-*.safetensors")} - {folder / file.name for file in files}:
+                earlier.unlink()
+            self._saved.remember(folder, files)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Take over what `save` wrote; samples that follow are those that followed there.
@@ -308,95 +319,162 @@ class ReplayBuffer:
         Raises:
             FileNotFoundError: There is nothing of `save` in `folder`.
             BrokenCheckpointError: It is not whole; the buffer is empty then.
-            ValueError: It is of a buffer with other arguments; lists every difference, and nothing was changed.
+            ValueError: It is of a buffer with other arguments; names every difference, and nothing was changed.
         """
+        folder = Path(folder)
         with self._changed:
-            saved, sampling = self._files.look(Path(folder), self._layout())
+            saved, priorities, generator = _read_meta(folder / META, limit=8 * self.capacity + MOST_BYTES_OF_META)
+            layout = self._layout()
+            differ = [
+                f"{name} {saved.layout.get(name)}, not {layout[name]}"
+                for name in layout
+                if saved.layout.get(name) != layout[name]
+            ]
+            if differ:
+                raise ValueError(f"the replay buffer in {folder} has {'; '.join(differ)}")
+            self._saved.forget()
             self._written = self._oldest = 0
+            reached = saved.oldest
+            for file in saved.files:
+                rows = _proven(folder / file.name, file)
+                if _kinds(rows, rows=True) != _kinds(self._row) or not file.first <= reached < file.last:
+                    raise BrokenCheckpointError(str(folder / file.name), "it does not have the rows that its name says")
+                fresh = {name: column[reached - file.first :] for name, column in rows.items()}
+                self._put(fresh, reached, file.last - reached)
+                reached = file.last
+            if reached != saved.written:
+                raise BrokenCheckpointError(str(folder), f"it has rows up to {reached}, and not to {saved.written}")
             if self._tree is not None:
                 self._tree = SumTree(self.capacity)
-            for first, rows in self._files.load(Path(folder), saved, self._row):
-                self._put(rows, first, len(next(iter(rows.values()))))
-            if self._tree is not None:
-                self._tree.set(np.arange(saved.oldest, saved.written) % self.capacity, sampling["priorities"].numpy())
+                self._tree.set(np.arange(saved.oldest, saved.written) % self.capacity, priorities)
             self._largest_priority = saved.largest_priority
-            self._generator.set_state(sampling["generator"])
+            self._generator.set_state(generator)
             self._oldest, self._written, self._writer = saved.oldest, saved.written, None
+            self._saved.remember(folder, list(saved.files))
             self._changed.notify_all()
 
     def _layout(self) -> dict[str, Any]:
-        columns = {name: [str(row.dtype).removeprefix("torch."), *row.shape] for name, row in self._row.items()}
-        return {
-            "capacity": self.capacity,
-            "columns": columns,
-            "prioritised": self._tree is not None,
-        }
+        return {"capacity": self.capacity, "prioritised": self._tree is not None, "columns": _kinds(self._row)}
 
     def _range(self, first: int, last: int) -> dict[str, Tensor]:
         return self._rows(torch.arange(first, last, device="cpu"))
 
 
-def _faults(capacity: int, row: Mapping[str, Tensor], priority_exponent: float | None) -> list[str]:
-    faults = []
-    if not (_is_whole_number(capacity) and capacity >= 1):
-        faults.append(f"Invalid `capacity`. Expected a whole number >= 1, but received {capacity!r}")
-    if not row:
-        faults.append("`row` has no columns")
-    if reserved := sorted({"index", "weight"}.intersection(row)):
-        faults.append(f"`row` has columns that a sample has of its own: {', '.join(reserved)}")
-    if priority_exponent is not None and not (math.isfinite(priority_exponent) and priority_exponent >= 0):
-        faults.append(f"Invalid `priority_exponent`. Expected a number >= 0, but received {priority_exponent}")
-    return faults
-
-
-def _as_tensors(values: Any) -> tuple[dict[str, Tensor], list[str]]:
-    """Columns as tensors that keep no graph of what they were computed from, and what is wrong with the others."""
-    if not isinstance(values, Mapping):
-        return {}, [f"expected rows by column, but received a {type(values).__qualname__}"]
-    tensors, faults = {}, []
+def _tensors(values: Any) -> dict[str, Tensor]:
+    """Columns as tensors that keep no graph of what they were computed from."""
+    if not isinstance(values, Mapping) or not values:
+        raise ValueError(f"ReplayBuffer: expected rows by column, but received {values!r:.200}")
+    tensors = {}
     for name, value in values.items():
         try:
             tensors[name] = torch.as_tensor(value).detach()
-        except (TypeError, ValueError, RuntimeError):
-            faults.append(f"column {name!r} is not a tensor, and none can be made of a {type(value).__qualname__}")
-    return tensors, faults
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"ReplayBuffer: no tensor can be made of column {name!r}: {error}") from None
+    return tensors
 
 
-def _is_whole_number(value: Any) -> bool:
-    """Whether `value` counts something; a truth value does not."""
-    return hasattr(value, "__index__") and not isinstance(value, bool | Tensor)
+def _kinds(columns: Mapping[str, Tensor], *, rows: bool = False) -> dict[str, str]:
+    """The dtype and the shape of each column of a row, or of `rows`."""
+    return {name: f"{column.dtype} {list(column.shape[rows:])}" for name, column in columns.items()}
 
 
-def _row_faults(given: Mapping[str, Tensor], row: Mapping[str, Tensor], capacity: int) -> list[str]:
-    """The faults of rows for a buffer of such a `row`; a phrase each."""
-    faults = [f"there is no column {name!r}" for name in given if name not in row]
-    faults += [f"column {name!r} is missing" for name in row if name not in given]
-    lengths: dict[str, int] = {}
-    for name in (name for name in row if name in given):
-        column, wanted = given[name], row[name]
-        if column.dtype != wanted.dtype:
-            faults.append(f"column {name!r} is of {wanted.dtype}, not of {column.dtype}")
-        if column.ndim == 0 or column.shape[1:] != wanted.shape:
-            faults.append(f"column {name!r} has rows of shape {tuple(wanted.shape)}; received {tuple(column.shape)}")
-        else:
-            lengths[name] = len(column)
-    if len(set(lengths.values())) > 1:
-        faults.append(f"columns differ in length: {', '.join(f'{name} {n}' for name, n in lengths.items())}")
-    elif lengths:
-        count = next(iter(lengths.values()))
-        if not 1 <= count <= capacity:
-            faults.append(f"expected from 1 to {capacity} rows, but received {count}")
-    return faults
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _RowFile(msgspec.Struct, frozen=True, array_like=True):
+    """A file of the rows from `first` to below `last`."""
+
+    first: _Count
+    last: _Count
+    nbytes: _Count
+    digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+
+    @property
+    def name(self) -> str:
+        return f"rows-{self.first:015d}-{self.last:015d}.safetensors"
+
+
+class _Meta(msgspec.Struct, frozen=True):
+    """What a save has: which rows, of which buffer, and in which files."""
+
+    layout: dict[str, Any]
+    oldest: _Count
+    written: _Count
+    largest_priority: float
+    files: tuple[_RowFile, ...]
+
+
+class _SavedRows:
+    """Knows which rows the last save or load has in which files, so that the next save links them.
+
+    The folder stays open: a checkpoint is renamed when it is whole.
+    """
+
+    def __init__(self) -> None:
+        self._folder = -1
+        self._files: list[_RowFile] = []
+
+    def remember(self, folder: Path, files: list[_RowFile]) -> None:
+        """`folder` has `files`."""
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.forget()
+        self._folder, self._files = opened, files
+
+    def forget(self) -> None:
+        """Close the folder of the last save."""
+        folder, self._folder, self._files = self._folder, -1, []
+        if folder >= 0:
+            os.close(folder)
+
+    def linked_into(self, folder: Path, oldest: int, written: int) -> list[_RowFile]:
+        """The files of the last save that have some of these rows, linked into `folder`; none where one cannot be."""
+        needed = [file for file in self._files if oldest < file.last <= written]
+        try:
+            if needed and not os.path.samestat(os.fstat(self._folder), folder.stat()):
+                for file in needed:
+                    (folder / file.name).unlink(missing_ok=True)  # of a save that was broken off
+                    os.link(file.name, folder / file.name, src_dir_fd=self._folder)
+        except OSError:  # pruned, or on another file system: the rows are in memory as well
+            return []
+        return needed
+
+
+def _read_meta(path: Path, *, limit: int) -> tuple[_Meta, Floats, Tensor]:
+    """What a save has, its priorities, and the state of its generator."""
+    try:
+        content = read_regular(path, limit=limit)
+        if xxhash.xxh3_128_digest(content[16:]) != content[:16]:
+            raise ValueError("its digest differs")
+        found = load_safetensors(content[16:])
+        meta = msgspec.json.decode(found["meta"].numpy().tobytes(), type=_Meta)
+        priorities, count = found["priorities"].numpy(), meta.written - meta.oldest
+        if priorities.dtype != np.float64 or priorities.shape != (count if meta.layout["prioritised"] else 0,):
+            raise ValueError("it does not have a priority for each row")
+        return meta, priorities, found["generator"]
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no saved replay buffer in {path.parent}: it has no {META}") from None
+    except (OSError, ValueError, KeyError, RecursionError, SafetensorError) as error:
+        raise BrokenCheckpointError(str(path), f"it does not describe a saved replay buffer: {error}") from error
+
+
+def _proven(path: Path, file: _RowFile) -> dict[str, Tensor]:
+    try:
+        packed = read_regular(path, limit=file.nbytes)
+    except (OSError, ValueError) as error:
+        raise BrokenCheckpointError(str(path), f"it cannot be read: {error}") from error
+    if len(packed) != file.nbytes or xxhash.xxh3_128_hexdigest(packed) != file.digest:
+        raise BrokenCheckpointError(str(path), "it is not what was saved: its size or digest differs")
+    found: dict[str, Tensor] = load_safetensors(packed)
+    return found
 
 
 class ReplayFeed:
-    """A loader whose batches are samples of `buffer`; what it has drawn is in the buffer's own checkpoint.
+    """A loader without end whose batches are samples of `buffer`; what it has drawn is in the buffer's own checkpoint.
 
     Args:
         buffer: Is written by another thread, or between two steps.
         batch_size: Rows of a batch.
         start_after: Rows that there must be before the first batch; None waits for `batch_size`.
-        batches: Batches of a pass; None is a pass without end.
         importance_exponent: Of the weights, where the buffer has priorities.
         wait_s: How long to wait for `start_after` rows.
 
@@ -413,17 +491,16 @@ class ReplayFeed:
         batch_size: int,
         *,
         start_after: int | None = None,
-        batches: int | None = None,
         importance_exponent: float = 0.4,
         wait_s: float = 60.0,
     ) -> None:
         needed = batch_size if start_after is None else start_after
-        if not 1 <= batch_size <= needed <= buffer.capacity or (batches is not None and batches < 1):
+        if not 1 <= batch_size <= needed <= buffer.capacity:
             raise ValueError(
-                "ReplayFeed: expected 1 <= batch_size <= start_after <= the capacity of the buffer, and batches >= 1, "
-                f"but received {batch_size}, {needed}, {buffer.capacity} and {batches}"
+                "ReplayFeed: expected 1 <= batch_size <= start_after <= the capacity of the buffer, but received "
+                f"{batch_size}, {needed} and {buffer.capacity}"
             )
-        self.buffer, self.batch_size, self.start_after, self.batches = buffer, batch_size, needed, batches
+        self.buffer, self.batch_size, self.start_after = buffer, batch_size, needed
         self.importance_exponent, self.wait_s = importance_exponent, wait_s
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -432,7 +509,5 @@ class ReplayFeed:
                 f"the replay buffer has {len(self.buffer)} rows after {self.wait_s:g} s, and training starts after "
                 f"{self.start_after}: does its writer run?"
             )
-        drawn = 0
-        while self.batches is None or drawn < self.batches:
+        while True:
             yield self.buffer.sample(self.batch_size, importance_exponent=self.importance_exponent)
-            drawn += 1

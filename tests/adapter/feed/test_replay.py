@@ -88,16 +88,12 @@ def test_priorities_of_rows_that_are_gone_are_passed_over():
     drawn = buffer.sample(4)["index"]
     buffer.extend(rows(4, 4))
     buffer.update_priorities(drawn, torch.full((4,), 100.0))
-    with pytest.raises(ValueError, match=r"expected the `index` of a sample.*1 numbers of float32"):
-        buffer.update_priorities(torch.ones(1), [1.0])
-    with pytest.raises(ValueError, match=r"to the 4 rows of the buffer, but received 1\.5"):
-        buffer.sample(1.5)
     assert buffer._tree.total == 4.0
 
 
-@pytest.mark.parametrize("size", [1, 31, 32, 33, 1024, 1025, 40_000, 1_100_000])
+@pytest.mark.parametrize("size", [1, 127, 128, 129, 1024, 1025, 40_000, 1_100_000])
 def test_a_sum_tree_finds_what_a_cumulative_sum_finds(size):
-    """At every number of levels, and nothing that has no priority."""
+    """And nothing that has no priority."""
     random = np.random.default_rng(size)
     tree, leaves = SumTree(size), random.integers(0, 3, size).astype(np.float64)
     leaves[random.integers(size)] = 2.0
@@ -218,11 +214,15 @@ def test_a_save_writes_only_rows_that_are_new(tmp_path):
     """The others are links, and a folder that is gone costs a whole save."""
     buffer = ReplayBuffer(10_000, ROW)
     buffer.extend(rows(0, 9_000))
+
+    def new_bytes(folder):
+        return sum(path.stat().st_size for path in folder.glob("rows-*") if path.stat().st_nlink == 1)
+
     buffer.save(tmp_path / "a")
-    whole = buffer._files.written_bytes
+    whole = new_bytes(tmp_path / "a")
     buffer.extend(rows(9_000, 90))
     buffer.save(tmp_path / "b")
-    assert buffer._files.written_bytes < 1.05 * whole
+    assert 0 < new_bytes(tmp_path / "b") < 0.05 * whole
     linked = [path for path in (tmp_path / "b").glob("rows-*") if path.stat().st_nlink == 2]
     assert len(linked) == 1
 
@@ -230,7 +230,7 @@ def test_a_save_writes_only_rows_that_are_new(tmp_path):
     again.load(tmp_path / "b")
     again.extend(rows(9_090, 10))
     again.save(tmp_path / "c")
-    assert again._files.written_bytes < 0.05 * whole
+    assert 0 < new_bytes(tmp_path / "c") < 0.05 * whole
     for path in (tmp_path / "c").iterdir():
         path.unlink()
     again.save(tmp_path / "d")
@@ -246,7 +246,7 @@ def test_saving_again_into_one_folder_leaves_only_what_is_needed(tmp_path):
     for first in range(0, 1000, 50):
         buffer.extend(rows(first, 50))
         buffer.save(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 4
+    assert len(list(tmp_path.iterdir())) == 3
     again = ReplayBuffer(100, ROW)
     again.load(tmp_path)
     assert torch.equal(again._range(900, 1000)["reward"], torch.arange(900.0, 1000))
@@ -260,7 +260,7 @@ def test_a_save_that_is_not_whole_is_refused(tmp_path, damage):
     buffer.save(tmp_path)
     (path,) = tmp_path.glob("rows-*")
     if damage == "meta":
-        path = tmp_path / "replay.json"
+        path = tmp_path / "replay.bin"
         path.write_text("{}")
     elif damage == "gone":
         path.unlink()
@@ -278,12 +278,12 @@ def test_a_process_that_is_killed_in_a_save_leaves_the_save_before_it(tmp_path):
         child = os.fork()
         if child == 0:
             buffer = ReplayBuffer(500, ROW, priority_exponent=0.5)
-            if (tmp_path / "replay.json").exists():
+            if (tmp_path / "replay.bin").exists():
                 buffer.load(tmp_path)
             while True:
                 step(buffer)
                 buffer.save(tmp_path)
-        while not (tmp_path / "replay.json").exists():
+        while not (tmp_path / "replay.bin").exists():
             time.sleep(0.005)
         time.sleep(0.05 + 0.013 * kill)  # wherever that is in a save
         os.kill(child, signal.SIGKILL)
@@ -296,32 +296,31 @@ def test_a_process_that_is_killed_in_a_save_leaves_the_save_before_it(tmp_path):
 
 
 def test_a_save_of_another_buffer_is_refused(tmp_path):
-    """With every difference."""
+    """Names every difference."""
     buffer = ReplayBuffer(100, ROW)
     buffer.extend(rows(0, 10))
     buffer.save(tmp_path)
     other = ReplayBuffer(50, {**ROW, "reward": torch.tensor(0.0, dtype=torch.float64)}, priority_exponent=1.0)
-    with pytest.raises(ValueError, match=r"capacity 100, not 50; columns .*; prioritised False, not True"):
+    with pytest.raises(ValueError, match=r"capacity 100, not 50; prioritised False, not True; columns .*not .*float64"):
         other.load(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"it has no replay\.json"):
+    with pytest.raises(FileNotFoundError, match=r"it has no replay\.bin"):
         other.load(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"capacity": 0, "priority_exponent": -1}, r"`capacity`.*received 0; Invalid `priority_exponent`.*received -1"),
-        ({"capacity": 10.0}, r"Invalid `capacity`. Expected a whole number >= 1, but received 10\.0"),
-        ({"capacity": True}, "received True"),
-        ({"row": {}}, "`row` has no columns"),
-        ({"row": {"a": "text", "b": None}}, "'a' is not a tensor, and none can be made of a str; column 'b'"),
-        ({"row": [1]}, "expected rows by column, but received a list"),
-        ({"row": {"index": torch.zeros(1)}}, "columns that a sample has of its own: index"),
-        ({"priority_exponent": float("nan")}, "`priority_exponent`.*received nan"),
+        ({"capacity": 0}, "`capacity` >= 1 .* received 0 and None"),
+        ({"priority_exponent": -1}, "`priority_exponent` >= 0 or None, but received 10 and -1"),
+        ({"priority_exponent": float("nan")}, "received 10 and nan"),
+        ({"row": {}}, "expected rows by column, but received {}"),
+        ({"row": [1]}, r"expected rows by column, but received \[1\]"),
+        ({"row": {"a": "text"}}, "no tensor can be made of column 'a'"),
+        ({"row": {"index": torch.zeros(1)}}, "columns of its own named index"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_at_once(arguments, message):
-    """All of them."""
+    """By name."""
     with pytest.raises(ValueError, match=message):
         ReplayBuffer(**{"capacity": 10, "row": ROW, **arguments})
 
@@ -329,15 +328,12 @@ def test_arguments_that_cannot_be_are_refused_at_once(arguments, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"reward": torch.zeros(4, dtype=torch.float64)}, r"'reward' is of torch\.float32, not of torch\.float64"),
-        ({"observation": torch.zeros(4, 3)}, r"'observation' has rows of shape \(2,\); received \(4, 3\)"),
-        ({"reward": torch.zeros(3)}, "columns differ in length: observation 4, reward 3"),
-        ({"gain": torch.zeros(4)}, "there is no column 'gain'"),
-        (
-            {"reward": ["a"] * 4, "observation": None},
-            "'observation' is not a tensor, .* of a NoneType; column 'reward'",
-        ),
-        ({"reward": torch.tensor(1.0)}, r"'reward' has rows of shape \(\); received \(\)"),
+        ({"reward": torch.zeros(4, dtype=torch.float64)}, r"'reward': 'torch\.float32 \[\]'.*received.*torch\.float64"),
+        ({"observation": torch.zeros(4, 3)}, r"'observation': 'torch\.float32 \[2\]'.*received.*\[3\]"),
+        ({"reward": torch.zeros(3)}, "but received 3 and 4 rows"),
+        ({"gain": torch.zeros(4)}, "but received .*'gain'"),
+        ({"observation": None}, "no tensor can be made of column 'observation'"),
+        ({"reward": torch.tensor(1.0)}, "but received 0 and 4 rows"),
     ],
 )
 def test_rows_that_do_not_fit_change_nothing(change, message):
@@ -362,23 +358,23 @@ def test_rows_that_were_computed_with_gradients_keep_no_graph():
 def test_numbers_of_rows_and_priorities_that_cannot_be_are_refused():
     """More than there are, none, NaN, negative, infinite, unknown."""
     buffer = ReplayBuffer(10, ROW, priority_exponent=1.0)
-    with pytest.raises(ValueError, match="expected from 1 to 10 rows, but received 12"):
+    with pytest.raises(ValueError, match=r"expected from 1 to 10 rows of .*, but received 12 rows"):
         buffer.extend(rows(0, 12))
     with pytest.raises(ValueError, match="Expected a number from 1 to the 0 rows of the buffer, but received 1"):
         buffer.sample(1)
     buffer.extend(rows(0, 4))
     with pytest.raises(ValueError, match="Expected a number from 1 to the 4 rows of the buffer, but received 5"):
         buffer.sample(5)
-    with pytest.raises(ValueError, match="received 2 others, of which the first is nan for row 1"):
-        buffer.update_priorities(torch.arange(3), torch.tensor([1.0, float("nan"), -1.0]))
-    with pytest.raises(ValueError, match=r"from 0 to 3, but received 1 others, of which the first is 1\.0 for row 4"):
-        buffer.update_priorities([2, 4], [1.0, 1.0])
-    with pytest.raises(ValueError, match="1 numbers of int64 and 2 priorities"):
-        buffer.update_priorities([2], [1.0, 1.0])
-    with pytest.raises(ValueError, match=r"expected the `index` of a sample.*1 numbers of float32"):
-        buffer.update_priorities(torch.ones(1), [1.0])
-    with pytest.raises(ValueError, match=r"to the 4 rows of the buffer, but received 1\.5"):
-        buffer.sample(1.5)
+    for index, priorities in (
+        (torch.arange(3), [1.0, float("nan"), -1.0]),
+        (torch.arange(1), [float("inf")]),
+        ([2, 4], [1.0, 1.0]),
+        ([-1], [1.0]),
+        ([2], [1.0, 1.0]),
+        (torch.ones(1), [1.0]),
+    ):
+        with pytest.raises(ValueError, match="of rows below 4, and a finite priority >= 0 for each of them"):
+            buffer.update_priorities(index, priorities)
     assert buffer._tree.total == 4.0
     buffer.update_priorities(torch.arange(4), torch.zeros(4))
     with pytest.raises(ValueError, match="all rows of the buffer have priority 0"):
@@ -387,16 +383,16 @@ def test_numbers_of_rows_and_priorities_that_cannot_be_are_refused():
         ReplayBuffer(10, ROW).update_priorities([0], [1.0])
 
 
-def test_a_feed_waits_for_its_writer_and_ends_after_its_batches():
+def test_a_feed_waits_for_its_writer():
     """Or says that nobody writes."""
     buffer = ReplayBuffer(100, ROW)
     with pytest.raises(InputError, match=r"has 0 rows after 0\.01 s, and training starts after 20"):
         next(iter(ReplayFeed(buffer, 10, start_after=20, wait_s=0.01)))
     writer = threading.Thread(target=lambda: [buffer.extend(rows(first, 5)) for first in range(0, 40, 5)])
-    feed = iter(ReplayFeed(buffer, 10, start_after=20, batches=3))
+    feed = iter(ReplayFeed(buffer, 10, start_after=20))
     writer.start()
-    batches = list(feed)
+    batches = [next(feed) for _ in range(3)]
     writer.join()
     assert [len(batch["index"]) for batch in batches] == [10, 10, 10]
-    with pytest.raises(ValueError, match="but received 0, 200, 100 and 0"):
-        ReplayFeed(buffer, 0, start_after=200, batches=0)
+    with pytest.raises(ValueError, match="but received 0, 200 and 100"):
+        ReplayFeed(buffer, 0, start_after=200)
