@@ -325,7 +325,6 @@ class CheckpointHook(_AtEpochs):
         device: See `TrainerHook`.
         interval: Cadence in epochs; 0 turns it off.
         wandb_run: What ``wandb.init`` returned, on rank zero.
-        wandb_interval: Cadence of artifacts in epochs, of those that are saved; 0 turns them off.
 
     Raises:
         CheckpointError: At the end of an epoch: the trainer has no `Checkpoint`, or a file cannot be written.
@@ -334,18 +333,6 @@ class CheckpointHook(_AtEpochs):
     critical = True
     run_on_all_ranks = True  # a save is collective
     writes = ("latest_checkpoint_uri", "latest_wandb_uri")
-
-    def __init__(
-        self,
-        trainer_cfg: Any = None,
-        device: torch.device | None = None,
-        *,
-        interval: int = 1,
-        wandb_run: Any = None,
-        wandb_interval: int = 1,
-    ) -> None:
-        super().__init__(trainer_cfg, device, interval=interval, wandb_run=wandb_run)
-        self.wandb_interval = wandb_interval
 
     @override
     def act(self, trainer_state: TrainerState) -> None:
@@ -357,8 +344,7 @@ class CheckpointHook(_AtEpochs):
         # Not reported yet: an event log takes no metric of this step after its checkpoint.
         savers[0].wait_until_durable()
         trainer_state.latest_checkpoint_uri = str(record)
-        uploads = self.wandb_run is not None and trainer.is_global_zero
-        if uploads and should_run(trainer_state.epoch, self.wandb_interval):
+        if self.wandb_run is not None and trainer.is_global_zero:
             trainer_state.latest_wandb_uri = self._upload(record, trainer_state)
 
     def _upload(self, record: Path, trainer_state: TrainerState) -> str:

@@ -190,13 +190,9 @@ class UploadArtifacts(Hook):
                 self._queue_record(each)
 
     def _queue_record(self, record: CheckpointRecord) -> None:
-        if self._uploader is None:
-            return
-        self._newest = record
-        if not record.path.exists():
-            log.warning("%s was deleted before it could be queued for upload; keep more checkpoints", record.path)
-            return
-        enqueue(self._uploader, record)
+        if self._uploader is not None:
+            self._newest = record
+            enqueue(self._uploader, record)
 
     def _waiting_files(self) -> set[Path]:
         return set() if self._uploader is None else self._uploader.waiting_files()
