@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from operator import attrgetter
 from types import SimpleNamespace
@@ -78,63 +78,33 @@ def require_names(package: Literal["lightning", "torch"], owner: type, *names: s
         )
 
 
-_USED: tuple[tuple[type, tuple[str, ...]], ...] = (
-    (
-        FitLoop,
-        (
-            *("setup_data", "on_run_start", "on_run_end", "on_advance_start", "advance", "on_advance_end", "reset"),
-            *("done", "skip", "teardown", "reset_restart_stage", "restarted_mid_epoch", "_data_source"),
-            *("_load_combined_loader_states", "_combined_loader_states_to_load", "_combined_loader"),
-            *("_warn_if_modules_in_eval_mode", "_data_fetcher"),
-        ),
-    ),
-    (
-        TrainingEpochLoop,
-        (
-            *("on_run_start", "on_advance_end", "on_iteration_done", "reset", "run", "done", "global_step"),
-            *("update_restart_stage", "on_save_checkpoint", "on_load_checkpoint", "_is_training_done"),
-            *("_is_validation_done", "_save_loggers_on_train_batch_end", "_batches_that_stepped", "_results"),
-        ),
-    ),
-    (Loop, ("_restarting", "_resuming_from_checkpoint", "_loaded_from_state_dict", "restarting")),
-    (EvaluationLoop, ("_data_source",)),
-    (PrefetchDataFetcher, ("__next__", "setup", "prefetch_batches")),
-    (
-        CheckpointConnector,
-        (
-            *("_parse_ckpt_path", "resume_start", "restore_model", "restore_precision_plugin_state"),
-            *("restore_optimizers_and_schedulers", "_loaded_checkpoint", "_ckpt_path"),
-        ),
-    ),
-    (SignalConnector, ("register_signal_handlers", "teardown", "received_sigterm")),
-    (
-        LoggerConnector,
-        (
-            *("on_batch_end", "update_train_step_metrics", "_callback_metrics", "_progress_bar_metrics"),
-            *("_logged_metrics", "_first_loop_iter"),
-        ),
-    ),
-    (CombinedLoader, ("_load_state_dicts", "_iterator")),
-    (
-        pl.Trainer,
-        ("_signal_connector", "_logger_connector", "_data_connector", "_checkpoint_connector", "received_sigterm"),
-    ),
-    (pl.LightningModule, ("_trainer", "_current_fx_name")),
-    (HyperparametersMixin, ("_log_hyperparams",)),
-    (
-        DDPStrategy,
-        (
-            *("_ddp_comm_hook", "_ddp_comm_state", "_ddp_comm_wrapper"),
-            *("_model_averaging_period", "_start_method", "_ddp_kwargs"),
-        ),
-    ),
-    (ModelParallelStrategy, ("_tensor_parallel_size",)),
-    (WandbLogger, ("_wandb_init", "_experiment", "_id", "_prefix")),
-    (MLFlowLogger, ("_run_id", "_initialized", "_prefix")),
-)
+_USED: Mapping[type, str] = {
+    FitLoop: "setup_data on_run_start on_run_end on_advance_start advance on_advance_end reset done skip teardown "
+    "reset_restart_stage restarted_mid_epoch _data_source _load_combined_loader_states "
+    "_combined_loader_states_to_load _combined_loader _warn_if_modules_in_eval_mode _data_fetcher",
+    TrainingEpochLoop: "on_run_start on_advance_end on_iteration_done reset run done global_step update_restart_stage "
+    "on_save_checkpoint on_load_checkpoint _is_training_done _is_validation_done _save_loggers_on_train_batch_end "
+    "_batches_that_stepped _results",
+    Loop: "_restarting _resuming_from_checkpoint _loaded_from_state_dict restarting",
+    EvaluationLoop: "_data_source",
+    PrefetchDataFetcher: "__next__ setup prefetch_batches",
+    CheckpointConnector: "_parse_ckpt_path resume_start restore_model restore_precision_plugin_state "
+    "restore_optimizers_and_schedulers _loaded_checkpoint _ckpt_path",
+    SignalConnector: "register_signal_handlers teardown received_sigterm",
+    LoggerConnector: "on_batch_end update_train_step_metrics _callback_metrics _progress_bar_metrics _logged_metrics "
+    "_first_loop_iter",
+    CombinedLoader: "_load_state_dicts _iterator",
+    pl.Trainer: "_signal_connector _logger_connector _data_connector _checkpoint_connector received_sigterm",
+    pl.LightningModule: "_trainer _current_fx_name",
+    HyperparametersMixin: "_log_hyperparams",
+    DDPStrategy: "_ddp_comm_hook _ddp_comm_state _ddp_comm_wrapper _model_averaging_period _start_method _ddp_kwargs",
+    ModelParallelStrategy: "_tensor_parallel_size",
+    WandbLogger: "_wandb_init _experiment _id _prefix",
+    MLFlowLogger: "_run_id _initialized _prefix",
+}
 
-for _owner, _names in _USED:
-    require_names("lightning", _owner, *_names)
+for _owner, _names in _USED.items():
+    require_names("lightning", _owner, *_names.split())
 
 
 received_sigterm: Callable[[pl.Trainer], bool] = attrgetter("_signal_connector.received_sigterm")

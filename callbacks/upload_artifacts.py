@@ -112,13 +112,10 @@ class UploadArtifacts(Hook):
                 "UploadArtifacts sends no file of %s: give the trainer a `Checkpoint` of genlight.callbacks",
                 ", ".join(type(callback).__name__ for callback in trainer.checkpoint_callbacks),
             )
-        if not trainer.strategy.restore_checkpoint_after_setup:
-            self._queue_resumed(trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.strategy.restore_checkpoint_after_setup:  # FSDP knows only by now what it resumes from
-            self._queue_resumed(trainer)
+        self._queue_resumed(trainer)  # before, FSDP does not know what it resumes from
 
     @override
     def on_checkpoint_durable(

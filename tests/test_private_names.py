@@ -39,7 +39,7 @@ def is_private(name: str) -> bool:
 
 def parts_of_texts(node: ast.AST) -> list[str]:
     texts = (each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str))
-    return [part for text in texts for part in text.split(".")]
+    return [part for text in texts for name in text.split() for part in name.split(".")]
 
 
 def is_own_instance(node: ast.Attribute) -> bool:
