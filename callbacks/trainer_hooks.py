@@ -18,7 +18,7 @@ from ..adapter.plumbing.text import nearest
 from .checkpoint.format.record import read_record
 from .checkpoint.policy import savers_of
 from .hook.events import entry_of, is_own_loop, log_to_loggers, model_of, run_state_of, step_metrics
-from .hook.hook import Hook
+from .hook.hook import Hook, judge
 from .log_metrics import rollout_means
 
 __all__ = [
@@ -198,10 +198,13 @@ class TrainerHookAdapter(Hook):
         return str(getattr(self.callback, "instance_name", type(self.callback).__name__))
 
     def tell(self, event: str, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Call the method `event` of the trainer hook, where it has one."""
+        """Call the method `event` of the trainer hook, where it has one; a failure is that of this event alone."""
         method = getattr(self.callback, event, None)
         if method is not None:
-            method(trainer_state_of(trainer, pl_module))
+            try:
+                method(trainer_state_of(trainer, pl_module))
+            except Exception as error:  # noqa: BLE001  # the policy raises it again
+                judge(self, event, error)
 
     on_new_training_run = _telling("on_new_training_run")
     on_rollout_start = _telling("on_rollout_start")

@@ -63,12 +63,13 @@ class CallbackList(Hook):
         view = view_of(trainer, pl_module)
         present = [each for each in callbacks_of(trainer) if each not in self._joined]
         trainer.callbacks = present  # type: ignore[attr-defined]
-        self._joined = [
-            callback
-            for place, each in enumerate([*self.callbacks, *self._missing(view)])
-            if (callback := _lightning_callback(each, place, view)) not in present
-            and not (isinstance(callback, JobProgress) and any(isinstance(other, JobProgress) for other in present))
-        ]
+        shows_progress = any(isinstance(each, JobProgress) for each in present)
+        self._joined = []
+        for place, each in enumerate([*self.callbacks, *self._missing(view)]):
+            callback = _lightning_callback(each, place, view)
+            is_second_progress = shows_progress and isinstance(callback, JobProgress)
+            if callback not in present and not is_second_progress:
+                self._joined.append(callback)
         # This list comes before its callbacks, which look at what it notes of a step. Checkpoints come last.
         place = present.index(self) + 1
         checkpoints = [each for each in self._joined if isinstance(each, pl.callbacks.Checkpoint)]

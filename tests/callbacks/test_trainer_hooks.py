@@ -192,6 +192,22 @@ def test_a_failure_is_counted_and_that_of_a_critical_hook_ends_the_run(caplog) -
         run(Collects(), [critical])
 
 
+def test_in_lightnings_own_loop_a_failure_keeps_no_other_event_from_the_hook(fit_plain, caplog) -> None:
+    class FailsAtPhases(TrainerHook):
+        ended = 0
+
+        def on_train_phase_end(self, state):
+            raise ValueError("no such file")
+
+        def on_epoch_end(self, state):
+            self.ended += 1
+
+    hook = FailsAtPhases()
+    fit_plain([TrainerHookAdapter(hook)], steps=3)
+    assert hook.ended == 1
+    assert "FailsAtPhases failed: on_train_phase_end 1 times" in caplog.text
+
+
 def test_only_hooks_that_ask_for_it_run_on_all_ranks() -> None:
     everywhere = Fails()
     everywhere.run_on_all_ranks = True
