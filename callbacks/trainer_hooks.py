@@ -177,12 +177,9 @@ class TrainerHookAdapter(Hook):
     """
 
     def __init__(self, hook: TrainerHook) -> None:
-        given: Any = hook
-        if isinstance(given, type):
-            raise TypeError(f"Invalid `hook`. Expected an instance, but received the class {given.__name__}.")
-        if not any(_has_event(hook, event) for event in TRAINER_HOOK_EVENTS):
+        if isinstance(hook, type) or not any(_has_event(hook, event) for event in TRAINER_HOOK_EVENTS):
             events = ", ".join(TRAINER_HOOK_EVENTS)
-            raise TypeError(f"Invalid `hook`. {type(hook).__name__} has none of the events {events}.")
+            raise TypeError(f"Invalid `hook` {hook!r}. Expected an object with one of the events {events}.")
         self.callback = hook
         self.critical = bool(getattr(hook, "critical", False))
         self.ranks: Literal["zero", "all"] = "all" if getattr(hook, "run_on_all_ranks", False) else "zero"

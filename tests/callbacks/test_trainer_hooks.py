@@ -230,9 +230,9 @@ def test_a_class_of_elsewhere_needs_no_base() -> None:
     assert hook.epochs == [1, 2]
 
 
-@pytest.mark.parametrize(("hook", "words"), [(Notes, "received the class Notes"), (object(), "has none of the events")])
-def test_what_is_no_trainer_hook_is_refused(hook, words) -> None:
-    with pytest.raises(TypeError, match=words):
+@pytest.mark.parametrize("hook", [Notes, object()])
+def test_what_is_no_trainer_hook_is_refused(hook) -> None:
+    with pytest.raises(TypeError, match="Expected an object with one of the events on_new_training_run"):
         TrainerHookAdapter(hook)
 
 
