@@ -24,7 +24,6 @@ from .urls import hide_urls
 
 __all__ = [
     "HIDDEN",
-    "PLAIN_VARIABLES",
     "hide_environment",
     "hide_secrets",
     "is_secret_name",
@@ -47,20 +46,9 @@ LONGEST_TEXT = 64 * 1024
 MOST_LINES = 400
 """Entries of a traceback that are kept, half of them from its beginning and half from its end."""
 
-_OF_PATHS = ("JOB_SPEC_PATH", "PLUGIN", "ARTIFACTS_DIR", "CHECKPOINTS_DIR", "SAMPLES_DIR", "METRICS_DIR", "EVENTS_PATH")
-_OF_UPLOADS = ("METRICS_URL", "CHECKPOINT_URL", "SAMPLE_URL", "TERMINAL_URL", "DEADLINE_SECONDS")
-_OF_STOPS = ("CANCELLED", "CANCEL_FILE", "MAX_RUNTIME_SECONDS", "STOP_GRACE_SECONDS")
-_OF_TRUST = ("ORCHESTRATED", "TOKEN_ORIGINS", "SHARED_ARTIFACTS", "PRIVATE_HOSTS")
-PLAIN_VARIABLES: Final = frozenset(
-    {
-        "TENSORHUB_URL",
-        *(f"TRAINER_{name}" for name in (*_OF_PATHS, *_OF_STOPS, *_OF_TRUST)),
-        *(f"TRAINER_UPLOAD_{name}" for name in _OF_UPLOADS),
-    }
-)
-"""Settings of a run, which a message must be able to name: only the credentials in their URLs are hidden."""
-
 _SECRET_VARIABLE = re.compile(r"TOKEN|KEY|SECRET|PASS|CRED|AUTH|SIGNATURE", re.IGNORECASE)
+_SETTING = re.compile(rf"TRAINER_TOKEN_ORIGINS|(?:TENSORHUB_URL|TRAINER_)(?!.*({_SECRET_VARIABLE.pattern})).*")
+"""Variables of a run, which a message must be able to name: only the credentials in their URLs are hidden."""
 _NO_SECRETS = frozenset(["default", "disabled", "enabled", "required", "optional"])
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
@@ -131,8 +119,8 @@ def hide_secrets(text: str, *, secrets: Iterable[str | None] = (), environ: Mapp
 def hide_environment(text: str, *, secrets: Iterable[str | None] = (), environ: Mapping[str, str] | None = None) -> str:
     """`text` that leaves the machine, without `secrets`, credentials in URLs and values of the environment.
 
-    Values of fewer than 6 characters stay: ``1`` or ``true`` are part of many texts. So do those of `PLAIN_VARIABLES`,
-    less the credentials of their URLs.
+    Values of fewer than 6 characters stay: ``1`` or ``true`` are part of many texts. So do those of a run's settings
+    (``TRAINER_…``), less the credentials of their URLs.
     """
     found = _values_of(environ, r"(?s:.*)")
     return _without_known_forms(_without_queries(_replaced(text, found | _hidden_by(secrets))))
@@ -223,10 +211,10 @@ def _values_of(environ: Mapping[str, str] | None, of_any_name: str) -> dict[str,
     variables that match the regular expression `of_any_name` and are not a setting's as well.
     """
     variables = dict(os.environ if environ is None else environ)
-    plain = {variables[name] for name in PLAIN_VARIABLES & variables.keys()}
+    plain = {value for name, value in variables.items() if _SETTING.fullmatch(name)}
     found = {secret: HIDDEN for value in plain for secret in _secrets_of_url(value)}
     for name, value in variables.items():
-        named = _SECRET_VARIABLE.search(name) is not None and name not in PLAIN_VARIABLES
+        named = _SECRET_VARIABLE.search(name) is not None and not _SETTING.fullmatch(name)
         if _may_be_secret(value) and (named or (value not in plain and re.fullmatch(of_any_name, value))):
             found.setdefault(value, f"${name}")
     return found

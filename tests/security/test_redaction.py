@@ -12,7 +12,6 @@ from genlight.adapter.job.sources import JOB_VARIABLE, VARIABLES
 from genlight.adapter.plumbing.failures import describe_failure, safe_text
 from genlight.adapter.plumbing.redaction import (
     HIDDEN,
-    PLAIN_VARIABLES,
     hide_environment,
     hide_secrets,
     is_secret_name,
@@ -138,8 +137,11 @@ def test_settings_of_a_run_are_no_secrets_but_the_credentials_in_their_urls_are(
         assert "https://host/m" in shown
 
 
-def test_the_settings_that_may_be_shown_are_those_of_a_run_without_its_token():
-    assert {JOB_VARIABLE, *VARIABLES} - {"TRAINER_CAPABILITY_TOKEN"} == PLAIN_VARIABLES
+@pytest.mark.parametrize("variable", [JOB_VARIABLE, *VARIABLES, "TRAINER_API_KEY", "TRAINERS_CHOICE"])
+def test_the_values_of_a_runs_variables_may_be_shown_but_for_its_token(variable):
+    shown = variable in {JOB_VARIABLE, *VARIABLES} - {"TRAINER_CAPABILITY_TOKEN"}
+
+    assert (hide_environment(CANARY, environ={variable: CANARY}) == CANARY) is shown
 
 
 @pytest.mark.parametrize(
