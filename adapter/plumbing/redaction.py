@@ -17,7 +17,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 from urllib.parse import parse_qsl, quote, unquote
 
 from .urls import hide_urls
@@ -211,13 +211,20 @@ def _values_of(environ: Mapping[str, str] | None, of_any_name: str) -> dict[str,
     variables that match the regular expression `of_any_name` and are not a setting's as well.
     """
     variables = dict(os.environ if environ is None else environ)
-    plain = {value for name, value in variables.items() if _SETTING.fullmatch(name)}
+    plain = {value for name, value in variables.items() if _kind_of_variable(name) == "setting"}
     found = {secret: HIDDEN for value in plain for secret in _secrets_of_url(value)}
     for name, value in variables.items():
-        named = _SECRET_VARIABLE.search(name) is not None and not _SETTING.fullmatch(name)
-        if _may_be_secret(value) and (named or (value not in plain and re.fullmatch(of_any_name, value))):
+        is_hidden = _kind_of_variable(name) == "secret" or (value not in plain and re.fullmatch(of_any_name, value))
+        if is_hidden and _may_be_secret(value):
             found.setdefault(value, f"${name}")
     return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind_of_variable(name: str) -> Literal["setting", "secret", "other"]:
+    if _SETTING.fullmatch(name):
+        return "setting"
+    return "secret" if _SECRET_VARIABLE.search(name) else "other"
 
 
 def _may_be_secret(value: str) -> bool:
