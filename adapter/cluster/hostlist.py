@@ -16,14 +16,9 @@ __all__ = ["MOST_HOSTS", "expand_hostlist"]
 MOST_HOSTS = 65_536
 """Slurm's own limit on a range; here it holds for the whole list."""
 
-_SEPARATOR = re.compile(r"[,\s]+")
-_PLAIN = re.compile(r"[\w.:-]*", re.ASCII)
+_BETWEEN_SEPARATORS = re.compile(r"(?:[^,\s\[\]]+|\[[^\[\]]*\]|[\[\]])+")
+_WORD = re.compile(r"(?:[\w.:-]+|\[[\d,-]+\])+", re.ASCII)
 _RANGE = re.compile(r"(?P<low>\d{1,18})(-(?P<high>\d{1,18}))?", re.ASCII)
-
-
-_Range = tuple[int, int, int]
-"""The first and the last of consecutive numbers, and how many digits they have at least."""
-_Part = str | list[_Range]
 
 
 def expand_hostlist(text: str) -> list[str]:
@@ -32,68 +27,36 @@ def expand_hostlist(text: str) -> list[str]:
     Raises:
         ValueError: It names no host, is malformed, or stands for more than 65,536 hosts; quotes it.
     """
-    parsed = [_parsed(word, text) for word in _words(text)]
-    if not parsed:
+    try:
+        names = (name for word in _BETWEEN_SEPARATORS.findall(text) for name in _names(word))
+        found = list(itertools.islice(names, MOST_HOSTS + 1))
+    except ValueError as error:
+        raise ValueError(f"Invalid hostlist {text!r}. {error}") from None
+    if not found:
         raise ValueError(f"Invalid hostlist {text!r}. It names no host.")
-    names = list(itertools.islice((name for parts in parsed for name in _names(parts)), MOST_HOSTS + 1))
-    if len(names) > MOST_HOSTS:
+    if len(found) > MOST_HOSTS:
         raise ValueError(f"Invalid hostlist {text!r}. It stands for more than {MOST_HOSTS:,} hosts.")
-    return names
+    return found
 
 
-def _words(text: str) -> Iterator[str]:
-    """The comma-separated parts, of which those in brackets belong to their word."""
-    word, depth = "", 0
-    for piece in re.split(r"([\[\]]|[,\s]+)", text):
-        depth += (piece == "[") - (piece == "]")
-        if depth not in (0, 1):
-            raise ValueError(f"Invalid hostlist {text!r}. Its brackets do not pair up.")
-        if depth == 0 and _SEPARATOR.fullmatch(piece):
-            yield from filter(None, [word])
-            word = ""
-        else:
-            word += piece
-    if depth:
-        raise ValueError(f"Invalid hostlist {text!r}. A bracket is not closed.")
-    yield from filter(None, [word])
-
-
-def _parsed(word: str, text: str) -> list[_Part]:
-    """A word as texts and, at odd places, the ranges of its brackets."""
-    parts: list[_Part] = []
-    for place, piece in enumerate(re.split(r"[\[\]]", word)):
-        if place % 2:
-            parts.append([_range(entry, text) for entry in piece.split(",")])
-        elif _PLAIN.fullmatch(piece):
-            parts.append(piece)
-        else:
-            raise ValueError(f"Invalid hostlist {text!r}. No host can be named {piece!r}.")
-    return parts
-
-
-def _range(entry: str, text: str) -> _Range:
-    match = _RANGE.fullmatch(entry)
-    if match is None:
-        raise ValueError(f"Invalid hostlist {text!r}. {entry!r} is not a number or a range of numbers.")
-    low, high = int(match["low"]), int(match["high"] or match["low"])
-    if high < low:
-        raise ValueError(f"Invalid hostlist {text!r}. The range {entry!r} ends before it begins.")
-    return low, high, len(match["low"])
-
-
-def _names(parts: list[_Part]) -> Iterator[str]:
-    brackets = [place for place, part in enumerate(parts) if not isinstance(part, str)]
+def _names(word: str) -> Iterator[str]:
+    if _WORD.fullmatch(word) is None:
+        raise ValueError(f"{word!r} is not the name of a host, with numbers such as [9-10,12] in brackets.")
+    parts = re.split(r"[\[\]]", word)
+    brackets = range(1, len(parts), 2)
     # scontrol expands the last bracket within all others, and those from the right: the last but one varies slowest.
-    return _filled(parts, [*reversed(brackets[:-1]), *brackets[-1:]])
+    order = [*reversed(brackets[:-1]), *brackets[-1:]]
+    # No bracket is counted out beyond what is refused anyway.
+    choices = [list(itertools.islice(_numbers(parts[place]), MOST_HOSTS + 1)) for place in order]
+    for numbers in itertools.product(*choices):
+        filled = dict(zip(order, numbers, strict=True))
+        yield "".join(filled.get(place, part) for place, part in enumerate(parts))
 
 
-def _filled(parts: list[_Part], order: list[int]) -> Iterator[str]:
-    if not order:
-        yield "".join(str(part) for part in parts)
-        return
-    place, *rest = order
-    ranges = parts[place]
-    assert not isinstance(ranges, str)
-    for low, high, width in ranges:
-        for number in range(low, high + 1):
-            yield from _filled([*parts[:place], f"{number:0{width}d}", *parts[place + 1 :]], rest)
+def _numbers(entries: str) -> Iterator[str]:
+    for entry in entries.split(","):
+        match = _RANGE.fullmatch(entry)
+        low, high = (int(match["low"]), int(match["high"] or match["low"])) if match else (1, 0)
+        if match is None or high < low:
+            raise ValueError(f"{entry!r} is not a number, nor a range of rising numbers.")
+        yield from (f"{number:0{len(match['low'])}d}" for number in range(low, high + 1))
