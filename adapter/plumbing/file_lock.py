@@ -31,6 +31,11 @@ PAUSE_S = 0.05
 class LockHeldError(OSError):
     """Another holder, of this process or another, has the lock."""
 
+    @property
+    def pid(self) -> int | None:
+        """The process that holds it; None where the kernel does not say, or it has let go."""
+        return holding_process(self.filename)
+
 
 class NoLocksError(OSError):
     """The file system has no locks; ``strerror`` is what it said."""
@@ -48,9 +53,9 @@ class FileLock:
 
     Args:
         path: The file.
-        tries: How often to try, 50 ms apart: a process that only looks, or is being killed, holds it for a moment.
         flags: As of ``os.open``.
         mode: Permissions of a new file.
+        tries: How often to try, 50 ms apart: a process that only looks, or is being killed, holds it for a moment.
 
     Raises:
         LockHeldError: It is held already.
@@ -62,10 +67,10 @@ class FileLock:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        *,
-        tries: int = 1,
         flags: int = os.O_RDWR | os.O_CREAT,
         mode: int = PRIVATE_FILE,
+        *,
+        tries: int = 1,
     ) -> None:
         self.descriptor = _open_locked(path, flags, mode, tries=tries)
         _held.add(self)

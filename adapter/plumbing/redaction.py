@@ -192,9 +192,10 @@ def text_of(error: BaseException) -> str:
         return f"<its text raised {type(problem).__name__}>"
 
 
-def traceback_of(error: BaseException) -> str:
+def traceback_of(error: BaseException | traceback.TracebackException) -> str:
     """The traceback of an exception with its causes; of a very long one the beginning and the end."""
-    entries = list(traceback.TracebackException.from_exception(error, compact=True).format())
+    kind = traceback.TracebackException
+    entries = list((error if isinstance(error, kind) else kind.from_exception(error, compact=True)).format())
     if len(entries) > MOST_LINES:
         entries[MOST_LINES // 2 : -MOST_LINES // 2] = [f"  … {len(entries) - MOST_LINES} entries left out …\n"]
     return "".join(map(_cut, entries)).rstrip()

@@ -15,7 +15,7 @@ from typing import Self
 
 from ...adapter.contract.exceptions import EventLogError
 from ...adapter.plumbing.durable import fsync_directory, write_all
-from ...adapter.plumbing.file_lock import FileLock, LockHeldError, NoLocksError, holding_process
+from ...adapter.plumbing.file_lock import FileLock, LockHeldError, NoLocksError
 from .reader import decode_object
 
 __all__ = ["LineFile"]
@@ -119,8 +119,7 @@ def _locked(path: Path, tries: int) -> FileLock:
         _make_directories(path.parent)
         return FileLock(path, tries=tries, flags=os.O_RDWR | os.O_CREAT | os.O_APPEND, mode=0o644)
     except LockHeldError as error:
-        holder = holding_process(path)
-        by = f"process {holder}" if holder else "another process"
+        by = f"process {error.pid}" if error.pid else "another process"
         raise EventLogError(f"{path} is being written by {by}; stop it, or write to another file") from error
     except NoLocksError as error:
         raise EventLogError(
