@@ -1,18 +1,20 @@
 """A plain ``DataLoader`` that goes on in the middle of an epoch.
 
 A loader with workers, shuffling and all stays what it is, and hands out what a plain loop gets from it. What is added
-is its position: the random state with which the epoch was begun, which the sampler drew the order from, and the rows
-that were taken. A resume draws that order again and leaves out those rows without reading them.
+is its position: the random state with which the epoch was begun, which the sampler drew the order from, and how many
+batches were taken. A resume draws that order again and leaves out their rows without reading them.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -36,10 +38,15 @@ __all__ = [
     "keep_positions",
     "put_positions_back",
     "set_positions_aside",
+    "warn_of_loaders_without_position",
     "with_position",
 ]
 
+log = logging.getLogger(__name__)
+
 _POSITIONS = "loader_positions"
+_BEGUN = "epoch_begun_with"
+"""The member of a position that no other state of a loader has."""
 
 _SAME_ON_ALL_RANKS = (SequentialSampler, DistributedSampler)
 _DRAW_FROM_TORCH = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -99,22 +106,12 @@ def set_positions_aside(trainer: pl.Trainer, checkpoint: Mapping[str, Any], part
 
     A Trainer without `keep_positions`, whose loaders are plain, refuses states that no loader of its takes.
     """
-    loop = trainer.fit_loop
-    if type(loop) is not FitLoop or loop._combined_loader is None or _POSITIONS in parts:
+    if type(trainer.fit_loop) is not FitLoop or _POSITIONS in parts:
         return  # moved already, where two callbacks save into folders of their own
     of_loop = checkpoint["loops"]["fit_loop"]["state_dict"]
-    stateful = [
-        loader
-        for loader in loop._combined_loader.flattened
-        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    ]
-    numbered = list(enumerate(zip(stateful, of_loop.get("combined_loader", ()), strict=True)))
-    positions = [(index, state) for index, (loader, state) in numbered if isinstance(loader, PositionedLoader)]
-    if positions:
-        parts[_POSITIONS] = positions
-        of_loop["combined_loader"] = [
-            state for _, (loader, state) in numbered if not isinstance(loader, PositionedLoader)
-        ]
+    states = of_loop.get("combined_loader", [])
+    parts[_POSITIONS] = [(index, state) for index, state in enumerate(states) if _BEGUN in state]
+    of_loop["combined_loader"] = [state for state in states if _BEGUN not in state]
 
 
 def put_positions_back(trainer: pl.Trainer, checkpoint: Mapping[str, Any], parts: dict[str, Any]) -> None:
@@ -124,6 +121,26 @@ def put_positions_back(trainer: pl.Trainer, checkpoint: Mapping[str, Any], parts
     states = checkpoint["loops"]["fit_loop"]["state_dict"].setdefault("combined_loader", [])
     for index, state in parts.pop(_POSITIONS):
         states.insert(index, state)
+
+
+def warn_of_loaders_without_position(trainer: pl.Trainer) -> None:
+    """Name the training loaders that have no state, so that they begin with their first batch again.
+
+    One whose ``begins_anew`` is true does so on purpose; its ``lost_on_resume``, where it has that, says what is lost.
+    """
+    for loader in CombinedLoader(trainer.train_dataloader).flattened:  # a list of batches is one loader
+        is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        if getattr(loader, "begins_anew", False):
+            lost = getattr(loader, "lost_on_resume", None)
+            if lost is not None:
+                log.warning("%s", lost)
+        elif not is_stateful:
+            log.warning(
+                "The run goes on within an epoch, but its %s keeps no position: it begins with its first batch again. "
+                "Use torchdata.stateful_dataloader.StatefulDataLoader (`pip install torchdata`), which takes the same "
+                "arguments, give yours `state_dict` and `load_state_dict`, or save between epochs.",
+                type(loader).__name__,
+            )
 
 
 def begin_and_leave(loaders: Iterable[Any]) -> None:
@@ -150,17 +167,9 @@ class PositionedLoader(DataLoader[Any]):
         self.__dict__.update(loader.__dict__)
         self._begun: dict[str, Any] | None = None
         """Random states with which the epoch was begun; None between epochs."""
-        self._batches = self._rows = 0
+        self._batches = 0
         self._resumes = False
         self.at_first_batch: Callable[[], None] = lambda: None
-
-    @override
-    def __len__(self) -> int:
-        if not self._batches or self.batch_size is None:
-            return super().__len__()
-        left = max(len(self.sampler) - self._rows, 0)  # type: ignore[arg-type]
-        size = self.batch_size
-        return self._batches + (left // size if self.drop_last else -(-left // size))
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -169,18 +178,19 @@ class PositionedLoader(DataLoader[Any]):
         if self._resumes and self._begun is not None:
             batches = self._rest(self._begun)
         else:
-            self._batches = self._rows = 0
             states = [each.get_state() for each in self._generators()]
-            self._begun = {"torch": torch.get_rng_state(), "generators": states}
+            self._begun, self._batches = {"torch": torch.get_rng_state(), "generators": states}, 0
             batches = super().__iter__()
-        self._resumes, count = False, len(self.sampler)  # type: ignore[arg-type]
+        self._resumes = False
         for batch in batches:
-            self._batches, self._rows = self._batches + 1, min(self._rows + (self.batch_size or 1), count)
+            self._batches += 1
             yield batch
-        self._begun, self._batches, self._rows = None, 0, 0
+        self._begun, self._batches = None, 0
 
     def _rest(self, begun: Mapping[str, Any]) -> Iterator[Any]:
         generators = self._generators()
+        name = "sampler" if self.batch_sampler is None else "batch_sampler"
+        sampler: Any = getattr(self, name)
 
         def begin() -> None:
             torch.set_rng_state(begun["torch"].cpu())
@@ -190,18 +200,13 @@ class PositionedLoader(DataLoader[Any]):
         with isolated_random_numbers():
             begin()
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)  # the seed of workers comes first
-            order = iter(self.sampler)
-            count = len(self.sampler)  # type: ignore[arg-type]
-            # A sampler of torch that is asked for more rows than it has draws once more: for a last batch that is not
-            # full, or by who takes batches until there is none.
-            is_asked = not self.drop_last and self.batch_size is not None and count % self.batch_size
-            rows = list(islice(order, self._rows, None if is_asked else count))
+            order = iter(sampler)
+            # No further than to the last one: a sampler of torch that is asked for more rows than it has draws again.
+            left = list(islice(order, self._batches, len(sampler)))
             drawn = [generator.get_state() for generator in generators]
             begin()
             rest: DataLoader[Any] = object.__new__(DataLoader)
-            sampler = None if self.batch_size is None else BatchSampler(rows, self.batch_size, self.drop_last)
-            changed = {"sampler": rows, "batch_sampler": sampler, "persistent_workers": False}
-            vars(rest).update(vars(self) | changed)
+            vars(rest).update(vars(self) | {name: left, "persistent_workers": False})
             batches = iter(rest)
         for generator, state in zip(generators, drawn, strict=True):
             generator.set_state(state)
@@ -216,26 +221,26 @@ class PositionedLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """The position, for a checkpoint."""
         return {
-            "begun": self._begun,
+            _BEGUN: self._begun,
             "batches": self._batches,
-            "rows": self._rows,
-            "of_rows": len(self.sampler),  # type: ignore[arg-type]
+            "rows": len(self.sampler),  # type: ignore[arg-type]
+            "batch_size": self.batch_size,
             "sampler": type(self.sampler).__name__,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the rows that were taken, also with another batch size.
+        """Go on after the batches that were taken.
 
         Raises:
-            InputError: The loader has another number of rows on this rank, or orders them otherwise.
+            InputError: The loader has another number of rows on this rank, or orders or batches them otherwise.
         """
         now = self.state_dict()
-        changed = [f"{name} was {state.get(name)} and is {now[name]}" for name in ("of_rows", "sampler")
-                   if state.get(name) != now[name]]  # fmt: skip
-        if state.get("begun") is not None and changed:
+        names = [name for name in ("rows", "batch_size", "sampler") if state[name] != now[name]]
+        if state[_BEGUN] is not None and names:
+            changed = ", ".join(f"{name} was {state[name]} and is {now[name]}" for name in names)
             raise InputError(
-                f"The position of the DataLoader does not fit it: {', '.join(changed)}. Resume with the dataset, the "
-                "sampler and the number of ranks of the checkpoint, or from a checkpoint between epochs."
+                f"The position of the DataLoader does not fit it: {changed}. Resume with the dataset, the batch size, "
+                "the sampler and the number of ranks of the checkpoint, or from a checkpoint between epochs."
             )
-        self._begun, self._batches, self._rows = state.get("begun"), state.get("batches", 0), state.get("rows", 0)
+        self._begun, self._batches = state[_BEGUN], state["batches"]
         self._resumes = self._begun is not None

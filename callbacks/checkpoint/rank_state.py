@@ -31,6 +31,7 @@ from .codec.state_tree import Path, decode, encode, format_path
 from .codec.tensor_bytes import content_digests
 from .codec.tensor_table import TensorTable
 from .format.record import digest_of
+from .loader_position import warn_of_loaders_without_position
 from .selection import find_checkpoint
 from .sharded.rank_channel import Channel
 from .sharded.slices import sharded_like, unsharded
@@ -195,26 +196,6 @@ def restore_gradients(
             parameter.grad.detach().copy_(unsharded(gradient))
         else:
             parameter.grad = unsharded(gradient)
-
-
-def warn_of_loaders_without_position(trainer: pl.Trainer) -> None:
-    """Name the training loaders that have no state, so that they begin with their first batch again.
-
-    One whose ``begins_anew`` is true does so on purpose; its ``lost_on_resume``, where it has that, says what is lost.
-    """
-    for loader in CombinedLoader(trainer.train_dataloader).flattened:  # a list of batches is one loader
-        is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        if getattr(loader, "begins_anew", False):
-            lost = getattr(loader, "lost_on_resume", None)
-            if lost is not None:
-                log.warning("%s", lost)
-        elif not is_stateful:
-            log.warning(
-                "The run goes on within an epoch, but its %s keeps no position: it begins with its first batch again. "
-                "Use torchdata.stateful_dataloader.StatefulDataLoader (`pip install torchdata`), which takes the same "
-                "arguments, give yours `state_dict` and `load_state_dict`, or save between epochs.",
-                type(loader).__name__,
-            )
 
 
 def stands_between_batches(trainer: pl.Trainer) -> bool:

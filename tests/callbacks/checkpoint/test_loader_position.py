@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -145,19 +146,24 @@ def test_a_plain_loop_gets_the_same_rows(tmp_path):
     assert seen == expected[:7]
 
 
-def test_a_resume_takes_another_batch_size_and_workers():
-    first = with_position(loader("own generator"), 1)
+@pytest.mark.parametrize("batch_size", [3, 5, None])
+def test_a_resume_takes_another_number_of_workers_and_draws_no_more_than_a_loader_that_was_not_left(batch_size):
+    def made(workers=0):
+        generator = torch.Generator().manual_seed(7)
+        return with_position(DataLoader(Rows(), batch_size, shuffle=True, generator=generator, num_workers=workers), 1)
+
+    first, whole = made(), made()
     batches = iter(first)
-    taken = [next(batches), next(batches)]
-    again = with_position(
-        DataLoader(Rows(), 2, shuffle=True, generator=torch.Generator().manual_seed(0), num_workers=1), 1
-    )
+    taken = [next(batches), next(batches)] if batch_size != 5 else [next(batches)]
+    again = made(workers=1)
     again.load_state_dict(first.state_dict())
 
-    assert len(again) == 2 + 2
-    rows = [int(row[0]) for batch in [*taken, *again] for row in batch]
-    assert sorted(rows) == list(range(10))
-    assert len(again) == 5
+    left, every = (
+        list(islice(iter(each), count)) for each, count in ((again, len(whole) - len(taken)), (whole, len(whole)))
+    )
+    rows, expected = ([batch[..., 0].flatten().tolist() for batch in found] for found in (taken + left, every))
+    assert rows == expected
+    assert torch.equal(again.generator.get_state(), whole.generator.get_state())
 
 
 def test_other_rows_are_refused_within_an_epoch_alone():
@@ -166,7 +172,9 @@ def test_other_rows_are_refused_within_an_epoch_alone():
     next(iter(first))
     other = with_position(DataLoader(Rows(11), 3, shuffle=True), 1)
 
-    with pytest.raises(InputError, match="of_rows was 10 and is 11"):
+    with pytest.raises(InputError, match="batch_size was 3 and is 2"):
+        with_position(loader("shuffled", 2), 1).load_state_dict(first.state_dict())
+    with pytest.raises(InputError, match="rows was 10 and is 11"):
         other.load_state_dict(first.state_dict())
     other.load_state_dict(between)
 
