@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -20,7 +21,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from ...adapter.contract.exceptions import GenlightError, StartupContractError
+from ...adapter.contract.exceptions import BrokenCheckpointError, GenlightError, StartupContractError
 from ...adapter.contract.run_state import RunState
 from ...adapter.plumbing.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, Pace, StepCadence, crossed, suppressed
@@ -36,15 +37,17 @@ from .format.record import (
     RecordMeta,
     is_record_of_callback,
     local_path,
+    read_record,
     step_name,
 )
 from .loader_position import forget_positions, keep_positions, put_positions_back, set_positions_aside
 from .plugins import give_back_plugin, install_plugin, rank_groups_of, url_faults
 from .pretrained import keep_configurations
 from .rank_state import ResumeState, capture_parts, stands_between_batches
-from .selection import WRITER, Kept, Listed, Retention, best_first, is_named, list_checkpoints, own_records
+from .selection import WRITER, Retention, add_score, best_first, is_named, list_checkpoints, own_records, to_delete
 from .sharded.rank_channel import ALONE, Channel
 from .storage import (
+    Listed,
     Staging,
     is_checkpoint_file,
     naming_the_checkpoint,
@@ -170,7 +173,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.run = RecordMeta()
         """Facts for every record of this run; the runtime sets run_id, attempt, max_steps and spec digest."""
         self._clock = SaveClock(self.every_minutes)
-        self._kept = Kept(self.retention)
+        self._scores = Scores()
+        self._is_scored = False
+        """Whether the monitored value is a score, which only steps have that are evaluated."""
         self._resume = ResumeState()
         self._gives_plugin_back = False
         self._boundaries = Boundaries(self)
@@ -209,7 +214,7 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._run_state = run_state_of(trainer)
+        self._run_state, self._scores = run_state_of(trainer), Scores()
         self._boundaries = Boundaries(self, trainer.global_step)
         self._clock.begin(trainer.global_step)
         self._is_between_batches = self._saves_after_module_hook = False
@@ -223,9 +228,6 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._check_directory(trainer, pl_module, listed)
         if trainer.is_global_zero and self._store is not None:
             self.run = replace(self.run, metadata=self.run.metadata or metadata_of_module(pl_module))
-            run_id = self.run.run_id or self._run_state.run_id
-            own = [record for record in own_records(listed) if record.run_id == run_id]
-            self._kept.begin(own)
             frozen = frozen_in(pl_module, trainer.optimizers)
             leaves_out = self.weights == "trained"
             self._store.begin(self.directory, Frozen(frozen, leaves_out=leaves_out, loaded=self._store.loaded))
@@ -299,7 +301,20 @@ class Checkpoint(Hook, LightningCheckpoint):
     ) -> None:
         value = float(scores.get(self.retention.monitor or "", math.nan))
         if trainer.is_global_zero and self.retention.monitor is not None and math.isfinite(value):
-            self._kept.note_score(step, value)
+            self._is_scored, self._scores[step] = True, value  # its checkpoint may be on its way
+            for name in (step_name(step), FINAL_NAME):
+                with contextlib.suppress(FileNotFoundError, BrokenCheckpointError):
+                    self._add_score(read_record(self.directory / f"{name}.json"))
+
+    def _add_score(self, record: CheckpointRecord) -> None:
+        """Note the score of the step of `record`, if that came after it was saved."""
+        name, value = self.retention.monitor or "", self._scores.get(record.step)
+        is_own = record.writer == WRITER and record.run_id == self._run_id
+        if is_own and value is not None and record.metrics.get(name) != value:
+            try:
+                add_score(record, name, value)
+            except OSError as error:
+                log.warning("%s of step %d is not kept: %s", name, record.step, error.strerror or error)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -361,6 +376,10 @@ class Checkpoint(Hook, LightningCheckpoint):
             self.dirpath = local_path(trainer.default_root_dir) / "checkpoints"
         self.dirpath = self.dirpath.absolute()
         return self.dirpath
+
+    @property
+    def _run_id(self) -> str:
+        return self.run.run_id or (self._run_state.run_id if self._run_state is not None else "")
 
     @property
     def directory(self) -> Path:
@@ -437,7 +456,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         return replace(
             self.run,
             step=trainer.global_step,
-            run_id=self.run.run_id or run_state_of(trainer).run_id,
+            run_id=self._run_id,
             final=final,
             trainer_checkpoint=trainer_checkpoint,
             elapsed_s=self._resume.elapsed_s,
@@ -452,9 +471,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         name, step = self.retention.monitor, trainer.global_step
         if name is None:
             return {}
-        if self._kept.is_scored:
-            scored = self._kept.score_of(step)
-            return {} if scored is None else {name: scored}
+        if self._is_scored:
+            return {name: self._scores[step]} if step in self._scores else {}
         for source in (trainer.callback_metrics, run_state_of(trainer).loss_stats or {}):
             if name in source:
                 return {name: float(source[name])}
@@ -502,10 +520,9 @@ class Checkpoint(Hook, LightningCheckpoint):
             run_state_of(trainer).latest_checkpoint_uri = str(record.path)
             fire(trainer, "on_checkpoint_timed", seconds)
             fire(trainer, "on_checkpoint_durable", record)
-            self._kept.add(record)
-            surplus = self._kept.surplus()
-            if surplus and self._store is not None:
-                self._store.prune(surplus, self._unneeded)
+            self._add_score(record)
+            if self.retention.keep_last is not None and self._store is not None:
+                self._store.prune(self.directory, self._surplus)
 
     def keep_while_in_use(self, files_in_use: Callable[[], Collection[Path]]) -> None:
         """Keep checkpoints of which `files_in_use` names a file, because a command reads it, say.
@@ -516,12 +533,13 @@ class Checkpoint(Hook, LightningCheckpoint):
         if files_in_use not in self._in_use:
             self._in_use.append(files_in_use)
 
-    def _unneeded(self, records: list[CheckpointRecord]) -> list[CheckpointRecord]:
-        """Those of `records` that nothing uses and no link in the directory points to."""
+    def _surplus(self, listed: list[Listed]) -> list[CheckpointRecord]:
+        """Checkpoints of the run that no rule keeps, nothing uses, and no link in the directory points to."""
+        own = [record for record in own_records(listed) if record.run_id == self._run_id]
         with os.scandir(self.directory) as entries:
             needed = {os.path.realpath(entry) for entry in entries if entry.is_symlink()}
         needed |= {os.path.realpath(path) for ask in self._in_use for path in ask()}
-        return [record for record in records if not is_named(record, needed)]
+        return [record for record in to_delete(own, self.retention) if not is_named(record, needed)]
 
     def restore_pending_rng(self, trainer: pl.Trainer, *_: Any) -> None:
         """Take over the random state that was loaded; once, at the point from which a run draws as it did before."""
@@ -535,6 +553,15 @@ class Checkpoint(Hook, LightningCheckpoint):
     def _wake(self) -> None:
         """From now on something goes on in the background: look after each step for how it ended."""
         self.next_due_step = 0
+
+
+class Scores(dict[int, float]):
+    """Monitored scores by step."""
+
+    def rewind(self, step: int) -> None:
+        """The run was put back to `step`, and what came after it is undone."""
+        for later in [scored for scored in self if scored > step]:
+            del self[later]
 
 
 class SaveClock:

@@ -27,7 +27,6 @@ from .format.record import (
     FINAL_NAME,
     SCORES_FILE,
     CheckpointRecord,
-    is_record_of_callback,
     name_of,
     read_record,
     record_path,
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "WRITER",
-    "Kept",
     "Listed",
     "Retention",
     "add_score",
@@ -294,86 +292,15 @@ def best_first(
 
 
 def own_records(listed: Sequence[Listed]) -> list[CheckpointRecord]:
-    """Checkpoints of the `Checkpoint` callback; a record that does not say who wrote it counts by its name."""
+    """Checkpoints of the `Checkpoint` callback."""
     records = [entry.record for entry in listed if entry.record is not None and not entry.path.is_symlink()]
-    return [
-        record
-        for record in records
-        if record.writer == WRITER
-        or (record.writer is None and not record.is_old and is_record_of_callback(record.path))
-    ]
+    return [record for record in records if record.writer == WRITER]
 
 
 def is_named(record: CheckpointRecord, paths: set[str]) -> bool:
     """Whether one of `paths` is the record, its folder, what its hook named, or one of its files."""
     own = [record.path, *(record.path.parent / file.path for file in record.files)]
     return any(str(path) in paths for path in (*own, record.data_path, record.primary_path))
-
-
-class Kept:
-    """The checkpoints of one run that are there, held in memory: no record is read again when one is added."""
-
-    def __init__(self, retention: Retention) -> None:
-        self._retention = retention
-        self._records: list[CheckpointRecord] = []
-        self._surplus: list[CheckpointRecord] = []
-        self._early_scores: dict[int, float] = {}
-        """Of steps whose checkpoint is not durable yet, or is none."""
-        self.is_scored = False
-        """Whether the monitored value is a score, which only steps have that are evaluated."""
-
-    def begin(self, records: Sequence[CheckpointRecord]) -> None:
-        """Training begins, and `records` of its run are there."""
-        self._records, self._surplus = [_without_state(record) for record in records], []
-        self._early_scores = {}
-
-    def rewind(self, step: int) -> None:
-        """The run was put back to `step`, and what came after it is undone."""
-        self._records = [record for record in self._records if record.step <= step]
-        self._early_scores = {at: value for at, value in self._early_scores.items() if at <= step}
-
-    def add(self, record: CheckpointRecord) -> None:
-        """`record` has become durable, maybe in the place of another; it gets the score that came before it."""
-        self._records = [old for old in self._records if old.path != record.path]
-        self._records.append(_without_state(record))
-        if record.step in self._early_scores:
-            self._score(len(self._records) - 1, self._early_scores[record.step])
-        self._early_scores = {step: value for step, value in self._early_scores.items() if step >= record.step}
-
-    def note_score(self, step: int, value: float) -> None:
-        """The monitored score of `step` is known."""
-        self.is_scored = True
-        for index, record in enumerate(self._records):
-            if record.step == step:
-                self._score(index, value)
-        self._early_scores[step] = value  # its checkpoint, or ``final`` of the same step, may be on its way
-
-    def score_of(self, step: int) -> float | None:
-        """The monitored score of `step`, where that came already."""
-        return self._early_scores.get(step)
-
-    def surplus(self) -> list[CheckpointRecord]:
-        """Checkpoints that the run does not keep, oldest first; also those that could not be removed before."""
-        gone = {record.path for record in self._surplus if not os.path.lexists(record.path)}
-        self._records = [record for record in self._records if record.path not in gone]
-        self._surplus = to_delete(self._records, self._retention)
-        return self._surplus
-
-    def _score(self, index: int, value: float) -> None:
-        name, record = self._retention.monitor or "", self._records[index]
-        if record.metrics.get(name) == value:
-            return  # it was known when the checkpoint was saved
-        try:
-            add_score(record, name, value)
-        except OSError as error:
-            log.warning("%s of step %d is not kept: %s", name, record.step, error.strerror or error)
-            return
-        self._records[index] = replace(record, metrics={**record.metrics, name: value})
-
-
-def _without_state(record: CheckpointRecord) -> CheckpointRecord:
-    """The part of `record` that retention decides by, without the payload, which may be large."""
-    return replace(record, state=None)
 
 
 def never_queued(uploader: Uploader, record: CheckpointRecord) -> list[CheckpointRecord]:

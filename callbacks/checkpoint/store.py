@@ -65,10 +65,11 @@ from .format.tensor_files import (
     rank_of,
 )
 from .loading import Base, load_record, load_torch_file
-from .selection import find_checkpoint
+from .selection import find_checkpoint, list_checkpoints
 from .sharded.rank_channel import ALONE, Channel, EndOfSave, RankGroups
 from .storage import (
     SPACE_FOR_THE_REST,
+    Listed,
     Staging,
     choose_folder,
     commit,
@@ -77,7 +78,6 @@ from .storage import (
     hash_file,
     move_older_final,
     naming_the_checkpoint,
-    records_in,
     require_space,
     stage,
     write_file,
@@ -267,23 +267,19 @@ class CheckpointStore:
         else:
             self.background.submit(lambda: None if saving.exception() else _remove(Path(path)))
 
-    def prune(
-        self,
-        records: Sequence[CheckpointRecord],
-        choose: Callable[[list[CheckpointRecord]], list[CheckpointRecord]],
-    ) -> None:
-        """Remove `records` in the background, after the save that is in flight.
+    def prune(self, directory: Path, choose: Callable[[list[Listed]], list[CheckpointRecord]]) -> None:
+        """Remove checkpoints of `directory` in the background, after the save that is in flight.
 
         Args:
-            records: What no rule keeps any more; of one directory.
-            choose: Which of them may go; called in the background.
+            directory: Its records are read once.
+            choose: Which of them go; called in the background.
         """
 
         def remove() -> None:
-            named = None
-            for record in choose([record for record in records if os.path.lexists(record.path)]):
+            listed = list_checkpoints(directory)
+            named = folders_that_are_named(listed)
+            for record in choose(listed):
                 try:
-                    named = named or folders_that_are_named(records_in(record.path.parent))
                     delete_checkpoint(record.path, named)
                 except (CheckpointError, OSError) as error:
                     log.warning("Could not remove the old checkpoint %s: %s", record.path, error)

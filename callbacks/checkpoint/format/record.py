@@ -233,7 +233,7 @@ class RecordMeta:
     world_size: Annotated[int, msgspec.Meta(ge=1, le=2**31)] = 1
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """Monitored values at this step, for `keep_best`."""
-    writer: str | None = ""
+    writer: str = ""
     """Who decides how long it stays, and may remove it unasked; empty where no one may."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """How the attempt came to be: command, git, host, packages, tags, notes; empty where not known."""
@@ -260,8 +260,6 @@ class CheckpointRecord(RecordMeta):
     files: tuple[FileEntry, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
     digest: str = ""
-    writer: str | None = None
-    """None where the record says nothing of it: an older runtime or genlight wrote it."""
     is_old: bool = False
     left_out: tuple[LeftOut, ...] = ()
     """Tensors that the process which loads it must already have."""

@@ -15,8 +15,6 @@ from genlight.callbacks.checkpoint import (
     Checkpoint,
     CheckpointStore,
     RecordMeta,
-    Retention,
-    list_checkpoints,
     load,
     read_record,
     storage,
@@ -24,7 +22,6 @@ from genlight.callbacks.checkpoint import (
     verify,
 )
 from genlight.callbacks.checkpoint.format.record import record_path
-from genlight.callbacks.checkpoint.selection import Kept, own_records
 
 MANY = 200 if os.environ.get("GENLIGHT_LONG_FAULTS") else 80
 NAMES = ["a", "a~1", "last", "final", "step-00000001", "v1.2.final"]
@@ -134,7 +131,7 @@ class Directory(RuleBasedStateMachine):
         state = {"global_step": self.step, "state_dict": {"w": torch.full((3,), float(self.step))}}
         was_link = record.is_symlink()
         try:
-            record_of_it = self.store.save(path, state, RecordMeta(writer=writer)).result()
+            self.store.save(path, state, RecordMeta(writer=writer))
         except CheckpointError:
             assert record in self.foreign or record.is_dir()
             assert not was_link
@@ -144,12 +141,10 @@ class Directory(RuleBasedStateMachine):
             assert record not in self.foreign
             self.kept[record] = (self.step, writer)
             if writer:
-                self.retain(record_of_it)
+                self.retain()
 
-    def retain(self, record):
-        policy, kept = Checkpoint(self.directory), Kept(Retention(keep_last=2))
-        kept.begin([r for r in own_records(list_checkpoints(self.directory)) if r.run_id == record.run_id])
-        self.store.prune(kept.surplus(), policy._unneeded)
+    def retain(self):
+        self.store.prune(self.directory, Checkpoint(self.directory, keep_last=2)._surplus)
         self.store.background.finish()
 
     @rule(name=records)

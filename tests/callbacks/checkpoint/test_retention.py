@@ -1,14 +1,13 @@
 """Which checkpoints a run keeps."""
 
 import dataclasses
-import os
 from pathlib import Path
 
 from hypothesis import given, strategies as st
 
-from genlight.callbacks.checkpoint import CheckpointStore, delete_checkpoint, save, storage
+from genlight.callbacks.checkpoint import CheckpointStore, save, storage
 from genlight.callbacks.checkpoint.format.record import CheckpointRecord
-from genlight.callbacks.checkpoint.selection import Kept, Retention, to_delete
+from genlight.callbacks.checkpoint.selection import Retention, to_delete
 
 
 def record(step, *, score=None, final=False, is_old=False):
@@ -78,24 +77,6 @@ def test_newest_and_best_are_never_deleted(scores, keep_last, keep_best):
     assert len(scores) - len(gone) <= keep_last + keep_best
 
 
-def test_no_record_is_read_to_decide_which_ones_go(tmp_path, monkeypatch):
-    """Of thousands that would take seconds after each save."""
-    saved = [save(tmp_path / f"step-{step:08d}", {"global_step": step}) for step in (1, 2, 3)]
-    opened = []
-
-    def opening(path, *rest, real=os.open, **how):
-        opened.append(path)
-        return real(path, *rest, **how)
-
-    kept = Kept(Retention(keep_last=1))
-    kept.begin(saved[:2])
-    monkeypatch.setattr(os, "open", opening)
-    kept.add(saved[2])
-    assert (steps(kept.surplus()), opened) == ([1, 2], [])
-    delete_checkpoint(saved[0].path)
-    assert steps(kept.surplus()) == [2]
-
-
 def test_old_checkpoints_are_removed_with_as_many_reads_as_there_are_records(tmp_path, monkeypatch):
     """Quadratic reading once held a run up for minutes."""
     saved = [save(tmp_path / f"step-{step:08d}", {"global_step": step}) for step in range(60)]
@@ -106,7 +87,7 @@ def test_old_checkpoints_are_removed_with_as_many_reads_as_there_are_records(tmp
         return real(path)
 
     monkeypatch.setattr(storage, "read_record", reading)
-    store.prune(saved[:50], list)
+    store.prune(tmp_path, lambda listed: saved[:50])
     store.background.finish()
     assert len(list(tmp_path.glob("*.json"))) == 10
     assert len(read) < 3 * 60
