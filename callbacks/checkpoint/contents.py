@@ -99,7 +99,7 @@ def read_contents(
         size = ELEMENT_BYTES.get(left.dtype)
         if size is None or (MODEL_FILE, left.key) in stored:
             raise BrokenCheckpointError(record.name, f"it does not say what {left.key!r} is that it leaves out")
-        stored[MODEL_FILE, left.key] = TypedShape(left.dtype, left.shape, 0, math.prod(left.shape) * size)
+        stored[MODEL_FILE, left.key] = TypedShape(left.dtype, left.shape, (0, math.prod(left.shape) * size))
     return content, stored, sliced
 
 

@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
-import safetensors
-import safetensors.torch
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from ...adapter.contract.exceptions import CheckpointError
 from ...adapter.plumbing.durable import fsync_directory, fsync_file, temporary_name, write_bytes_durably
 from .capture import CONTRACT_KEY
-from .codec.tensor_bytes import bytes_of
-from .format.tensor_files import TORCH_TYPES, build_header
 from .loading import Base, load, load_weights
 from .pretrained import CONFIG_FILE, kept_configurations
 from .selection import find_checkpoint
-from .storage import write_file
 
 __all__ = ["export_lightning", "export_pretrained", "export_safetensors", "read_base"]
 
@@ -42,8 +39,7 @@ def export_safetensors(
         base: The model's tensors, of which those are taken that the checkpoint leaves out.
 
     Raises:
-        CheckpointError: No tensor has such a name, one has a type that safetensors does not know, or what the
-            checkpoint leaves out is not in `base`.
+        CheckpointError: No tensor has such a name, or what the checkpoint leaves out is not in `base`.
         BrokenCheckpointError: The checkpoint is not whole.
     """
     weights = load_weights(path, base=base)
@@ -55,7 +51,7 @@ def export_safetensors(
         raise CheckpointError(
             f"the checkpoint at {path} has no weights named {strip_prefix}…; its first names are: {names}"
         )
-    return _whole(target, lambda temporary: _write_weights(temporary, chosen))
+    return _whole(target, lambda temporary: save_file(chosen, temporary, {"format": "pt"}))
 
 
 def export_pretrained(
@@ -128,18 +124,9 @@ def read_base(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     if Path(path).suffix != ".safetensors":
         return load_weights(find_checkpoint(path))
     try:
-        return safetensors.torch.load_file(path)
-    except safetensors.SafetensorError as error:
+        return load_file(path)
+    except SafetensorError as error:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
-
-
-def _write_weights(target: Path, weights: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in weights.items():
-        if str(tensor.dtype).removeprefix("torch.") not in TORCH_TYPES:
-            raise CheckpointError(f"{name} is of type {tensor.dtype}, which safetensors cannot hold")
-    ordered = sorted(weights.items(), key=lambda item: -item[1].element_size())
-    facts = [(n, TORCH_TYPES[str(t.dtype).removeprefix("torch.")], tuple(t.shape), t.nbytes) for n, t in ordered]
-    write_file(target, [build_header(facts, {"format": "pt"}), *(bytes_of(tensor) for _, tensor in ordered)])
 
 
 def _whole(target: Path, write: Callable[[Path], None]) -> Path:

@@ -48,6 +48,7 @@ from .format.record import (
     CheckpointRecord,
     FileEntry,
     RecordMeta,
+    digest_of,
     is_torch_file,
     library_versions,
     name_of,
@@ -59,7 +60,6 @@ from .format.tensor_files import (
     SLICES_FILE,
     SlicedTensor,
     StoredSlice,
-    block_digests,
     make_whole,
     part_folder,
     rank_of,
@@ -454,7 +454,7 @@ def _indexed(
     for entry in entries:
         assert entry.slice is not None
         data, box = bytes_of(entry.source), entry.slice.box
-        slices.append((entry.file, entry.key, entry.slice, StoredSlice(rank, box, begin, block_digests(data))))
+        slices.append((entry.file, entry.key, entry.slice, StoredSlice(rank, box, begin, digest_of(data))))
         begin += len(data)
         yield data
 

@@ -181,14 +181,14 @@ class Counters:
 
     def __init__(self):
         self.gathered = self.copied = self.read = 0
-        gather, read, copy = DTensor.full_tensor, StoredSlices._rows, host_buffer.HostBuffer.copy
+        gather, read, copy = DTensor.full_tensor, StoredSlices._slice, host_buffer.HostBuffer.copy
 
         def full_tensor(tensor, **options):
             self.gathered += tensor.numel() * tensor.element_size()
             return gather(tensor, **options)
 
-        def rows(slices, stored, part):
-            values = read(slices, stored, part)
+        def part(slices, stored):
+            values = read(slices, stored)
             self.read += values.nbytes
             return values
 
@@ -197,7 +197,7 @@ class Counters:
             return copy(buffer, entries)
 
         DTensor.full_tensor = full_tensor
-        StoredSlices._rows = rows
+        StoredSlices._slice = part
         host_buffer.HostBuffer.copy = counted_copy
 
     def take(self):

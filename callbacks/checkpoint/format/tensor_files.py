@@ -5,8 +5,7 @@ because the bytes are hashed while they stream to the file and never exist twice
 ``safetensors.safe_open``.
 
 The index ``slices.json`` says of each sharded tensor which part of it lies in ``rank-00001/*.safetensors``, where the
-bytes of that are, and the digest of every block of them, so that a rank which needs a few rows reads and proves just
-those.
+bytes of that are, and their digest, so that a rank reads and proves just the slices that it needs.
 
 A reference of a state tree names a stored tensor. It is compared with the bytes that the file has before
 memory is taken for it.
@@ -23,12 +22,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
-import xxhash
 
 from ....adapter.plumbing.text import with_unique_keys
 
 __all__ = [
-    "BLOCK",
     "Box",
     "ELEMENT_BYTES",
     "HEADER_LIMIT",
@@ -38,7 +35,6 @@ __all__ = [
     "StoredSlice",
     "TORCH_TYPES",
     "TypedShape",
-    "block_digests",
     "build_header",
     "check_tensor",
     "make_whole",
@@ -89,19 +85,17 @@ _DATA_ALIGNMENT = 64
 """The header is padded to a multiple of this, so that a memory map of the file has aligned tensors."""
 
 
-@dataclass(frozen=True)
-class TypedShape:
+class TypedShape(msgspec.Struct, frozen=True):
     """One tensor of a file: element type, shape and the half-open range of its bytes after the header."""
 
     dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
+    shape: tuple[_Offset, ...]
+    data_offsets: tuple[_Offset, _Offset]
 
     @property
     def nbytes(self) -> int:
         """Bytes."""
-        return self.end - self.begin
+        return self.data_offsets[1] - self.data_offsets[0]
 
 
 def build_header(
@@ -128,14 +122,6 @@ def parse_json(data: bytes) -> Any:
     return json.loads(data, object_pairs_hook=with_unique_keys)
 
 
-class _Entry(msgspec.Struct, frozen=True):
-    """One tensor as a header describes it."""
-
-    dtype: str
-    shape: list[_Offset]
-    data_offsets: tuple[_Offset, _Offset]
-
-
 def read_header(read: Callable[[int], bytes], nbytes: int) -> dict[str, TypedShape]:
     """The tensors of a file of `nbytes`, of which `read` gives the next bytes; as `parse_header`."""
     size = int.from_bytes(read(8), "little")
@@ -156,7 +142,8 @@ def parse_header(text: bytes, data_bytes: int) -> dict[str, TypedShape]:
     """
     try:
         header = msgspec.convert(parse_json(text), dict[str, Any])
-        entries = {key: msgspec.convert(entry, _Entry) for key, entry in header.items() if key != "__metadata__"}
+        header.pop("__metadata__", None)
+        entries = {key: msgspec.convert(entry, TypedShape) for key, entry in header.items()}
     except (ValueError, RecursionError) as error:  # as msgspec's own are
         raise ValueError(f"its safetensors header is malformed: {error}") from None
     ordered = sorted(entries.items(), key=lambda item: item[1].data_offsets)
@@ -168,17 +155,15 @@ def parse_header(text: bytes, data_bytes: int) -> dict[str, TypedShape]:
         if entry.dtype not in ELEMENT_BYTES:
             raise ValueError(f"its safetensors header has an unknown element type {entry.dtype!r} at {key!r}")
         needed = math.prod(entry.shape) * ELEMENT_BYTES[entry.dtype]
-        if needed != end - begin:
-            raise ValueError(f"{key!r} has {end - begin} bytes, but its shape needs {needed}")
+        if needed != entry.nbytes:
+            raise ValueError(f"{key!r} has {entry.nbytes} bytes, but its shape needs {needed}")
         position = end
     if position != data_bytes:
         raise ValueError(f"its safetensors header describes {position} bytes, but {data_bytes} follow it")
-    return {key: TypedShape(entry.dtype, tuple(entry.shape), *entry.data_offsets) for key, entry in ordered}
+    return dict(ordered)
 
 
 SLICES_FILE = "slices.json"
-BLOCK = 1 << 20
-"""Bytes that have a digest of their own."""
 _FOLDER_PREFIX = "rank-"
 
 
@@ -232,8 +217,8 @@ class StoredSlice(msgspec.Struct, frozen=True):
     box: Box
     begin: _Offset
     """Its first byte within the file."""
-    blocks: tuple[str, ...]
-    """xxh3-128 of each `BLOCK` of its bytes, the last one shorter."""
+    xxh3_128: str
+    """Hexadecimal, of its bytes."""
 
 
 class SlicedTensor(msgspec.Struct, frozen=True):
@@ -258,11 +243,6 @@ def rank_of(name: str) -> int | None:
     folder, slash, _ = name.partition("/")
     number = folder.removeprefix(_FOLDER_PREFIX)
     return int(number) if slash and number != folder and number.isdigit() else None
-
-
-def block_digests(data: memoryview) -> tuple[str, ...]:
-    """xxh3-128 in hexadecimal of each block."""
-    return tuple(xxhash.xxh3_128_hexdigest(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK))
 
 
 def parse_slices(data: bytes, sizes: Mapping[str, int]) -> list[SlicedTensor]:
@@ -291,8 +271,8 @@ def parse_slices(data: bytes, sizes: Mapping[str, int]) -> list[SlicedTensor]:
             size = each.box.size * element
             if each.begin + size > sizes.get(f"{part_folder(each.rank)}/{tensor.file}", 0):
                 raise ValueError(f"no file has the bytes that {tensor.key!r} needs of rank {each.rank}")
-            if not size or len(each.blocks) != -(-size // BLOCK):
-                raise ValueError(f"a slice of {tensor.key!r} has digests that do not fit its shape")
+            if not size:
+                raise ValueError(f"a slice of {tensor.key!r} is empty")
     return tensors
 
 
@@ -300,8 +280,8 @@ def typed_shape(tensor: SlicedTensor) -> TypedShape:
     """As a header would describe it if it were whole in one file."""
     nbytes = math.prod(tensor.shape) * (_element_bytes(tensor.dtype) or 0)
     if tensor.dtype in TORCH_TYPES:
-        return TypedShape(TORCH_TYPES[tensor.dtype], tensor.shape, 0, nbytes)
-    return TypedShape(RAW, (nbytes,), 0, nbytes)
+        return TypedShape(TORCH_TYPES[tensor.dtype], tensor.shape, (0, nbytes))
+    return TypedShape(RAW, (nbytes,), (0, nbytes))
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -349,7 +329,7 @@ def check_tensor(reference: Any, stored: Mapping[tuple[str, str], TypedShape]) -
         raise ValueError(f"the strides of {where} leave its bytes")
     if (facts.requires_grad or facts.parameter) and (facts.dtype or found.dtype) in _WHOLE_NUMBERS:
         raise ValueError(f"{where} holds whole numbers, which have no gradient")
-    return found if facts.dtype is None else TypedShape(facts.dtype, tuple(shape), found.begin, found.end)
+    return found if facts.dtype is None else TypedShape(facts.dtype, tuple(shape), found.data_offsets)
 
 
 def _element_bytes(dtype: str) -> int | None:

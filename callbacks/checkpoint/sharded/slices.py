@@ -4,30 +4,28 @@ While a checkpoint is saved or loaded, most code hands tensors on without lookin
 returns what its modules gave it, its ``load_state_dict`` passes it back. When one is saved these are the sharded
 tensors themselves, of which each rank saves its slice. When one is loaded it is a `WholeTensor`, which has the shape of
 the whole tensor, and reads a rank's slice alone where it meets a sharded tensor of that shape. Any other use reads all
-of it, once. Just the bytes that are read are proven.
+of it, once. Just the slices that are read are proven.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import xxhash
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ....adapter.contract.exceptions import BrokenCheckpointError
 from ....adapter.plumbing.safe_open import open_regular
-from ..codec.tensor_bytes import element_type
-from ..format.record import CheckpointRecord
-from ..format.tensor_files import BLOCK, Box, SlicedTensor, StoredSlice, part_folder
+from ..codec.tensor_bytes import bytes_of, element_type
+from ..format.record import CheckpointRecord, digest_of
+from ..format.tensor_files import Box, SlicedTensor, StoredSlice, part_folder
 
 __all__ = [
     "Box",
@@ -217,7 +215,7 @@ class StoredSlices:
         return self.read(Box((0,) * len(self.shape), self.shape))
 
     def read(self, part: Box) -> torch.Tensor:
-        """The values of one part as they were saved; of each slice only the rows that it takes are read.
+        """The values of one part as they were saved, from the slices that have some of them.
 
         Raises:
             BrokenCheckpointError: They differ from what was saved.
@@ -226,26 +224,16 @@ class StoredSlices:
         for stored in self.tensor.slices:
             common = stored.box.overlap(part)
             if common is not None:
-                rows = Box((common.offset[0], *stored.box.offset[1:]), (common.shape[0], *stored.box.shape[1:]))
-                within(common, result, of=part).copy_(within(common, self._rows(stored, rows), of=rows))
+                within(common, result, of=part).copy_(within(common, self._slice(stored), of=stored.box))
         return result
 
-    def _rows(self, stored: StoredSlice, rows: Box) -> torch.Tensor:
-        """Some rows of a slice, after comparing the blocks that hold them with their digests."""
-        row_bytes = math.prod(rows.shape[1:]) * self.dtype.itemsize
-        begin = (rows.offset[0] - stored.box.offset[0]) * row_bytes
-        end = begin + rows.shape[0] * row_bytes
-        first, last = begin // BLOCK, -(-end // BLOCK)
-        buffer = bytearray(min(last * BLOCK, stored.box.size * self.dtype.itemsize) - first * BLOCK)
-        name = f"{part_folder(stored.rank)}/{self.tensor.file}"
+    def _slice(self, stored: StoredSlice) -> torch.Tensor:
+        """The values of one slice, proven."""
+        values = torch.empty(stored.box.shape, dtype=self.dtype, device="cpu")
+        data, name = bytes_of(values), f"{part_folder(stored.rank)}/{self.tensor.file}"
         with os.fdopen(open_regular(self.record.path.parent / f"{self.record.folder}/{name}"), "rb") as file:
-            file.seek(stored.begin + first * BLOCK)
-            file.readinto(buffer)  # fewer bytes than there are have another digest
-        for block in range(first, last):
-            at = (block - first) * BLOCK
-            if xxhash.xxh3_128_hexdigest(memoryview(buffer)[at : at + BLOCK]) != stored.blocks[block]:
-                raise BrokenCheckpointError(
-                    self.record.name, f"{name} is not what was saved for {self.tensor.key} (block {block})"
-                )
-        values = torch.frombuffer(buffer, dtype=torch.uint8)[begin - first * BLOCK :][: end - begin].clone()
-        return values.view(self.dtype).view(rows.shape)
+            file.seek(stored.begin)
+            file.readinto(data)  # fewer bytes than there are have another digest
+        if digest_of(data) != stored.xxh3_128:
+            raise BrokenCheckpointError(self.record.name, f"{name} is not what was saved for {self.tensor.key}")
+        return values
