@@ -16,9 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...callbacks.checkpoint.contents import read_header, sliced_tensors
+from ...callbacks.checkpoint.contents import RAW, TORCH_TYPES, rank_of, read_header, sliced_tensors
 from ...callbacks.checkpoint.format.record import CheckpointRecord, read_record, tensor_file
-from ...callbacks.checkpoint.format.tensor_files import RAW, TORCH_TYPES, rank_of
 from ...callbacks.checkpoint.selection import (
     Listed,
     best_first,

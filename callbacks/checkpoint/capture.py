@@ -39,8 +39,8 @@ from ..optimizer_state import parameters_of
 from .codec.state_tree import encode
 from .codec.tensor_bytes import bytes_of, content_digests
 from .codec.tensor_table import WEIGHTS, Entry, Slice, TensorTable, entry_of, is_plain, stored_as
+from .contents import build_header
 from .format.record import FROZEN_FILE, MODEL_FILE, CheckpointRecord, LeftOut, RecordMeta
-from .format.tensor_files import build_header
 from .storage import STATE_MARKER, Staging, naming_the_checkpoint
 
 __all__ = [

@@ -24,7 +24,17 @@ from ...adapter.plumbing.safe_open import open_regular
 from .capture import CONTRACT_KEY, described
 from .codec.state_tree import decode
 from .codec.tensor_bytes import as_uint8, bytes_of, element_type
-from .contents import is_of_tensors, read_contents, sliced_tensors
+from .contents import (
+    RAW,
+    TORCH_TYPES,
+    TypedShape,
+    check_tensor,
+    header_from,
+    is_of_tensors,
+    rank_of,
+    read_contents,
+    sliced_tensors,
+)
 from .format.record import (
     MODEL_FILE,
     STATE_FILE,
@@ -34,14 +44,6 @@ from .format.record import (
     read_record,
     record_path,
     tensor_file,
-)
-from .format.tensor_files import (
-    RAW,
-    TORCH_TYPES,
-    TypedShape,
-    check_tensor,
-    rank_of,
-    read_header,
 )
 from .sharded.slices import StoredSlices, WholeTensor
 from .storage import check_file, find_file, verify_files
@@ -236,7 +238,7 @@ def _read_tensors(record: CheckpointRecord, entry: FileEntry) -> tuple[dict[str,
     tensors: dict[str, torch.Tensor] = {}
     with os.fdopen(open_regular(find_file(record, entry)), "rb") as file:
         try:
-            found = read_header(lambda size: bytes(_take(file, memoryview(bytearray(size)), hasher)), entry.size)
+            found = header_from(lambda size: bytes(_take(file, memoryview(bytearray(size)), hasher)), entry.size)
             for key, stored in found.items():
                 tensors[key] = torch.empty(stored.shape, dtype=_TYPE_OF_FORMAT[stored.dtype], device="cpu")
                 _take(file, bytes_of(tensors[key]), hasher)

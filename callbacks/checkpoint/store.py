@@ -41,6 +41,14 @@ from ...adapter.plumbing.threads import carry_out, started
 from .capture import Captured, Frozen, HostBuffer, by_file, capture, finite_weights, header_of, snapshot
 from .codec.tensor_bytes import bytes_of
 from .codec.tensor_table import Entry, Slice
+from .contents import (
+    SLICES_FILE,
+    SlicedTensor,
+    StoredSlice,
+    make_whole,
+    part_folder,
+    rank_of,
+)
 from .format.record import (
     FROZEN_FILE,
     STATE_FILE,
@@ -55,14 +63,6 @@ from .format.record import (
     read_record,
     record_path,
     serialise_record,
-)
-from .format.tensor_files import (
-    SLICES_FILE,
-    SlicedTensor,
-    StoredSlice,
-    make_whole,
-    part_folder,
-    rank_of,
 )
 from .loading import Base, load_record, load_torch_file
 from .selection import find_checkpoint, list_checkpoints

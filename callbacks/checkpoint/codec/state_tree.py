@@ -37,7 +37,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ....adapter.contract.exceptions import CheckpointError, UnstorableStateError
 from ....adapter.plumbing.counted_dict import CountedDict, uncounted
-from ..format.tensor_files import RAW
 
 if TYPE_CHECKING:
     import torch
@@ -198,7 +197,7 @@ def _array_apart(array: Any) -> list[Any]:
 def _check_array(parts: Any) -> None:
     name, shape, octets = parts
     dtype = _numpy().dtype(name)
-    is_sound = octets.dtype == RAW and not dtype.hasobject and all(type(size) is int and size >= 0 for size in shape)
+    is_sound = octets.dtype == "U8" and not dtype.hasobject and all(type(size) is int and size >= 0 for size in shape)
     if not is_sound or dtype.itemsize * math.prod(shape) != octets.nbytes:
         raise ValueError(f"there are {octets.nbytes} bytes for an array of {name} {shape!r:.100}")
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ....adapter.contract.exceptions import UnstorableStateError
+from ..contents import RAW, TORCH_TYPES
 from ..format.record import MODEL_FILE, TENSORS_FILE
-from ..format.tensor_files import RAW, TORCH_TYPES
 from ..sharded.slices import Box, is_saved_by_this_rank, is_sharded, slice_of, unsharded
 from .state_tree import Path, format_path
 

@@ -7,7 +7,7 @@ new one is, and what is not a checkpoint's stays for good.
 
 Where tensors are sharded, each rank has a folder ``NAME/rank-00001/`` with its slices, in files of the names below. The
 files of those names in ``NAME/`` itself hold what is not sharded, and ``NAME/slices.json`` is the index of all slices
-(see `tensor_files`).
+(see `contents`).
 
 Frozen weights have a file of their own, ``NAME/frozen.safetensors``: hard links to one another in all checkpoints that
 have the same.
@@ -42,8 +42,8 @@ import xxhash
 from ....adapter.contract.exceptions import BrokenCheckpointError, UnstorableStateError
 from ....adapter.plumbing.durable import TEMPORARY_PREFIX
 from ....adapter.plumbing.safe_open import UnsafeFileError, open_regular, read_regular
+from ....adapter.plumbing.text import with_unique_keys
 from ....adapter.plumbing.urls import hide_urls
-from .tensor_files import parse_json
 
 __all__ = [
     "CheckpointRecord",
@@ -68,6 +68,7 @@ __all__ = [
     "local_path",
     "name_of",
     "name_of_folder",
+    "parse_json",
     "read_record",
     "record_path",
     "record_paths",
@@ -349,6 +350,16 @@ _OLD_KEYS = frozenset({"step", "run_id", "request_id", "final", "trainer_checkpo
 """Keys that a record of an older runtime may have."""
 _DIGEST_MEMBER = b',"digest":"xxh3_128:'
 _NOT_STORED = ("path", "is_old", "digest", "parameters")
+
+
+def parse_json(data: bytes) -> Any:
+    """Parse JSON of a checkpoint; a key that is there twice is refused, as no reader could tell which one was meant.
+
+    Raises:
+        ValueError: It is not JSON, or an object has a key twice.
+        RecursionError: It is nested too deeply.
+    """
+    return json.loads(data, object_pairs_hook=with_unique_keys)
 
 
 def digest_of(data: bytes | memoryview) -> str:

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ....adapter.contract.exceptions import BrokenCheckpointError
 from ....adapter.plumbing.safe_open import open_regular
 from ..codec.tensor_bytes import bytes_of, element_type
+from ..contents import Box, SlicedTensor, StoredSlice, part_folder
 from ..format.record import CheckpointRecord, digest_of
-from ..format.tensor_files import Box, SlicedTensor, StoredSlice, part_folder
 
 __all__ = [
     "Box",

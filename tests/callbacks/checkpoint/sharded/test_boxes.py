@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from genlight.adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from genlight.callbacks.checkpoint import CheckpointStore, load, read_record, save, verify
 from genlight.callbacks.checkpoint.capture import capture
+from genlight.callbacks.checkpoint.contents import Box, SlicedTensor, StoredSlice, make_whole
 from genlight.callbacks.checkpoint.format.record import CheckpointRecord, RecordMeta, digest_of
-from genlight.callbacks.checkpoint.format.tensor_files import Box, SlicedTensor, StoredSlice, make_whole
 from genlight.callbacks.checkpoint.loading import load_record
 from genlight.callbacks.checkpoint.sharded.rank_channel import Channel, RankGroups
 from genlight.callbacks.checkpoint.sharded.slices import (
