@@ -127,7 +127,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     ranks: Literal["zero", "all"] = "all"
     optional_reads = ("stop_reason", "loss_stats", "eval_scores", "rolls_back")
     writes = ("latest_checkpoint_uri",)
-    every_n_steps = StepCadence()
+    every_n_steps, every_n_epochs = StepCadence(), StepCadence()
     _of_this_process = frozenset({"_store", "_channel", "_run_state"})
     _store: CheckpointStore | None = None
     _channel = ALONE
@@ -150,26 +150,17 @@ class Checkpoint(Hook, LightningCheckpoint):
         replace_existing: bool = False,
         weights: Literal["all", "trained"] = "all",
     ) -> None:
-        wrong = []
-        if every_n_epochs < 0:
-            wrong.append(f"Invalid `every_n_epochs`. Expected a number >= 0, but received {every_n_epochs}.")
         if not 0 <= every_minutes < math.inf:
-            wrong.append(f"Invalid `every_minutes`. Expected a number >= 0, but received {every_minutes}.")
-        for name, value, one, other in (
-            ("on_error", on_error, "stop", "continue"),
-            ("weights", weights, "all", "trained"),
-        ):
-            if value not in (one, other):
-                wrong.append(f"Invalid `{name}`. Expected {one!r} or {other!r}, but received {value!r}.")
-        if wrong:
-            raise ValueError(" ".join(wrong))
+            raise ValueError(f"Invalid `every_minutes`. Expected a number >= 0, but received {every_minutes}.")
+        if on_error not in ("stop", "continue"):
+            raise ValueError(f"Invalid `on_error`. Expected 'stop' or 'continue', but received {on_error!r}.")
+        if weights not in ("all", "trained"):
+            raise ValueError(f"Invalid `weights`. Expected 'all' or 'trained', but received {weights!r}.")
         self.dirpath = None if dirpath is None else local_path(dirpath)
         self.every_n_steps, self.every_n_epochs, self.every_minutes = every_n_steps, every_n_epochs, every_minutes
         self.retention = Retention(keep_last, keep_best, monitor, mode)
         self.save_final, self.asynchronous, self.critical = save_final, asynchronous, on_error == "stop"
         self.replace_existing, self.weights = replace_existing, weights
-        self._trained_in: Path | None = None
-        """Known to copies in other processes, too, which a launcher makes for a second fit."""
         self.run = RecordMeta()
         """Facts for every record of this run; the runtime sets run_id, attempt, max_steps and spec digest."""
         self._clock = SaveClock(self.every_minutes)
@@ -219,6 +210,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._clock.begin(trainer.global_step)
         self._is_between_batches = self._saves_after_module_hook = False
         self._last_saved_step = None
+        if trainer.ckpt_path is not None:  # the run state of a checkpoint names the one before it
+            loaded = None if self._store is None else self._store.loaded
+            self._run_state.latest_checkpoint_uri = os.fspath(trainer.ckpt_path if loaded is None else loaded.path)
         self._resume.begin_training(trainer, pl_module)
         listed = list_checkpoints(self.directory) if trainer.is_global_zero else []
         if trainer.is_global_zero:
@@ -241,13 +235,11 @@ class Checkpoint(Hook, LightningCheckpoint):
             CheckpointError: It has no space for one, another file has the name of one, or a rank does not see it.
         """
         begins_anew = trainer.ckpt_path is None and trainer.global_step == 0
-        replaces = self.replace_existing or self._trained_in == self.directory
-        fault = _in_use_fault(self.directory, listed) if begins_anew and not replaces else None
+        fault = _in_use_fault(self.directory, listed) if begins_anew and not self.replace_existing else None
         fault = trainer.strategy.broadcast(fault)  # the other ranks would wait for rank zero
         if fault is not None:
             raise ending_the_run(StartupContractError("startup.artifacts_in_use", fault))
         _trained_here.add(self.directory)
-        self._trained_in = self.directory
         groups = rank_groups_of(trainer.strategy)
         if groups is not None and any(isinstance(p, DTensor) for p in pl_module.parameters()):
             require_shared_directory(groups.training, self.directory)
@@ -353,7 +345,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         parts = checkpoint.get(CONTRACT_KEY, {})
         put_positions_back(trainer, checkpoint, parts)
         self._resume.load(trainer, parts)
-        if self._resume.restores_rng_at_first_batch:
+        if self._resume.is_within_epoch:
             # Of the instance, and until then: a hook that is there is called in every step.
             self.on_train_batch_start = self.restore_pending_rng  # type: ignore[method-assign, assignment]
 
@@ -396,9 +388,9 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
-        # Lightning tells it in a process whose children have trained; there no `setup` says where checkpoints are.
+        # Lightning tells it in a process whose children have trained, and may train on there; no `setup` says where.
         if path:
-            self.dirpath = self._trained_in = Path(path).parent
+            self.dirpath, self.replace_existing = Path(path).parent, True
 
     @property
     def saves_while_training(self) -> bool:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
 import random
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -26,13 +25,11 @@ from torch.distributed.tensor import DTensor
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ...adapter.plumbing.devices import random_states, restore_random_states
-from ..hook.events import run_state_of
 from .codec.state_tree import Path, decode, encode, format_path
 from .codec.tensor_bytes import content_digests
 from .codec.tensor_table import TensorTable
 from .format.record import digest_of
 from .loader_position import warn_of_loaders_without_position
-from .selection import find_checkpoint
 from .sharded.rank_channel import Channel
 from .sharded.slices import sharded_like, unsharded
 
@@ -57,40 +54,6 @@ SHARDED_GRADIENTS = "sharded_gradients"
 """The member of a checkpoint's own part that holds them."""
 
 
-@runtime_checkable
-class HoldsBareParameters(Protocol):
-    """A module with trained tensors that are none of its parameters."""
-
-    def named_bare_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each with its name in the module's state dict."""
-        ...
-
-
-def restore_rng_of_rank(states: list[Any], rank: int, generators: Sequence[torch.Generator] = ()) -> list[str]:
-    """Take over this rank's random state; one that the checkpoint does not have keeps its own.
-
-    Returns:
-        What could not be restored here, in words.
-    """
-    return restore_rng(states[rank], generators) if rank < len(states) else []
-
-
-def warn_of_lost_rng(lost: Sequence[str], saved_by: int, rank: int, world_size: int) -> None:
-    """Say once what of the random states is lost, by devices that are not here or by another number of ranks."""
-    if saved_by != world_size and rank == 0:
-        ranks = "1 rank" if saved_by == 1 else f"{saved_by} ranks"
-        kept = "others begin with their own" if saved_by < world_size else "the others' are lost"
-        log.warning(
-            "The checkpoint was saved by %s and is resumed by %d: the ranks that both have keep their random states, "
-            "%s, and the run will not be bit-equal to one that was never interrupted",
-            ranks,
-            world_size,
-            kept,
-        )
-    for what in lost:
-        log.warning("The checkpoint holds %s; the run will not be bit-equal to one that was never interrupted", what)
-
-
 def loader_generators(trainer: pl.Trainer) -> list[torch.Generator]:
     """The generators that the training loaders were given, each once, in the order of the loaders.
 
@@ -105,13 +68,14 @@ def loader_generators(trainer: pl.Trainer) -> list[torch.Generator]:
 def capture_rng(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
     """The random state of this process and of `generators`, as plain values and tensors."""
     version, words, gauss = random.getstate()
-    # The 625 words as one tensor, which is stored far faster than as many numbers.
-    python = {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss}
-    numpy = np.random.get_state(legacy=False)
-    state = {"python": python, "torch": torch.get_rng_state(), "numpy": numpy, "devices": random_states()}
-    if generators:
-        state["generators"] = [generator.get_state() for generator in generators]
-    return state
+    return {
+        # The 625 words as one tensor, which is stored far faster than as many numbers.
+        "python": {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss},
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(legacy=False),
+        "devices": random_states(),
+        "generators": [generator.get_state() for generator in generators],
+    }
 
 
 def restore_rng(state: dict[str, Any], generators: Sequence[torch.Generator] = ()) -> list[str]:
@@ -125,27 +89,40 @@ def restore_rng(state: dict[str, Any], generators: Sequence[torch.Generator] = (
     torch.set_rng_state(state["torch"].cpu())
     np.random.set_state(state["numpy"])
     _restore_generators(state, generators)
-    return restore_random_states(state.get("devices", {}))
+    return restore_random_states(state["devices"])
 
 
 def _restore_generators(state: dict[str, Any], generators: Sequence[torch.Generator]) -> None:
-    saved = state.get("generators", [])
+    saved = state["generators"]
     for generator, generator_state in zip(generators, saved if len(saved) == len(generators) else (), strict=False):
         generator.set_state(generator_state.cpu())
 
 
-def _gradients(module: pl.LightningModule) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in _trained(module):
-        if parameter.grad is not None:
-            yield name, parameter.grad
+def restore_rng_of_rank(states: list[Any], rank: int, generators: Sequence[torch.Generator] = ()) -> list[str]:
+    """As `restore_rng` with this rank's state of `states`; one that the checkpoint does not have keeps its own."""
+    return restore_rng(states[rank], generators) if rank < len(states) else []
+
+
+def _warn_of_lost_rng(lost: Sequence[str], saved_by: int, rank: int, world_size: int) -> None:
+    """Say once what of the random states is lost, by devices that are not here or by another number of ranks."""
+    if saved_by != world_size and rank == 0:
+        log.warning(
+            "The checkpoint was saved by %s and is resumed by %d: the ranks that both have keep their random states, "
+            "%s, and the run will not be bit-equal to one that was never interrupted",
+            "1 rank" if saved_by == 1 else f"{saved_by} ranks",
+            world_size,
+            "others begin with their own" if saved_by < world_size else "the others' are lost",
+        )
+    for what in lost:
+        log.warning("The checkpoint holds %s; the run will not be bit-equal to one that was never interrupted", what)
 
 
 def _trained(module: pl.LightningModule) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, and trained tensors that are none, where a part of `module` names some."""
     yield from module.named_parameters()
     for prefix, holder in module.named_modules():
-        if isinstance(holder, HoldsBareParameters):
-            for name, tensor in holder.named_bare_parameters():
-                yield f"{prefix}.{name}", tensor
+        for name, tensor in getattr(holder, "named_bare_parameters", tuple)():
+            yield f"{prefix}.{name}", tensor
 
 
 def _gathered(gradients: dict[str, torch.Tensor], channel: Channel) -> list[dict[str, torch.Tensor]]:
@@ -226,11 +203,15 @@ def capture_parts(
         is_between_batches: Whether a batch was trained to its end and the next one of its epoch not begun.
         channel: How the ranks bring to rank zero what they have for themselves.
     """
-    parts["is_between_batches"] = is_between_batches
-    parts["is_last_batch"] = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    parts |= {"is_between_batches": is_between_batches, "is_last_batch": progress.is_last_batch}
     if "rng" not in parts:
         parts["rng"] = channel.gather(capture_rng(loader_generators(trainer)))
-    held = dict(_gradients(pl_module)) if _needs_gradients(trainer, pl_module, is_between_batches) else {}
+    # Of manual optimization only the module knows its windows; one that clears its gradients has none to store.
+    is_open = progress.current.ready % trainer.accumulate_grad_batches != 0 and not progress.is_last_batch
+    held = {}
+    if not pl_module.automatic_optimization or (is_open and is_between_batches):
+        held = {name: tensor.grad for name, tensor in _trained(pl_module) if tensor.grad is not None}
     gradients = {name: gradient for name, gradient in held.items() if not isinstance(gradient, DTensor)}
     if trainer.strategy.reduce_boolean_decision(bool(gradients), all=False):
         parts["gradients"] = _gathered(gradients, channel)
@@ -238,24 +219,19 @@ def capture_parts(
         parts[SHARDED_GRADIENTS] = sharded  # of which each rank saves its slice
 
 
-def _needs_gradients(trainer: pl.Trainer, pl_module: pl.LightningModule, is_between_batches: bool) -> bool:
-    if not pl_module.automatic_optimization:
-        return True  # Only the module knows its windows; one that clears its gradients has none to store.
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    is_open = progress.current.ready % trainer.accumulate_grad_batches != 0 and not progress.is_last_batch
-    return is_open and is_between_batches
-
-
 class ResumeState:
     """Loaded state that is restored later, at the points from which a run draws on it."""
 
     def __init__(self) -> None:
         self._gradients: dict[str, Any] = {}
-        self._rng: list[Any] | None = None
-        self._between_epochs: list[Any] | None = None
-        """Random states where the run goes on with a new epoch."""
+        self._rng: list[Any] = []
+        """Random states of all ranks, until they were put back at such a point."""
+        self._is_between_batches = False
         self.is_within_epoch = False
-        """Whether the run goes on between two batches of an epoch."""
+        """Whether the run goes on between two batches of an epoch.
+
+        After the last batch Lightning's loop goes on with an epoch whose iterator draws as it would have.
+        """
         self._elapsed_before_s = 0.0
         self._started_at_s: float | None = None
 
@@ -270,54 +246,35 @@ class ResumeState:
         self._elapsed_before_s = parts.get("elapsed_s", 0.0)
         gradients = gradients_of_rank(parts.get("gradients", []), trainer.global_rank, trainer.world_size)
         self._gradients = gradients | parts.get(SHARDED_GRADIENTS, {})
-        self.is_within_epoch = bool(parts.get("is_between_batches")) and not parts.get("is_last_batch")
+        self._is_between_batches = bool(parts.get("is_between_batches"))
+        self.is_within_epoch = self._is_between_batches and not parts.get("is_last_batch")
         if "rng" in parts:
             # Now, for what draws before the first batch; where batches went before, once more at the next one,
             # because making the loader's iterator anew draws what the interrupted epoch had drawn already.
-            lost = restore_rng_of_rank(parts["rng"], trainer.global_rank)
-            warn_of_lost_rng(lost, len(parts["rng"]), trainer.global_rank, trainer.world_size)
-            if parts.get("is_between_batches"):
-                self._rng = parts["rng"]
-            self._between_epochs = None if self.is_within_epoch else parts["rng"]
-
-    @property
-    def restores_rng_at_first_batch(self) -> bool:
-        """Whether random states are put back at the first batch.
-
-        After the last batch Lightning's loop goes on with an epoch whose iterator draws as it would have.
-        """
-        return self._rng is not None and self.is_within_epoch
+            self._rng = parts["rng"]
+            lost = restore_rng_of_rank(self._rng, trainer.global_rank)
+            _warn_of_lost_rng(lost, len(self._rng), trainer.global_rank, trainer.world_size)
 
     def begin_training(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put gradients back, and say on rank zero which loaders begin with their first batch again."""
         self._started_at_s = time.monotonic()
-        if trainer.ckpt_path is not None:  # the run state of a checkpoint names the one before it
-            run_state_of(trainer).latest_checkpoint_uri = _uri_of(trainer.ckpt_path)
         gradients, self._gradients = self._gradients, {}
         restore_gradients(pl_module, gradients)
         if self.is_within_epoch and trainer.is_global_zero:
             warn_of_loaders_without_position(trainer)
-        self.is_within_epoch = False
 
     def restore_generators(self, trainer: pl.Trainer) -> None:
         """Put those of loaders back where a new epoch begins, before its iterators draw from them."""
-        states, self._between_epochs = self._between_epochs, None
-        if states is not None and trainer.global_rank < len(states):
-            _restore_generators(states[trainer.global_rank], loader_generators(trainer))
+        if not self.is_within_epoch:
+            states, self._rng = self._rng, []
+            for state in states[trainer.global_rank : trainer.global_rank + 1]:
+                _restore_generators(state, loader_generators(trainer))
 
     def restore_rng(self, trainer: pl.Trainer) -> None:
         """Put random states back; once, at the point from which a run draws as it did before."""
-        states, self._rng = self._rng, None
-        if states is not None:
-            restore_rng_of_rank(states, trainer.global_rank, loader_generators(trainer))
-
-
-def _uri_of(ckpt_path: str | os.PathLike[str]) -> str:
-    """The record that `ckpt_path` means, else itself."""
-    try:
-        return str(find_checkpoint(ckpt_path))
-    except FileNotFoundError:  # a URL
-        return os.fspath(ckpt_path)
+        if self._is_between_batches:
+            restore_rng_of_rank(self._rng, trainer.global_rank, loader_generators(trainer))
+        self._rng = []
 
 
 _LARGEST_LIST = 1_000

@@ -142,8 +142,11 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
             raise found.error
         if found.record is not None:
             return Path(os.path.abspath(found.path))
-    way_out = "name the JSON record of a checkpoint, or the folder that holds it"
-    raise FileNotFoundError(f"{_what_is_at(Path(path), listed)}; {way_out}")
+    there = os.fspath(path)
+    problem = f"{there} is not a checkpoint" if os.path.lexists(path) else f"there is nothing at {there}"
+    if listed:
+        problem = f"no checkpoint in {there} can be read: {name_of(listed[-1].path)}: {listed[-1].problem}"
+    raise FileNotFoundError(f"{problem}; name the JSON record of a checkpoint, or the folder that holds it")
 
 
 def folder_of_checkpoints(path: str | os.PathLike[str]) -> Path | None:
@@ -152,16 +155,6 @@ def folder_of_checkpoints(path: str | os.PathLike[str]) -> Path | None:
         return None
     inside = Path(path) / "checkpoints"
     return inside if inside.is_dir() else Path(path)
-
-
-def _what_is_at(path: Path, broken: list[Listed]) -> str:
-    if broken:
-        return f"no checkpoint in {path} can be read: {name_of(broken[-1].path)}: {broken[-1].problem}"
-    if path.is_dir():
-        return f"{path} is a folder without checkpoints"
-    if path.suffix == ".safetensors" and path.exists():
-        return f"{path} holds only weights, from which no run can resume"
-    return f"{path} is not a checkpoint" if path.exists() else f"there is nothing at {path}"
 
 
 def find_final(directory: str | os.PathLike[str]) -> CheckpointRecord | None:

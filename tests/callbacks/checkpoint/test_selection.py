@@ -105,9 +105,9 @@ def test_a_checkpoint_is_found_by_its_record_its_name_its_folder_or_as_the_newes
     ("given", "said"),
     [
         ("none", "there is nothing at none; name the JSON record of a checkpoint, or the folder that holds it"),
-        ("empty", "empty is a folder without checkpoints; name"),
+        ("empty", "empty is not a checkpoint; name"),
         ("torn", "no checkpoint in torn can be read: step-00000001: its record step-00000001.json is not JSON: "),
-        ("x.safetensors", "x.safetensors holds only weights, from which no run can resume; name"),
+        ("x.safetensors", "x.safetensors is not a checkpoint; name"),
         ("notes.txt", "notes.txt is not a checkpoint; name"),
     ],
 )
