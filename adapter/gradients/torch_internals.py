@@ -91,8 +91,7 @@ NormBase: type[nn.Module] = protected("torch.nn.modules.batchnorm", "_NormBase")
 
 _OF_CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (Tensor, ("_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_values")),
-    (nn.Module, ("_parameters", "_buffers", "_apply", "_save_to_state_dict")),
-    (nn.Module, ("_load_from_state_dict",)),
+    (nn.Module, ("_parameters", "_buffers", "_apply")),
     (GradScaler, ("_scale", "_per_optimizer_states")),
     (Optimizer, ("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks")),
     (DTensor, ("_local_tensor", "__torch_function__")),

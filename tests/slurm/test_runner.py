@@ -94,4 +94,4 @@ def test_sigterm_from_the_scheduler_is_reported_before_the_function_ends(slurm, 
     slurm.call("scancel", "--signal=TERM", job)
 
     assert slurm.wait(job) == ("FAILED", 143)
-    assert ends(tmp_path) == ["failure SystemExit 143", "failure SystemExit 143"]
+    assert ends(tmp_path) == ["failure Terminated 143", "failure Terminated 143"]
