@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from ..contract.exceptions import InputError
 from ..contract.types import ArrowFeedConfig
 from ..plumbing.settings import faults_of
-from .batching import ReadAhead, Spec, batches_of, decoded
+from .batching import ReadAhead, Spec, decoded, rebatched
 from .epoch_order import Order
 from .options import FeedOptions
 from .position import Layout, Position
@@ -113,11 +113,6 @@ class ArrowFeed(FeedOptions):
         """Rows of an epoch over all ranks."""
         return self._layout.order.rows
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps of a whole epoch, equal on all ranks."""
-        return self._layout.epoch.steps
-
     def __len__(self) -> int:
         """Steps of an epoch, or more where the number of ranks or the batch size changed in the middle of this one.
 
@@ -127,7 +122,7 @@ class ArrowFeed(FeedOptions):
         layout = self._layout
         here = self._position or Position.start_of(0, layout.order)
         steps = [layout.share(pass_.rows).steps for pass_ in (here, here.following(layout))]
-        self._length = max(self.steps_per_epoch, here.before + steps[0], steps[1])
+        self._length = max(layout.epoch.steps, here.before + steps[0], steps[1])
         return self._length
 
     @cached_property
@@ -226,7 +221,8 @@ class ArrowFeed(FeedOptions):
                 self.close()
 
     def _batches(self, position: Position) -> Iterator[Any]:
-        steps = range(position.step, self._layout.share(position.rows).steps)
+        share = self._layout.share(position.rows)
+        steps = range(position.step, share.steps)
         if not steps:
             return iter(())
         source, opened = self._source, self._opened
@@ -244,7 +240,7 @@ class ArrowFeed(FeedOptions):
         if self.readahead:
             rows = reader = ReadAhead(rows, self.readahead)
             opened.callback(reader.close)
-        batches = batches_of(spec, position, steps, self._timed(rows))
+        batches = rebatched(self._timed(rows), share.intervals(steps.start, steps.stop, self.rank))
         return batches if self._collate is None else map(self._collate, batches)
 
     def _timed(self, items: Iterator[T]) -> Iterator[T]:
@@ -375,11 +371,10 @@ def imported(
     if isinstance(function, str) and not {".", ":"}.isdisjoint(function):
         try:
             found = pkgutil.resolve_name(function)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"Invalid `{setting}`. {function!r} cannot be imported: {error}.") from None
         except Exception as error:  # a module may raise anything while it is imported
             reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"Invalid `{setting}`. {function!r} cannot be imported: {reason}.") from error
+            cause = None if isinstance(error, ImportError | AttributeError) else error
+            raise ValueError(f"Invalid `{setting}`. {function!r} cannot be imported: {reason}.") from cause
     if not callable(found):
         raise TypeError(f"Invalid `{setting}`. Expected {expected}, but received {function!r}.")
     called: Callable[..., Any] = found

@@ -17,7 +17,7 @@ from .position import Layout, Position
 from .row_plan import cut
 from .sources import Source
 
-__all__ = ["ReadAhead", "Rows", "Spec", "batches_of", "decoded", "rebatched"]
+__all__ = ["ReadAhead", "Rows", "Spec", "decoded", "rebatched"]
 
 CHUNK_BYTES = 32 << 20
 FIRST_CHUNK_BYTES = 1 << 18
@@ -101,12 +101,6 @@ def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
     """One batch of all rows, copied; also where dictionaries differ."""
     columns = [pa.concat_arrays(parts) for parts in zip(*(batch.columns for batch in batches), strict=True)]
     return pa.RecordBatch.from_arrays(columns, schema=batches[0].schema)
-
-
-def batches_of(spec: Spec, position: Position, steps: range, rows: Iterator[Rows]) -> Iterator[pa.RecordBatch]:
-    """The batches of our rank in `steps` of a pass, of `rows` that were decoded for them."""
-    share = spec.layout.share(position.rows)
-    return rebatched(rows, share.intervals(steps.start, steps.stop, spec.rank))
 
 
 class ReadAhead(Generic[T]):

@@ -1,7 +1,7 @@
 """Record batches as torch tensors, without copies where the memory allows it.
 
-The tensors share memory with Arrow, which treats it as constant: work on them in place only after ``clone()``, or ask
-for ``copy=True``. Memory that is mapped from a file cannot be written at all.
+The tensors share memory with Arrow, which treats it as constant: work on them in place only after ``clone()``. Memory
+that is mapped from a file cannot be written at all.
 
 A module of its own because it imports torch, which a feed of record batches does without.
 """
@@ -9,7 +9,6 @@ A module of its own because it imports torch, which a feed of record batches doe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from ..contract.exceptions import InputError
 __all__ = ["to_torch"]
 
 
-def to_torch(batch: pa.RecordBatch, *, copy: bool = False) -> dict[str, Any]:
+def to_torch(batch: pa.RecordBatch) -> dict[str, Any]:
     """The columns of `batch` by name.
 
     Numbers become 1-d tensors, fixed-size lists of numbers (also nested) and fixed-shape tensors become n-d tensors,
@@ -36,45 +35,46 @@ def to_torch(batch: pa.RecordBatch, *, copy: bool = False) -> dict[str, Any]:
 
     Args:
         batch: The rows.
-        copy: Give each tensor memory of its own.
 
     Raises:
         InputError: A column of numbers or of lists has nulls, for which a tensor has no place, or there is a column
             named as the lengths of another one.
     """
-    return _columns("", batch.schema.names, batch.columns, copy)
+    return _columns("", batch.schema.names, batch.columns)
 
 
-def _columns(prefix: str, names: Sequence[str], columns: Sequence[pa.Array], copy: bool) -> dict[str, Any]:
+def _columns(prefix: str, names: Sequence[str], columns: Sequence[pa.Array]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, column in zip(names, columns, strict=True):
-        converted = _convert(f"{prefix}{name}", column, copy)
-        if isinstance(converted, _Padded):
+        converted = _convert(f"{prefix}{name}", column)
+        if isinstance(converted, tuple):
             if f"{name}_lengths" in names:
                 raise InputError(
                     f"The lengths of the lists in column {prefix + name!r} would be named as column "
                     f"'{prefix}{name}_lengths'. Leave one of the two out by `columns`, or rename it."
                 )
-            found[f"{name}_lengths"], converted = converted.lengths, converted.values
+            converted, found[f"{name}_lengths"] = converted
         found[name] = converted
     return found
 
 
-def _convert(name: str, array: pa.Array, copy: bool) -> Any:
+def _convert(name: str, array: pa.Array) -> Any:
+    """Tensors, Python values, or a pair: lists as one tensor, with zeros behind the shorter ones, and their lengths."""
     kind = array.type
     if isinstance(array, pa.FixedShapeTensorArray):
-        tensor: torch.Tensor = _convert(name, array.storage, copy)
+        tensor: torch.Tensor = _convert(name, array.storage)
         return tensor.view(len(array), *kind.shape)
     if isinstance(array, pa.ExtensionArray):
-        return _convert(name, array.storage, copy)
+        return _convert(name, array.storage)
     if pa.types.is_dictionary(kind):
-        return _convert(name, array.dictionary_decode(), copy)
+        return _convert(name, array.dictionary_decode())
     if pa.types.is_struct(kind):
-        return _struct(name, array, copy)
+        fields = [kind.field(i).name for i in range(kind.num_fields)]
+        return _columns(f"{name}.", fields, array.flatten())
     if _is_tensor(kind):
-        return _tensor(name, array, copy)
+        return _tensor(name, array)
     if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_tensor(kind.value_type):
-        return _padded(name, array, copy)
+        return _padded(name, array)
     return array.to_pylist()
 
 
@@ -98,11 +98,11 @@ def _refuse_nulls(name: str, array: pa.Array) -> None:
         )
 
 
-def _tensor(name: str, array: pa.Array, copy: bool) -> torch.Tensor:
+def _tensor(name: str, array: pa.Array) -> torch.Tensor:
     _refuse_nulls(name, array)
     kind = array.type
     if pa.types.is_fixed_size_list(kind):
-        inner = _tensor(name, array.flatten(), copy)
+        inner = _tensor(name, array.flatten())
         return inner.view(len(array), kind.list_size, *inner.shape[1:])
     if pa.types.is_boolean(kind):
         return torch.from_numpy(array.to_numpy(zero_copy_only=False))
@@ -111,29 +111,16 @@ def _tensor(name: str, array: pa.Array, copy: bool) -> torch.Tensor:
     if len(array) == 0:
         return torch.from_numpy(array.to_numpy().copy())
     tensor: torch.Tensor = from_dlpack(array)
-    return tensor.clone() if copy else tensor
+    return tensor
 
 
-@dataclass(frozen=True)
-class _Padded:
-    """Lists as one tensor, with zeros behind those that are shorter than the longest."""
-
-    values: torch.Tensor
-    lengths: torch.Tensor
-
-
-def _padded(name: str, array: pa.Array, copy: bool) -> _Padded:
+def _padded(name: str, array: pa.Array) -> tuple[torch.Tensor, torch.Tensor]:
     _refuse_nulls(name, array)
-    values = _tensor(name, array.flatten(), copy)
+    values = _tensor(name, array.flatten())
     lengths = torch.from_numpy(pc.list_value_length(array).to_numpy().astype(np.int64))
     longest = int(lengths.max()) if len(lengths) else 0
     if len(values) == longest * len(lengths):
-        return _Padded(values.view(len(lengths), longest, *values.shape[1:]), lengths)
+        return values.view(len(lengths), longest, *values.shape[1:]), lengths
     padded = values.new_zeros(len(lengths), longest, *values.shape[1:])
     padded[torch.arange(longest) < lengths[:, None]] = values
-    return _Padded(padded, lengths)
-
-
-def _struct(name: str, array: pa.StructArray, copy: bool) -> Any:
-    fields = [array.type.field(i).name for i in range(array.type.num_fields)]
-    return _columns(f"{name}.", fields, array.flatten(), copy)
+    return padded, lengths

@@ -23,6 +23,7 @@ class _FeedDataModule(LightningDataModule, ABC):
     def __init__(self) -> None:
         super().__init__()
         self._train: Any = None
+        self._val: ArrowFeed | None = None
 
     @abstractmethod
     def _make_feed(self) -> Any:
@@ -59,8 +60,9 @@ class _FeedDataModule(LightningDataModule, ABC):
 
     def teardown(self, stage: str) -> None:
         """Stop reading and close files."""
-        if isinstance(self._train, ArrowFeed):
-            self._train.close()
+        for feed in (self._train, self._val):
+            if isinstance(feed, ArrowFeed):
+                feed.close()
 
 
 class ArrowDataModule(_FeedDataModule):
@@ -88,7 +90,6 @@ class ArrowDataModule(_FeedDataModule):
         ArrowFeed(parquet_paths, rank=0, world_size=1, epochs=None, filesystem=None, **options)
         self._training = {name: options.pop(name) for name in _OF_TRAINING if name in options}
         self._options = options
-        self._val: ArrowFeed | None = None
         if val_paths is None:
             # Lightning takes any overridden method for a promise of data, and warns when it gives none.
             self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
@@ -118,12 +119,6 @@ class ArrowDataModule(_FeedDataModule):
 
     def _feed_of(self, paths: str | Sequence[str], **options: Any) -> ArrowFeed:
         return ArrowFeed(paths, **self._share(), **self._options, **options)
-
-    def teardown(self, stage: str) -> None:
-        """Stop reading and close files."""
-        super().teardown(stage)
-        if self._val is not None:
-            self._val.close()
 
 
 class FunctionDataModule(_FeedDataModule):

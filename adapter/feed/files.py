@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -53,12 +53,10 @@ class DataFile:
             InputError: The file does not exist or is not a regular file.
         """
         info = self.filesystem.get_file_info(self.path)
-        if info.type == fs.FileType.Directory:
-            raise InputError(f"{self.name} is a folder")
-        if info.type == fs.FileType.Unknown:
-            raise InputError(f"{self.name} is not a regular file")
-        if info.type != fs.FileType.File:
+        if info.type == fs.FileType.NotFound:
             raise InputError(f"{self.name} does not exist{self._nearest() if self.local else _about_hub(self.name)}")
+        if info.type != fs.FileType.File:
+            raise InputError(f"{self.name} is not a regular file")
         return info.size or 0, info.mtime_ns or 0
 
     def require(self, stamp: tuple[int, int], label: str) -> None:
@@ -71,8 +69,6 @@ class DataFile:
             raise InputError(f"Cannot read {label}: the file changed while it was read; start again with the new file")
 
     def _nearest(self) -> str:
-        if os.path.islink(self.path):
-            return f"; it is a link to {os.readlink(self.path)}"
         folder, name = os.path.split(self.path)
         with contextlib.suppress(OSError):
             near = closest(name, os.listdir(folder), alike=0.6)
@@ -80,10 +76,8 @@ class DataFile:
         return f"; there is no folder {folder}"
 
 
-def expand(
-    paths: PathLike | Iterable[PathLike], *, filesystem: Any = None, suffixes: Sequence[str] = DATA_SUFFIXES
-) -> list[DataFile]:
-    """The files behind `paths`: a folder stands for the files in it with one of `suffixes`, a pattern for its matches.
+def expand(paths: PathLike | Iterable[PathLike], *, filesystem: Any = None) -> list[DataFile]:
+    """The files behind `paths`: a folder stands for the Parquet files in it, a pattern for its matches.
 
     Folders and patterns come sorted by path, so that every rank sees the same order. A path that does not exist is
     returned as it is; reading its metadata tells.
@@ -91,7 +85,6 @@ def expand(
     Args:
         paths: One or many paths or URLs.
         filesystem: A `pyarrow.fs.FileSystem` or fsspec file system that all paths belong to; None finds it from each.
-        suffixes: What counts as data in a folder.
 
     Raises:
         InputError: No path was given, a pattern or folder matches nothing, or the scheme of the URL is unknown.
@@ -99,21 +92,21 @@ def expand(
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not given:
         raise InputError("No data files: `parquet_paths` is empty.")
-    return [file for path in given for file in _expand_one(os.fspath(path), filesystem, suffixes)]
+    return [file for path in given for file in _expand_one(os.fspath(path), filesystem)]
 
 
-def _expand_one(name: str, filesystem: Any, suffixes: Sequence[str]) -> list[DataFile]:
+def _expand_one(name: str, filesystem: Any) -> list[DataFile]:
     with _naming(name):
         system, path = _locate(name, filesystem)
         if _PATTERN & set(path) and system.get_file_info(path).type == fs.FileType.NotFound:
             matches = _matches(system, path)
-            found = [p for match, folder in matches for p in (_data_in(system, match, suffixes) if folder else [match])]
+            found = [p for match, folder in matches for p in (_data_in(system, match) if folder else [match])]
         elif system.get_file_info(path).type == fs.FileType.Directory:
-            found = _data_in(system, path, suffixes)
+            found = _data_in(system, path)
         else:
             return [DataFile(name, system, path)]
     if not found:
-        raise InputError(f"{name} matches no file that ends in {' or '.join(suffixes)}")
+        raise InputError(f"{name} matches no file that ends in {' or '.join(DATA_SUFFIXES)}")
     local = isinstance(system, fs.LocalFileSystem)
     return [DataFile(p if local else _renamed(name, p), system, p) for p in found]
 
@@ -125,15 +118,10 @@ def _naming(name: str) -> Iterator[None]:
         yield
     except InputError:
         raise
-    except UnicodeError as error:
-        shown = os.fsencode(name).decode("utf-8", "replace")
-        raise InputError(
-            f"{shown}: there is a file name that is not UTF-8, which Arrow cannot open; rename it"
-        ) from error
     except Exception as error:
-        hint = _about_hub(name)
+        hint, shown = _about_hub(name), os.fsencode(name).decode("utf-8", "replace")
         said = str(error).partition("\n")[0] if hint else str(error)
-        raise InputError(f"{name}: {type(error).__name__}: {said}{hint}") from error
+        raise InputError(f"{shown}: {type(error).__name__}: {said}{hint}") from error
 
 
 def _about_hub(name: str) -> str:
@@ -146,9 +134,9 @@ def _renamed(name: str, path: str) -> str:
     return f"{scheme}://{path.lstrip('/')}" if separator else path
 
 
-def _data_in(system: fs.FileSystem, folder: str, suffixes: Sequence[str]) -> list[str]:
+def _data_in(system: fs.FileSystem, folder: str) -> list[str]:
     infos = system.get_file_info(fs.FileSelector(folder, recursive=True))
-    files = [info.path for info in infos if info.type == fs.FileType.File and info.path.endswith(tuple(suffixes))]
+    files = [info.path for info in infos if info.type == fs.FileType.File and info.path.endswith(DATA_SUFFIXES)]
     return sorted(path for path in files if not _is_hidden(path.removeprefix(folder)))
 
 
@@ -162,9 +150,7 @@ def _matches(system: fs.FileSystem, pattern: str) -> list[tuple[str, bool]]:
         return [(path, os.path.isdir(path)) for path in sorted(glob.glob(pattern, recursive=True))]
     from fsspec.implementations.arrow import ArrowFSWrapper
 
-    handler = getattr(system, "handler", None)
-    wrapped = handler.fs if isinstance(handler, fs.FSSpecHandler) else ArrowFSWrapper(system)
-    found = wrapped.glob(pattern, detail=True)
+    found = ArrowFSWrapper(system).glob(pattern, detail=True)
     return sorted((str(path), info["type"] == "directory") for path, info in found.items())
 
 

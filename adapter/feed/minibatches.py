@@ -38,11 +38,12 @@ class Minibatches:
         """Rows in the order of the pass that was begun last; None before the first and without `shuffle`."""
         lengths = {name: len(column) if column.ndim else 0 for name, column in self.columns.items()}
         self.rows = min(lengths.values(), default=0)
-        if not self.rows or len(set(lengths.values())) > 1:
-            raise ValueError(f"Minibatches: expected columns of one length >= 1, but received the lengths {lengths}")
-        if not 1 <= batch_size <= (self.rows if drop_last else batch_size):
-            most = f" and, with `drop_last`, at most {self.rows}" if drop_last else ""
-            raise ValueError(f"Minibatches: expected a `batch_size` of at least 1{most}, but received {batch_size}")
+        most = self.rows if drop_last else batch_size
+        if not self.rows or len(set(lengths.values())) > 1 or not 1 <= batch_size <= most:
+            raise ValueError(
+                "Minibatches: expected columns of one length >= 1 and a `batch_size` >= 1, at most that length with "
+                f"`drop_last`, but received the lengths {lengths} and a `batch_size` of {batch_size}"
+            )
 
     def __len__(self) -> int:
         return self.rows // self.batch_size if self.drop_last else -(-self.rows // self.batch_size)

@@ -18,8 +18,6 @@ def project(named: Iterable[tuple[str, pa.Schema]], columns: Sequence[str] | Non
     The order of columns may differ between files, and so may nullability and metadata; names and types may not.
     """
     schemas = [(name, _plain(schema)) for name, schema in named]
-    if not schemas:
-        return pa.schema([]), ["no data: there are no files or tables"]
     first_name, first = schemas[0]
     wanted = list(dict.fromkeys(first.names if columns is None else columns))
     errors = [error for name, schema in schemas for error in _missing(name, schema, wanted)]
@@ -29,7 +27,10 @@ def project(named: Iterable[tuple[str, pa.Schema]], columns: Sequence[str] | Non
         errors += _differences(first_name, first, name, schema, wanted, all_columns=columns is None)
     if errors:
         return first, errors
-    fields = [_merged([schema.field(column) for _, schema in schemas]) for column in wanted]
+    fields = [
+        first.field(column).with_nullable(any(schema.field(column).nullable for _, schema in schemas))
+        for column in wanted
+    ]
     return pa.schema(fields, metadata=first.metadata), []
 
 
@@ -58,11 +59,6 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_string_view(kind):
         return pa.string()
     return pa.binary() if pa.types.is_binary_view(kind) else kind
-
-
-def _merged(fields: Sequence[pa.Field]) -> pa.Field:
-    first = fields[0]
-    return first.with_nullable(any(field.nullable for field in fields))
 
 
 def _missing(name: str, schema: pa.Schema, wanted: Sequence[str]) -> list[str]:

@@ -51,28 +51,23 @@ class TableSource:
     """Tables and record batches in memory; nothing is copied.
 
     Args:
-        tables: Name and table or record batch; each chunk becomes a group. Names are what errors say.
+        given: Tables and record batches; each chunk becomes a group.
         columns: Columns to hand out, in this order; None means all.
 
     Raises:
         InputError: A column is missing, schemas differ, or the tables hold no rows.
     """
 
-    def __init__(
-        self,
-        tables: Iterable[tuple[str, pa.Table | pa.RecordBatch]],
-        *,
-        columns: Sequence[str] | None = None,
-    ) -> None:
-        given = list(tables)
-        self.schema, errors = project([(name, table.schema) for name, table in given], columns)
+    def __init__(self, given: Sequence[pa.Table | pa.RecordBatch], *, columns: Sequence[str] | None = None) -> None:
+        self.schema, errors = project([(f"table {i}", table.schema) for i, table in enumerate(given)], columns)
         if errors:
-            raise input_error(errors)
-        self._groups = [conform(group, self.schema) for _, table in given for group in _batches_of(table)]
+            raise _input_error(errors)
+        tables = [table if isinstance(table, pa.Table) else pa.Table.from_batches([table]) for table in given]
+        self._groups = [conform(batch, self.schema) for table in tables for batch in table.to_batches()]
         self.group_rows: tuple[int, ...] = tuple(batch.num_rows for batch in self._groups)
         if not sum(self.group_rows):
-            raise input_error([f"no rows in {given[0][0]}"])
-        self.fingerprint = fingerprint([str(self.group_rows)])
+            raise _input_error(["no rows in the tables"])
+        self.fingerprint = xxhash.xxh3_64_hexdigest(str(self.group_rows).encode())
 
     def reach(self, group: int, max_bytes: int) -> int:
         """See `Source`."""
@@ -86,26 +81,12 @@ class TableSource:
         """See `Source`."""
 
 
-def _batches_of(table: pa.Table | pa.RecordBatch) -> list[pa.RecordBatch]:
-    batches: list[pa.RecordBatch] = table.to_batches() if isinstance(table, pa.Table) else [table]
-    return batches
-
-
-def input_error(errors: Sequence[str]) -> InputError:
+def _input_error(errors: Sequence[str]) -> InputError:
     """One error that lists `errors`, and of very many how many more there are."""
     if len(errors) == 1:
         return InputError(f"Cannot read the training data: {errors[0]}")
     shown = [*errors[:_MOST_ERRORS], *([f"and {len(errors) - _MOST_ERRORS} more"] if errors[_MOST_ERRORS:] else [])]
     return InputError("Cannot read the training data:" + "".join(f"\n- {error}" for error in shown))
-
-
-def fingerprint(facts: Iterable[str]) -> str:
-    """A short digest of `facts`, equal on every machine."""
-    digest = xxhash.xxh3_64()
-    for fact in facts:
-        digest.update(fact.encode())
-        digest.update(b"\0")
-    return digest.hexdigest()
 
 
 _FOOTER_THREADS = 16
@@ -152,7 +133,7 @@ class ParquetSource:
         if not errors and not any(sum(footer.group_rows) for footer in footers):
             errors.append(f"no rows in {', '.join(footer.file.name for footer in footers)}")
         if errors:
-            raise input_error(errors)
+            raise _input_error(errors)
         # Metadata of many wide files would fill the memory; of a few it saves reading their footers again.
         footers = footers if len(footers) <= _CACHED_FOOTERS else [replace(f, metadata=None) for f in footers]
         self._groups = [(footer, index) for footer in footers for index in range(len(footer.group_rows))]
@@ -161,7 +142,7 @@ class ParquetSource:
         self._row_bytes = 0.0
         """Of the rows that were decoded last."""
         sizes = [f"{os.path.basename(f.file.path)}:{f.stamp[0]}:{f.group_rows}" for f in footers]
-        self.fingerprint = fingerprint(sizes)
+        self.fingerprint = xxhash.xxh3_64_hexdigest("\0".join(sizes).encode())
 
     def reach(self, group: int, max_bytes: int) -> int:
         """See `Source`: small row groups of a file together, since each takes time of its own."""
@@ -300,17 +281,15 @@ def open_source(given: Any, *, columns: Sequence[str] | None, filesystem: Any) -
         return source
     if hasattr(given, "__arrow_c_stream__") and not isinstance(given, pa.Table):
         given = pa.table(given)
-    if isinstance(given, _TABLES):
-        return TableSource([("table", given)], columns=columns)
     items = _items(given)
     if items and isinstance(items[0], _TABLES):
-        return TableSource([(f"table {i}", item) for i, item in enumerate(items)], columns=columns)
+        return TableSource(items, columns=columns)
     return ParquetSource(expand(items, filesystem=filesystem), columns=columns)
 
 
 def _items(given: Any) -> list[Any]:
     """All paths, or all tables, of what was given; the first that is neither ends it, since a stream may be endless."""
-    if isinstance(given, str | os.PathLike):
+    if isinstance(given, (*_PATHS, *_TABLES)):
         return [given]
     items: list[Any] = []
     for item in given if isinstance(given, Iterable) and not isinstance(given, bytes | Mapping) else [given]:

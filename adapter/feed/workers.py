@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ...callbacks.stop.data_workers import start_workers
 from ..contract.exceptions import InputError
-from .batching import CHUNK_BYTES, Spec, batches_of, decoded
+from .batching import CHUNK_BYTES, Spec, decoded, rebatched
 from .position import Position
 
 __all__ = ["arrow_blocks", "batches_of_blocks", "draw_from", "entropy_of", "made_by_workers"]
@@ -99,8 +99,9 @@ def _block(spec: Spec, position: Position, steps: range) -> tuple[Any, str | Non
     made: list[Any] = []
     error = None
     try:
-        rows = decoded(spec, position, steps, CHUNK_BYTES)
-        for step, batch in zip(steps, batches_of(spec, position, steps, rows), strict=True):
+        intervals = spec.layout.share(position.rows).intervals(steps.start, steps.stop, spec.rank)
+        batches = rebatched(decoded(spec, position, steps, CHUNK_BYTES), intervals)
+        for step, batch in zip(steps, batches, strict=True):
             if spec.collate is not None:
                 draw_from(entropy_of(spec, position, step))
             made.append(batch if spec.collate is None else spec.collate(batch))

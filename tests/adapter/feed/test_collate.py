@@ -30,13 +30,6 @@ def test_numbers_share_memory_with_arrow(dtype):
     assert tensor.data_ptr() == address(array)
 
 
-def test_a_copy_has_memory_of_its_own():
-    array = pa.array([1, 2, 3])
-    tensor = to_torch(pa.record_batch({"x": array}), copy=True)["x"]
-    tensor += 1
-    assert array.to_pylist() == [1, 2, 3]
-
-
 def test_fixed_size_lists_become_tensors_of_more_dimensions_without_a_copy():
     values = pa.array(np.arange(24, dtype=np.float32))
     inner = pa.FixedSizeListArray.from_arrays(values, 3)
