@@ -21,9 +21,8 @@ import msgspec
 from ...callbacks.stop.sources import cancel_file_is_set
 from ...reporters.uploads.targets import target_fault
 from ..contract.exceptions import InputError, StartupContractError
-from ..inputs.local import checked_ref, parquet_files
 from ..inputs.materialize import named_inputs
-from ..inputs.refs import Kind, LocalRef
+from ..inputs.refs import Kind, checked_ref, parquet_files
 from ..job.config import RunConfig, read_run_config
 from ..job.errors import ConfigErrors
 from ..job.spec import all_keys
@@ -200,7 +199,7 @@ def _trainer(config: RunConfig, *, is_sound: bool) -> Outcomes:
 def _input(kind: Kind, text: str) -> Outcomes:
     """An input on this machine; for one elsewhere, only whether its reference is well-formed."""
     ref = checked_ref(kind, text)
-    yield "pass", f"{ref.label} {'is here' if isinstance(ref, LocalRef) else 'is fetched when the run starts'}"
+    yield "pass", f"{ref} is here" if isinstance(ref, Path) else f"{ref.label} is fetched when the run starts"
 
 
 def _table(config: RunConfig, *, defaults: bool) -> list[tuple[str, str, str]]:

@@ -371,7 +371,7 @@ def imported(
     if isinstance(function, str) and not {".", ":"}.isdisjoint(function):
         try:
             found = pkgutil.resolve_name(function)
-        except Exception as error:  # a module may raise anything while it is imported
+        except Exception as error:  # noqa: BLE001 - a module may raise anything while it is imported
             reason = f"{type(error).__name__}: {error}"
             cause = None if isinstance(error, ImportError | AttributeError) else error
             raise ValueError(f"Invalid `{setting}`. {function!r} cannot be imported: {reason}.") from cause

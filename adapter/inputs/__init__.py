@@ -12,7 +12,6 @@ from ..plumbing.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from .components import load_components as load_components
     from .materialize import MaterializedInputs as MaterializedInputs, materialize_inputs as materialize_inputs
-    from .progress import InputProgress as InputProgress
     from .refs import parse_ref as parse_ref
     from .tensorhub import HttpResolveClient as HttpResolveClient
 else:

@@ -1,22 +1,24 @@
 """Files from web servers: streamed, checked, cached, resumed after a break.
 
-While a file is incomplete it is called ``*.part``. A note next to it says which version of the server's it is and how
-much of it is durable, so that a later attempt, also of another process, can go on where this one broke. Only a whole
-and checked file gets its name.
+While a file is incomplete it is called ``*.part``. A note next to it has the version (the ETag) that it is a part of,
+so that a later attempt, also of another process, can go on where this one broke. Only a whole and checked file gets
+its name, and the note is then of that file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import re
+import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import httpx2
 import msgspec
@@ -28,42 +30,100 @@ from ..plumbing.file_lock import FileLock, LockHeldError
 from ..plumbing.http import failure_text
 from ..plumbing.retry import RetryPolicy, TransientError, is_transient, retry_after_s, with_retries
 from ..plumbing.safe_open import make_directory, open_own, open_regular, read_own
+from ..plumbing.text import size_text
 from ..plumbing.urls import safe_url
-from .progress import InputProgress, Tracker
 
-__all__ = ["Download", "download"]
+__all__ = ["Download", "Tracker", "TransferAbandoned", "Transport", "download"]
 
+log = logging.getLogger(__name__)
+
+LINE_EVERY_S = 10.0
 CHUNK_BYTES = 1 << 20
-SYNC_EVERY_BYTES = 64 << 20
 LOCK_POLL_S = 0.1
 LARGEST_NOTE_BYTES = 1 << 16
 CONTENT_RANGE = re.compile(r"bytes (?P<first>\d{1,18})-\d{1,18}/(?P<total>\d{1,18}|\*)")
 
-PROCESS_BEGAN = time.time()
-"""When this process loaded the module, in seconds since 1970."""
+
+class Tracker:
+    """Logs how far each transfer is, and asks between any two pieces whether the run was stopped.
+
+    Args:
+        raise_if_stopped: Raises to end all transfers; called from any thread.
+    """
+
+    def __init__(self, raise_if_stopped: Callable[[], None] = lambda: None) -> None:
+        self._raise_if_stopped = raise_if_stopped
+        self._abandoned = threading.Event()
+        self._told_s: dict[str, float] = {}
+
+    def abandon(self) -> None:
+        """Make every transfer end at its next piece, and every wait at once."""
+        self._abandoned.set()
+
+    def check(self) -> None:
+        """Raise if the transfers should end.
+
+        Raises:
+            TransferAbandoned: Another transfer has failed or was stopped.
+        """
+        if self._abandoned.is_set():
+            raise TransferAbandoned
+        self._raise_if_stopped()
+
+    def wait(self, seconds: float) -> None:
+        """Sleep in short pieces, so that a stop is noticed; raises like `check`."""
+        remaining = seconds
+        while remaining > 0:
+            self.check()
+            self._abandoned.wait(min(remaining, 0.1))
+            remaining -= 0.1
+        self.check()
+
+    def tell(self, name: str, done_bytes: int, total_bytes: int | None) -> None:
+        """Log how much of an input has arrived, every few seconds; raises like `check`."""
+        now = time.monotonic()
+        if now - self._told_s.setdefault(name, now) >= LINE_EVERY_S:
+            self._told_s[name] = now
+            total = f" of {size_text(total_bytes)}" if total_bytes else ""
+            log.info("%s: %s%s", name, size_text(done_bytes), total)
+        self.check()
+
+    def finish(self, name: str, size: int) -> None:
+        """Log that an input is there."""
+        log.info("%s is here (%s)", name, size_text(size))
+
+
+class TransferAbandoned(Exception):
+    """This transfer ended because another one did."""
 
 
 class Note(msgspec.Struct, frozen=True):
-    """The recorded state of a file of the cache, whole or in part."""
+    """The version of the part of a file; where there is no part, that of the whole file."""
 
     etag: str | None = None
-    last_modified: str | None = None
-    durable_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
-    mtime_ns: int | None = None
-    """Of the whole file; None while there is a part of it."""
-    stored_at: float = 0.0
-    """Since when it is whole, in seconds since 1970."""
+    boot_id: str = ""
+    """Of the system that wrote the part: what a process wrote outlives it, but maybe not the system."""
+    size: int | None = None
+    """Bytes of the whole file, where the server said."""
 
     @property
-    def if_range(self) -> str | None:
-        """The validator under which two partial answers may be joined; a weak one may not."""
-        if self.etag is None:
-            return self.last_modified
-        return None if self.etag.startswith("W/") else self.etag
+    def joins_parts(self) -> bool:
+        """Whether two answers with this ETag are parts of the same bytes; with a weak one they need not be."""
+        return self.etag is not None and not self.etag.startswith("W/")
 
 
 # Made here, in one thread: msgspec crashes where several ask at once for a type that it has not yet looked into.
 _NOTE = msgspec.json.Decoder(Note)
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What every transfer of a run uses."""
+
+    client: httpx2.Client
+    """Shows the token to the origins that may have it."""
+    tracker: Tracker = field(default_factory=Tracker)
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
 
 
 @dataclass(frozen=True)
@@ -72,8 +132,8 @@ class Download:
 
     url: str
     target: Path
-    sha256: str | None = None
-    xxh3_128: str | None = None
+    digest: str | None = None
+    """``sha256:`` or ``xxh3_128:`` and hexadecimal digits, where the content is known beforehand."""
     size_bytes: int | None = None
     most_bytes: int | None = None
     """The most bytes that the file may have, where its size is not known."""
@@ -86,61 +146,51 @@ class Download:
         """The URL without user info and query."""
         return safe_url(self.url)
 
-    @property
-    def has_digest(self) -> bool:
-        """Whether the content is known beforehand."""
-        return self.sha256 is not None or self.xxh3_128 is not None
-
     def fault_of(self, path: Path) -> str | None:
         """In which way the file at `path`, which is read, is not what was asked for; None where it is."""
-        expected = {"size_bytes": self.size_bytes, "sha256": self.sha256, "xxh3_128": self.xxh3_128}
-        sha256, xxh3, size = hashlib.sha256(), xxhash.xxh3_128(), 0
         with os.fdopen(open_regular(path), "rb") as file:
-            while self.has_digest and (chunk := file.read(CHUNK_BYTES)):
-                sha256.update(chunk)
-                xxh3.update(chunk)
             size = os.fstat(file.fileno()).st_size
-        found = {"size_bytes": size, "sha256": sha256.hexdigest(), "xxh3_128": xxh3.hexdigest()}
-        faults = (
-            f"has {name} {found[name]}, but {value} was expected"
-            for name, value in expected.items()
-            if value not in (None, found[name])
-        )
-        return next(faults, None)
+            if self.size_bytes not in (None, size):
+                return f"has {size} bytes, but {self.size_bytes} were expected"
+            if self.digest is None:
+                return None
+            algorithm, _, expected = self.digest.partition(":")
+            made: Any = xxhash.xxh3_128 if algorithm == "xxh3_128" else hashlib.sha256
+            found = hashlib.file_digest(file, made).hexdigest()
+        return None if found == expected else f"has {algorithm} {found}, but {expected} was expected"
 
 
-def download(
-    request: Download, client: httpx2.Client, *, retry: RetryPolicy | None = None, tracker: Tracker | None = None
-) -> Path:
+def download(request: Download, transport: Transport) -> Path:
     """Bring a file to ``request.target`` and return that.
 
     A copy in place is kept without asking the server if the request has a digest, which is proven, and if the server
-    confirms it otherwise. Several processes may ask for one target: one transfers, the others wait and take the result.
+    confirms its ETag otherwise. Several processes may ask for one target: one transfers, the others wait and take it.
 
     Raises:
         AuthError: The server refused the credentials (401, 403).
         InputError: The server has no such file, its content has another digest or size, or it cannot be reached.
     """
-    tracker = tracker or Tracker()
     make_directory(request.target.parent)
     asked_at = time.time()
-    with _exclusive(request.target, tracker) as waited:
-        _Transfer(request, client, tracker).run(asked_at if waited else None, retry or RetryPolicy())
+    with _exclusive(request.target, transport.tracker):
+        transfer = _Transfer(request, transport)
+        if not transfer.is_done_since(asked_at):
+            transfer.run()
+    transport.tracker.finish(request.label, request.target.stat().st_size)
     return request.target
 
 
 @contextlib.contextmanager
-def _exclusive(target: Path, tracker: Tracker) -> Iterator[bool]:
-    """Hold the lock of a target; yields whether another process or thread had it first."""
-    lock, waited = None, False
+def _exclusive(target: Path, tracker: Tracker) -> Iterator[None]:
+    """Hold the lock of a target."""
+    lock = None
     while lock is None:
         try:
             lock = FileLock(target.with_name(f".{target.name}.lock"))
         except LockHeldError:
-            waited = True
             tracker.wait(LOCK_POLL_S)
     try:
-        yield waited
+        yield
     finally:
         lock.release()
 
@@ -148,31 +198,44 @@ def _exclusive(target: Path, tracker: Tracker) -> Iterator[bool]:
 class _Transfer:
     """One file on its way, by whoever holds its lock."""
 
-    def __init__(self, request: Download, client: httpx2.Client, tracker: Tracker) -> None:
-        self.request, self.client, self.tracker = request, client, tracker
-        self.part = request.target.with_name(f"{request.target.name}.part")
-        self.note_path = request.target.with_name(f".{request.target.name}.json")
+    def __init__(self, request: Download, transport: Transport) -> None:
+        self.request, self.transport, self.target = request, transport, request.target
+        self.part = self.target.with_name(f"{self.target.name}.part")
+        self.note_path = self.target.with_name(f".{self.target.name}.json")
 
-    def run(self, waited_since: float | None, retry: RetryPolicy) -> None:
+    def is_done_since(self, asked_at: float) -> bool:
+        """Whether the target has what was asked for: by its digest, or because another process has just fetched it.
+
+        A digest is proven by the bytes themselves: who can write a file into the cache can write a note about it.
+        """
+        with contextlib.suppress(OSError):
+            return self._is_whole() and (self.request.digest is not None or self.target.stat().st_mtime >= asked_at)
+        return False
+
+    def run(self) -> None:
         """Attempt until the file is in place; attempts that brought bytes don't count as failures."""
-        whole = self._whole()
-        if whole is not None and (self.request.has_digest or _is_fresh(whole, waited_since)):
-            return self._tell_finished(self.request.target.stat().st_size)
         before = 0
 
         def attempt() -> None:
             nonlocal before
-            before = self._begun().durable_bytes
-            self._attempt(whole)
+            before = self._part_bytes()
+            self._attempt()
 
+        retry, wait = self.transport.retry, self.transport.tracker.wait
         try:
-            return with_retries(
-                attempt, retry, self.tracker.wait, progressed=lambda: self._begun().durable_bytes > before
-            )
+            with_retries(attempt, retry, wait, progressed=lambda: self._part_bytes() > before)
         except TransientError as error:
             raise InputError(
                 f"{self.request.label} could not be fetched: {error}, after {error.failures} attempts without progress."
             ) from None
+
+    def _part_bytes(self) -> int:
+        with contextlib.suppress(FileNotFoundError):
+            return self.part.stat().st_size
+        return 0
+
+    def _is_whole(self) -> bool:
+        return self.target.exists() and self.request.fault_of(self.target) is None
 
     def _note(self) -> Note:
         try:
@@ -180,48 +243,29 @@ class _Transfer:
         except (OSError, ValueError, RecursionError):
             return Note()
 
-    def _whole(self) -> Note | None:
-        """The note of a copy in place that is what was asked for; None only costs a transfer.
-
-        A digest is proven by the bytes themselves: who can write a file into the cache can write a note about it.
-        """
-        note = self._note()
-        try:
-            status = self.request.target.stat()
-            is_noted = (status.st_size, status.st_mtime_ns) == (note.durable_bytes, note.mtime_ns)
-            is_right = (is_noted or self.request.has_digest) and self.request.fault_of(self.request.target) is None
-        except OSError:
-            return None
-        return note if is_right else None
-
-    def _begun(self) -> Note:
-        """The note of the partial file; nothing is durable where there is none."""
-        note = self._note()
-        try:
-            return note if note.mtime_ns is None and self.part.stat().st_size >= note.durable_bytes else Note()
-        except OSError:
-            return Note()
-
-    def _attempt(self, whole: Note | None) -> None:
+    def _attempt(self) -> None:
         """One request: for a confirmation, for the rest, or for the whole file."""
-        request, begun = self.request, self._begun()
-        # Without a validator only a digest could show that two partial answers were of two versions.
-        start = begun.durable_bytes if begun.if_range or request.has_digest else 0
-        headers = {"Accept-Encoding": "identity", **_conditions(start, begun, whole)}
+        request, note, start, headers = self.request, self._note(), 0, {"Accept-Encoding": "identity"}
+        if self.part.exists():
+            # Only a digest shows that two answers without a strong ETag were of two versions, or that bytes were lost.
+            if request.digest is not None or (note.joins_parts and note.boot_id == _boot_id()):
+                start = self._part_bytes()
+            if start:
+                headers["Range"] = f"bytes={start}-"
+                headers |= {"If-Range": note.etag} if note.etag is not None and note.joins_parts else {}
+        elif note.etag is not None and self._is_whole() and note.size in (None, self.target.stat().st_size):
+            headers["If-None-Match"] = note.etag
         try:
-            with self.client.stream("GET", request.url, headers=headers) as response:
-                if response.status_code == 304 and whole is not None:
-                    return self._tell_finished(whole.durable_bytes)
+            with self.transport.client.stream("GET", request.url, headers=headers) as response:
+                if response.status_code == 304 and "If-None-Match" in headers:
+                    return
                 if response.status_code == 416:
                     self._drop_part()
                     raise TransientError("the server has no such range")
                 _refuse(response, request.label)
-                start = start if self._continues(response, start, begun) else 0
-                note = Note(response.headers.get("etag"), response.headers.get("last-modified"), start)
-                size = self._receive(response, note)
-        except (httpx2.UnsupportedProtocol, httpx2.TooManyRedirects, httpx2.InvalidURL) as error:
-            raise InputError(f"{request.label} cannot be fetched: {failure_text(error)}.") from None
-        except httpx2.HTTPError as error:
+                start, total = self._place(response, start, note)
+                self._receive(response, start, total)
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise TransientError(failure_text(error)) from None
         fault = request.fault_of(self.part)
         if fault is not None:
@@ -229,61 +273,43 @@ class _Transfer:
             if start:  # the first part may have been of another version, or damaged since
                 raise TransientError(f"what was put together {fault}")
             raise InputError(f"{request.label} {fault}. It was changed or damaged on the way.")
-        os.replace(self.part, request.target)
-        mtime_ns = request.target.stat().st_mtime_ns
-        self._write_note(Note(note.etag, note.last_modified, size, mtime_ns, time.time()))
-        fsync_directory(request.target.parent)
-        return self._tell_finished(size)
+        os.replace(self.part, self.target)
+        fsync_directory(self.target.parent)
 
-    def _continues(self, response: httpx2.Response, start: int, begun: Note) -> bool:
-        """Whether the answer goes on exactly where the partial file ends; False where it is the whole file."""
+    def _place(self, response: httpx2.Response, start: int, note: Note) -> tuple[int, int | None]:
+        """Where the answer begins, at 0 or exactly where the partial file ends, and the size of the whole file."""
         if response.status_code != 206:
-            return False
+            length = response.headers.get("content-length", "")
+            return 0, int(length) if length.isdecimal() and len(length) < 19 else None
         content_range = CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
         if content_range is None or int(content_range["first"]) != start:
             raise TransientError("the server sent a different range from the one requested")
-        if begun.etag is not None and response.headers.get("etag", begun.etag) != begun.etag:
+        if start and note.etag is not None and response.headers.get("etag", note.etag) != note.etag:
             self._drop_part()
             raise TransientError("the server sent the rest of a different version")
-        return True
+        # A server may send less of it at once than was asked for.
+        return start, None if content_range["total"] == "*" else int(content_range["total"])
 
-    def _receive(self, response: httpx2.Response, note: Note) -> int:
-        """Write the body after the bytes that `note` has; the size that the file has then.
-
-        However that ends, what was written is durable and noted.
-        """
+    def _receive(self, response: httpx2.Response, size: int, total: int | None) -> None:
+        """Write the body after the first `size` bytes of the part."""
         if response.headers.get("content-encoding", "identity") != "identity":
             raise InputError(f"{self.request.label} is sent with a content encoding, although none was accepted.")
-        size = note.durable_bytes
-        total = _total_bytes(response, size)
         self._refuse_excess(total or size)
-        self._write_note(note)
         with os.fdopen(open_own(self.part, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
             file.truncate(size)
             file.seek(size)
-            try:
-                for chunk in response.iter_raw(CHUNK_BYTES):
-                    file.write(chunk)
-                    size += len(chunk)
-                    self._refuse_excess(size)
-                    if size - note.durable_bytes >= SYNC_EVERY_BYTES:
-                        note = self._noted(file.fileno(), note, size)
-                    self.tracker.tell(InputProgress(self.request.label, size, total or self.request.size_bytes))
-            finally:
-                file.flush()
-                self._noted(file.fileno(), note, size)
+            write_bytes_durably(
+                self.note_path, msgspec.json.encode(Note(response.headers.get("etag"), _boot_id(), total))
+            )
+            for chunk in response.iter_raw(CHUNK_BYTES):
+                file.write(chunk)
+                size += len(chunk)
+                self._refuse_excess(size)
+                self.transport.tracker.tell(self.request.label, size, total or self.request.size_bytes)
+            file.flush()
+            os.fsync(file.fileno())
         if total is not None and size != total:
             raise TransientError(f"{size} of {total} bytes arrived")
-        return size
-
-    def _noted(self, descriptor: int, note: Note, size: int) -> Note:
-        os.fsync(descriptor)
-        note = msgspec.structs.replace(note, durable_bytes=size)
-        self._write_note(note)
-        return note
-
-    def _write_note(self, note: Note) -> None:
-        write_bytes_durably(self.note_path, msgspec.json.encode(note))
 
     def _refuse_excess(self, size: int) -> None:
         """End a transfer that brings more than there is, before it has filled the disk."""
@@ -294,38 +320,14 @@ class _Transfer:
             raise InputError(f"{request.label} has {size:,} bytes or more, but {limit:,} were expected.")
 
     def _drop_part(self) -> None:
+        self.note_path.unlink(missing_ok=True)  # first: without a part it would be of the file in place
         self.part.unlink(missing_ok=True)
 
-    def _tell_finished(self, size: int) -> None:
-        self.tracker.tell(InputProgress(self.request.label, size, size, finished=True))
 
-
-def _is_fresh(note: Note, waited_since: float | None) -> bool:
-    """Whether another process of this start fetched the file just now, so that it need not be asked for again.
-
-    That is so if this one had to wait for it, or, where the server gives nothing to ask with, if it is younger than
-    this process.
-    """
-    if waited_since is not None:
-        return note.stored_at >= waited_since
-    return note.etag is None and note.last_modified is None and note.stored_at >= PROCESS_BEGAN
-
-
-def _conditions(start: int, begun: Note, whole: Note | None) -> dict[str, str]:
-    if start > 0:
-        return {"Range": f"bytes={start}-", **({"If-Range": begun.if_range} if begun.if_range else {})}
-    if whole is not None and whole.etag:
-        return {"If-None-Match": whole.etag}
-    return {"If-Modified-Since": whole.last_modified} if whole is not None and whole.last_modified else {}
-
-
-def _total_bytes(response: httpx2.Response, start: int) -> int | None:
-    """Size of the whole file; a server may send less of it at once than was asked for."""
-    content_range = CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
-    if content_range is not None and content_range["total"] != "*":
-        return int(content_range["total"])
-    length = response.headers.get("content-length", "")
-    return start + int(length) if length.isdecimal() and len(length) < 19 else None
+def _boot_id() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    return str(os.getpid())  # a later process trusts no part then
 
 
 def _refuse(response: httpx2.Response, label: str) -> None:
@@ -334,20 +336,13 @@ def _refuse(response: httpx2.Response, label: str) -> None:
     if status in (200, 206):
         return
     if status in (401, 403):
-        raise AuthError(f"The server refused {label} (status {status}). {_auth_advice(response)}")
+        has_credentials = "authorization" in response.request.headers
+        advice = "It refuses the credentials that were sent" if has_credentials else "It got no credentials"
+        raise AuthError(
+            f"The server refused {label} (status {status}). {advice}: the token of `TRAINER_CAPABILITY_TOKEN`, or of "
+            "the job's `capability_token`, goes to known origins alone, and to those of `TRAINER_TOKEN_ORIGINS`."
+        )
     if is_transient(status):
         asked_s = retry_after_s(response.headers.get("retry-after"), datetime.now(UTC))
         raise TransientError(f"the server answered with status {status}", asked_s)
     raise InputError(f"{label} cannot be fetched: the server answered with status {status}.")
-
-
-def _auth_advice(response: httpx2.Response) -> str:
-    sent = response.request.headers.get("authorization", "")
-    if sent.startswith("Bearer "):
-        return "It refuses the token of `TRAINER_CAPABILITY_TOKEN`, or of the job's `capability_token`."
-    if sent:
-        return "Credentials were sent; ask for ones that may read it."
-    return (
-        "No credentials were sent, because the token goes to known origins alone. "
-        "Set `TRAINER_CAPABILITY_TOKEN`, and add the origin to `TRAINER_TOKEN_ORIGINS` if it may have the token."
-    )

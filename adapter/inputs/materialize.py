@@ -7,19 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..contract.exceptions import InputError
 from ..job.config import RunConfig
 from ..plumbing.safe_open import make_directory
 from ..plumbing.urls import has_scheme, is_http_url
-from .local import Found, checked_ref, local_checkpoint, local_input, parquet_files
 from .private_addresses import AddressGuard
-from .progress import ProgressReport, Tracker
-from .refs import Kind, LocalRef, Ref
-
-if TYPE_CHECKING:
-    from ..plumbing.retry import RetryPolicy
+from .refs import Kind, Ref, RemoteRef, checked_ref, local_checkpoint, local_input, parquet_files
 
 __all__ = ["MaterializedInputs", "default_cache_dir", "materialize_inputs", "named_inputs"]
 
@@ -51,9 +45,7 @@ def materialize_inputs(
     config: RunConfig,
     *,
     cache_dir: str | os.PathLike[str] | None = None,
-    progress: ProgressReport | None = None,
-    raise_if_stopped: Callable[[], None] | None = None,
-    retry: RetryPolicy | None = None,
+    raise_if_stopped: Callable[[], None] = lambda: None,
 ) -> MaterializedInputs:
     """Fetch every input that `config` names, several at a time, and say where each lies.
 
@@ -63,27 +55,32 @@ def materialize_inputs(
         config: Names the inputs, the token and the origins that may have it.
         cache_dir: Where downloads are kept; None takes `default_cache_dir`, or the artifacts directory where that
             cannot be written.
-        progress: Told of every piece that arrives, from one thread at a time.
         raise_if_stopped: Called between pieces from any thread; what it raises ends all transfers and is raised here.
-        retry: How patiently a broken transfer is taken up again.
 
     Raises:
         AuthError: A server refused the credentials.
         InputError: Inputs are missing, malformed or unreachable; local ones are all named at once.
     """
     files, wanted = _checked(config)
-    remote = [(kind, ref) for kind, ref in wanted if not isinstance(ref, LocalRef)]
-    fetched: dict[tuple[Kind, Ref], Found] = {}
+    remote = [(kind, ref) for kind, ref in wanted if not isinstance(ref, Path)]
+    fetched: dict[tuple[Kind, RemoteRef], tuple[Path, str]] = {}
     if remote:
         from .transfer import fetch_all  # loads the HTTP client, which a job with local inputs can do without
 
-        directory = _cache_dir(config, cache_dir)
-        tracker = Tracker(progress, raise_if_stopped)
-        fetched = fetch_all(remote, config=config, directory=directory, retry=retry, tracker=tracker)
-    found = [
-        (kind, local_input(kind, ref) if isinstance(ref, LocalRef) else fetched[kind, ref]) for kind, ref in wanted
-    ]
-    return _collected(config, files, found)
+        fetched = fetch_all(remote, config, _cache_dir(config, cache_dir), raise_if_stopped)
+    found: dict[Kind, list[tuple[Path, str]]] = {"model": [], "dataset": [], "checkpoint": []}
+    for kind, ref in wanted:
+        found[kind].append((local_input(kind, ref), str(ref)) if isinstance(ref, Path) else fetched[kind, ref])
+    model_dir, model_ref = found["model"][0] if found["model"] else (None, None)
+    checkpoint = found["checkpoint"][0][0] if found["checkpoint"] else None
+    if config.resume_checkpoint_path is not None:
+        checkpoint = local_checkpoint(config.resume_checkpoint_path)
+    return MaterializedInputs(
+        model_dir=model_dir,
+        model_ref=model_ref,
+        parquet_paths=(*files, *(file for path, _ in found["dataset"] for file in parquet_files(str(path)))),
+        resume_checkpoint=checkpoint,
+    )
 
 
 def _checked(config: RunConfig) -> tuple[list[Path | str], list[tuple[Kind, Ref]]]:
@@ -134,20 +131,3 @@ def _cache_dir(config: RunConfig, given: str | os.PathLike[str] | None) -> Path:
     except OSError:
         return config.artifacts_dir / "inputs"
     return directory if os.access(directory, os.W_OK) else config.artifacts_dir / "inputs"
-
-
-def _collected(config: RunConfig, files: list[Path | str], found: list[tuple[Kind, Found]]) -> MaterializedInputs:
-    by_kind: dict[str, list[Found]] = {"model": [], "dataset": [], "checkpoint": []}
-    for kind, result in found:
-        by_kind[kind].append(result)
-    model = by_kind["model"][0] if by_kind["model"] else None
-    parquet = [file for result in by_kind["dataset"] for file in parquet_files(str(result.path))]
-    checkpoint = by_kind["checkpoint"][0].path if by_kind["checkpoint"] else None
-    if config.resume_checkpoint_path is not None:
-        checkpoint = local_checkpoint(config.resume_checkpoint_path)
-    return MaterializedInputs(
-        model_dir=model.path if model else None,
-        model_ref=model.label if model else None,
-        parquet_paths=(*files, *parquet),
-        resume_checkpoint=checkpoint,
-    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -66,33 +66,28 @@ class AddressGuard:
         self._check_host(urlsplit(url).hostname or "")
 
     def _before_request(self, request: httpx2.Request) -> None:
-        host = request.url.host
-        other = request.extensions.get("trace")
-        request.extensions = {**request.extensions, "trace": self._tracing(host, other)}
-
-    def _tracing(self, host: str, other: Callable[[str, Any], None] | None) -> Callable[[str, dict[str, Any]], None]:
-        through_proxy = False
+        host, other = request.url.host, request.extensions.get("trace")
+        goes_through_proxy = False
 
         def trace(event: str, info: dict[str, Any]) -> None:
-            nonlocal through_proxy
+            nonlocal goes_through_proxy
             if event.endswith("connect_tcp.started"):
-                through_proxy = _bare(str(info.get("host", ""))) != _bare(host)
-                if through_proxy or _is_address(host):
+                goes_through_proxy = _bare(str(info.get("host", ""))) != _bare(host)
+                if goes_through_proxy:
                     self._check_host(host)
-            elif event.endswith("connect_tcp.complete") and not through_proxy:
-                self._check_connection(host, info["return_value"])
+                with contextlib.suppress(ValueError):  # a name, whose address shows once the connection stands
+                    self._check_address(host, _bare(host))
+            elif event.endswith("connect_tcp.complete") and not goes_through_proxy:
+                stream = info["return_value"]
+                try:
+                    self._check_address(host, str(stream.get_extra_info("server_addr")[0]))
+                except InputError:
+                    stream.close()
+                    raise
             if other is not None:
                 other(event, info)
 
-        return trace
-
-    def _check_connection(self, host: str, stream: Any) -> None:
-        peer = stream.get_extra_info("server_addr")
-        try:
-            self._check_address(host, str(peer[0]))
-        except InputError:
-            stream.close()
-            raise
+        request.extensions = {**request.extensions, "trace": trace}
 
     def _check_host(self, host: str) -> None:
         try:
@@ -119,14 +114,6 @@ class AddressGuard:
                 if ip in ipaddress.ip_network(entry, strict=False):
                     return True
         return False
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(_bare(host))
-    except ValueError:
-        return False
-    return True
 
 
 def _bare(host: str) -> str:

@@ -1,60 +1,39 @@
-"""References to inputs: what their text means."""
+"""References to inputs: what their text means, and where those lie that are on this machine already."""
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 from urllib.parse import unquote, urldefrag, urlsplit
 
+from ...callbacks.checkpoint.selection import find_checkpoint
 from ..contract.exceptions import InputError
 from ..plumbing.text import is_storable
-from ..plumbing.urls import is_http_url, looks_like_path, path_of_url, safe_url, url_fault
+from ..plumbing.urls import PATTERN_CHARACTERS, is_http_url, looks_like_path, path_of_url, safe_url, url_fault
 
 __all__ = [
-    "CozyRef",
-    "HttpRef",
-    "HubRef",
-    "Kind",
-    "LocalRef",
-    "Ref",
-    "parse_ref",
+    *("CozyRef", "HttpRef", "HubRef", "Kind", "Ref", "RemoteRef"),
+    *("checked_ref", "local_checkpoint", "local_input", "parquet_files", "parse_ref"),
 ]
 
 REPOSITORY = r"(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)"
 HUB = re.compile(rf"{REPOSITORY}(@(?P<revision>[^:\s]+))?(:(?P<path>\S.*))?")
-COZY = re.compile(rf"{REPOSITORY}(:(?P<tag>[\w.-]+))?(@(?P<digest>[A-Za-z0-9]+:[0-9a-fA-F]+))?")
+COZY = re.compile(rf"{REPOSITORY}(:(?P<tag>[\w.-]+))?(@(?P<digest>sha256:[0-9a-fA-F]{{64}}))?")
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 
 
 @dataclass(frozen=True)
-class LocalRef:
-    """A file or folder on this machine."""
-
-    path: Path
-
-    @property
-    def label(self) -> str:
-        """How messages name it."""
-        return str(self.path)
-
-
-@dataclass(frozen=True)
 class HttpRef:
-    """A file on a web server. The URL is left out of ``repr``, since its query may be a credential."""
+    """A file on a web server."""
 
-    url: str
-    sha256: str | None = None
-
-    def __repr__(self) -> str:
-        return f"HttpRef({self.label!r}, sha256={self.sha256!r})"
-
-    @property
-    def label(self) -> str:
-        """The URL without user info and query."""
-        return safe_url(self.url)
+    label: str
+    """How messages name it: the URL without user info and query."""
+    url: str = field(repr=False)  # its query may be a credential
+    digest: str | None = None
+    """``sha256:`` and hexadecimal digits."""
 
     @property
     def file_name(self) -> str:
@@ -67,44 +46,33 @@ class HttpRef:
 class HubRef:
     """A repository on the Hugging Face hub, or a file, folder or pattern in it."""
 
+    label: str
     repo_id: str
     revision: str | None = None
     path: str | None = None
-
-    @property
-    def label(self) -> str:
-        """The reference in its full spelling."""
-        return (
-            f"hf:{self.repo_id}"
-            + (f"@{self.revision}" if self.revision else "")
-            + (f":{self.path}" if self.path else "")
-        )
 
 
 @dataclass(frozen=True)
 class CozyRef:
     """A repository of a tensor hub, by tag or by digest."""
 
+    label: str
     owner: str
     repo: str
     tag: str | None = None
     digest: str | None = None
 
-    @property
-    def label(self) -> str:
-        """The reference in its full spelling."""
-        tag, digest = f":{self.tag}" if self.tag else "", f"@{self.digest}" if self.digest else ""
-        return f"cozy:{self.owner}/{self.repo}{tag}{digest}"
-
 
 Kind: TypeAlias = Literal["model", "dataset", "checkpoint"]
 """The purpose of an input."""
 
-Ref: TypeAlias = LocalRef | HttpRef | HubRef | CozyRef
+RemoteRef: TypeAlias = HttpRef | HubRef | CozyRef
+Ref: TypeAlias = Path | RemoteRef
+"""A path is a file or folder on this machine, or a pattern of files."""
 
 
 def parse_ref(text: str) -> Ref:
-    """The meaning of a reference; a path that exists is always that path.
+    """The meaning of a reference; a path that exists is always that path, and a pattern may stand for some.
 
     Raises:
         InputError: The text is none of the known kinds, or a local path that does not exist.
@@ -116,7 +84,7 @@ def parse_ref(text: str) -> Ref:
         raise _unknown(text, "it contains control characters, or is not UTF-8")
     path = Path(os.path.expanduser(reference))
     if "://" not in reference and os.path.exists(path):
-        return LocalRef(path.absolute())
+        return path.absolute()
     if reference.lower().startswith("file:"):
         return _file_ref(reference)
     if is_http_url(reference):
@@ -128,6 +96,8 @@ def parse_ref(text: str) -> Ref:
     if "://" in reference:
         raise _unknown(safe_url(reference), "the scheme is not supported")
     if looks_like_path(reference):
+        if any(character in reference for character in PATTERN_CHARACTERS):
+            return path
         raise InputError(f"There is no file or folder {reference!r}.")
     return _hub_ref(reference, reference)
 
@@ -139,14 +109,14 @@ def _unknown(text: str, reason: str) -> InputError:
     )
 
 
-def _file_ref(text: str) -> LocalRef:
+def _file_ref(text: str) -> Path:
     try:
         path = Path(path_of_url(text))
     except ValueError as error:
         raise _unknown(safe_url(text), str(error)) from None
     if not path.exists():
         raise InputError(f"There is no file or folder {str(path)!r}.")
-    return LocalRef(path)
+    return path
 
 
 def _http_ref(text: str) -> HttpRef:
@@ -156,22 +126,80 @@ def _http_ref(text: str) -> HttpRef:
     url, fragment = urldefrag(text)
     algorithm, separator, digest = fragment.partition("=")
     if algorithm != "sha256" or not separator:
-        return HttpRef(url)
+        return HttpRef(safe_url(url), url)
     if not SHA256.fullmatch(digest):
         raise _unknown(safe_url(text), "`#sha256=` is followed by 64 hexadecimal digits")
-    return HttpRef(url, digest.lower())
+    return HttpRef(safe_url(url), url, f"sha256:{digest.lower()}")
 
 
 def _hub_ref(text: str, whole: str) -> HubRef:
     match = HUB.fullmatch(text)
     if match is None:
         raise _unknown(whole, "there is no such path, and it is not a repository")
-    return HubRef(f"{match['owner']}/{match['name']}", match["revision"], match["path"])
+    return HubRef(f"hf:{text}", f"{match['owner']}/{match['name']}", match["revision"], match["path"])
 
 
 def _cozy_ref(text: str) -> CozyRef:
-    match = COZY.fullmatch(text.removeprefix("cozy:").removeprefix("//"))
+    bare = text.removeprefix("cozy:").removeprefix("//")
+    match = COZY.fullmatch(bare)
     if match is None or "" in (match["owner"].strip("."), match["name"].strip(".")):
-        raise _unknown(text, "it is not of the form cozy:owner/repo[:tag][@digest]")
+        raise _unknown(text, "it is not of the form cozy:owner/repo[:tag][@sha256:<64 hexadecimal digits>]")
     digest = match["digest"]
-    return CozyRef(match["owner"], match["name"], match["tag"], digest.lower() if digest else None)
+    return CozyRef(f"cozy:{bare}", match["owner"], match["name"], match["tag"], digest.lower() if digest else None)
+
+
+def checked_ref(kind: Kind, text: str) -> Ref:
+    """The meaning of a reference, after a look at what it needs on this machine.
+
+    Raises:
+        InputError: It is malformed, or names files that are not there.
+    """
+    ref = parse_ref(text)
+    if isinstance(ref, Path):
+        local_input(kind, ref)
+    return ref
+
+
+def local_input(kind: Kind, path: Path) -> Path:
+    """An input that is here: a model's folder, a checkpoint's record, or Parquet files by file, folder or pattern.
+
+    Raises:
+        InputError: It cannot be used as what it is named for.
+    """
+    if kind == "checkpoint":
+        return local_checkpoint(path)
+    if kind == "dataset":
+        parquet_files(str(path))
+        return path
+    return path if path.is_dir() else _readable(path).parent
+
+
+def local_checkpoint(path: Path) -> Path:
+    """The record that `path` means: itself, the one of its name, or in a folder of checkpoints the newest.
+
+    Raises:
+        InputError: There is no record.
+    """
+    try:
+        return find_checkpoint(path)
+    except FileNotFoundError as error:
+        raise InputError(str(error)) from None
+    except OSError as error:
+        raise InputError(f"{error.filename}: {error.strerror}; let this user read it") from error
+
+
+def parquet_files(text: str) -> list[Path]:
+    """The data files behind a path: the file, those of a folder, or those that a pattern matches, as the feed has it.
+
+    Raises:
+        InputError: There is no such file, or none that can be read.
+    """
+    from ..feed.files import expand  # loads pyarrow
+
+    return [_readable(Path(file.path)) for file in expand(text)]
+
+
+def _readable(path: Path) -> Path:
+    if not path.is_file() or not os.access(path, os.R_OK):
+        raise InputError(f"There is no file {str(path)!r} that this user can read.")
+    return path.absolute()

@@ -5,10 +5,10 @@ Two requests below the base URL describe a repository:
 ``GET /api/v1/resolve/<owner>/<repo>?tag=<tag>``
     answers ``{"owner", "repo", "digest"}``; the digest is ``sha256:`` and 64 hexadecimal digits.
 ``GET /api/v1/manifest/<owner>/<repo>/<digest>``
-    answers the manifest, ``{"files": [{"path", "sha256", "size_bytes", "url"?}]}``. Its bytes have that digest, so a
-    reference with a digest names the same files for ever, whatever the server says.
+    answers the manifest, ``{"files": [{"path", "sha256", "size_bytes"}]}``. Its bytes have that digest, so a reference
+    with a digest names the same files for ever, whatever the server says.
 
-A file without ``url`` lies at ``/api/v1/file/v1/<owner>/<repo>/<digest>/<path>``.
+A file lies at ``/api/v1/file/v1/<owner>/<repo>/<digest>/<path>``; the server may redirect from there.
 """
 
 from __future__ import annotations
@@ -16,26 +16,21 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, TypeVar
-from urllib.parse import quote, urljoin
+from urllib.parse import quote
 
-import httpx2
 import msgspec
 
 from ..contract.exceptions import InputError
 from ..contract.types import ResolvedRef
-from ..plumbing.retry import RetryPolicy
-from ..plumbing.urls import url_fault
-from .http import Download, download
-from .progress import Tracker
+from .http import Download, Transport, download
 from .refs import CozyRef, parse_ref
 
-__all__ = ["HttpResolveClient", "ManifestFile", "fetch_from_cozy"]
+__all__ = ["HttpResolveClient", "ManifestFile"]
 
 DEFAULT_TAG = "latest"
-DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 PLAIN_NAME = re.compile(r"(?!\.{1,2}$)[\w.+=@~#,() -]{1,255}")
 """A part of a path that means the same to each system, server and terminal."""
 LARGEST_ANSWER_BYTES = 64 << 20
@@ -44,10 +39,9 @@ LARGEST_ANSWER_BYTES = 64 << 20
 class ManifestFile(msgspec.Struct, frozen=True):
     """One file of a repository."""
 
-    path: Annotated[str, msgspec.Meta(max_length=1024)]
+    path: str
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{64}$")]
     size_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-    url: str | None = None
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -61,7 +55,7 @@ class Resolution(msgspec.Struct, frozen=True):
 
     owner: str
     repo: str
-    digest: str
+    digest: Annotated[str, msgspec.Meta(pattern=r"^sha256:[0-9a-f]{64}\Z")]
 
 
 # Made here, in one thread; see `http`.
@@ -75,14 +69,13 @@ class HttpResolveClient:
 
     Args:
         base_url: ``TENSORHUB_URL``.
-        client: Sends the token to the origins that may have it.
-        directory: Where answers are kept while they are read.
+        transport: Sends the token to the origins that may have it.
+        directory: Of the cache.
     """
 
     base_url: str
-    client: httpx2.Client
+    transport: Transport
     directory: Path
-    retry: RetryPolicy = field(default_factory=RetryPolicy)
 
     def resolve(self, *, ref: str) -> ResolvedRef:
         """The digest behind ``cozy:owner/repo[:tag][@digest]``; a digest in the reference is taken as it is.
@@ -94,52 +87,42 @@ class HttpResolveClient:
         parsed = parse_ref(ref if ref.startswith("cozy:") else f"cozy:{ref}")
         assert isinstance(parsed, CozyRef)
         if parsed.digest is not None:
-            return ResolvedRef(parsed.owner, parsed.repo, _sound_digest(parsed.digest, parsed.label))
+            return ResolvedRef(parsed.owner, parsed.repo, parsed.digest)
         tag = parsed.tag or DEFAULT_TAG
-        where = f"{quote(parsed.owner)}/{quote(parsed.repo)}"
-        content = self._get(
-            f"api/v1/resolve/{where}?tag={quote(tag, safe='')}", f"resolve-{parsed.owner}-{parsed.repo}"
-        )
-        answer = _decode(content, _RESOLUTION, parsed.label)
+        path = f"resolve/{quote(parsed.owner)}/{quote(parsed.repo)}?tag={quote(tag, safe='')}"
+        answer = _decode(self._get(path, f"resolve-{parsed.owner}-{parsed.repo}"), _RESOLUTION, parsed.label)
         if (answer.owner, answer.repo) != (parsed.owner, parsed.repo):
             named = f"{answer.owner}/{answer.repo}"
             raise InputError(f"{parsed.label}: the server answered for a different repository, {named!r:.200}.")
-        return ResolvedRef(answer.owner, answer.repo, _sound_digest(answer.digest, parsed.label))
+        return ResolvedRef(answer.owner, answer.repo, answer.digest)
 
-    def manifest(self, resolved: ResolvedRef) -> list[ManifestFile]:
-        """The files of a resolved reference, their URLs absolute.
+    def fetch(self, ref: CozyRef) -> tuple[Path, ResolvedRef]:
+        """Bring all files of a repository to this machine; the folder that they are in, and what was resolved.
 
         Raises:
-            InputError: The manifest has another digest, or names a file outside of its repository.
+            AuthError: The server refused the credentials.
+            InputError: As `resolve`; the manifest has another digest or names that no file should have; a file is not
+                what it says.
         """
+        resolved = self.resolve(ref=ref.label)
         where = f"{quote(resolved.owner)}/{quote(resolved.repo)}/{quote(resolved.digest)}"
-        content = self._get(f"api/v1/manifest/{where}", "manifest", sha256=resolved.digest.removeprefix("sha256:"))
         label = f"cozy:{resolved.owner}/{resolved.repo}@{resolved.digest}"
-        files = _decode(content, _MANIFEST, label).files
-        located = [self._located(file, where, label) for file in files]
-        _refuse_same_places(located, label)
-        return located
+        files = _decode(self._get(f"manifest/{where}", "manifest", resolved.digest), _MANIFEST, label).files
+        _refuse_unusual_names(files, label)
+        folder = self.directory / resolved.owner / resolved.repo / resolved.digest.replace(":", "-")
+        for file in files:
+            url, digest = f"{self._base}/file/v1/{where}/{quote(file.path)}", f"sha256:{file.sha256.lower()}"
+            download(Download(url, folder / file.path, digest, file.size_bytes), self.transport)
+        return folder, resolved
 
-    def _located(self, file: ManifestFile, where: str, label: str) -> ManifestFile:
-        if not all(map(PLAIN_NAME.fullmatch, file.path.split("/"))):
-            raise InputError(
-                f"{label}: its manifest lists a file whose name has unusual characters: {file.path!r:.200}."
-            )
-        given = file.url or f"api/v1/file/v1/{where}/{quote(file.path)}"
-        try:
-            url = urljoin(f"{self.base_url.rstrip('/')}/", given)
-            fault = url_fault(url)
-        except ValueError as error:
-            fault = str(error)
-        if fault:
-            raise InputError(f"{label}: its manifest has no sound address for {file.path!r}: {fault}.")
-        return msgspec.structs.replace(file, url=url)
+    def _get(self, path: str, name: str, digest: str | None = None) -> bytes:
+        target = self.directory / ".answers" / hashlib.sha256((digest or path).encode()).hexdigest() / f"{name}.json"
+        request = Download(f"{self._base}/{path}", target, digest, most_bytes=LARGEST_ANSWER_BYTES)
+        return download(request, self.transport).read_bytes()
 
-    def _get(self, path: str, name: str, sha256: str | None = None) -> bytes:
-        target = self.directory / (sha256 or hashlib.sha256(path.encode()).hexdigest()) / f"{name}.json"
-        url = urljoin(f"{self.base_url.rstrip('/')}/", path)
-        request = Download(url, target, sha256=sha256, most_bytes=LARGEST_ANSWER_BYTES)
-        return download(request, self.client, retry=self.retry).read_bytes()
+    @property
+    def _base(self) -> str:
+        return f"{self.base_url.rstrip('/')}/api/v1"
 
 
 def _decode(content: bytes, decoder: msgspec.json.Decoder[_T], label: str) -> _T:
@@ -149,28 +132,12 @@ def _decode(content: bytes, decoder: msgspec.json.Decoder[_T], label: str) -> _T
         raise InputError(f"{label}: the server's answer is malformed: {error}.") from None
 
 
-def _refuse_same_places(files: Sequence[ManifestFile], label: str) -> None:
+def _refuse_unusual_names(files: Sequence[ManifestFile], label: str) -> None:
     """Two files of one name, or one that is the folder of another, would have one take the other's place."""
+    for file in files:
+        if not all(map(PLAIN_NAME.fullmatch, file.path.split("/"))):
+            raise InputError(f"{label}: its manifest lists a file with unusual characters: {file.path!r:.200}.")
     paths = [PurePosixPath(file.path) for file in files]
     folders = {parent for path in paths for parent in path.parents}
     if len(set(paths)) < len(paths) or not folders.isdisjoint(paths):
         raise InputError(f"{label}: its manifest lists the same path twice.")
-
-
-def _sound_digest(digest: str, label: str) -> str:
-    if not DIGEST.fullmatch(digest):
-        raise InputError(f"{label}: Expected a digest sha256:<64 hexadecimal digits>, but received {digest!r}.")
-    return digest
-
-
-def fetch_from_cozy(
-    ref: CozyRef, resolver: HttpResolveClient, directory: Path, *, tracker: Tracker
-) -> tuple[Path, ResolvedRef]:
-    """Bring all files of a repository below `directory`; the folder that they are in, and what was resolved."""
-    resolved = resolver.resolve(ref=ref.label)
-    folder = directory / resolved.owner / resolved.repo / resolved.digest.replace(":", "-")
-    for file in resolver.manifest(resolved):
-        assert file.url is not None
-        request = Download(file.url, folder / file.path, sha256=file.sha256.lower(), size_bytes=file.size_bytes)
-        download(request, resolver.client, retry=resolver.retry, tracker=tracker)
-    return folder, resolved

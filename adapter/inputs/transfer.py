@@ -1,5 +1,8 @@
 """Fetches references from servers, several at a time.
 
+The Hugging Face hub is asked by huggingface_hub, with its own cache and credentials: ``HF_TOKEN``, ``HF_ENDPOINT`` and
+``HF_HOME`` count as it has them, and the run's capability token is never shown to the hub.
+
 A module of its own because it loads the HTTP client, which a job with local inputs does without.
 """
 
@@ -7,11 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 
 import httpx2
@@ -20,159 +23,124 @@ from ...callbacks.checkpoint.format.record import LARGEST_RECORD_BYTES, Checkpoi
 from ...reporters.uploads.wire import remote_name
 from ..contract.exceptions import AuthError, BrokenCheckpointError, InputError
 from ..job.config import RunConfig
+from ..plumbing.failures import causes_of
 from ..plumbing.http import build_client
-from ..plumbing.retry import RetryPolicy
+from ..plumbing.retry import RetryPolicy, TransientError, is_transient, with_retries
+from ..plumbing.text import HUB_LOGIN
 from ..plumbing.threads import DaemonThreads
-from .http import Download, download
-from .huggingface import fetch_from_hub
-from .local import Found, local_checkpoint
+from .http import Download, Tracker, Transport, download
 from .private_addresses import AddressGuard
-from .progress import Tracker, TransferAbandoned
-from .refs import CozyRef, HttpRef, HubRef, Kind, Ref
-from .tensorhub import HttpResolveClient, fetch_from_cozy
+from .refs import CozyRef, HttpRef, HubRef, Kind, RemoteRef, local_checkpoint
+from .tensorhub import HttpResolveClient
 
-__all__ = ["Fetcher", "fetch_all", "fetch_checkpoint"]
+__all__ = ["fetch_all", "fetch_checkpoint", "fetch_from_hub"]
 
 PARALLEL_TRANSFERS = 4
+RETRY = RetryPolicy()
 LOOK_EVERY_S = 0.1
 """How often it is asked whether the run was stopped while all transfers wait for their servers."""
 LEFT_AFTER_S = 2.0
-"""How long transfers that were ended are waited for, so that they note what has arrived. One whose server says nothing
-stays behind: its thread keeps no process alive."""
+"""How long transfers that were ended are waited for. One whose server says nothing stays behind: its thread keeps no
+process alive."""
 
 
 def fetch_all(
-    wanted: Sequence[tuple[Kind, Ref]],
-    *,
-    config: RunConfig,
-    directory: Path,
-    retry: RetryPolicy | None = None,
-    tracker: Tracker,
-) -> dict[tuple[Kind, Ref], Found]:
+    wanted: Sequence[tuple[Kind, RemoteRef]], config: RunConfig, directory: Path, raise_if_stopped: Callable[[], None]
+) -> dict[tuple[Kind, RemoteRef], tuple[Path, str]]:
     """Fetch references in parallel; the first error ends the other transfers.
 
     Args:
         wanted: What to fetch, and what for.
         config: Has the token, the origins that may see it, and the tensor hub.
         directory: The download cache.
-        retry: How patiently a broken transfer is taken up again.
-        tracker: Told of the progress; ends the transfers when the run was stopped.
+        raise_if_stopped: Ends the transfers when the run was stopped, by an exception.
+
+    Returns:
+        The path of each, and its name without credentials.
 
     Raises:
         AuthError: A server refused the credentials.
         InputError: Something is missing, malformed, unreachable, or cannot be stored.
     """
+    tracker = Tracker(raise_if_stopped)
     with contextlib.ExitStack() as stack:
         client = build_client(config.capability_token, config.token_origins, max_connections=PARALLEL_TRANSFERS)
         stack.enter_context(client)
         if config.private_hosts is not None:
             AddressGuard(config.private_hosts).attach(client)
-        fetcher = Fetcher(config, client, directory, retry or RetryPolicy(), tracker)
+        fetcher = _Fetcher(config, directory, Transport(client, tracker, RETRY))
         threads = DaemonThreads(PARALLEL_TRANSFERS, "genlight-input")
         futures = {key: threads.submit(fetcher.fetch, *key) for key in dict.fromkeys(wanted)}
+        left = set(futures.values())
         try:
-            left = set(futures.values())
-            while left and not any(future.done() and future.exception() for future in futures.values()):
-                _, left = wait(left, LOOK_EVERY_S, return_when="FIRST_EXCEPTION")
-                if left:
-                    tracker.check()
-        finally:
-            if any(not future.done() or future.exception() is not None for future in futures.values()):
-                tracker.abandon()
-                wait(futures.values(), LEFT_AFTER_S)
-    _raise_first([future for future in futures.values() if future.done()])
-    return {key: future.result() for key, future in futures.items()}
-
-
-def _raise_first(futures: list[Future[Found]]) -> None:
-    """Raise what ended the transfers: a stop before a fault, a refusal before any other fault."""
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    causes = [error for error in errors if not isinstance(error, TransferAbandoned)]
-    if causes:
-        raise min(causes, key=lambda error: (isinstance(error, InputError), not isinstance(error, AuthError)))
+            while left:
+                done, left = wait(left, LOOK_EVERY_S, return_when="FIRST_COMPLETED")
+                for future in done:
+                    future.result()
+                tracker.check()
+        except BaseException:
+            tracker.abandon()
+            wait(left, LEFT_AFTER_S)
+            raise
+        return {key: future.result() for key, future in futures.items()}
 
 
 @dataclass(frozen=True)
-class Fetcher:
+class _Fetcher:
     """Fetches one reference of any kind."""
 
     config: RunConfig
-    client: httpx2.Client
     directory: Path
-    retry: RetryPolicy
-    tracker: Tracker
+    transport: Transport
 
-    def fetch(self, kind: Kind, ref: Ref) -> Found:
+    def fetch(self, kind: Kind, ref: RemoteRef) -> tuple[Path, str]:
         """Bring what `ref` names to this machine.
 
         Raises:
             AuthError: A server refused the credentials.
             InputError: It is missing, malformed, unreachable, or cannot be stored.
         """
-        self.tracker.check()
+        self.transport.tracker.check()
         try:
-            return self._fetch(kind, ref)
+            if isinstance(ref, HttpRef):
+                return self._http(kind, ref)
+            return self._hub(kind, ref) if isinstance(ref, HubRef) else self._cozy(kind, ref)
         except OSError as error:
             raise InputError(
                 f"{ref.label} cannot be stored below {str(self.directory)!r}: {error.strerror or error}. "
                 "Free some space, or name another cache with `XDG_CACHE_HOME` (`HF_HOME` for the hub's)."
             ) from error
 
-    def _fetch(self, kind: Kind, ref: Ref) -> Found:
-        if isinstance(ref, HttpRef):
-            return self._http(kind, ref)
-        if isinstance(ref, HubRef):
-            return self._hub(kind, ref)
-        assert isinstance(ref, CozyRef)
-        return self._cozy(kind, ref)
-
-    def _http(self, kind: Kind, ref: HttpRef) -> Found:
+    def _http(self, kind: Kind, ref: HttpRef) -> tuple[Path, str]:
         # The name counts as well: a model folder must not gather one file under the names of several URLs.
-        identity = f"{ref.sha256 or ref.url} {ref.file_name}"
+        identity = f"{ref.digest or ref.url} {ref.file_name}"
         folder = self.directory / "http" / hashlib.sha256(identity.encode()).hexdigest()[:32]
         if kind == "checkpoint":
-            return Found(fetch_checkpoint(ref, folder, self._download), ref.label)
-        path = self._download(Download(ref.url, folder / ref.file_name, ref.sha256))
-        return Found(folder if kind == "model" else path, ref.label)
+            return (fetch_checkpoint(ref, folder, self.transport), ref.label)
+        path = download(Download(ref.url, folder / ref.file_name, ref.digest), self.transport)
+        return (folder if kind == "model" else path, ref.label)
 
-    def _download(self, request: Download) -> Path:
-        return download(request, self.client, retry=self.retry, tracker=self.tracker)
-
-    def _hub(self, kind: Kind, ref: HubRef) -> Found:
-        repository: Literal["model", "dataset"] = "dataset" if kind == "dataset" else "model"
-        patterns = _hub_patterns(kind, ref)
-        folder = fetch_from_hub(ref, kind=repository, patterns=patterns, retry=self.retry, tracker=self.tracker)
-        path = folder / (ref.path or ".")
+    def _hub(self, kind: Kind, ref: HubRef) -> tuple[Path, str]:
+        path = fetch_from_hub(kind, ref, self.transport) / (ref.path or ".")
         if kind == "dataset":
-            return Found(path, ref.label)
+            return (path, ref.label)
         if not path.exists():
             raise InputError(f"{ref.label}: the repository has no path {ref.path!r}.")
         if kind == "checkpoint":
-            return Found(local_checkpoint(path), ref.label)
-        return Found(path if path.is_dir() else path.parent, ref.label)
+            return (local_checkpoint(path), ref.label)
+        return (path if path.is_dir() else path.parent, ref.label)
 
-    def _cozy(self, kind: Kind, ref: CozyRef) -> Found:
-        base = self.config.file_store_url
-        if base is None:
+    def _cozy(self, kind: Kind, ref: RemoteRef) -> tuple[Path, str]:
+        assert isinstance(ref, CozyRef)
+        if self.config.file_store_url is None:
             raise InputError(f"{ref.label} needs a tensor hub. Set `TENSORHUB_URL`.")
-        directory = self.directory / "cozy"
-        resolver = HttpResolveClient(base, self.client, directory / ".answers", self.retry)
-        folder, resolved = fetch_from_cozy(ref, resolver, directory, tracker=self.tracker)
+        resolver = HttpResolveClient(self.config.file_store_url, self.transport, self.directory / "cozy")
+        folder, resolved = resolver.fetch(ref)
         path = local_checkpoint(folder) if kind == "checkpoint" else folder
-        return Found(path, f"cozy:{resolved.owner}/{resolved.repo}@{resolved.digest}")
+        return path, f"cozy:{resolved.owner}/{resolved.repo}@{resolved.digest}"
 
 
-def _hub_patterns(kind: Kind, ref: HubRef) -> list[str] | None:
-    """Which files of a repository are wanted, where its reference alone does not tell."""
-    if kind == "dataset" and ref.path is None:
-        return ["*.parquet"]
-    if kind == "checkpoint" and ref.path is not None:
-        folder = ref.path.rstrip("/").removesuffix(".json")
-        return [ref.path, f"{folder}.json", f"{folder}/*", f"{folder}~1/*"]
-    return None
-
-
-def fetch_checkpoint(ref: HttpRef, folder: Path, fetch: Callable[[Download], Path]) -> Path:
+def fetch_checkpoint(ref: HttpRef, folder: Path, transport: Transport) -> Path:
     """Fetch a record by URL and the files that it names, from the same place; the path of the local record.
 
     In a file store the names of files are flat, ``step-00000200-model.safetensors``; everywhere
@@ -182,14 +150,16 @@ def fetch_checkpoint(ref: HttpRef, folder: Path, fetch: Callable[[Download], Pat
         AuthError: The server refused the credentials.
         InputError: The record or a file of it is missing or broken.
     """
-    path = fetch(Download(ref.url, folder / ref.file_name, ref.sha256, most_bytes=LARGEST_RECORD_BYTES))
+    request = Download(ref.url, folder / ref.file_name, ref.digest, most_bytes=LARGEST_RECORD_BYTES)
+    path = download(request, transport)
     try:
         record = read_record(path)
     except BrokenCheckpointError as error:
         raise InputError(f"{ref.label} cannot be resumed from: {error}.") from None
     for file in record.files:
         url = _url_of(ref, record, file.path, record.file_name(file))
-        fetch(Download(url, folder / file.path, file.sha256, file.xxh3_128, file.size))
+        digest = f"sha256:{file.sha256}" if file.sha256 else f"xxh3_128:{file.xxh3_128}"
+        download(Download(url, folder / file.path, digest, file.size), transport)
     return path
 
 
@@ -201,3 +171,73 @@ def _url_of(ref: HttpRef, record: CheckpointRecord, relative_path: str, name: st
     bare = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
     located = urlsplit(urljoin(bare, quote(stored_as if flat else relative_path)))
     return urlunsplit((located.scheme, located.netloc, located.path, parts.query, ""))
+
+
+def fetch_from_hub(kind: Kind, ref: HubRef, transport: Transport) -> Path:
+    """Bring a repository, or what a reference means of it, to this machine; the folder of its snapshot.
+
+    Raises:
+        AuthError: The hub refused the credentials, or the repository is gated.
+        InputError: There is no such repository or revision, or the hub cannot be reached.
+    """
+    patterns = ["*.parquet"] if kind == "dataset" else None
+    if ref.path is not None:
+        name = ref.path.rstrip("/").removesuffix(".json") if kind == "checkpoint" else ref.path.rstrip("/")
+        patterns = [ref.path, f"{name}/*", *([f"{name}.json", f"{name}~1/*"] if kind == "checkpoint" else [])]
+    repository = "dataset" if kind == "dataset" else "model"
+    try:
+        folder = with_retries(lambda: _snapshot(ref, repository, patterns), transport.retry, transport.tracker.wait)
+    except TransientError as error:
+        raise InputError(f"{ref.label} cannot be fetched: {error}, after {error.failures} attempts.") from None
+    transport.tracker.finish(ref.label, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
+    return folder
+
+
+def _snapshot(ref: HubRef, kind: str, patterns: list[str] | None) -> Path:
+    """One attempt; the files that are there already are not fetched again."""
+    from huggingface_hub import errors, snapshot_download
+
+    known = (
+        *(errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled),
+        *(errors.HFValidationError, httpx2.HTTPError),
+    )
+    try:
+        folder = snapshot_download(
+            ref.repo_id,
+            repo_type=kind,
+            revision=ref.revision,
+            allow_patterns=patterns,
+            endpoint=os.environ.get("HF_ENDPOINT") or None,
+        )
+    except known as error:
+        raise _meaning(error, ref, kind) from None
+    return Path(folder)
+
+
+def _meaning(error: Exception, ref: HubRef, kind: str) -> Exception:
+    """An error of huggingface_hub as one of ours.
+
+    Its own wrapper for "no answer and nothing in the cache" is looked through: its causes know what the answer was.
+    """
+    from huggingface_hub import errors, get_token
+
+    causes = list(causes_of(error))
+    answer = next((cause for cause in causes if isinstance(cause, errors.HfHubHTTPError)), None)
+    status = getattr(getattr(answer, "response", None), "status_code", 0)
+    if isinstance(answer, errors.GatedRepoError):
+        return AuthError(f"{ref.label} is gated. Ask for access on the hub, then {HUB_LOGIN}.")
+    if status in (401, 403):
+        why = "nobody is logged in" if get_token() is None else "the token that was sent may not read it"
+        return AuthError(
+            f"The hub refused {ref.label} (status {status}): the {kind} does not exist, or it is private and {why}. "
+            f"Check its name, or log in as somebody who may read it: {HUB_LOGIN}."
+        )
+    if isinstance(answer, errors.RevisionNotFoundError):
+        return InputError(f"{ref.label}: the repository has no revision {ref.revision or 'main'!r}.")
+    if status == 404:
+        return InputError(f"{ref.label}: there is no such path on this machine, and no such {kind} on the hub.")
+    if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes):
+        return InputError(f"{ref.label} is not in the hub's cache, and `HF_HUB_OFFLINE` forbids asking the hub.")
+    if isinstance(error, errors.HFValidationError) or (answer is not None and not is_transient(status)):
+        return InputError(f"{ref.label} cannot be fetched from the hub: {error}")
+    return TransientError(f"the hub answered with status {status}" if status else "the hub cannot be reached")

@@ -14,7 +14,6 @@ from ...callbacks.checkpoint.storage import sweep
 from ..contract.exceptions import BrokenCheckpointError, ContractError, StartupContractError
 from ..helpers import seed_everything
 from ..inputs import MaterializedInputs, materialize_inputs
-from ..inputs.progress import log_progress
 from ..job.config import RunConfig
 from ..job.identity import numbers_of, sealed_fields
 from ..job.parser_errors import is_about_what_was_given
@@ -65,7 +64,7 @@ def train(config: RunConfig, session: Session, *, allow_changed: bool = False) -
     if start.is_finished:
         return _already_finished(config, session, start)
     session.stop.raise_if_stopped()
-    inputs = materialize_inputs(config, progress=log_progress(), raise_if_stopped=session.stop.raise_if_stopped)
+    inputs = materialize_inputs(config, raise_if_stopped=session.stop.raise_if_stopped)
     if from_ref:
         start = _logged(decide_start(config, resume_checkpoint=inputs.resume_checkpoint, allow_changed=allow_changed))
     if start.record is not None and session.is_rank_zero:

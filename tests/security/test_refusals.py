@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from genlight.adapter.contract.exceptions import AuthError
-from genlight.adapter.inputs.http import Download, download
+from genlight.adapter.inputs.http import Download, Transport, download
 from genlight.adapter.plumbing.failures import safe_text
 from genlight.adapter.plumbing.http import build_client
 from genlight.reporters.uploads import TerminalPayload, UploadConfig, Uploader
@@ -59,9 +59,9 @@ def test_a_401_names_the_variable_that_holds_the_token_and_shows_its_address(ref
 
 def test_an_input_that_is_refused_names_the_variable_that_holds_the_token(refusing_server, tmp_path):
     with build_client(TOKEN, [refusing_server.lower()]) as client, pytest.raises(AuthError) as caught:
-        download(Download(f"{refusing_server}/x", tmp_path / "file"), client)
+        download(Download(f"{refusing_server}/x", tmp_path / "file"), Transport(client))
 
-    assert "It refuses the token of `TRAINER_CAPABILITY_TOKEN`" in str(caught.value)
+    assert "It refuses the credentials that were sent: the token of `TRAINER_CAPABILITY_TOKEN`" in str(caught.value)
 
 
 def test_an_upload_target_that_cannot_be_reached_is_called_that_and_is_tried_again(tmp_path):

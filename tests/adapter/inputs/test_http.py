@@ -7,14 +7,11 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
 from genlight.adapter.contract.exceptions import AuthError, InputError
-from genlight.adapter.inputs import http
-from genlight.adapter.inputs.http import Download, download
-from genlight.adapter.inputs.progress import Tracker
+from genlight.adapter.inputs.http import Download, Tracker, Transport, download
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.urls import origin_of
 
@@ -28,9 +25,21 @@ def fetch(tmp_path, retry):
     def run(url, *, token=None, origins=(), tracker=None, **known):
         with build_client(token, {origin_of(origin) for origin in origins}) as client:
             request = Download(url, tmp_path / "cache" / "file", **known)
-            return download(request, client, retry=retry, tracker=tracker)
+            return download(request, Transport(client, tracker or Tracker(), retry))
 
     return run
+
+
+class Telling(Tracker):
+    """Calls `tell` with how many bytes have arrived."""
+
+    def __init__(self, tell, raise_if_stopped=lambda: None):
+        super().__init__(raise_if_stopped)
+        self.told = tell
+
+    def tell(self, name, done_bytes, total_bytes):
+        self.told(done_bytes)
+        super().tell(name, done_bytes, total_bytes)
 
 
 def names(folder):
@@ -56,19 +65,31 @@ def test_without_a_digest_the_server_confirms_the_cached_copy(server, fetch):
     assert fetch(url).read_bytes() == b"new"
 
 
-def test_where_the_server_gives_nothing_to_ask_with_a_copy_older_than_this_process_is_fetched_anew(
-    server, fetch, monkeypatch
-):
+def test_where_the_server_gives_nothing_to_ask_with_the_file_is_fetched_anew(server, fetch):
     url = server.put("/a", CONTENT, etag=None)
     fetch(url)
-    fetch(url)
-    assert len(server.requests) == 1
-    monkeypatch.setattr(http, "PROCESS_BEGAN", time.time() + 1)
-    fetch(url)
-    assert len(server.requests) == 2
+    server.put("/a", b"new", etag=None)
+    assert fetch(url).read_bytes() == b"new"
 
 
-@pytest.mark.parametrize("known", [{"sha256": "0" * 64}, {"size_bytes": 3}, {"xxh3_128": "0" * 32}])
+def test_a_copy_that_lost_bytes_is_not_confirmed(server, fetch):
+    url = server.put("/a", CONTENT)
+    os.truncate(fetch(url), 10)
+    assert fetch(url).read_bytes() == CONTENT
+
+
+def test_a_copy_of_an_older_version_is_not_confirmed_after_a_transfer_that_was_refused(server, fetch):
+    url = server.put("/a", b"old")
+    fetch(url)
+    new = server.put("/a", CONTENT, etag='"v2"')
+    with pytest.raises(InputError, match="3 were expected"):
+        fetch(new, most_bytes=3)
+    assert fetch(url).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize(
+    "known", [{"digest": "sha256:" + "0" * 64}, {"size_bytes": 3}, {"digest": "xxh3_128:" + "0" * 32}]
+)
 def test_content_that_is_not_what_was_asked_for_is_refused_and_removed(server, fetch, tmp_path, known):
     with pytest.raises(InputError, match=r"(was|were) expected"):
         fetch(server.put("/a", CONTENT), **known)
@@ -107,7 +128,7 @@ def test_a_file_that_changed_meanwhile_is_fetched_anew_and_never_mixed(server, f
             server.put("/a", new, etag='"v2"')
         tracker_calls.append(progress)
 
-    assert fetch(url, tracker=Tracker(change)).read_bytes() == new
+    assert fetch(url, tracker=Telling(change)).read_bytes() == new
 
 
 def test_the_rest_of_another_version_is_not_taken_from_a_server_that_ignores_the_condition(server, fetch):
@@ -141,13 +162,29 @@ def test_without_a_validator_or_digest_a_broken_transfer_starts_over(server, fet
     assert [request.headers.get("range") for request in server.requests] == [None, None]
 
 
-@pytest.mark.parametrize("size", [10, 3 * len(CONTENT)])
-def test_a_partial_file_that_lost_or_gained_bytes_meanwhile_spoils_nothing(server, fetch, tmp_path, size):
-    url = server.put("/a", CONTENT, break_after=[4_000_000, 0, 0, 0])
-    with pytest.raises(InputError):
-        fetch(url)
-    os.truncate(tmp_path / "cache" / "file.part", size)
-    assert fetch(url).read_bytes() == CONTENT
+def test_a_partial_file_that_lost_bytes_goes_on_and_one_that_gained_some_is_fetched_anew(server, fetch, tmp_path):
+    for size in (10, 3 * len(CONTENT)):
+        url = server.put("/a", CONTENT, break_after=[4_000_000, 0, 0, 0])
+        with pytest.raises(InputError):
+            fetch(url)
+        os.truncate(tmp_path / "cache" / "file.part", size)
+        assert fetch(url).read_bytes() == CONTENT
+        (tmp_path / "cache" / "file").unlink()
+
+
+def test_a_part_that_a_system_wrote_before_it_went_down_counts_only_with_a_digest(server, fetch, sha256, monkeypatch):
+    """What it had not yet written to the disk may be missing, in the middle too."""
+    for known in ({}, {"digest": f"sha256:{sha256(CONTENT)}"}):
+        url = server.put("/a", CONTENT, break_after=[4_000_000, 0, 0, 0])
+        with pytest.raises(InputError):
+            fetch(url, **known)
+        server.requests.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr("genlight.adapter.inputs.http._boot_id", lambda: "another")
+            path = fetch(url, **known)
+        assert path.read_bytes() == CONTENT
+        assert ("range" in server.requests[0].headers) == bool(known)
+        path.unlink()
 
 
 def test_parts_are_not_joined_on_the_word_of_a_weak_validator(server, fetch):
@@ -159,9 +196,9 @@ def test_parts_are_not_joined_on_the_word_of_a_weak_validator(server, fetch):
 def test_a_mixture_that_only_the_digest_reveals_is_fetched_anew(server, fetch, sha256):
     url = server.put("/a", b"o" * len(CONTENT), etag=None, break_after=[4_000_000, 0, 0, 0])
     with pytest.raises(InputError):
-        fetch(url, sha256=sha256(CONTENT))
+        fetch(url, digest=f"sha256:{sha256(CONTENT)}")
     server.put("/a", CONTENT, etag=None)
-    assert fetch(url, sha256=sha256(CONTENT)).read_bytes() == CONTENT
+    assert fetch(url, digest=f"sha256:{sha256(CONTENT)}").read_bytes() == CONTENT
 
 
 def test_a_server_that_ignores_ranges_still_delivers(server, fetch):
@@ -192,10 +229,10 @@ def test_a_final_refusal_is_not_retried(server, fetch, status):
 @pytest.mark.parametrize("status", [401, 403])
 def test_refused_credentials_are_an_auth_error_with_the_way_out(server, fetch, status):
     url = server.put("/a", CONTENT, fail_first=[status])
-    with pytest.raises(AuthError, match="TRAINER_TOKEN_ORIGINS"):
+    with pytest.raises(AuthError, match=r"got no credentials: .*`TRAINER_TOKEN_ORIGINS`"):
         fetch(url)
     server.put("/a", CONTENT, fail_first=[status])
-    with pytest.raises(AuthError, match="`TRAINER_CAPABILITY_TOKEN`"):
+    with pytest.raises(AuthError, match=r"refuses the credentials that were sent: .*`TRAINER_CAPABILITY_TOKEN`"):
         fetch(url, token="canary", origins=[url])
 
 
@@ -260,12 +297,18 @@ def test_no_message_log_or_file_name_holds_token_user_info_or_query(server, fetc
         assert b"canary" not in path.read_bytes()
 
 
-def test_progress_is_told_up_to_the_whole_size(server, fetch):
+def test_progress_is_logged_by_name_now_and_then_and_at_the_end(server, fetch, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, logger="genlight.adapter.inputs")
     told = []
-    fetch(server.put("/a", CONTENT), tracker=Tracker(told.append))
-    assert [p.done_bytes for p in told] == sorted(p.done_bytes for p in told)
-    assert told[-1].finished
-    assert (told[-1].done_bytes, told[0].total_bytes) == (len(CONTENT), len(CONTENT))
+    fetch(server.put("/a", CONTENT), tracker=Telling(told.append))
+    assert told == sorted(told)
+    assert told[-1] == len(CONTENT)
+    assert caplog.messages == [f"{server.url}/a is here (10.2 MB)"]
+    monkeypatch.setattr("genlight.adapter.inputs.http.LINE_EVERY_S", 0.0)
+    fetch(server.put("/b?canary", CONTENT, etag='"v2"'))
+    assert caplog.messages[1].startswith(f"{server.url}/b: ")
+    assert " of 10.2 MB" in caplog.messages[1]
+    assert "canary" not in caplog.text
 
 
 def test_a_stop_ends_the_transfer_at_the_next_piece_and_keeps_what_arrived(server, fetch, tmp_path):
@@ -280,7 +323,7 @@ def test_a_stop_ends_the_transfer_at_the_next_piece_and_keeps_what_arrived(serve
 
     url = server.put("/a", CONTENT)
     with pytest.raises(Stop):
-        fetch(url, tracker=Tracker(told.append, stop_after_two))
+        fetch(url, tracker=Telling(told.append, stop_after_two))
     assert names(tmp_path / "cache") == ["file.part"]
     assert fetch(url).read_bytes() == CONTENT
     assert "range" in server.requests[1].headers
@@ -307,14 +350,14 @@ def test_of_several_that_want_one_file_one_transfers_and_the_others_take_it(serv
 KILLED = """
 import os, sys
 from pathlib import Path
-from genlight.adapter.inputs.http import Download, download
-from genlight.adapter.inputs.progress import Tracker
+from genlight.adapter.inputs.http import Download, Tracker, Transport, download
 from genlight.adapter.plumbing.http import build_client
-def die(progress):
-    if progress.done_bytes >= 3_000_000:
-        os.kill(os.getpid(), 9)
+class Dying(Tracker):
+    def tell(self, name, done_bytes, total_bytes):
+        if done_bytes >= 3_000_000:
+            os.kill(os.getpid(), 9)
 with build_client(None, ()) as client:
-    download(Download(sys.argv[1], Path(sys.argv[2])), client, tracker=Tracker(die))
+    download(Download(sys.argv[1], Path(sys.argv[2])), Transport(client, Dying()))
 """
 
 

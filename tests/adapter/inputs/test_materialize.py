@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import logging
 import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future
 
 import pytest
 
 from genlight.adapter.contract.exceptions import AuthError, InputError
 from genlight.adapter.inputs.materialize import default_cache_dir, materialize_inputs
-from genlight.adapter.inputs.progress import TransferAbandoned
-from genlight.adapter.inputs.transfer import _raise_first
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.retry import RetryPolicy
 
@@ -25,7 +21,8 @@ from genlight.adapter.plumbing.retry import RetryPolicy
 @pytest.fixture
 def materialize(tmp_path, retry, monkeypatch):
     monkeypatch.setattr("genlight.adapter.inputs.transfer.LEFT_AFTER_S", 60.0)
-    return lambda config, **options: materialize_inputs(config, cache_dir=tmp_path / "cache", retry=retry, **options)
+    monkeypatch.setattr("genlight.adapter.inputs.transfer.RETRY", retry)
+    return lambda config, **options: materialize_inputs(config, cache_dir=tmp_path / "cache", **options)
 
 
 def test_a_job_without_inputs_needs_none_and_touches_nothing(config_of, materialize, tmp_path):
@@ -91,7 +88,7 @@ def test_every_local_input_that_is_missing_is_named_in_one_error_before_anything
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_refused_credentials_end_the_other_transfers(config_of, tmp_path, server, status):
+def test_refused_credentials_end_the_other_transfers(config_of, materialize, server, status, monkeypatch):
     config = config_of(
         inputs={
             "base_model_url": server.put("/m", fail_first=[status] * 3),
@@ -99,24 +96,10 @@ def test_refused_credentials_end_the_other_transfers(config_of, tmp_path, server
         }
     )
     patient = RetryPolicy(attempts=5000, first_delay_s=0.001, longest_delay_s=0.001)
+    monkeypatch.setattr("genlight.adapter.inputs.transfer.RETRY", patient)
     with pytest.raises(AuthError):
-        materialize_inputs(config, cache_dir=tmp_path / "cache", retry=patient)
+        materialize(config)
     assert server.paths().count("/d") < 1000
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
-def test_a_stop_wins_over_a_refusal_a_refusal_over_other_faults_and_nothing_over_an_abandoned_transfer(order):
-    errors = [RuntimeError("stop"), AuthError("refused"), InputError("gone"), TransferAbandoned()]
-    for first in range(3):
-        futures = []
-        for index in order:
-            futures.append(Future())
-            if index >= first:
-                futures[-1].set_exception(errors[index])
-            else:
-                futures[-1].set_result(None)
-        with pytest.raises(type(errors[first]), match=str(errors[first])):
-            _raise_first(futures)
 
 
 def test_the_token_goes_to_configured_origins_alone(config_of, materialize, server, other_server):
@@ -195,13 +178,6 @@ def test_a_stop_waits_for_no_server_that_says_nothing(config_of, materialize, se
         thread.join()
 
 
-def test_progress_names_every_input_without_its_query(config_of, materialize, server):
-    told = []
-    urls = [server.put(f"/{n}.parquet?canary", b"x") for n in range(3)]
-    materialize(config_of(inputs={"dataset_parquet_urls": urls}), progress=told.append)
-    assert {p.name for p in told if p.finished} == {f"{server.url}/{n}.parquet" for n in range(3)}
-
-
 def test_nothing_that_is_written_or_logged_holds_a_secret(config_of, materialize, server, tmp_path, caplog):
     caplog.set_level(logging.DEBUG)
     host = server.url.removeprefix("http://")
@@ -243,11 +219,11 @@ def test_all_kinds_of_inputs_come_from_the_hub(config_of, materialize, hub_with)
 
 def test_a_tensor_hub_hands_out_models_data_and_checkpoints(config_of, materialize, server, sha256):
     files = {"model.safetensors": b"w", "a.parquet": b"a", "final.json": b'{"state": {}}'}
-    entries = [
-        {"path": n, "sha256": sha256(c), "size_bytes": len(c), "url": server.put(f"/{n}", c)} for n, c in files.items()
-    ]
+    entries = [{"path": n, "sha256": sha256(c), "size_bytes": len(c)} for n, c in files.items()]
     manifest = json.dumps({"files": entries}).encode()
     server.put(f"/api/v1/manifest/o/r/sha256%3A{sha256(manifest)}", manifest)
+    for name, content in files.items():
+        server.put(f"/api/v1/file/v1/o/r/sha256%3A{sha256(manifest)}/{name}", content)
     server.put("/api/v1/resolve/o/r", {"owner": "o", "repo": "r", "digest": f"sha256:{sha256(manifest)}"})
     ref = "cozy:o/r"
     inputs = {"base_model_ref": ref, "dataset_parquet_refs": [ref], "resume_checkpoint_ref": ref}
@@ -316,10 +292,10 @@ def test_a_disk_that_takes_no_more_is_an_input_error_with_the_way_out(config_of,
     assert "XDG_CACHE_HOME" in done.stderr
 
 
-def test_a_cache_that_cannot_be_made_is_an_input_error(config_of, server, retry):
+def test_a_cache_that_cannot_be_made_is_an_input_error(config_of, server):
     config = config_of(inputs={"dataset_parquet_urls": [server.put("/a.parquet", b"x")]})
     with pytest.raises(InputError, match="cannot be stored below '/proc/none'"):
-        materialize_inputs(config, cache_dir="/proc/none", retry=retry)
+        materialize_inputs(config, cache_dir="/proc/none")
 
 
 def test_one_file_at_two_addresses_never_makes_a_folder_of_both(config_of, materialize, server, sha256):
@@ -337,9 +313,9 @@ def test_the_cache_follows_the_users_setting(monkeypatch, tmp_path):
 
 
 def test_where_the_users_cache_cannot_be_written_the_artifacts_directory_takes_it(
-    config_of, server, retry, monkeypatch, tmp_path
+    config_of, server, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
     config = config_of(inputs={"dataset_parquet_urls": [server.put("/a.parquet", b"x")]})
-    (path,) = materialize_inputs(config, retry=retry).parquet_paths
+    (path,) = materialize_inputs(config).parquet_paths
     assert path.is_relative_to(tmp_path / "artifacts")
