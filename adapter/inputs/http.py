@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -130,16 +130,13 @@ class Transport:
 class Download:
     """A file to fetch, and how to know that it arrived whole."""
 
-    url: str
+    url: str = field(repr=False)  # its query may be a credential
     target: Path
     digest: str | None = None
     """``sha256:`` or ``xxh3_128:`` and hexadecimal digits, where the content is known beforehand."""
     size_bytes: int | None = None
     most_bytes: int | None = None
     """The most bytes that the file may have, where its size is not known."""
-
-    def __repr__(self) -> str:
-        return f"Download({self.label!r} to {str(self.target)!r})"
 
     @property
     def label(self) -> str:
@@ -172,27 +169,22 @@ def download(request: Download, transport: Transport) -> Path:
     """
     make_directory(request.target.parent)
     asked_at = time.time()
-    with _exclusive(request.target, transport.tracker):
+    lock = _locked(request.target, transport.tracker)
+    try:
         transfer = _Transfer(request, transport)
         if not transfer.is_done_since(asked_at):
             transfer.run()
+    finally:
+        lock.release()
     transport.tracker.finish(request.label, request.target.stat().st_size)
     return request.target
 
 
-@contextlib.contextmanager
-def _exclusive(target: Path, tracker: Tracker) -> Iterator[None]:
-    """Hold the lock of a target."""
-    lock = None
-    while lock is None:
-        try:
-            lock = FileLock(target.with_name(f".{target.name}.lock"))
-        except LockHeldError:
-            tracker.wait(LOCK_POLL_S)
-    try:
-        yield
-    finally:
-        lock.release()
+def _locked(target: Path, tracker: Tracker) -> FileLock:
+    while True:
+        with contextlib.suppress(LockHeldError):
+            return FileLock(target.with_name(f".{target.name}.lock"))
+        tracker.wait(LOCK_POLL_S)
 
 
 class _Transfer:
@@ -202,6 +194,8 @@ class _Transfer:
         self.request, self.transport, self.target = request, transport, request.target
         self.part = self.target.with_name(f"{self.target.name}.part")
         self.note_path = self.target.with_name(f".{self.target.name}.json")
+        self.before = 0
+        """Bytes of the part before the last attempt."""
 
     def is_done_since(self, asked_at: float) -> bool:
         """Whether the target has what was asked for: by its digest, or because another process has just fetched it.
@@ -214,25 +208,16 @@ class _Transfer:
 
     def run(self) -> None:
         """Attempt until the file is in place; attempts that brought bytes don't count as failures."""
-        before = 0
-
-        def attempt() -> None:
-            nonlocal before
-            before = self._part_bytes()
-            self._attempt()
-
         retry, wait = self.transport.retry, self.transport.tracker.wait
         try:
-            with_retries(attempt, retry, wait, progressed=lambda: self._part_bytes() > before)
+            with_retries(self._attempt, retry, wait, progressed=lambda: self._part_bytes() > self.before)
         except TransientError as error:
             raise InputError(
                 f"{self.request.label} could not be fetched: {error}, after {error.failures} attempts without progress."
             ) from None
 
     def _part_bytes(self) -> int:
-        with contextlib.suppress(FileNotFoundError):
-            return self.part.stat().st_size
-        return 0
+        return self.part.stat().st_size if self.part.exists() else 0
 
     def _is_whole(self) -> bool:
         return self.target.exists() and self.request.fault_of(self.target) is None
@@ -246,10 +231,11 @@ class _Transfer:
     def _attempt(self) -> None:
         """One request: for a confirmation, for the rest, or for the whole file."""
         request, note, start, headers = self.request, self._note(), 0, {"Accept-Encoding": "identity"}
+        self.before = self._part_bytes()
         if self.part.exists():
             # Only a digest shows that two answers without a strong ETag were of two versions, or that bytes were lost.
             if request.digest is not None or (note.joins_parts and note.boot_id == _boot_id()):
-                start = self._part_bytes()
+                start = self.before
             if start:
                 headers["Range"] = f"bytes={start}-"
                 headers |= {"If-Range": note.etag} if note.etag is not None and note.joins_parts else {}

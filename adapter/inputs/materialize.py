@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from ..job.config import RunConfig
 from ..plumbing.safe_open import make_directory
 from ..plumbing.urls import has_scheme, is_http_url
 from .private_addresses import AddressGuard
-from .refs import Kind, Ref, RemoteRef, checked_ref, local_checkpoint, local_input, parquet_files
+from .refs import Kind, Ref, RemoteRef, checked_ref, local_checkpoint, parquet_files
 
 __all__ = ["MaterializedInputs", "default_cache_dir", "materialize_inputs", "named_inputs"]
 
@@ -70,7 +70,7 @@ def materialize_inputs(
         fetched = fetch_all(remote, config, _cache_dir(config, cache_dir), raise_if_stopped)
     found: dict[Kind, list[tuple[Path, str]]] = {"model": [], "dataset": [], "checkpoint": []}
     for kind, ref in wanted:
-        found[kind].append((local_input(kind, ref), str(ref)) if isinstance(ref, Path) else fetched[kind, ref])
+        found[kind].append((ref, str(ref)) if isinstance(ref, Path) else fetched[kind, ref])
     model_dir, model_ref = found["model"][0] if found["model"] else (None, None)
     checkpoint = found["checkpoint"][0][0] if found["checkpoint"] else None
     if config.resume_checkpoint_path is not None:
@@ -92,14 +92,19 @@ def _checked(config: RunConfig) -> tuple[list[Path | str], list[tuple[Kind, Ref]
     files: list[Path | str] = []
     wanted: list[tuple[Kind, Ref]] = []
     faults: list[InputError] = []
-    for path in config.dataset.parquet_paths if config.dataset else ():
-        with _noting(faults):
-            if config.private_hosts is not None and is_http_url(path):
-                AddressGuard(config.private_hosts).check_url(path)
-            files += [path] if has_scheme(path) else parquet_files(path)
-    for kind, text in named_inputs(config):
-        with _noting(faults):
-            wanted.append((kind, checked_ref(kind, text)))
+    data = [(None, path) for path in (config.dataset.parquet_paths if config.dataset else ())]
+    for kind, text in (*data, *named_inputs(config)):
+        try:
+            if kind is not None:
+                wanted.append((kind, checked_ref(kind, text)))
+            elif has_scheme(text):
+                if config.private_hosts is not None and is_http_url(text):
+                    AddressGuard(config.private_hosts).check_url(text)
+                files.append(text)
+            else:
+                files += parquet_files(text)
+        except InputError as fault:
+            faults.append(fault)
     if faults:
         raise faults[0] if len(faults) == 1 else InputError("\n".join(str(fault) for fault in faults))
     return files, wanted
@@ -114,20 +119,10 @@ def named_inputs(config: RunConfig) -> list[tuple[Kind, str]]:
     return [(kind, text) for kind, text in named if text is not None]
 
 
-@contextmanager
-def _noting(faults: list[InputError]) -> Iterator[None]:
-    try:
-        yield
-    except InputError as fault:
-        faults.append(fault)
-
-
 def _cache_dir(config: RunConfig, given: str | os.PathLike[str] | None) -> Path:
-    if given is not None:
-        return Path(given)
-    directory = default_cache_dir()
-    try:
+    directory = default_cache_dir() if given is None else Path(given)
+    with contextlib.suppress(OSError):
         make_directory(directory)
-    except OSError:
-        return config.artifacts_dir / "inputs"
-    return directory if os.access(directory, os.W_OK) else config.artifacts_dir / "inputs"
+        if os.access(directory, os.W_OK):
+            return directory
+    return config.artifacts_dir / "inputs" if given is None else directory

@@ -16,7 +16,7 @@ from ..plumbing.urls import PATTERN_CHARACTERS, is_http_url, looks_like_path, pa
 
 __all__ = [
     *("CozyRef", "HttpRef", "HubRef", "Kind", "Ref", "RemoteRef"),
-    *("checked_ref", "local_checkpoint", "local_input", "parquet_files", "parse_ref"),
+    *("checked_ref", "local_checkpoint", "parquet_files", "parse_ref"),
 ]
 
 REPOSITORY = r"(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)"
@@ -82,22 +82,20 @@ def parse_ref(text: str) -> Ref:
         raise _unknown(text, "it is empty")
     if not is_storable(reference):
         raise _unknown(text, "it contains control characters, or is not UTF-8")
-    path = Path(os.path.expanduser(reference))
-    if "://" not in reference and os.path.exists(path):
+    path = _path(reference)
+    if path is not None and os.path.exists(path):
         return path.absolute()
-    if reference.lower().startswith("file:"):
-        return _file_ref(reference)
     if is_http_url(reference):
         return _http_ref(reference)
     if reference.startswith("cozy:"):
         return _cozy_ref(reference)
     if reference.startswith("hf:"):
         return _hub_ref(reference.removeprefix("hf:").removeprefix("//"), reference)
-    if "://" in reference:
+    if path is None:
         raise _unknown(safe_url(reference), "the scheme is not supported")
-    if looks_like_path(reference):
-        if any(character in reference for character in PATTERN_CHARACTERS):
-            return path
+    if looks_like_path(reference) and any(character in reference for character in PATTERN_CHARACTERS):
+        return path
+    if looks_like_path(reference) or path.is_absolute():
         raise InputError(f"There is no file or folder {reference!r}.")
     return _hub_ref(reference, reference)
 
@@ -109,14 +107,14 @@ def _unknown(text: str, reason: str) -> InputError:
     )
 
 
-def _file_ref(text: str) -> Path:
+def _path(reference: str) -> Path | None:
+    """The path that a reference may mean; None where it has a scheme of another kind."""
+    if not reference.lower().startswith("file:"):
+        return None if "://" in reference else Path(os.path.expanduser(reference))
     try:
-        path = Path(path_of_url(text))
+        return Path(path_of_url(reference))
     except ValueError as error:
-        raise _unknown(safe_url(text), str(error)) from None
-    if not path.exists():
-        raise InputError(f"There is no file or folder {str(path)!r}.")
-    return path
+        raise _unknown(safe_url(reference), str(error)) from None
 
 
 def _http_ref(text: str) -> HttpRef:
@@ -149,29 +147,20 @@ def _cozy_ref(text: str) -> CozyRef:
 
 
 def checked_ref(kind: Kind, text: str) -> Ref:
-    """The meaning of a reference, after a look at what it needs on this machine.
+    """What a reference means: of what is on this machine a model's folder, a checkpoint's record, or Parquet files.
 
     Raises:
-        InputError: It is malformed, or names files that are not there.
+        InputError: It is malformed, or names files that are not there or cannot be used as what they are named for.
     """
     ref = parse_ref(text)
-    if isinstance(ref, Path):
-        local_input(kind, ref)
-    return ref
-
-
-def local_input(kind: Kind, path: Path) -> Path:
-    """An input that is here: a model's folder, a checkpoint's record, or Parquet files by file, folder or pattern.
-
-    Raises:
-        InputError: It cannot be used as what it is named for.
-    """
+    if not isinstance(ref, Path):
+        return ref
     if kind == "checkpoint":
-        return local_checkpoint(path)
+        return local_checkpoint(ref)
     if kind == "dataset":
-        parquet_files(str(path))
-        return path
-    return path if path.is_dir() else _readable(path).parent
+        parquet_files(str(ref))
+        return ref
+    return ref if ref.is_dir() else _readable(ref).parent
 
 
 def local_checkpoint(path: Path) -> Path:

@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Annotated, TypeVar
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import msgspec
@@ -60,7 +60,6 @@ class Resolution(msgspec.Struct, frozen=True):
 
 # Made here, in one thread; see `http`.
 _MANIFEST, _RESOLUTION = msgspec.json.Decoder(Manifest), msgspec.json.Decoder(Resolution)
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class HttpResolveClient:
         return f"{self.base_url.rstrip('/')}/api/v1"
 
 
-def _decode(content: bytes, decoder: msgspec.json.Decoder[_T], label: str) -> _T:
+def _decode(content: bytes, decoder: msgspec.json.Decoder[Any], label: str) -> Any:
     try:
         return decoder.decode(content)
     except (ValueError, RecursionError) as error:

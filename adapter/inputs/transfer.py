@@ -8,14 +8,13 @@ A module of its own because it loads the HTTP client, which a job with local inp
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote, urljoin, urlsplit, urlunsplit
+from urllib.parse import quote
 
 import httpx2
 
@@ -63,9 +62,7 @@ def fetch_all(
         InputError: Something is missing, malformed, unreachable, or cannot be stored.
     """
     tracker = Tracker(raise_if_stopped)
-    with contextlib.ExitStack() as stack:
-        client = build_client(config.capability_token, config.token_origins, max_connections=PARALLEL_TRANSFERS)
-        stack.enter_context(client)
+    with build_client(config.capability_token, config.token_origins, max_connections=PARALLEL_TRANSFERS) as client:
         if config.private_hosts is not None:
             AddressGuard(config.private_hosts).attach(client)
         fetcher = _Fetcher(config, directory, Transport(client, tracker, RETRY))
@@ -116,19 +113,19 @@ class _Fetcher:
         identity = f"{ref.digest or ref.url} {ref.file_name}"
         folder = self.directory / "http" / hashlib.sha256(identity.encode()).hexdigest()[:32]
         if kind == "checkpoint":
-            return (fetch_checkpoint(ref, folder, self.transport), ref.label)
+            return fetch_checkpoint(ref, folder, self.transport), ref.label
         path = download(Download(ref.url, folder / ref.file_name, ref.digest), self.transport)
-        return (folder if kind == "model" else path, ref.label)
+        return folder if kind == "model" else path, ref.label
 
     def _hub(self, kind: Kind, ref: HubRef) -> tuple[Path, str]:
         path = fetch_from_hub(kind, ref, self.transport) / (ref.path or ".")
         if kind == "dataset":
-            return (path, ref.label)
+            return path, ref.label
         if not path.exists():
             raise InputError(f"{ref.label}: the repository has no path {ref.path!r}.")
         if kind == "checkpoint":
-            return (local_checkpoint(path), ref.label)
-        return (path if path.is_dir() else path.parent, ref.label)
+            return local_checkpoint(path), ref.label
+        return path if path.is_dir() else path.parent, ref.label
 
     def _cozy(self, kind: Kind, ref: RemoteRef) -> tuple[Path, str]:
         assert isinstance(ref, CozyRef)
@@ -167,10 +164,8 @@ def _url_of(ref: HttpRef, record: CheckpointRecord, relative_path: str, name: st
     """URL of a file of the record."""
     stored_as = remote_name(record.step, name, final=record.final)
     flat = ref.file_name.startswith(remote_name(record.step, "", final=record.final))
-    parts = urlsplit(ref.url)
-    bare = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
-    located = urlsplit(urljoin(bare, quote(stored_as if flat else relative_path)))
-    return urlunsplit((located.scheme, located.netloc, located.path, parts.query, ""))
+    url = httpx2.URL(ref.url)
+    return str(url.join(quote(stored_as if flat else relative_path)).copy_with(query=url.query or None))
 
 
 def fetch_from_hub(kind: Kind, ref: HubRef, transport: Transport) -> Path:
@@ -197,10 +192,6 @@ def _snapshot(ref: HubRef, kind: str, patterns: list[str] | None) -> Path:
     """One attempt; the files that are there already are not fetched again."""
     from huggingface_hub import errors, snapshot_download
 
-    known = (
-        *(errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled),
-        *(errors.HFValidationError, httpx2.HTTPError),
-    )
     try:
         folder = snapshot_download(
             ref.repo_id,
@@ -209,7 +200,7 @@ def _snapshot(ref: HubRef, kind: str, patterns: list[str] | None) -> Path:
             allow_patterns=patterns,
             endpoint=os.environ.get("HF_ENDPOINT") or None,
         )
-    except known as error:
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError, httpx2.HTTPError) as error:
         raise _meaning(error, ref, kind) from None
     return Path(folder)
 
@@ -224,20 +215,17 @@ def _meaning(error: Exception, ref: HubRef, kind: str) -> Exception:
     causes = list(causes_of(error))
     answer = next((cause for cause in causes if isinstance(cause, errors.HfHubHTTPError)), None)
     status = getattr(getattr(answer, "response", None), "status_code", 0)
-    if isinstance(answer, errors.GatedRepoError):
-        return AuthError(f"{ref.label} is gated. Ask for access on the hub, then {HUB_LOGIN}.")
     if status in (401, 403):
-        why = "nobody is logged in" if get_token() is None else "the token that was sent may not read it"
+        who = "nobody is logged in" if get_token() is None else "the token that was sent may not read it"
         return AuthError(
-            f"The hub refused {ref.label} (status {status}): the {kind} does not exist, or it is private and {why}. "
-            f"Check its name, or log in as somebody who may read it: {HUB_LOGIN}."
+            f"The hub refused {ref.label} (status {status}): the {kind} does not exist, or it is private or gated and "
+            f"{who}. Check its name, ask for access, or log in as somebody who may read it: {HUB_LOGIN}."
         )
-    if isinstance(answer, errors.RevisionNotFoundError):
-        return InputError(f"{ref.label}: the repository has no revision {ref.revision or 'main'!r}.")
     if status == 404:
-        return InputError(f"{ref.label}: there is no such path on this machine, and no such {kind} on the hub.")
-    if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes):
-        return InputError(f"{ref.label} is not in the hub's cache, and `HF_HUB_OFFLINE` forbids asking the hub.")
-    if isinstance(error, errors.HFValidationError) or (answer is not None and not is_transient(status)):
-        return InputError(f"{ref.label} cannot be fetched from the hub: {error}")
+        return InputError(f"{ref.label}: the hub has no such {kind} or revision, and this machine no such path.")
+    said = next((c for c in causes if isinstance(c, errors.OfflineModeIsEnabled | errors.HFValidationError)), None)
+    if said is not None or (status and not is_transient(status)):
+        return InputError(f"{ref.label} cannot be fetched from the hub: {said or error}")
+    if isinstance(error, OSError) and error.errno is not None:
+        return error
     return TransientError(f"the hub answered with status {status}" if status else "the hub cannot be reached")

@@ -60,9 +60,10 @@ def test_the_hub_sees_its_own_token(fetch, hub):
     [
         (401, {}, AuthError, "HF_TOKEN"),
         (403, {}, AuthError, "HF_TOKEN"),
-        (403, {"X-Error-Code": "GatedRepo"}, AuthError, "is gated"),
-        (404, {"X-Error-Code": "RepoNotFound"}, InputError, "no such path on this machine, and no such model on"),
-        (404, {"X-Error-Code": "RevisionNotFound"}, InputError, "no revision 'main'"),
+        (403, {"X-Error-Code": "GatedRepo"}, AuthError, "gated .* ask for access"),
+        (404, {"X-Error-Code": "RepoNotFound"}, InputError, "no such model or revision, and this machine no such path"),
+        (404, {"X-Error-Code": "RevisionNotFound"}, InputError, "hf:owner/name: the hub has no such model or revision"),
+        (400, {}, InputError, "hf:owner/name cannot be fetched from the hub: "),
     ],
 )
 def test_each_refusal_of_the_hub_says_what_to_do(fetch, hub, status, headers, kind, text):
@@ -124,6 +125,14 @@ def test_a_hub_that_recovers_is_waited_for(fetch, hub):
     hub.resources[path].fail_first = [503]
     assert files_in(fetch("owner/name")) == FILES
     assert hub.paths().count(path) >= 2
+
+
+def test_a_hub_that_may_not_be_asked_is_an_input_error(fetch, monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match=r"hf:owner/name cannot be fetched from the hub: .*HF_HUB_OFFLINE"):
+        fetch("owner/name")
 
 
 def test_a_hub_that_is_not_there_is_an_input_error(fetch, monkeypatch):
