@@ -64,6 +64,10 @@ class _FeedDataModule(LightningDataModule, ABC):
             if isinstance(feed, ArrowFeed):
                 feed.close()
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Stop reading where the training has failed, too."""
+        self.teardown("fit")
+
 
 class ArrowDataModule(_FeedDataModule):
     """Parquet files as training batches of this rank.
