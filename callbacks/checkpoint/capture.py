@@ -38,8 +38,8 @@ from ..finite import are_finite
 from ..optimizer_state import parameters_of
 from .codec.state_tree import encode
 from .codec.tensor_bytes import bytes_of, content_digests
-from .codec.tensor_table import WEIGHTS, Entry, Slice, TensorTable, entry_of, is_plain, stored_as
-from .contents import build_header
+from .codec.tensor_table import WEIGHTS, Entry, TensorTable, entry_of, is_plain, stored_as
+from .contents import SlicedTensor, build_header
 from .format.record import FROZEN_FILE, MODEL_FILE, CheckpointRecord, LeftOut, RecordMeta
 from .storage import STATE_MARKER, Staging, naming_the_checkpoint
 
@@ -90,8 +90,8 @@ class Captured:
     entries: list[Entry]
     slices: list[Entry]
     """The slices of sharded tensors that this rank holds."""
-    sharded_tensors: dict[tuple[str, str], Slice]
-    """All sharded tensors, by file and key."""
+    sharded_tensors: dict[tuple[str, str], SlicedTensor]
+    """All sharded tensors, by file and key, without their slices."""
     staging: Staging
     """Where it is made; holds the files of the trainer's own hook, and the link to `linked`."""
     linked: FrozenFile | None = None
@@ -393,4 +393,4 @@ def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
 
 def _with(entry: Entry, source: torch.Tensor) -> Entry:
     """`entry` with other values; `dataclasses.replace` would take longer than the copy of a small tensor."""
-    return Entry(entry.file, entry.key, entry.dtype, entry.shape, entry.nbytes, source, entry.slice)
+    return Entry(entry.file, entry.key, entry.dtype, entry.shape, entry.nbytes, source, entry.box)

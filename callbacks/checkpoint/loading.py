@@ -132,16 +132,16 @@ def load_record(
         # What Lightning asks of any checkpoint; its weights, if it has some, are the trainer's affair.
         asked = {"pytorch-lightning_version": version("lightning"), "optimizer_states": [], "lr_schedulers": []}
         return {**asked, "epoch": 0, "global_step": record.step, CONTRACT_KEY: {"state": record.state}}
-    source = _Source(record, share, base=base)
-    content = source.read_all()
+    source = _Source(record, base, share)
     try:
-        checkpoint: dict[str, Any] = decode(content["checkpoint"], source)
+        checkpoint: dict[str, Any] = decode(source.content["checkpoint"], source)
         if record.state or CONTRACT_KEY in checkpoint:
             checkpoint.setdefault(CONTRACT_KEY, {})["state"] = decode(record.state, source)
         if "state_dict" in checkpoint:
-            checkpoint["state_dict"] = _with_metadata(
-                checkpoint["state_dict"], decode(content["weights_metadata"], source)
-            )
+            weights = checkpoint["state_dict"] = OrderedDict(checkpoint["state_dict"])
+            if (metadata := decode(source.content["weights_metadata"], source)) is not None:
+                # Versions of modules, where torch looks for them.
+                weights._metadata = metadata  # type: ignore[attr-defined]
     except (CheckpointError, OSError, MemoryError):  # of this machine: references were compared with the files
         raise
     except Exception as error:
@@ -153,25 +153,13 @@ def load_record(
 class _Source:
     """A `TensorSource` over the files of one checkpoint."""
 
-    def __init__(
-        self,
-        record: CheckpointRecord,
-        slices_to_prove: slice | None = None,
-        *,
-        base: Base | None = None,
-    ) -> None:
-        self.record = record
-        self._slices_to_prove = slices_to_prove
-        """None proves them all and reads them with the rest."""
+    def __init__(self, record: CheckpointRecord, base: Base | None, share: slice | None) -> None:
+        """Read and prove all files, of those with slices the own share."""
+        self._is_lazy = share is not None
         self._stored = {(MODEL_FILE, key): tensor for key, tensor in left_out_tensors(record, base).items()}
-        self._facts: dict[tuple[str, str], TypedShape] = {}
-        self._sliced: dict[tuple[str, str], StoredSlices] = {}
-        self._given: dict[Any, Any] = {}
-
-    def read_all(self) -> dict[str, Any]:
-        """Read and prove all files, of those with slices the own share; returns the content of the state file."""
-        record = self.record
-        content, self._facts, in_slices = read_contents(record, self._read_file)
+        self._given: dict[Any, torch.Tensor] = {}
+        self.content, self._facts, in_slices = read_contents(record, self._read_file)
+        """`content` is that of the state file."""
         others, sliced = [], []
         for entry in record.files:
             name = record.file_name(entry)
@@ -179,9 +167,8 @@ class _Source:
                 sliced.append(entry)
             elif name != STATE_FILE and not is_of_tensors(name):
                 others.append(entry)
-        verify_files(record, others + sliced[self._slices_to_prove or slice(None)])
+        verify_files(record, others + sliced[share or slice(None)])
         self._sliced = {(each.file, each.key): StoredSlices(record, each) for each in in_slices}
-        return content
 
     def _read_file(self, record: CheckpointRecord, entry: FileEntry) -> dict[str, TypedShape]:
         tensors, header = _read_tensors(record, entry)
@@ -195,16 +182,15 @@ class _Source:
         if identity not in self._given:
             check_tensor(reference, self._facts)  # before memory is taken for it
             self._given[identity] = self._make(reference)
-        tensor: torch.Tensor = self._given[identity]
-        return tensor
+        return self._given[identity]
 
     def _make(self, reference: dict[str, Any]) -> torch.Tensor:
         place = (reference["file"], reference["key"])
-        if place in self._sliced and self._slices_to_prove is not None:
+        if place in self._sliced and self._is_lazy:
             return WholeTensor(self._sliced[place])
-        if ("", *place) not in self._given:
-            self._given["", *place] = self._read(reference)
-        tensor: torch.Tensor = self._given["", *place]
+        if place not in self._given:
+            self._given[place] = self._read(reference)
+        tensor = self._given[place]
         if reference.get("parameter"):
             return torch.nn.Parameter(tensor, requires_grad=reference.get("requires_grad", False))
         tensor = tensor.detach()
@@ -222,14 +208,6 @@ class _Source:
             strided = torch.empty_strided(tensor.shape, reference["stride"], dtype=tensor.dtype, device="cpu")
             tensor = strided.copy_(tensor)
         return tensor
-
-
-def _with_metadata(weights: dict[str, Any], metadata: Any) -> dict[str, Any]:
-    """Module versions beside the weights, where torch's ``load_state_dict`` looks for them."""
-    ordered = OrderedDict(weights)
-    if metadata is not None:
-        ordered._metadata = metadata  # type: ignore[attr-defined]
-    return ordered
 
 
 def _read_tensors(record: CheckpointRecord, entry: FileEntry) -> tuple[dict[str, torch.Tensor], dict[str, TypedShape]]:

@@ -29,7 +29,7 @@ from ..hook.events import callbacks_of
 from ..optimizer_state import map_values, parameters_of
 from .format.record import local_path
 from .sharded.rank_channel import RankGroups
-from .sharded.slices import keep_sharded, sharded_like, whole
+from .sharded.slices import keep_sharded, sharded_like
 from .store import CheckpointStore
 
 __all__ = [
@@ -63,13 +63,6 @@ class DurableCheckpointIO(CheckpointIO):
     def __init__(self, *, asynchronous: bool = False) -> None:
         self.asynchronous = asynchronous
         self.store = CheckpointStore()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # What is in flight, or listened for, belongs to the process that began it.
-        return {**vars(self), "store": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update({**state, "store": CheckpointStore()})
 
     @override
     def save_checkpoint(
@@ -137,18 +130,15 @@ class DurableCheckpointIO(CheckpointIO):
             log.exception("The checkpoint in flight could not be written")
 
 
-def install_plugin(strategy: Strategy) -> tuple[bool, DurableCheckpointIO]:
+def install_plugin(strategy: Strategy) -> DurableCheckpointIO:
     """The `DurableCheckpointIO` of `strategy`, which replaces Lightning's own default but no other plugin.
 
     A `ModelParallelStrategy` uses it from now on as other strategies do by themselves.
 
-    Returns:
-        Whether it was installed now, and the plugin.
-
     Raises:
         TypeError: The trainer was given another checkpoint plugin.
     """
-    given = plugin = strategy.checkpoint_io
+    plugin = strategy.checkpoint_io
     if not isinstance(plugin, DurableCheckpointIO):
         if type(plugin) is not TorchCheckpointIO:
             raise TypeError(
@@ -160,11 +150,11 @@ def install_plugin(strategy: Strategy) -> tuple[bool, DurableCheckpointIO]:
         name = f"Durable{type(strategy).__name__}"
         # The Trainer has bound this object in many places already, so it cannot be replaced by another one.
         strategy.__class__ = type(name, (_SavesThroughPlugin, type(strategy)), {})
-    return plugin is not given, plugin
+    return plugin
 
 
 def give_back_plugin(trainer: pl.Trainer) -> None:
-    """Undo `install_plugin` where a process hands its weights to the one that started it, which knows no other."""
+    """Undo `install_plugin` where a process hands its weights to the one that started it, which may know no other."""
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         trainer.strategy.checkpoint_io = TorchCheckpointIO()
 
@@ -217,7 +207,7 @@ class _SavesThroughPlugin(ModelParallelStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         with keep_sharded():
-            return _by_place(optimizer, Strategy.optimizer_state(self, optimizer))
+            return Strategy.optimizer_state(self, optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -253,19 +243,6 @@ def _placed(value: Any, parameter: torch.Tensor | None) -> Any:
     if is_whole and isinstance(parameter, DTensor) and value.shape == parameter.shape:
         return sharded_like(value, parameter)
     return value
-
-
-def _by_place(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """`state` with a parameter's number where it has its address, which differs between ranks and processes."""
-    places = {id(p): number for number, p in enumerate(parameters_of(optimizer))}
-
-    def renamed(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return whole(value)
-        return {places.get(key, key) if type(key) is int else key: renamed(member) for key, member in value.items()}
-
-    made: dict[str, Any] = renamed(state)
-    return made
 
 
 def _placed_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from ..hook.hook import Hook, ending_the_run, skippable
 from ..hook.run_context import RunContext
 from ..lightning_internals import checkpoint_connector
 from .capture import CONTRACT_KEY, Frozen, frozen_in
+from .export import keep_configurations
 from .format.record import (
     FINAL_NAME,
     TRAINER_FOLDER,
@@ -42,7 +43,6 @@ from .format.record import (
 )
 from .loader_position import forget_positions, keep_positions, put_positions_back, set_positions_aside
 from .plugins import give_back_plugin, install_plugin, rank_groups_of, url_faults
-from .pretrained import keep_configurations
 from .rank_state import ResumeState, capture_parts, stands_between_batches
 from .selection import WRITER, Retention, add_score, best_first, is_named, list_checkpoints, own_records, to_delete
 from .sharded.rank_channel import ALONE, Channel
@@ -128,8 +128,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     optional_reads = ("stop_reason", "loss_stats", "eval_scores", "rolls_back")
     writes = ("latest_checkpoint_uri",)
     every_n_steps, every_n_epochs = StepCadence(), StepCadence()
-    _of_this_process = frozenset({"_store", "_channel", "_run_state"})
-    _store: CheckpointStore | None = None
+    _of_this_process = frozenset({"_channel", "_run_state"})
     _channel = ALONE
     _run_state: RunState | None = None
 
@@ -168,7 +167,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._is_scored = False
         """Whether the monitored value is a score, which only steps have that are evaluated."""
         self._resume = ResumeState()
-        self._gives_plugin_back = False
+        self._store = CheckpointStore()
         self._boundaries = Boundaries(self)
         self._durable: deque[tuple[CheckpointRecord, float]] = deque()
         """Checkpoints that are durable and not reported yet, with the seconds that each took; two threads use it."""
@@ -187,15 +186,14 @@ class Checkpoint(Hook, LightningCheckpoint):
                 f"Checkpoint does not save under {type(trainer.strategy).__name__}, which has a format of its own that "
                 "no plugin writes. Use Lightning's ModelCheckpoint, or ModelParallelStrategy (FSDP 2) with Checkpoint."
             )
-        self._gives_plugin_back, plugin = install_plugin(trainer.strategy)
+        self._store = install_plugin(trainer.strategy).store
         if faults := url_faults(trainer):
             raise ValueError("; ".join(faults))
         groups = rank_groups_of(trainer.strategy)
         self._channel = Channel() if groups is None else groups.training
-        self._store = plugin.store
         self._store.before_background_save = self._wake
         self._store.base = lambda: dict(pl_module.named_parameters(remove_duplicate=False))
-        self.place_under(trainer)
+        self.dirpath = (self.dirpath or local_path(trainer.default_root_dir) / "checkpoints").absolute()
         if stage == "fit":
             keep_positions(
                 trainer,
@@ -211,7 +209,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._is_between_batches = self._saves_after_module_hook = False
         self._last_saved_step = None
         if trainer.ckpt_path is not None:  # the run state of a checkpoint names the one before it
-            loaded = None if self._store is None else self._store.loaded
+            loaded = self._store.loaded
             self._run_state.latest_checkpoint_uri = os.fspath(trainer.ckpt_path if loaded is None else loaded.path)
         self._resume.begin_training(trainer, pl_module)
         listed = list_checkpoints(self.directory) if trainer.is_global_zero else []
@@ -220,7 +218,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         if not self.saves_anything or getattr(trainer, "fast_dev_run", False):
             return
         self._check_directory(trainer, pl_module, listed)
-        if trainer.is_global_zero and self._store is not None:
+        if trainer.is_global_zero:
             self.run = replace(self.run, metadata=self.run.metadata or metadata_of_module(pl_module))
             frozen = frozen_in(pl_module, trainer.optimizers)
             leaves_out = self.weights == "trained"
@@ -255,7 +253,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        is_settled = self._store is None or self._store.is_settled  # before the poll, which sees what ends meanwhile
+        is_settled = self._store.is_settled  # before the poll, which sees what ends meanwhile
         self.poll(trainer)
         is_due = self._boundaries.crosses(trainer.global_step)
         if self.every_minutes:
@@ -319,8 +317,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         if self.save_final:
             self.save(trainer, pl_module, final=True, wait=True)
         self.wait(trainer)
-        if self._store is not None:
-            self._store.background.finish()
+        self._store.background.finish()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -353,21 +350,13 @@ class Checkpoint(Hook, LightningCheckpoint):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
         forget_positions(trainer)
-        if self._gives_plugin_back:
-            give_back_plugin(trainer)
+        give_back_plugin(trainer)
 
     @override
     def join_run(self, run: RunContext) -> None:
         if run.record is not None:
             self.run = run.record
             self.replace_existing = True  # the run has decided already what it goes on from
-
-    def place_under(self, trainer: pl.Trainer) -> Path:
-        """Decide where checkpoints of `trainer` go, and say it."""
-        if self.dirpath is None:
-            self.dirpath = local_path(trainer.default_root_dir) / "checkpoints"
-        self.dirpath = self.dirpath.absolute()
-        return self.dirpath
 
     @property
     def _run_id(self) -> str:
@@ -419,9 +408,12 @@ class Checkpoint(Hook, LightningCheckpoint):
         path = self.directory / f"{FINAL_NAME if final else step_name(step)}.json"
         if getattr(trainer, "fast_dev_run", False):
             return path
-        assert self._store is not None
         self._last_saved_step = step
         self._clock.note_save()
+        if self.critical:
+            self._store.wait()
+        else:
+            wait_after_failure(self._store.wait)
         staging, trainer_checkpoint = _trainer_files(trainer, pl_module, path, step, final)
         try:
             with trainer.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
@@ -492,15 +484,13 @@ class Checkpoint(Hook, LightningCheckpoint):
         Raises:
             Exception: It could not be written.
         """
-        if self._store is not None:
-            self._store.wait()
+        self._store.wait()
 
     def poll(self, trainer: pl.Trainer) -> None:
         """Report what became durable since the last call, and raise what a save in the background raised."""
         if self._durable:
             self.report_durable(trainer)
-        if self._store is not None:
-            self._store.poll()
+        self._store.poll()
 
     def report_durable(self, trainer: pl.Trainer) -> None:
         """Tell all callbacks what became durable; only then may older checkpoints go.
@@ -513,7 +503,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             fire(trainer, "on_checkpoint_timed", seconds)
             fire(trainer, "on_checkpoint_durable", record)
             self._add_score(record)
-            if self.retention.keep_last is not None and self._store is not None:
+            if self.retention.keep_last is not None:
                 self._store.prune(self.directory, self._surplus)
 
     def keep_while_in_use(self, files_in_use: Callable[[], Collection[Path]]) -> None:

@@ -285,7 +285,10 @@ class Listed:
 
 
 def records_in(directory: str | os.PathLike[str]) -> list[Listed]:
-    """Every record in `directory`, whole or broken, by name; links are read as what they point to."""
+    """Every record in `directory`, whole or broken, by name; links are read as what they point to.
+
+    One of an older runtime has a name as that gave it.
+    """
     return [listed for path in record_paths(directory) if (listed := _listed(path)) is not None]
 
 
@@ -293,11 +296,9 @@ def _listed(path: Path) -> Listed | None:
     """None where the file at `path` is of another program, or gone."""
     has_our_name = is_record_of_callback(path)
     try:
-        # Another program's JSON may be large, and is not parsed. An older runtime's record has a ``state``.
-        if not has_our_name and path.suffix != ".ckpt":
-            beginning = _beginning(path)
-            if not _is_cut_from_record(beginning) and b'"state"' not in beginning and len(beginning) < _BEGINNING_BYTES:
-                return None
+        # Another program's JSON may be large, and is not parsed.
+        if not has_our_name and path.suffix != ".ckpt" and not _begins_as_record(path):
+            return None
         return Listed(path, read_record(path))
     except BrokenCheckpointError as error:
         return Listed(path, None, error.reason) if has_our_name or is_checkpoint_file(path) else None
@@ -308,17 +309,9 @@ def _listed(path: Path) -> Listed | None:
         return Listed(path, None, f"it cannot be read: {error.strerror}", error) if is_ours else None
 
 
-_BEGINNING_BYTES = 64 * 1024
-
-
-def _beginning(path: Path) -> bytes:
+def _begins_as_record(path: Path) -> bool:
     with os.fdopen(open_regular(path), "rb") as file:
-        return file.read(_BEGINNING_BYTES)
-
-
-def _is_cut_from_record(beginning: bytes) -> bool:
-    """Whether a file begins as a record does, or is what is left of one that was cut off."""
-    return beginning.startswith(RECORD_MARKER) or (bool(beginning) and RECORD_MARKER.startswith(beginning))
+        return file.read(len(RECORD_MARKER)) == RECORD_MARKER
 
 
 def is_checkpoint_file(path: Path) -> bool:
@@ -332,7 +325,7 @@ def is_checkpoint_file(path: Path) -> bool:
     if is_torch_file(path):
         return path.suffix == ".ckpt"
     try:
-        return _is_cut_from_record(_beginning(path)) or read_record(path).is_old
+        return _begins_as_record(path) or read_record(path).is_old
     except BrokenCheckpointError:
         return False
 

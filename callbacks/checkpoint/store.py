@@ -21,7 +21,6 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import os
-import shutil
 import socket
 import threading
 import time
@@ -34,13 +33,14 @@ from typing import Any
 
 import msgspec
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from typing_extensions import override
 
 from ...adapter.contract.exceptions import CheckpointError, ThreadLimitError
 from ...adapter.plumbing.durable import fsync_directory, fsync_file
 from ...adapter.plumbing.threads import carry_out, started
 from .capture import Captured, Frozen, HostBuffer, by_file, capture, finite_weights, header_of, snapshot
 from .codec.tensor_bytes import bytes_of
-from .codec.tensor_table import Entry, Slice
+from .codec.tensor_table import Entry
 from .contents import (
     SLICES_FILE,
     SlicedTensor,
@@ -66,7 +66,7 @@ from .format.record import (
 )
 from .loading import Base, load_record, load_torch_file
 from .selection import find_checkpoint, list_checkpoints
-from .sharded.rank_channel import ALONE, Channel, EndOfSave, RankGroups
+from .sharded.rank_channel import ALONE, Channel, RankGroups
 from .storage import (
     SPACE_FOR_THE_REST,
     Listed,
@@ -120,8 +120,13 @@ class CheckpointStore:
         self._frozen: dict[Path, Frozen] = {}
         self._saving: Future[None] | None = None
         """The save in the background, until `wait` or `poll` has found its end."""
-        self._end_of_save: EndOfSave | None = None
-        """Set while ranks write a checkpoint together in the background."""
+        self._is_joint = False
+        """Whether all ranks write it together: one that raised its failure alone would leave the others behind."""
+
+    @override
+    def __reduce__(self) -> Any:
+        # What is in flight, or listened for, belongs to the process that began it; a copy begins without.
+        return CheckpointStore, ()
 
     def begin(self, directory: Path, frozen: Frozen) -> None:
         """Have checkpoints in `directory` share what is `frozen`. On the rank that writes, before the first step."""
@@ -144,7 +149,8 @@ class CheckpointStore:
             state: ``state["genlight"]["state"]`` goes into the record.
             meta: What the record says beside that.
             staging: The folder that holds the files of the trainer's own hook; it is removed if the save fails.
-            asynchronous: Write in the background. What fails there is raised by the next call, or by `poll`.
+            asynchronous: Write in the background. What fails there is raised by the next call, or by `poll`; where
+                all ranks write together, by the next call alone.
             groups: All ranks call this, and each writes the slices of sharded tensors that it holds; what rank zero
                 passes counts. None has this process write alone.
 
@@ -159,7 +165,6 @@ class CheckpointStore:
         record, meta = record_path(path), meta or RecordMeta()
         training, writing = (ALONE, ALONE) if groups is None else (groups.training, groups.writing)
         is_first, name = training.rank == 0, name_of(record)
-        self._end_of_save = None
 
         def make_folder() -> Staging | None:
             # Now, not in the background: a caller may put a link beside the checkpoint (``save_last="link"``).
@@ -184,8 +189,7 @@ class CheckpointStore:
             nothing: Future[CheckpointRecord | None] = Future()
             nothing.set_result(None)
             return nothing
-        if is_sharded and asynchronous:
-            self._end_of_save = EndOfSave(training)
+        self._is_joint = is_sharded
         return self._write(captured, writing if is_sharded else ALONE, asynchronous)
 
     def _capture(
@@ -293,16 +297,12 @@ class CheckpointStore:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no save is in flight on any rank, and none failed that `poll` has yet to raise."""
-        return self._end_of_save is None and self._saving is None
+        """Whether no save is in flight, and none failed that `poll` has yet to raise."""
+        return self._saving is None or (self._is_joint and not self.is_busy)
 
     def poll(self) -> None:
-        """Raise what a save in the background raised; after the same step on all ranks that wrote it together."""
-        if self._end_of_save is None:
-            if not self.is_busy:
-                self.wait()
-        elif self._end_of_save.has_come(is_busy=self.is_busy):
-            self._end_of_save = None
+        """Raise what a save in the background raised, if this process wrote it alone."""
+        if not self.is_busy and not self._is_joint:
             self.wait()
 
     def wait(self) -> None:
@@ -311,7 +311,6 @@ class CheckpointStore:
         Raises:
             Exception: What the last save raised; once.
         """
-        # `_end_of_save` stays: a rank may wait by itself, and the others go on asking whether all have ended.
         if self._saving is not None:
             concurrent.futures.wait([self._saving])
             ended, self._saving = self._saving, None
@@ -324,7 +323,7 @@ class CheckpointStore:
             Exception: What the last save raised; once.
         """
         self.background.finish()
-        self.buffer, self._end_of_save = HostBuffer(), None
+        self.buffer = HostBuffer()
         self.wait()
 
 
@@ -380,8 +379,8 @@ class Part:
     """What a rank has written."""
 
     files: Sequence[FileEntry]
-    slices: Sequence[tuple[str, str, Slice, StoredSlice]]
-    """File and key of each, what it is of which tensor, and where its bytes are."""
+    slices: Sequence[SlicedTensor]
+    """Of sharded tensors, each with one slice."""
     finite_weights: bool | None
 
 
@@ -417,14 +416,13 @@ def _write_part(rank: int, captured: Captured) -> Part:
     """Write the slices of this rank, and on rank zero what is not sharded."""
     staging = captured.staging
     _wait_until_seen(staging.path, rank)
-    slices: list[tuple[str, str, Slice, StoredSlice]] = []
+    slices: list[SlicedTensor] = []
     with naming_the_checkpoint(staging.record, captured.nbytes):
         files = _write_files(staging, captured) if rank == 0 else []
         for file, entries in by_file(captured.slices):
             name = f"{staging.folder(part_folder(rank)).name}/{file}"
-            files.append(
-                FileEntry(name, *_write_tensors(staging.path / name, entries, _indexed(rank, entries, slices)))
-            )
+            buffers = _indexed(rank, entries, captured, slices)
+            files.append(FileEntry(name, *_write_tensors(staging.path / name, entries, buffers)))
         if slices:
             fsync_directory(staging.folder(part_folder(rank)))
     return Part(files, slices, finite_weights(captured))
@@ -446,15 +444,14 @@ def _write_tensors(path: Path, entries: Iterable[Entry], buffers: Iterable[memor
     return write_file(path, chain([header_of(entries)], buffers))
 
 
-def _indexed(
-    rank: int, entries: list[Entry], slices: list[tuple[str, str, Slice, StoredSlice]]
-) -> Iterator[memoryview]:
+def _indexed(rank: int, entries: list[Entry], captured: Captured, slices: list[SlicedTensor]) -> Iterator[memoryview]:
     """The bytes of each entry, which is added to `slices` on the way."""
     begin = len(header_of(entries))
     for entry in entries:
-        assert entry.slice is not None
-        data, box = bytes_of(entry.source), entry.slice.box
-        slices.append((entry.file, entry.key, entry.slice, StoredSlice(rank, box, begin, digest_of(data))))
+        assert entry.box is not None
+        data = bytes_of(entry.source)
+        of = captured.sharded_tensors[entry.file, entry.key]
+        slices.append(msgspec.structs.replace(of, slices=(StoredSlice(rank, entry.box, begin, digest_of(data)),)))
         begin += len(data)
         yield data
 
@@ -465,20 +462,11 @@ def _hook_files(folder: Path) -> list[tuple[str, tuple[int, str]]]:
     for path, folders, files in os.walk(folder):
         for name in sorted([*files, *(name for name in folders if (Path(path) / name).is_symlink())]):
             file = Path(path) / name
-            if file.is_symlink():
-                _replace_link(file)
+            if file.is_symlink():  # it would not survive a move, nor be durable
+                raise CheckpointError(f"save_checkpoint left a link, {name} -> {file.readlink()}; write a file instead")
             fsync_file(file)
             found.append((file.relative_to(folder).as_posix(), hash_file(file)))
     return found
-
-
-def _replace_link(link: Path) -> None:
-    """Put the file that a link points to in its place: a link would not survive a move, nor be durable."""
-    target = link.resolve()
-    if not target.is_file():
-        raise CheckpointError(f"save_checkpoint left a link that does not lead to a file: {link.name} -> {target}")
-    link.unlink()
-    shutil.copyfile(target, link)
 
 
 def _commit(captured: Captured, parts: Sequence[Part]) -> CheckpointRecord:
@@ -523,22 +511,17 @@ def _index_of(captured: Captured, parts: Sequence[Part]) -> list[SlicedTensor]:
     Raises:
         CheckpointError: They do not make the tensors whole that rank zero has.
     """
-    found: dict[tuple[str, str], list[tuple[Slice, StoredSlice]]] = {key: [] for key in captured.sharded_tensors}
-    for part in parts:
-        for file, key, of, stored in part.slices:
-            found.setdefault((file, key), []).append((of, stored))
-    index = []
-    for (file, key), slices in found.items():
-        expected = captured.sharded_tensors.get((file, key))
-        facts = {(of.whole, of.dtype) for of, _ in slices}
-        boxes = [of.box for of, _ in slices]
-        if expected is None or facts - {(expected.whole, expected.dtype)} or not make_whole(expected.whole, boxes):
+    found = {without: list[StoredSlice]() for without in captured.sharded_tensors.values()}
+    for sliced in (sliced for part in parts for sliced in part.slices):
+        found.setdefault(msgspec.structs.replace(sliced, slices=()), []).extend(sliced.slices)
+    for tensor, slices in found.items():
+        is_known = captured.sharded_tensors.get((tensor.file, tensor.key)) == tensor
+        if not is_known or not make_whole(tensor.shape, [each.box for each in slices]):
             raise CheckpointError(
-                f"the ranks do not hold the same sharded tensors: their slices of {key} do not make one whole; "
+                f"the ranks do not hold the same sharded tensors: their slices of {tensor.key} do not make one whole; "
                 "every rank has to put the same sharded tensors into its state"
             )
-        index.append(SlicedTensor(file, key, expected.dtype, expected.whole, tuple(stored for _, stored in slices)))
-    return index
+    return [msgspec.structs.replace(tensor, slices=tuple(slices)) for tensor, slices in found.items()]
 
 
 def _relative_primary(meta: RecordMeta, staging: Staging) -> RecordMeta:

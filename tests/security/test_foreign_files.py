@@ -38,11 +38,11 @@ def test_files_of_others_are_passed_over(folder):
     assert {path.name for path in folder.iterdir()} == {*FOREIGN, "theirs"}
 
 
-def test_records_of_any_name_are_found_among_them(folder):
-    save(folder / "step-00000002", {"global_step": 2}, meta=RecordMeta(run_id="r"))
-    (folder / "their-own-name.json").write_text(json.dumps({"step": 1, "state": {"a": 1}}, indent=2))
+def test_records_are_found_among_them(folder):
+    save(folder / "of-any-name", {"global_step": 2}, meta=RecordMeta(run_id="r"))
+    (folder / "step-00000001.json").write_text(json.dumps({"step": 1, "state": {"a": 1}}, indent=2))
 
-    assert [listed.path.name for listed in list_checkpoints(folder)] == ["their-own-name.json", "step-00000002.json"]
+    assert [listed.path.name for listed in list_checkpoints(folder)] == ["step-00000001.json", "of-any-name.json"]
     assert newest_valid(folder)[0].step == 2
 
 

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ....adapter.contract.exceptions import UnstorableStateError
-from ..contents import RAW, TORCH_TYPES
+from ..contents import RAW, TORCH_TYPES, Box, SlicedTensor
 from ..format.record import MODEL_FILE, TENSORS_FILE
-from ..sharded.slices import Box, is_saved_by_this_rank, is_sharded, slice_of, unsharded
+from ..sharded.slices import is_saved_by_this_rank, is_sharded, slice_of, unsharded
 from .state_tree import Path, format_path
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["WEIGHTS", "Entry", "Slice", "TensorTable", "entry_of", "is_plain", "stored_as"]
+__all__ = ["WEIGHTS", "Entry", "TensorTable", "entry_of", "is_plain", "stored_as"]
 
 WEIGHTS = ("checkpoint", "state_dict")
 """Where a checkpoint has the model's tensors, by their names."""
@@ -41,19 +41,8 @@ class Entry:
     shape: tuple[int, ...]
     nbytes: int
     source: torch.Tensor
-    slice: Slice | None = None
-    """Where it is only a part of a tensor."""
-
-
-@dataclass(frozen=True)
-class Slice:
-    """The tensor that an entry is a part of."""
-
-    box: Box
-    whole: tuple[int, ...]
-    """Shape of the whole tensor."""
-    dtype: str
-    """As torch calls it."""
+    box: Box | None = None
+    """Where it lies in a sharded tensor, of which it is only a part."""
 
 
 class TensorTable:
@@ -63,8 +52,8 @@ class TensorTable:
         self.entries: list[Entry] = []
         self.slices: list[Entry] = []
         """The slices of sharded tensors that this rank holds."""
-        self.sharded_tensors: dict[tuple[str, str], Slice] = {}
-        """All sharded tensors, by file and key."""
+        self.sharded_tensors: dict[tuple[str, str], SlicedTensor] = {}
+        """All sharded tensors, by file and key, without their slices."""
         self._keys: set[tuple[str, str]] = set()
         self._known: dict[Any, dict[str, Any]] = {}
         """References by the memory that they are to."""
@@ -74,11 +63,10 @@ class TensorTable:
         file, key = TENSORS_FILE, ""
         if path[:-1] == WEIGHTS and type(path[-1]) is str:
             file, key = MODEL_FILE, path[-1]
-        part = None
+        box = None
         if is_sharded(tensor):
             sharded = cast("DTensor", tensor.detach())
-            values = sharded.to_local()
-            part = Slice(slice_of(sharded), tuple(sharded.shape), _name_of(values.dtype))
+            values, box = sharded.to_local(), slice_of(sharded)
         else:
             values = unsharded(tensor)
             if not is_plain(values):
@@ -86,18 +74,19 @@ class TensorTable:
                 hint = "store a dense copy, or what it is made of; one on the meta device has no values"
                 raise UnstorableStateError(format_path(path), kind, hint)
         values = values.detach().resolve_conj().resolve_neg()
-        memory = (values.device, values.data_ptr() or path, values.shape, values.stride(), values.dtype, part)
+        memory = (values.device, values.data_ptr() or path, values.shape, values.stride(), values.dtype, box)
         if memory not in self._known or file == MODEL_FILE:
             key = key or self._free_key(file, path)
             self._keys.add((file, key))
-            if part is None:
+            if box is None:
                 self.entries.append(entry_of(file, key, values))
                 facts = _facts(values)
             else:
-                self.sharded_tensors[file, key] = part
+                name, shape = _name_of(values.dtype), tuple(sharded.shape)
+                self.sharded_tensors[file, key] = SlicedTensor(file, key, name, shape, ())
                 if is_saved_by_this_rank(sharded):
-                    self.slices.append(entry_of(file, key, values, part))
-                facts = {} if part.dtype in TORCH_TYPES else {"dtype": part.dtype, "shape": list(part.whole)}
+                    self.slices.append(entry_of(file, key, values, box))
+                facts = {} if name in TORCH_TYPES else {"dtype": name, "shape": list(shape)}
             self._known.setdefault(memory, {"file": file, "key": key, **facts})
         reference = dict(self._known[memory])
         if tensor.requires_grad:
@@ -116,9 +105,9 @@ class TensorTable:
         return candidate
 
 
-def entry_of(file: str, key: str, values: torch.Tensor, part: Slice | None = None) -> Entry:
+def entry_of(file: str, key: str, values: torch.Tensor, box: Box | None = None) -> Entry:
     """The entry of a plain tensor."""
-    return Entry(file, key, *stored_as(values), values.nbytes, values, part)
+    return Entry(file, key, *stored_as(values), values.nbytes, values, box)
 
 
 def _facts(tensor: torch.Tensor) -> dict[str, Any]:

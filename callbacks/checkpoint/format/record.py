@@ -298,7 +298,9 @@ class CheckpointRecord(RecordMeta):
         named, folder = (self.trainer_checkpoint or {}).get("primary_path"), self.trainer_folder
         if folder is None or not isinstance(named, (str, os.PathLike)) or not is_path(os.fspath(named)):
             return None
-        path = Path(os.path.abspath(_moved_with(folder, Path(named)) if self.is_old else folder / named))
+        # An older runtime's is where it was when that named it; the folder may have been moved since.
+        inside = Path(named).name if self.is_old and os.path.isabs(named) else named
+        path = Path(os.path.abspath(folder / inside))
         return path if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)) else None
 
     @property
@@ -315,15 +317,6 @@ class CheckpointRecord(RecordMeta):
     def file_name(self, file: FileEntry) -> str:
         """The path of `file` within the data folder, such as ``trainer/lora.safetensors``."""
         return file.path.removeprefix(f"{self.folder}/")
-
-
-def _moved_with(folder: Path, named: Path) -> Path:
-    """Where the path that a hook named lies, in a folder that may have been elsewhere when it named it."""
-    parts = named.parts
-    if named.is_absolute() and folder.name in parts:
-        last = len(parts) - 1 - parts[::-1].index(folder.name)
-        return folder.joinpath(*parts[last + 1 :])
-    return folder / named
 
 
 def is_path(text: str) -> bool:

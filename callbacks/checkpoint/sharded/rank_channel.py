@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ....adapter.contract.exceptions import CheckpointError
 from ....adapter.plumbing.devices import gather_objects, host_group
 
-__all__ = ["ALONE", "Channel", "EndOfSave", "RankGroups"]
+__all__ = ["ALONE", "Channel", "RankGroups"]
 
 _Result = TypeVar("_Result")
 
@@ -106,24 +106,3 @@ class RankGroups:
         """For the training threads."""
         self.writing = Channel(LONGEST_WAIT)
         """For the threads that write, or for the training threads while none does."""
-
-
-class EndOfSave:
-    """Lets the ranks learn, after the same step, that a save in the background has ended on all of them.
-
-    Without that, the rank that hears first of a failed save would leave the others behind in a collective.
-    """
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._round: tuple[torch.Tensor, Any] | None = None
-
-    def has_come(self, *, is_busy: bool) -> bool:
-        """Whether it had come when all ranks asked the time before; asked once after each step."""
-        before, self._round = self._round, self._channel.start_largest(int(is_busy))
-        if before is None:
-            return False
-        largest, work = before
-        if work is not None:
-            work.wait()
-        return not int(largest)
