@@ -17,7 +17,7 @@ from .contract.exceptions import TrainingCanceled
 from .job.config import resolve_run_config
 from .plumbing.operating_system import require_linux
 from .plumbing.text import as_list
-from .run.ranks.rank_files import LAUNCH_ID
+from .run.ranks import LAUNCH_ID
 from .run.run import RunOptions, attempt_job
 
 __all__ = ["train_loop"]
@@ -68,9 +68,9 @@ def _train(path: str, overrides: Sequence[str]) -> None:
     ranks_here = ray.train.get_context().get_local_world_size()
     nodes, os.environ[LAUNCH_ID] = _agreed(ray.train.get_context().get_node_rank())
     placed = (f"lightning.devices={ranks_here}", f"lightning.num_nodes={nodes}")
-    attempt = attempt_job(RunOptions(spec_path=path, overrides=(*overrides, *placed)))
-    if attempt.error is not None and not _is_wanted(attempt.error):
-        raise attempt.error
+    _, error = attempt_job(RunOptions(spec_path=path, overrides=(*overrides, *placed)))
+    if error is not None and not _is_wanted(error):
+        raise error
 
 
 def _is_wanted(error: BaseException) -> bool:

@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
@@ -27,7 +26,7 @@ from .contract.types import (
     TrainingReporter,
 )
 from .module.module import ContractModule
-from .plumbing.devices import accelerator, isolated_random_numbers, release_memory
+from .plumbing.devices import accelerator, isolated_random_numbers
 
 __all__ = ["BatchStream", "run_training_loop"]
 
@@ -79,15 +78,30 @@ def run_training_loop(
         payload=resume_state_payload,
         checkpoint_dir=None if resume_checkpoint_path is None else _trainer_directory(Path(resume_checkpoint_path)),
     )
-    caller = _Caller(reporter, artifact_writer, uploader)
+    caller = _Caller(module, reporter, artifact_writer, uploader)
     try:
-        _one_device_trainer(job, ctx.device, caller).fit(module, BatchStream(batches))
+        one_device = pl.Trainer(
+            **_arguments_of_device(torch.device(ctx.device)),
+            max_steps=job.max_steps,
+            max_epochs=1,
+            callbacks=[caller],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            limit_val_batches=0,
+        )
+        one_device.fit(module, BatchStream(batches))
         if not caller.has_finished:  # there was no step left to train
-            caller.finish(module)
+            caller.finish()
     except BaseException as error:
         # Lightning turns a KeyboardInterrupt into a SystemExit.
-        cause = caller.cause or error
-        _report_failure(reporter, module.failed_step or start_step, cause)
+        cause = error.__context__ if isinstance(error.__context__, KeyboardInterrupt) else error
+        try:
+            reporter.failed(step=module.failed_step or start_step, error=str(cause) or type(cause).__name__)
+        except Exception:
+            log.exception("the reporter's failed() raised; the failure of training is the one that is raised")
         if cause is error:
             raise
         raise cause from None
@@ -105,43 +119,14 @@ class BatchStream:
         return iter(iter_batches() if iter_batches is not None else self.source)  # type: ignore[arg-type]
 
 
-def _one_device_trainer(job: TrainingJobSpec, device: str, caller: Hook) -> pl.Trainer:
-    return pl.Trainer(
-        **_arguments_of_device(torch.device(device)),
-        max_steps=job.max_steps,
-        max_epochs=1,
-        callbacks=[caller],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        limit_val_batches=0,
-    )
-
-
 def _arguments_of_device(device: torch.device) -> dict[str, Any]:
     """The trainer's arguments for one device; the host, where it is not there."""
     here = accelerator()
     if here is None or here.type != device.type:
         return {"accelerator": "cpu", "devices": 1}
-    index = device.index or 0
-    if device.type in ("cuda", "mps"):
-        return {"accelerator": device.type, "devices": [index]}
-    # Those that Lightning does not know it would leave for the host.
-    return {"strategy": SingleDeviceStrategy(torch.device(device.type, index), accelerator=_OneDevice())}
-
-
-class _OneDevice(CPUAccelerator):
-    """The host's accelerator, which chooses nothing by itself, for whatever device torch has."""
-
-    @override
-    def setup_device(self, device: torch.device) -> None:
-        torch.accelerator.set_device_index(device)
-
-    @override
-    def teardown(self) -> None:
-        release_memory()
+    # By itself Lightning takes the host for an accelerator that is only registered with it.
+    strategy = SingleDeviceStrategy(torch.device(device.type, device.index or 0))
+    return {"accelerator": device.type, "devices": [device.index or 0], "strategy": strategy}
 
 
 def _trainer_directory(path: Path) -> Path:
@@ -152,96 +137,79 @@ def _trainer_directory(path: Path) -> Path:
     return next((folder for folder in (ours, older) if folder.is_dir()), path.parent)
 
 
-def _report_failure(reporter: TrainingReporter, step: int, cause: BaseException) -> None:
-    try:
-        reporter.failed(step=step, error=str(cause) or type(cause).__name__)
-    except Exception:
-        log.exception("the reporter's failed() raised; the failure of training is the one that is raised")
-
-
 class _Caller(Hook):
     """Brings the events of the loop to the caller's reporter, writer and uploader."""
 
     critical = True
     writes = ("loss_stats",)
 
-    def __init__(self, reporter: TrainingReporter, writer: ArtifactWriter, uploader: ArtifactUploader | None) -> None:
-        self.reporter, self.writer, self.uploader = reporter, writer, uploader
-        self.cause: BaseException | None = None
+    def __init__(
+        self,
+        module: ContractModule,
+        reporter: TrainingReporter,
+        writer: ArtifactWriter,
+        uploader: ArtifactUploader | None,
+    ) -> None:
+        self.module, self.reporter, self.writer, self.uploader = module, reporter, writer, uploader
         self.has_finished = False
 
     @override
     def on_new_training_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module = _hosted(pl_module)
-        self.reporter.started(run_id=module.ctx.job.run_id)
+        self.reporter.started(run_id=self.module.ctx.job.run_id)
         self._look_for_stop(trainer)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        module, step = _hosted(pl_module), trainer.global_step
-        if not suppressed(module):
-            job = module.ctx.job
-            if crossed(step - 1, step, job.metric_every):
-                self._metrics(module, step)
-            if crossed(step - 1, step, job.checkpoint_every):
-                self._checkpoint(module, step)
-            if crossed(step - 1, step, job.sample_every):
-                self._samples(module, step)
+        job, step = self.module.ctx.job, trainer.global_step
+        acts = (
+            (job.metric_every, self._metrics),
+            (job.checkpoint_every, self._checkpoint),
+            (job.sample_every, self._samples),
+        )
+        for every, act in () if suppressed(self.module) else acts:
+            if crossed(step - 1, step, every):
+                act(step)
         self._look_for_stop(trainer)
 
     @override
     def on_training_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.finish(_hosted(pl_module))  # here, while everything is on its device
+        self.finish()  # here, while everything is on its device
 
-    @override
-    def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self.cause = exception
-
-    def finish(self, module: ContractModule) -> None:
+    def finish(self) -> None:
         """The end as planned: final artifact, then ``completed``; the caller uploads what it wants of the end."""
-        step = module.completed_steps
-        path = self.writer.finalize(
-            state_payload=module.state_payload(), trainer=module.plugin, state=module.contract_state, ctx=module.ctx
-        )
-        self.reporter.completed(step=step, final_checkpoint=path)
+        step = self.module.completed_steps
+        self.reporter.completed(step=step, final_checkpoint=self.writer.finalize(**self._what_is_saved()))
         self.has_finished = True
 
     def _look_for_stop(self, trainer: pl.Trainer) -> None:
         if self.reporter.is_canceled():
-            reason = getattr(self.reporter, "cancel_reason", None)
-            run_state_of(trainer).stop_reason = reason or "canceled"
+            run_state_of(trainer).stop_reason = getattr(self.reporter, "cancel_reason", None) or "canceled"
 
-    def _metrics(self, module: ContractModule, step: int) -> None:
-        metrics = module.metrics()
-        publish_metrics(module.trainer, metrics, step)
+    def _metrics(self, step: int) -> None:
+        metrics = self.module.metrics()
+        publish_metrics(self.module.trainer, metrics, step)
         for name, value in metrics.items():
             self.reporter.metric(name=name, value=value, step=step)
         if self.uploader is not None and metrics:
             self.uploader.upload_metrics(metrics=metrics, step=step)
 
-    def _checkpoint(self, module: ContractModule, step: int) -> None:
-        path = self.writer.write_checkpoint(
-            step=step,
-            state_payload=module.state_payload(),
-            trainer=module.plugin,
-            state=module.contract_state,
-            ctx=module.ctx,
-        )
+    def _checkpoint(self, step: int) -> None:
+        path = self.writer.write_checkpoint(step=step, **self._what_is_saved())
         self.reporter.checkpoint(path=path, step=step)
         if self.uploader is not None:
             self.uploader.upload_checkpoint(local_path=path, step=step)
 
-    def _samples(self, module: ContractModule, step: int) -> None:
+    def _samples(self, step: int) -> None:
         with isolated_random_numbers():
-            paths = list(self.writer.write_samples(step=step, state=module.contract_state, ctx=module.ctx))
+            paths = list(self.writer.write_samples(step=step, state=self.module.contract_state, ctx=self.module.ctx))
         for path in paths:
             self.reporter.sample(path=path, step=step)
             if self.uploader is not None:
                 self.uploader.upload_sample(local_path=path, step=step)
 
-
-def _hosted(pl_module: pl.LightningModule) -> ContractModule:
-    assert isinstance(pl_module, ContractModule)
-    return pl_module
+    def _what_is_saved(self) -> dict[str, Any]:
+        module = self.module
+        payload = module.state_payload()
+        return {"state_payload": payload, "trainer": module.plugin, "state": module.contract_state, "ctx": module.ctx}

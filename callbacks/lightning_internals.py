@@ -8,7 +8,6 @@ silence; the tests of the loop run a fit under the lowest and the highest suppor
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from operator import attrgetter
@@ -98,8 +97,8 @@ _USED: Mapping[type, str] = {
     HyperparametersMixin: "_log_hyperparams",
     DDPStrategy: "_ddp_comm_hook _ddp_comm_state _ddp_comm_wrapper _model_averaging_period _start_method _ddp_kwargs",
     ModelParallelStrategy: "_tensor_parallel_size",
-    WandbLogger: "_wandb_init _experiment _id _prefix",
-    MLFlowLogger: "_run_id _initialized _prefix",
+    WandbLogger: "_wandb_init _experiment _id",
+    MLFlowLogger: "_run_id _initialized",
 }
 
 for _owner, _names in _USED.items():
@@ -204,9 +203,3 @@ def set_run_of_logger(logger: WandbLogger | MLFlowLogger, run_id: str | None) ->
         return False
     logger._id = logger._wandb_init["id"] = run_id
     return True
-
-
-def metric_name(logger: WandbLogger | MLFlowLogger, name: str) -> str:
-    """The name of the metric `name` in a logger's run."""
-    prefixed = f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}{name}" if logger._prefix else name
-    return re.sub("[^a-zA-Z0-9_/. -]+", "", prefixed) if isinstance(logger, MLFlowLogger) else prefixed

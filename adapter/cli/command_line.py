@@ -23,7 +23,7 @@ from ..job.sources import rank_errors
 from ..plumbing.failures import EXIT_FAILED
 from ..plumbing.operating_system import unsupported_system
 from ..plumbing.reference_page import reference
-from ..run.ranks.this_rank import is_rank_zero
+from ..run.this_rank import is_rank_zero
 from . import INTERRUPTED
 from .parser import CommandParser
 from .terminal import (

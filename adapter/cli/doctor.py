@@ -24,16 +24,15 @@ from ..contract.exceptions import InputError, StartupContractError
 from ..inputs.materialize import named_inputs
 from ..inputs.refs import Kind, checked_ref, parquet_files
 from ..job.config import RunConfig, read_run_config
-from ..job.errors import ConfigErrors
+from ..job.sources import ConfigErrors
 from ..job.spec import all_keys
 from ..module.plugin_loading import misspelled_hooks, on_sys_path
 from ..plumbing.finding import Finding, Level
 from ..plumbing.redaction import redact, without_secrets
 from ..plumbing.text import size_text
 from ..plumbing.urls import has_scheme, safe_url
-from ..run.artifact_dirs import artifact_dir_faults
-from ..run.artifacts_lock import lock_holder
-from ..run.resume import decide_start
+from ..run.folder import artifact_dir_faults, lock_holder
+from ..run.start import decide_start
 from ..run.training import imported_trainer, prepare_training
 from .parser import add_overrides
 from .terminal import aligned, brief, say, say_finding
@@ -141,7 +140,7 @@ def _start(config: RunConfig) -> Outcomes:
         return
     start = decide_start(config)
     yield from (("warn", warning) for warning in start.warnings)
-    if start.is_finished:
+    if start.finished_step is not None:
         yield "pass", f"the run has completed at step {start.finished_step}; nothing to train"
     elif start.record is not None:
         yield "pass", f"the run goes on after step {start.record.step}, from {start.record.path}"

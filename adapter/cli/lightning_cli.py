@@ -37,14 +37,12 @@ from ..plumbing.failures import EXIT_STARTUP
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.redaction import secrets_in, without_secrets
 from ..plumbing.text import as_list
-from ..run.artifact_dirs import directory_fault
-from ..run.artifacts_lock import lock_directory
-from ..run.fit import fit, join
-from ..run.ranks.this_rank import is_rank_zero
-from ..run.results import show_results
-from ..run.resume import move_checkpoints_aside
+from ..run.fit import continue_runs, fit, join
+from ..run.folder import directory_fault, lock_directory
+from ..run.report import show_results
 from ..run.session import FollowerSession, Session
-from ..run.tracking import continue_runs
+from ..run.start import move_checkpoints_aside
+from ..run.this_rank import is_rank_zero
 from .parser import UsageError, offered_name, refuse
 
 __all__ = ["GenlightCLI", "checkpoints_of", "run_lightning_cli"]
@@ -256,14 +254,13 @@ class GenlightCLI(LightningCLI):
     def _say_how_to_go_on(self, checkpoints: Path | None) -> None:
         session = self._session
         if checkpoints is None:
-            session.way_on = lambda: "genlight.callbacks.Checkpoint would have saved a checkpoint to go on from"
+            session.way_on = "The callback genlight.callbacks.Checkpoint would have saved a checkpoint to go on from."
             return
-        session.way_on = lambda: "start again with --resume auto to go on"
         words = ["genlight", *self._arguments]
         # What comes last wins.
         words += ["--ckpt_path", "null"] if self.config["fit"].get("ckpt_path") is not None else []
         words += ["--resume", "auto"] if self.config["fit"]["resume"] != "auto" else []
-        session.next_command = shlex.join(words)
+        session.way_on = f"To go on:\n  {shlex.join(words)}"
 
     @override
     def _parse_ckpt_path(self) -> None:
@@ -277,7 +274,7 @@ class GenlightCLI(LightningCLI):
         if directory is not None and self.trainer.is_global_zero:  # before it is looked at
             if fault := directory_fault("dirpath", directory, "Choose another."):
                 raise UsageError(fault)
-            self._session.on_exit(lock_directory(directory, "genlight fit").release)
+            self._session.holds.callback(lock_directory(directory, "genlight fit").release)
         if self._start_from_checkpoint("going on after") or directory is None:
             return
         if self.config["fit"]["resume"] == "never":
@@ -328,12 +325,9 @@ class GenlightCLI(LightningCLI):
         ended = f"fit completed at step {steps}" + (f" ({stopped})" if stopped else "")
         if steps == self._resumed_step:
             ended = f"the fit had completed at step {steps} before; there was nothing to train"
-        show_results(
-            ended,
-            final=None if directory is None else directory / f"{FINAL_NAME}.json",
-            checkpoints=directory,
-            logs={"events": event_logs[0]} if event_logs else {},
-        )
+        final = None if directory is None else directory / f"{FINAL_NAME}.json"
+        events = event_logs[0] if event_logs else None
+        show_results(ended, {"final checkpoint": final, "checkpoints": directory, "events": events})
 
     @property
     def _resumes(self) -> bool:
@@ -398,8 +392,9 @@ def run_lightning_cli(arguments: Sequence[str], signals: StopSignals) -> int:
     install()
     if os.getcwd() not in sys.path:  # a console script does not see the folder it is called in
         sys.path.insert(0, os.getcwd())
-    session = (Session if is_rank_zero() else FollowerSession)(StopSources(signals=signals))
-    session.reports_at_once = False  # callbacks of the fit keep its log and its uploads
+    kind = Session if is_rank_zero() else FollowerSession
+    # Callbacks of the fit keep its log and its uploads.
+    session = kind(stop=StopSources(signals=signals), reports_at_once=False)
     with session, redacted_logs(()):
         try:
             GenlightCLI(arguments, session)

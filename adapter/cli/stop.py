@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from ..run.artifacts_lock import request_stop, withdraw_stop
+from ..run.folder import request_stop, withdraw_stop
 from ..view.summary import summary_of
 from .parser import run_folder
 from .terminal import complain, say

@@ -21,7 +21,6 @@ from ..job.sources import JOB_VARIABLE
 from ..plumbing.redaction import redact
 from ..plumbing.text import size_text
 from ..plumbing.urls import safe_url
-from ..run.uploads import upload_config
 from .parser import UsageError, add_json, add_overrides
 from .terminal import aligned, complain, say, say_json
 
@@ -109,8 +108,7 @@ def _config(args: argparse.Namespace, queue: Path, about: Description) -> Upload
     """
     settings = _settings(args)
     folders = ("checkpoints_dir", "samples_dir")
-    return upload_config(
-        settings,
+    return settings.upload_config(
         run_id=about.run_id,
         owner=settings.owner or about.owner,
         queue_dir=queue,

@@ -49,8 +49,8 @@ def _names(word: str) -> Iterator[str]:
     # No bracket is counted out beyond what is refused anyway.
     choices = [list(itertools.islice(_numbers(parts[place]), MOST_HOSTS + 1)) for place in order]
     for numbers in itertools.product(*choices):
-        filled = dict(zip(order, numbers, strict=True))
-        yield "".join(filled.get(place, part) for place, part in enumerate(parts))
+        filled = {**dict(enumerate(parts)), **dict(zip(order, numbers, strict=True))}
+        yield "".join(filled.values())
 
 
 def _numbers(entries: str) -> Iterator[str]:

@@ -122,8 +122,7 @@ def run_training_runtime_from_env() -> int:
         BaseException: Whatever else ended it: the root cause, once everything was reported.
     """
     run = importlib.import_module(f"{_ADAPTER}.run.run")
-    attempt = run.attempt_job(run.RunOptions())
-    if attempt.error is not None:
-        raise attempt.error
-    code: int = attempt.exit_code
-    return code
+    code, error = run.attempt_job(run.RunOptions())
+    if error is not None:
+        raise error
+    return int(code)

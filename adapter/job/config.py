@@ -7,9 +7,7 @@ asked here.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,18 +16,17 @@ from urllib.parse import urlsplit
 import msgspec
 from typing_extensions import override
 
+from ...reporters.uploads.config import QUEUE_DIRECTORY, UploadConfig
 from ..contract.types import TrainingJobSpec
 from ..plumbing.settings import render_value, value_of
 from ..plumbing.text import HUB_LOGIN, folder_name
 from ..plumbing.urls import trusted_origins
-from .errors import ConfigErrors
 from .identity import digest_of_fields, spec_fields
-from .sources import DEFAULT, Sources, read_sources
+from .sources import DEFAULT, ConfigErrors, Sources, read_sources
 from .spec import DatasetSpec, Settings
 from .standard_callbacks import fault_of_callbacks
 
 __all__ = [
-    "ENDS_WITH_ITS_PROCESSES",
     "UNKNOWN_RUN_ID",
     "RunConfig",
     "read_run_config",
@@ -39,15 +36,6 @@ __all__ = [
 ENVIRONMENT_ARTIFACTS_DIR = Path("/tmp/training")  # noqa: S108 -- the contract's own default for containers
 UNKNOWN_RUN_ID = "unknown"
 """Stands for the run's id in a report about a job that names none."""
-
-
-ENDS_WITH_ITS_PROCESSES = (
-    "the trainer class would be set up in processes that end with training, and what it has learned would be lost to "
-    "the one that started them. Use ddp, which starts the script once for each device"
-)
-"""Why a strategy that spawns or forks the processes that train cannot host a trainer class."""
-_STARTS_BY_COPY = re.compile(r'"ddp_(spawn|fork|notebook)|"start_method": "(spawn|fork)')
-"""In JSON of a job's ``strategy`` by which processes are started by pickling or forking this one."""
 
 
 class RunConfig(Settings, frozen=True, kw_only=True):
@@ -64,8 +52,8 @@ class RunConfig(Settings, frozen=True, kw_only=True):
     secrets: tuple[str, ...]
     """Texts that nothing may show: the token, values of secret names in the job, credentials of its URLs."""
     spec_digest: str
-    spec_fields: Mapping[str, str]
-    """The digest of each field that `spec_digest` covers, for `identity.differing_fields`."""
+    spec_fields: Mapping[str, Any]
+    """The fields that `spec_digest` covers, for `identity.differing_fields`."""
     warnings: tuple[str, ...]
     asked: Settings
     """The settings as they were given: without what one of them says for others."""
@@ -80,6 +68,25 @@ class RunConfig(Settings, frozen=True, kw_only=True):
     def job(self) -> TrainingJobSpec:
         """The part of the job that the trainer class sees."""
         return TrainingJobSpec(**{each.name: getattr(self, each.name) for each in dataclasses.fields(TrainingJobSpec)})
+
+    def upload_config(self, **changes: Any) -> UploadConfig:
+        """The uploads that the settings ask for, with `changes` of `UploadConfig`.
+
+        Raises:
+            ValueError: As `UploadConfig`.
+        """
+        asked: dict[str, Any] = {
+            "run_id": self.run_id,
+            "queue_dir": self.artifacts_dir / QUEUE_DIRECTORY,
+            "owner": self.owner,
+            "token": self.capability_token,
+            "file_store_url": self.file_store_url,
+            "token_origins": sorted(self.token_origins),
+            "roots": (self.checkpoints_dir, self.samples_dir),
+            "deadline_s": self.upload_deadline_seconds,
+            **msgspec.structs.asdict(self.uploads),
+        }
+        return UploadConfig(**(asked | changes))
 
     def source_of(self, name: str) -> str:
         """Where a setting comes from: ``--set``, the name of an environment variable, ``job spec`` or ``default``."""
@@ -128,7 +135,7 @@ def read_run_config(
     settings = _completed(given, sources)
     _contradictions(settings, errors)
     _lightning_arguments(settings.lightning, errors)
-    _without_effect(given, errors)
+    _without_effect(given, sources, errors)
     fields = spec_fields(settings, sources.folder)
     config = RunConfig(
         **{
@@ -222,34 +229,17 @@ def _lightning_arguments(arguments: Mapping[str, Any], errors: ConfigErrors) -> 
     for name in ("max_epochs", "limit_train_batches"):
         if arguments.get(name, 1) in (0, "0"):
             errors.add(f"Invalid `lightning.{name}`. With 0 nothing would be trained; remove it, or raise it.")
-    if arguments.get("enable_checkpointing") is False:
-        errors.add(
-            "Invalid `lightning.enable_checkpointing`. A job saves its final checkpoint; remove this one, and leave "
-            "`checkpoint_every` at 0 to save no other."
-        )
-    logger = arguments.get("logger")
-    word = "csv" if logger is True else str(logger).lower()
-    for meant in [name for name in _LOGGERS if name.lower() == f"{word}logger"]:
-        install = f" (`pip install {word}` where it is missing)" if word in ("wandb", "mlflow") else ""
-        example = json.dumps({"class_path": f"lightning.pytorch.loggers.{meant}", "init_args": {"save_dir": "x"}})
-        given = "With `true` a job has its event log alone" if logger is True else f'"{logger}" is no class'
-        errors.add(f"Invalid `lightning.logger`. {given}. Name one, such as {example}{install}, or leave it out.")
-    if _STARTS_BY_COPY.search(json.dumps(arguments.get("strategy"))):
-        errors.add(f"Invalid `lightning.strategy`. With {arguments['strategy']!r} {ENDS_WITH_ITS_PROCESSES}.")
+    if arguments.get("logger") is True:
+        example = '{"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "logs"}}'
+        errors.add(f"Invalid `lightning.logger`. Of true a job has its event log alone. Name one, such as {example}.")
 
 
-_LOGGERS = ("CSVLogger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger")
-"""Classes whose first word stands for a logger elsewhere."""
-
-
-def _without_effect(settings: Settings, errors: ConfigErrors) -> None:
+def _without_effect(settings: Settings, sources: Sources, errors: ConfigErrors) -> None:
     """Note settings that another one makes pointless, and numbers that were written as texts."""
+    if settings.canceled:
+        errors.warn(f"The run stops before its first step, since it is canceled by `{sources.source_of('canceled')}`.")
     if settings.sample_prompts and not settings.sample_every:
         errors.warn("`sample_prompts` has no effect, since `sample_every` is 0.")
-    if settings.uploads.sample_url and not settings.sample_every:
-        errors.warn("`uploads.sample_url` has no effect, since `sample_every` is 0.")
-    if settings.token_origins and not settings.capability_token:
-        errors.warn("`token_origins` has no effect, since there is no token.")
     if any(target.startswith("hf://") for target in settings.uploads.targets):
         from huggingface_hub import get_token  # takes a moment
 

@@ -1,16 +1,13 @@
 """Which job a checkpoint belongs to.
 
 A job is its trainer, its hyperparameters, its data and its inputs; not how long it runs, where, or how often it
-reports. A record keeps one short digest for each field, so that a later start can name what changed without texts
-having been stored, which may be credentials. Digests are salted, so that no table of likely values tells what was
-hashed; what stands under a secret name is not part of the identity.
+reports. A record keeps one digest of them. What stands under a secret name is not part of the identity.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,19 +20,17 @@ __all__ = [
     "differing_fields",
     "digest_of_fields",
     "leaves",
-    "numbers_of",
-    "sealed_fields",
+    "logged_settings",
     "spec_fields",
     "without_credentials",
 ]
 
-FIELD_DIGEST_LENGTH = 16
-SALT = "salt"
-"""Where a record keeps the salt; the names of fields begin otherwise."""
+LOGGED_ARGUMENTS = ("accelerator", "accumulate_grad_batches", "devices", "num_nodes", "strategy")
+"""Arguments of the Lightning trainer that an event log has; others may hold paths and addresses."""
 
 
-def spec_fields(job: JobSpec, folder: Path) -> dict[str, str]:
-    """Digest of each field that makes up the identity of a job, by dotted name.
+def spec_fields(job: JobSpec, folder: Path) -> dict[str, Any]:
+    """The fields that make up the identity of a job, by dotted name.
 
     A path under `folder` counts relative to it, so that a folder that was moved is still the same job. Of a URL
     neither user info nor query counts; a ``#sha256=`` does. A hyperparameter of a secret name does not count.
@@ -55,42 +50,33 @@ def spec_fields(job: JobSpec, folder: Path) -> dict[str, str]:
         "dataset_parquet_refs": [_reference(ref, folder) for ref in inputs.dataset_parquet_refs],
         "resume_checkpoint_ref": _reference(inputs.resume_checkpoint_ref, folder),
     }
-    return {name: _digest(value)[:FIELD_DIGEST_LENGTH] for name, value in leaves(identity)}
+    return dict(leaves(identity))
 
 
-def digest_of_fields(fields: Mapping[str, str]) -> str:
+def digest_of_fields(fields: Mapping[str, Any]) -> str:
     """One digest over all fields: ``sha256:`` and 64 hexadecimal digits."""
-    return f"sha256:{_digest(dict(fields))}"
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"), default=str)
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def numbers_of(job: JobSpec) -> dict[str, float | bool | str]:
-    """Hyperparameters that are numbers or booleans, under no secret name, batch size and precision, by dotted name."""
-    size = {} if job.dataset is None else {"dataset.batch_size": job.dataset.batch_size}
-    numbers = {
-        name: value
-        for name, value in leaves({"hyperparams": _public(job.hyperparams)})
-        if isinstance(value, (int, float))
-    }
-    return {**numbers, **size, "lightning.precision": str(job.lightning.get("precision", "32-true"))}
-
-
-def sealed_fields(fields: Mapping[str, str], salt: str | None = None) -> dict[str, str]:
-    """`fields` as a record keeps them, with the salt of their digests; None makes a new one."""
-    salt = secrets.token_hex(16) if salt is None else salt
-    sealed = {name: _digest([salt, name, digest])[:FIELD_DIGEST_LENGTH] for name, digest in fields.items()}
-    return {SALT: salt, **sealed}
-
-
-def differing_fields(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """Dotted names of the fields in which two jobs differ, sorted; a field that only one has differs.
-
-    Args:
-        ours: What `spec_fields` returned.
-        theirs: The same, or what `sealed_fields` made of it.
-    """
-    if SALT in theirs:
-        ours = sealed_fields(ours, theirs[SALT])
+def differing_fields(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Dotted names of the fields in which two jobs differ, sorted; a field that only one has differs."""
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+
+
+def logged_settings(job: JobSpec) -> dict[str, str | int | float]:
+    """The settings that distinguish runs, by dotted name, as an event log has them; no text there may be a secret."""
+    settings = {
+        "trainer": job.trainer,
+        "max_steps": job.max_steps,
+        "hyperparams": {name: value for name, value in leaves(_public(job.hyperparams)) if not isinstance(value, str)},
+        "dataset.batch_size": job.dataset and job.dataset.batch_size,
+        "lightning": {name: value for name, value in job.lightning.items() if name in LOGGED_ARGUMENTS},
+        "lightning.precision": str(job.lightning.get("precision", "32-true")),
+    }
+    if job.checkpoints.monitor is not None:
+        settings |= {"checkpoints.monitor": job.checkpoints.monitor, "checkpoints.mode": job.checkpoints.mode}
+    return {name: value for name, value in leaves(settings) if isinstance(value, (str, int, float))}
 
 
 def without_credentials(reference: str) -> str:
@@ -122,8 +108,3 @@ def leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from leaves(inner, dotted)
         elif inner not in (None, [], ()):
             yield dotted, inner
-
-
-def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ from typing import Any
 import msgspec
 
 from ..cluster.job_context import build_job_context
-from ..plumbing.redaction import HIDDEN, secrets_in
+from ..contract.exceptions import StartupContractError
+from ..plumbing.redaction import HIDDEN, redact, secrets_in
 from ..plumbing.settings import Key, Rule, keys_of, refusal, render_text, value_of
 from ..plumbing.text import closest, nearest, with_unique_keys
 from ..plumbing.urls import has_scheme, looks_like_path
-from .errors import ConfigErrors
 from .spec import JobSpec, SampleRequest, Settings, all_keys, key_at, keys_at
 
 __all__ = [
@@ -32,6 +32,8 @@ __all__ = [
     "JOB_FILE",
     "JOB_VARIABLE",
     "VARIABLES",
+    "ConfigError",
+    "ConfigErrors",
     "Sources",
     "rank_errors",
     "read_job_file",
@@ -58,7 +60,64 @@ COMMENT = "$comment"
 _FOR_READERS = ("$schema", COMMENT)
 """The JSON Schema from which an editor completes, and words for people; they say nothing about the job."""
 _BASE_DIR = "base_dir"
-_YAML = (".yaml", ".yml")
+
+
+CODES = (
+    "startup.missing_job_spec_path",
+    "startup.invalid_job_spec",
+    "startup.missing_trainer_import",
+    "startup.invalid_artifact_paths",
+    "startup.invalid_timeout",
+    "startup.missing_capability_token",
+)
+"""Startup codes of settings. Of several errors the error carries the code that stands first here."""
+
+MOST_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class ConfigError:
+    """One thing that is wrong, and the way out."""
+
+    code: str
+    text: str
+    name: str = ""
+    """The setting, if the error is about one."""
+
+
+@dataclass
+class ConfigErrors:
+    """Collects errors and warnings while settings are read."""
+
+    found: list[ConfigError] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def add(self, text: str, *, name: str = "", code: str = "startup.invalid_job_spec") -> None:
+        """Note an error in free words."""
+        self.found.append(ConfigError(code, text, name))
+
+    def concern(self, name: str) -> bool:
+        """Whether an error of the setting `name`, or of an element or key of it, was noted."""
+        return any(error.name == name or error.name.startswith((f"{name}[", f"{name}.")) for error in self.found)
+
+    def warn(self, text: str) -> None:
+        """Note something that has no effect or looks like a mistake."""
+        self.warnings.append(text)
+
+    def exception(self, *, secrets: Sequence[str | None] = ()) -> StartupContractError | None:
+        """All errors as one exception that holds none of `secrets`; None when there is no error."""
+        if not self.found:
+            return None
+        code = min((error.code for error in self.found), key=CODES.index)
+        lines = [error.text if error.code == code else f"{error.code}: {error.text}" for error in self.found]
+        if len(lines) > MOST_SHOWN:
+            lines = [*lines[:MOST_SHOWN], f"and {len(lines) - MOST_SHOWN} more errors."]
+        message = (
+            lines[0] if len(lines) == 1 else "\n".join([f"{len(self.found)} errors", *(f"  - {x}" for x in lines)])
+        )
+        # A misspelled key is often why another one is missing.
+        notes = [f"note: {warning}" for warning in self.warnings]
+        return StartupContractError(code, redact("\n  ".join([message, *notes]), tuple(secrets)))
 
 
 @dataclass
@@ -107,9 +166,11 @@ class Sources:
             target = target[name]
         target[path[-1]] = value
         known = max((depth for depth in range(len(path) + 1) if key_at(path[:depth])), default=1)
-        name, keys = ".".join(path[:known]), keys_at(path)
+        *above, last = path[:known]
+        name, keys = ".".join((*above, _canonical(last, keys_at(tuple(above))))), keys_at(path)
         self.of = {each: of for each, of in self.of.items() if each != name and not each.startswith(f"{name}.")}
-        names = [f"{name}.{inner}" for inner in keys if isinstance(value, dict) and inner in value] if keys else [name]
+        inside = value if isinstance(value, dict) else ()
+        names = [f"{name}.{_canonical(inner, keys)}" for inner in inside] if keys else [name]
         self.of |= dict.fromkeys(names, source)
         return True
 
@@ -123,14 +184,26 @@ class Sources:
             complete: Whether a required key that is missing is an error.
         """
         keys = keys_of(struct)
-        values, misspelled = {}, set[str | None]()
-        for name, value in raw.items():
+        values, misspelled, given = {}, set[str | None](), dict[str, Any]()
+        for spelled in sorted(
+            raw, key=lambda spelled: _canonical(spelled, keys) != spelled
+        ):  # the key before its alias
+            name, value = _canonical(spelled, keys), raw[spelled]
             if name not in keys:
                 misspelled.add(self._unknown(prefix, name, keys))
-            elif value is not None and not _is_blank(value):
+            elif value is None or (isinstance(value, str) and not value.strip()):
+                continue
+            elif name not in given:
+                given[name] = value
                 converted = self._convert(f"{prefix}{name}", value, keys[name])
                 if converted is not None:
                     values[name] = converted
+            elif value != given[name] and self.source_of(f"{prefix}{name}") == JOB_FILE:
+                text = f"`{prefix}{name}` and `{prefix}{spelled}` are one setting with two values"
+                if prefix:
+                    self.errors.add(f"{text}. Give one of them.")
+                else:  # an orchestrator may write both
+                    self.errors.warn(f"{text}; `{name}` is used.")
         for name, key in keys.items():
             if key.is_required and name not in values:
                 if complete and name not in misspelled and not self.errors.concern(f"{prefix}{name}"):
@@ -201,7 +274,7 @@ def read_sources(
     sources = Sources(errors, _path_of_job(job_file, environ, errors))
     raw = None if sources.path is None else read_job_file(sources.path, errors)
     sources.readable = raw is not None
-    for name, value in _under_one_name(_of_job(raw or {}, errors), keys_of(JobSpec), errors).items():
+    for name, value in _of_job(raw or {}, errors).items():
         sources.put((name,), value, JOB_FILE)
     _read_environment(sources, environ, errors)
     for text in overrides:
@@ -209,20 +282,36 @@ def read_sources(
     tokens = ((raw or {}).get("capability_token"), environ.get("TRAINER_CAPABILITY_TOKEN", "").strip())
     secrets = [token for token in tokens if isinstance(token, str) and token]
     try:
-        texts = list(_texts(sources.merged))
+        for name, text in _texts(sources.merged):
+            if HIDDEN in text:
+                key = name.partition("[")[0]
+                errors.add(
+                    f"`{name}` holds {HIDDEN}, which stands for a secret that was not written. Give it with "
+                    f"`--set {key}=...`, or leave it out with `--set {key}=null`."
+                )
     except RecursionError:
         errors.add(f"The job spec is nested too deeply. Expected at most {DEEPEST} levels.")
         sources.merged, sources.readable = {}, False
     else:
         secrets += [*secrets_in(sources.merged), *secrets_in(raw or {})]
-        if _refuse_texts(texts, errors):  # with question marks, what is known can still be reported
-            sources.merged = json.loads(json.dumps(sources.merged, ensure_ascii=False).encode("utf-8", "replace"))
+        sources.merged = _writable(sources.merged, errors)
     sources.secrets = tuple(secrets)
     return sources
 
 
-def _is_blank(value: Any) -> bool:
-    return isinstance(value, str) and not value.strip()
+def _writable(merged: dict[str, Any], errors: ConfigErrors) -> dict[str, Any]:
+    """`merged`, with question marks for halves of surrogate pairs, with which nothing can be written; each is an error.
+
+    Bytes of a path that are not UTF-8 stand in a text as halves too; those the system can encode.
+    """
+    text = json.dumps(merged, ensure_ascii=False)
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):x}"
+        errors.add(f"The job holds {half}, half of a surrogate pair. Write the complete character.")
+        return dict(json.loads(text.encode("utf-8", "replace")))
+    return merged
 
 
 def _path_of_job(given: str | os.PathLike[str] | None, environ: Mapping[str, str], errors: ConfigErrors) -> Path | None:
@@ -248,26 +337,6 @@ def _of_job(raw: Mapping[str, Any], errors: ConfigErrors) -> dict[str, Any]:
 def _canonical(name: str, keys: Mapping[str, Key]) -> str:
     """The key that `name` spells; `name` itself where it is no other spelling of one."""
     return next((key.name for key in keys.values() if key.alias == name), name)
-
-
-def _under_one_name(
-    raw: Mapping[str, Any], keys: Mapping[str, Key], errors: ConfigErrors, prefix: str = ""
-) -> dict[str, Any]:
-    """`raw` with other spellings read as the keys that they stand for, also in blocks; two that differ are named."""
-    renamed: dict[str, Any] = {}
-    for given in sorted(raw, key=lambda name: _canonical(name, keys) != name):  # the key itself before its aliases
-        name, value = _canonical(given, keys), raw[given]
-        if renamed.get(name) is None:
-            renamed[name] = value
-        elif value is not None and value != renamed[name] and not prefix:
-            errors.warn(f"`{given}` is an alias of `{name}` with a different value; `{name}` is used.")
-        elif value is not None and value != renamed[name]:
-            errors.add(f"`{prefix}{name}` and `{prefix}{given}` name two different things. Give one of them.")
-    for name, value in renamed.items():
-        block = keys[name].block if name in keys else None
-        if block is not None and isinstance(value, dict):
-            renamed[name] = _under_one_name(value, keys_of(block), errors, f"{prefix}{name}.")
-    return renamed
 
 
 def _read_environment(sources: Sources, environ: Mapping[str, str], errors: ConfigErrors) -> None:
@@ -321,10 +390,7 @@ def _override(text: str, sources: Sources, errors: ConfigErrors) -> None:
         if known and path[depth] not in known:
             errors.add(f"Unknown key `{'.'.join(path[: depth + 1])}` in `--set`.{nearest(path[depth], known)}")
             return
-    decoded = value_of(key_at(path), value)
-    if isinstance(decoded, dict):
-        decoded = _under_one_name(decoded, keys_at(path), errors, f"{'.'.join(path)}.")
-    if not sources.put(path, decoded, COMMAND_LINE):
+    if not sources.put(path, value_of(key_at(path), value), COMMAND_LINE):
         errors.add(f"`--set {'.'.join(path)}` cannot be applied: `{path[0]}` is not an object.")
 
 
@@ -343,30 +409,6 @@ def _texts(value: Any, name: str = "", levels: int = DEEPEST) -> Iterator[tuple[
             place = f"{name}[{key}]" if isinstance(value, list) else f"{name}.{key}".lstrip(".")
             yield from _texts(key, place, levels)
             yield from _texts(inner, place, levels - 1)
-
-
-def _refuse_texts(texts: Iterable[tuple[str, str]], errors: ConfigErrors) -> bool:
-    """Note texts that stand for hidden secrets, and those with half a surrogate pair; whether there are any of these.
-
-    Nothing can be written with such a half. Bytes of a path that are not UTF-8 stand in a text as halves too; those the
-    system can encode.
-    """
-    has_halves = False
-    for name, text in texts:
-        if HIDDEN in text:
-            key = name.partition("[")[0]
-            errors.add(
-                f"`{name}` holds {HIDDEN}, which stands for a secret that was not written. Give it with "
-                f"`--set {key}=...`, or leave it out with `--set {key}=null`."
-            )
-        try:
-            os.fsencode(text)
-        except UnicodeEncodeError as error:
-            shown = name.encode("utf-8", "backslashreplace").decode()
-            half = f"\\u{ord(text[error.start]):x}"
-            errors.add(f"`{shown}` holds {half}, half of a surrogate pair. Write the complete character.")
-            has_halves = True
-    return has_halves
 
 
 def read_job_file(path: Path, errors: ConfigErrors) -> dict[str, Any] | None:
@@ -404,27 +446,10 @@ def _object_in(content: bytes, path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:  # whose own message would quote the bytes
         raise ValueError(f"is not JSON: byte {error.start} is not {error.encoding}.") from None
     except ValueError as error:
-        way_out = " A LightningCLI configuration is for `genlight fit --config`." if path.suffix in _YAML else ""
-        raise ValueError(f"is not JSON: {str(error).rstrip('.')}.{_not_in_json(error)}{way_out}") from None
-    kinds = {list: "a list", str: "a string", bool: "a boolean", type(None): "null", dict: ""}
-    kind = kinds.get(type(decoded), "a number")
-    if kind:
-        raise ValueError(f"holds {kind}. Expected a JSON object, {{...}}.")
-    return dict(decoded)
-
-
-def _not_in_json(error: ValueError) -> str:
-    """A sentence about what other formats allow at this place, after a space; empty where it is none of that."""
-    if not isinstance(error, json.JSONDecodeError):
-        return ""
-    before, rest = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
-    if rest.startswith(("//", "/*", "#")):
-        return " JSON has no comments; remove it."
-    if rest.startswith("'"):
-        return " JSON has double quotes alone."
-    is_after_comma = before.endswith(",") and rest[:1] in ("}", "]", "")
-    is_comma = rest.startswith(",") and rest[1:].lstrip()[:1] in "}]"
-    return " Remove the comma after the last entry." if is_after_comma or is_comma else ""
+        raise ValueError(f"is not JSON: {str(error).rstrip('.')}.") from None
+    if not isinstance(decoded, dict):
+        raise ValueError("holds no JSON object, {...}.")  # noqa: TRY004 - the file's fault
+    return decoded
 
 
 def _refuse_constant(name: str) -> Any:

@@ -37,7 +37,6 @@ from ..contract.exceptions import StartupContractError
 from ..gradients.ddp.buckets import wire_type
 from ..gradients.fsdp.strategy import FSDP2Strategy
 from ..gradients.torch_internals import require_fsdp
-from ..job.config import ENDS_WITH_ITS_PROCESSES
 
 __all__ = [
     "check_strategy",
@@ -47,6 +46,12 @@ __all__ = [
     "missing_callbacks",
     "run_deferred_setups",
 ]
+
+_ENDS_WITH_ITS_PROCESSES = (
+    "the trainer class would be set up in processes that end with training, and what it has learned would be lost to "
+    "the one that started them. Use ddp, which starts the script once for each device"
+)
+"""Why a strategy that spawns or forks the processes that train cannot host a trainer class."""
 
 _REFUSED: dict[type[Strategy], str] = {
     DeepSpeedStrategy: "DeepSpeed's engine must own the module, backward and the optimizer, which the trainer class "
@@ -118,7 +123,7 @@ def check_strategy(strategy: Strategy) -> None:
     if isinstance(strategy, DDPStrategy):
         settings = ddp_settings(strategy)
         if settings.start_method != "popen":
-            raise _refusal(name, f"start_method={settings.start_method!r}: {ENDS_WITH_ITS_PROCESSES}")
+            raise _refusal(name, f"start_method={settings.start_method!r}: {_ENDS_WITH_ITS_PROCESSES}")
         try:
             wire_type(strategy)
         except ValueError as error:

@@ -6,7 +6,6 @@ From the moment the event log is open every way out leaves exactly one terminal 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import shlex
@@ -16,27 +15,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...callbacks.stop.signals import StopSignals
-from ...callbacks.stop.sources import StopSources, cancel_file_is_set
+from ...callbacks.stop.sources import StopSources
 from ...reporters.events.event_log import EventLog
 from ...reporters.uploads import Uploader
-from ..contract.exceptions import EventLogError, GenlightError, StartupContractError
+from ...reporters.uploads.queue import read_entries
+from ..contract.exceptions import EventLogError, GenlightError, StartupContractError, UploadError
 from ..contract.types import JobLifecycleClient
 from ..job.config import UNKNOWN_RUN_ID, RunConfig, read_run_config
 from ..job.sources import JOB_VARIABLE
-from ..plumbing.failures import EXIT_FAILED, EXIT_STARTUP
+from ..plumbing.failures import EXIT_FAILED
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.operating_system import require_linux
 from ..plumbing.settings import is_true
-from .artifact_dirs import prepare_artifact_dirs, untrusted_dirs
-from .artifacts_lock import lock_artifacts
-from .control_plane import LifecycleSession
-from .ranks.this_rank import is_rank_zero
-from .ranks.watch import agent_check
-from .results import show_results
-from .resume import move_old_artifacts_aside
+from .control_plane import Lease
+from .folder import lock_artifacts, prepare_artifact_dirs, untrusted_dirs
+from .ranks import agent_check
+from .report import show_results
 from .session import Completion, FollowerSession, Session
+from .start import move_old_artifacts_aside
+from .this_rank import is_rank_zero
 from .training import train
-from .uploads import open_uploader, upload_config
 
 __all__ = ["run_job", "run_training_runtime_from_env"]
 
@@ -66,8 +64,6 @@ class RunOptions:
     """Whether a time limit counts from the start of the process, as of the command line; else from the call."""
     lifecycle: JobLifecycleClient | None = None
     """The control plane that hands out runs: it is claimed there, kept alive, and reported. No setting makes one."""
-    heartbeat_s: float | None = None
-    """Seconds between heartbeats to that control plane; None means 5."""
 
 
 def run_training_runtime_from_env() -> int:
@@ -78,22 +74,13 @@ def run_training_runtime_from_env() -> int:
     return run_job(RunOptions())
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """How an attempt ended."""
-
-    exit_code: int
-    error: BaseException | None = None
-    """The error that ended it, where it did not complete; it has been reported."""
-
-
 def run_job(options: RunOptions) -> int:
     """Run a job and return the exit code: 0 completed, 1 failed, 2 startup, 75 stopped but resumable."""
-    return attempt_job(options).exit_code
+    return attempt_job(options)[0]
 
 
-def attempt_job(options: RunOptions) -> Attempt:
-    """Run a job, report how it ended, and tell the caller too."""
+def attempt_job(options: RunOptions) -> tuple[int, BaseException | None]:
+    """Run a job and report how it ended; the exit code, and the error that was reported where it did not complete."""
     with contextlib.ExitStack() as held:
         signals = held.enter_context(StopSignals().installed())
         signals.what_next = "the run stops before it trains" if is_rank_zero() else ""
@@ -101,17 +88,13 @@ def attempt_job(options: RunOptions) -> Attempt:
             spec_path=options.spec_path, overrides=options.overrides, environ=options.environ
         )
         held.enter_context(redacted_logs(config.secrets, options.environ))
-        try:
+        session = held.enter_context(_session(config, options, signals))
+        try:  # whatever ends the run, its log ends with a terminal event
             if (faulty := errors.exception(secrets=config.secrets)) is not None:
                 raise faulty
             for warning in config.warnings:
                 log.warning(warning)
-            session = held.enter_context(_open_session(config, options, signals))
-        except Exception as error:  # noqa: BLE001 - whatever keeps a run from starting is reported
-            _report_failed_start(error, config, options)
-            return Attempt(EXIT_STARTUP, error)
-        try:  # whatever ends the run from here on, its log ends with a terminal event
-            _open_connections(config, options, session)
+            _open(session, config, options)
             completion = train(config, session, allow_changed=options.allow_changed)
             if session.uploader is not None:
                 signals.what_next = "the run ends without waiting for the rest of its uploads"
@@ -119,21 +102,20 @@ def attempt_job(options: RunOptions) -> Attempt:
             if session.event_log is not None:
                 _show_results(config, completion)
         except BaseException as error:  # noqa: BLE001
+            if session.is_rank_zero and session.folder is None:
+                _open_for_failed_start(session, config, options, error)
             code = session.fail(error)
         try:
-            session.close_log()
+            if session.event_log is not None:
+                session.event_log.close()
         except EventLogError as error:
             log.error("the event log may not be durable: %s", error)  # noqa: TRY400
-            return Attempt(code or EXIT_FAILED, session.cause or error)
-        return Attempt(code, session.cause)
+            return code or EXIT_FAILED, session.cause or error
+        return code, session.cause
 
 
-def _open_session(config: RunConfig, options: RunOptions, signals: StopSignals) -> Session:
-    """The session of this rank; of rank zero with the run's folder, which it holds, and the event log, open.
-
-    Raises:
-        StartupContractError: The folder cannot be used, or another run holds it.
-    """
+def _session(config: RunConfig, options: RunOptions, signals: StopSignals) -> Session:
+    """The session of this rank, with nothing opened yet."""
     stop = StopSources(
         config.cancel_file_path,
         max_runtime_s=config.max_runtime_seconds or None,
@@ -145,58 +127,88 @@ def _open_session(config: RunConfig, options: RunOptions, signals: StopSignals) 
     environ = os.environ if options.environ is None else options.environ
     if config.source_of("canceled") != "--set":  # the trainer may set it, in this process, while it runs
         stop.add_check(lambda: "canceled" if is_true(environ.get(CANCEL_VARIABLE, "")) else None)
-    session = (Session if is_rank_zero() else FollowerSession)(
-        stop,
+    return (Session if is_rank_zero() else FollowerSession)(
+        stop=stop,
         secrets=config.secrets,
         environ=options.environ,
         verbose=options.verbose,
         deadline_s=config.upload_deadline_seconds,
+        way_on=_way_on(config, options, environ),
+        preparing="startup",
     )
-    session.way_on = functools.partial(_way_on, config)
-    session.next_command = _next_command(config, options)
+
+
+def _open(session: Session, config: RunConfig, options: RunOptions) -> None:
+    """Open what the attempt needs: on rank zero the run's folder, which it holds, log, control plane and uploads.
+
+    Raises:
+        StartupContractError: The folder cannot be used, or another run holds it.
+        UploadError: A file of the queue of uploads is damaged.
+        Exception: What the control plane raised.
+    """
     if session.is_rank_zero:
         prepare_artifact_dirs(config)
-        session.hold(lock_artifacts(config))
-        with contextlib.ExitStack() as unless_it_opens:
-            unless_it_opens.push(session)
-            if options.fresh:
-                move_old_artifacts_aside(config)
-            try:
-                session.event_log = EventLog(config.events_path, run_id=config.run_id)
-            except EventLogError as error:
-                raise StartupContractError("startup.artifacts_in_use", str(error)) from error
-            unless_it_opens.pop_all()
+        session.holds.enter_context(lock_artifacts(config))
+        if options.fresh:
+            move_old_artifacts_aside(config)
+        try:
+            session.event_log = EventLog(config.events_path, run_id=config.run_id)
+        except EventLogError as error:
+            raise StartupContractError("startup.artifacts_in_use", str(error)) from error
     session.place(config.artifacts_dir, config.checkpoints_dir)
-    if session.is_rank_zero and session.rank_files is not None:
-        stop.add_check(session.rank_files.stop_reason)
-    return session
-
-
-def _report_failed_start(error: Exception, config: RunConfig, options: RunOptions) -> None:
-    """Report a run that could not start wherever its settings still name a place for that, by a session of its own.
-
-    Every sound setting counts, whatever is wrong with the others. What cannot be reported is only logged.
-    """
-    with contextlib.ExitStack() as open_until_reported:
-        session = (Session if is_rank_zero() else FollowerSession)(
-            StopSources(),
-            secrets=config.secrets,
-            environ=options.environ,
-            deadline_s=STARTUP_DEADLINE_S,
+    session.preparing = "input"
+    if session.is_rank_zero and options.lifecycle is not None:
+        stop = session.stop
+        session.lease = Lease(
+            options.lifecycle, config.run_id, answer_s=session.deadline_s, raise_if_stopped=stop.raise_if_stopped
         )
-        session.preparing = "startup"
-        run_id, path = config.run_id or UNKNOWN_RUN_ID, log_of_failed_start(config, options.spec_path is not None)
-        in_use = isinstance(error, StartupContractError) and error.code == "startup.artifacts_in_use"
-        if session.is_rank_zero and path is not None and not in_use:
-            with _logged_failure("in the event log"):
-                session.event_log = open_until_reported.enter_context(EventLog(path, run_id=run_id))
-        if session.is_rank_zero and config.uploads.terminal_url is not None:
-            with _logged_failure("to `uploads.terminal_url`"):
-                queue = open_until_reported.enter_context(tempfile.TemporaryDirectory())
-                target = upload_config(config, run_id=run_id, queue_dir=Path(queue), targets=(), file_store_url=None)
-                # It needs no thread for this message.
-                session.uploader = open_until_reported.enter_context(contextlib.closing(Uploader(target)))
-        session.fail(error)
+        session.holds.callback(session.lease.close)
+        stop.add_check(session.lease.reason)
+    session.uploader = _open_uploader(config) if session.is_rank_zero else None
+    if session.uploader is not None:
+        session.holds.callback(session.uploader.close)
+        session.uploader.start()
+
+
+def _open_uploader(config: RunConfig) -> Uploader | None:
+    """The uploader of a run, which still has to be started; None where nothing is to be sent."""
+    wanted = config.upload_config()
+    lacking = wanted.lacks_for_files()
+    if lacking and bool(wanted.owner) != bool(wanted.token):  # else the store is there for `cozy:` references
+        log.warning("%s", lacking)
+    if any(wanted.wants(kind) for kind in ("metrics", "checkpoint", "sample", "terminal")):
+        try:
+            return Uploader(wanted)
+        except ValueError as error:
+            raise StartupContractError("startup.invalid_job_spec", f"{error} Correct `uploads.targets`.") from error
+    try:  # a start without destinations delivers nothing, and would look as if all had arrived
+        waiting = sum(entry.kind in ("checkpoint", "sample") for entry in read_entries(Path(wanted.queue_dir)))
+    except (UploadError, OSError) as error:
+        log.warning("what is waiting for upload cannot be determined: %s", error)
+    else:
+        if waiting:
+            text = "uploads of earlier starts are waiting (%d), but no destination is set: set the URLs, or see %s"
+            log.warning(text, waiting, f"`genlight uploads list {shlex.quote(str(config.artifacts_dir))}`")
+    return None
+
+
+def _open_for_failed_start(session: Session, config: RunConfig, options: RunOptions, error: BaseException) -> None:
+    """Open what reports a run that could not start, wherever its settings still name a place for that.
+
+    Every sound setting counts, whatever is wrong with the others. What cannot be opened is only logged.
+    """
+    session.deadline_s = STARTUP_DEADLINE_S
+    run_id, path = config.run_id or UNKNOWN_RUN_ID, log_of_failed_start(config, options.spec_path is not None)
+    in_use = isinstance(error, StartupContractError) and error.code == "startup.artifacts_in_use"
+    if session.event_log is None and path is not None and not in_use:
+        with _logged_failure("in the event log"):
+            session.event_log = EventLog(path, run_id=run_id)
+    if config.uploads.terminal_url is not None:
+        with _logged_failure("to `uploads.terminal_url`"):
+            queue = session.holds.enter_context(tempfile.TemporaryDirectory())
+            target = config.upload_config(run_id=run_id, queue_dir=Path(queue), targets=(), file_store_url=None)
+            session.uploader = Uploader(target)  # which needs no thread for this message
+            session.holds.callback(session.uploader.close)
 
 
 @contextlib.contextmanager
@@ -220,47 +232,14 @@ def log_of_failed_start(config: RunConfig, is_from_file: bool) -> Path | None:
     return config.events_path if is_known and not untrusted_dirs(config) else None
 
 
-def _open_connections(config: RunConfig, options: RunOptions, session: Session) -> None:
-    """Claim the run from its control plane, and begin to upload; only rank zero does either."""
-    if not session.is_rank_zero:
-        return
-    if options.lifecycle is not None:
-        lifecycle = LifecycleSession(
-            options.lifecycle,
-            config.run_id,
-            interval_s=options.heartbeat_s,
-            answer_s=config.upload_deadline_seconds,
-            raise_if_stopped=session.stop.raise_if_stopped,
-        )
-        session.hold(lifecycle)
-        session.lifecycle = lifecycle
-        session.stop.add_check(lifecycle.reason)
-    session.uploader = open_uploader(config)
-    if session.uploader is not None:
-        session.hold(contextlib.closing(session.uploader))
-        session.uploader.start()
-
-
-def _way_on(config: RunConfig) -> str:
-    """The way to continue; first, how what asks the run to stop is kept from stopping its next start."""
-    steps = []
-    if config.cancel_file_path is not None and cancel_file_is_set(config.cancel_file_path):
-        steps.append(f"remove the cancel file {str(config.cancel_file_path)!r}")
-    if config.canceled:
-        source = config.source_of("canceled")
-        steps.append("leave out `--set canceled`" if source == "--set" else f"unset `{source}`")
-    first = f"{' and '.join(steps)}, then " if steps else ""
-    return f"{first}start the run again with resume_from_latest to go on"
-
-
-def _next_command(config: RunConfig, options: RunOptions) -> str:
-    """The command that goes on with a run; empty where no file names it."""
-    spec = options.spec_path or (os.environ if options.environ is None else options.environ).get(JOB_VARIABLE)
+def _way_on(config: RunConfig, options: RunOptions, environ: Mapping[str, str]) -> str:
+    """The way to continue a run, with the command where a file names it."""
+    spec = options.spec_path or environ.get(JOB_VARIABLE)
     if spec is None or os.fspath(spec) == "-":
-        return ""
+        return "Start the run again with resume_from_latest to go on."
     overrides = [*options.overrides, *([] if config.resume_from_latest else ["resume_from_latest=true"])]
     settings = [word for override in overrides for word in ("--set", override)]
-    return shlex.join(["genlight", "run", os.fspath(spec), *settings])
+    return f"To go on:\n  {shlex.join(['genlight', 'run', os.fspath(spec), *settings])}"
 
 
 def _show_results(config: RunConfig, completion: Completion) -> None:
@@ -268,10 +247,6 @@ def _show_results(config: RunConfig, completion: Completion) -> None:
     stopped = f" ({completion.stopped})" if completion.stopped else ""
     if not completion.finite:
         stopped += ", but its final weights are not finite (nan or infinite)"
-    show_results(
-        f"run {config.run_id} completed at step {completion.step}{stopped}",
-        final=completion.final_checkpoint,
-        checkpoints=config.checkpoints_dir,
-        samples=config.samples_dir,
-        logs={"events": config.events_path},
-    )
+    places = {"checkpoints": config.checkpoints_dir, "samples": config.samples_dir, "events": config.events_path}
+    ended = f"run {config.run_id} completed at step {completion.step}{stopped}"
+    show_results(ended, {"final checkpoint": completion.final_checkpoint, **places})

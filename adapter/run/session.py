@@ -8,12 +8,13 @@ watch over the other ranks and how far the attempt came. The callbacks and logge
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Self
 
@@ -21,9 +22,9 @@ from typing_extensions import override
 
 from ...callbacks.checkpoint.format.record import is_record_of_callback, record_paths, step_name, step_of_name
 from ...callbacks.stop.signals import exit_on_signal
-from ...callbacks.stop.sources import StopSources
+from ...callbacks.stop.sources import StopSources, cancel_file_is_set
 from ...reporters.uploads import TerminalPayload
-from ..contract.exceptions import EventLogError, FailureCategory, GenlightError, RankFailedError, TrainingCanceled
+from ..contract.exceptions import EventLogError, FailureCategory, RankFailedError, TrainingCanceled, UploadError
 from ..plumbing.failures import (
     EXIT_COMPLETED,
     EXIT_FAILED,
@@ -34,18 +35,16 @@ from ..plumbing.failures import (
     stop_behind_lost_worker,
 )
 from ..plumbing.redaction import traceback_of
-from .artifacts_lock import STOP_NAME, withdraw_stop
-from .failure_report import FAILURES_DIRECTORY, log_failure
-from .ranks.rank_files import RankFiles
-from .ranks.this_rank import this_rank
-from .ranks.watch import FailedElsewhere, RankProcesses, RankWatch, RankZero, first_cause, paused_ranks
-from .results import shown_path
+from .folder import STOP_NAME, withdraw_stop
+from .ranks import FailedElsewhere, RankFiles, RankProcesses, RankWatch, RankZero, first_cause, paused_ranks
+from .report import log_failure, shown_path
+from .this_rank import this_rank
 
 if TYPE_CHECKING:
     from ...callbacks.checkpoint.format.record import RecordMeta
     from ...reporters.events.event_log import EventLog
     from ...reporters.uploads import Uploader
-    from .control_plane import LifecycleSession
+    from .control_plane import Lease
 
 __all__ = ["Completion", "FollowerSession", "Session"]
 
@@ -72,6 +71,7 @@ class Completion:
     """Whether an older runtime ended the run, and sent the terminal message."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Session:
     """The session of rank zero, which leaves the one terminal event of the attempt, its last line.
 
@@ -86,69 +86,58 @@ class Session:
     A failure of a run that is being stopped is reported as the stop if the checkpoint of the stop is durable, or if the
     signal itself caused it; else it is reported as what it is.
 
-    A context: leaving it ends what `hold` and `on_exit` were given, the last first.
-
-    Args:
-        stop: What can ask the attempt to stop.
-        secrets: Texts that no report may show.
-        environ: Environment whose values no report may show; None takes the process's own.
-        verbose: Log the whole traceback of an error of the user's code, instead of writing it to a file.
-        deadline_s: How long the end waits for uploads and messages.
+    A context: leaving it ends what it `holds`, the last first.
     """
+
+    stop: StopSources
+    """What can ask the attempt to stop."""
+    secrets: Sequence[str | None] = ()
+    """Texts that no report may show."""
+    environ: Mapping[str, str] | None = None
+    """Environment whose values no report may show; None takes the process's own."""
+    verbose: bool = False
+    """Whether the whole traceback of an error of the user's code is logged, instead of written to a file."""
+    deadline_s: float = 60.0
+    """How long the end waits for uploads and messages."""
+    way_on: str = "Start it again to go on."
+    """What a user does to go on after a stop or a failure."""
+    reports_at_once: bool = True
+    """Whether a failure of another rank is reported by the watch. A fit whose callbacks keep log and uploads has some
+    seconds to end by itself, of what the failure does to its collectives."""
+    preparing: FailureCategory = "model-load"
+    """The part that was being prepared last."""
+    folder: Path | None = None
+    """Its own folder: for tracebacks, and for what ranks leave for each other. None where it has none."""
+    checkpoints_dir: Path | None = None
+    """Where it saves; None where it saves nothing that a later one can go on from."""
+    rank_files: RankFiles | None = None
+    """The files by which ranks inform each other."""
+    event_log: EventLog | None = None
+    """The log of this attempt, open; None where a logger of the fit keeps its own, and on the other ranks."""
+    uploader: Uploader | None = None
+    lease: Lease | None = None
+    """The claim on the run, of a control plane."""
+    record: RecordMeta | None = None
+    """Metadata of the run for every checkpoint record; None leaves it to the `Checkpoint` callback."""
+    count_steps: Callable[[], int] = lambda: 0
+    """Gives the step that is being executed, else the completed ones."""
+    processes: RankProcesses | None = None
+    """Those of other ranks that this one started, which end with it; None where there are no other ranks."""
+    before_report: list[Callable[[], None]] = field(default_factory=list)
+    """Called before `end_now` reports: what the training thread would have reported first."""
+    before_exit: list[Callable[[BaseException], None]] = field(default_factory=list)
+    """Called before `end_now` ends the process."""
+    cause: BaseException | None = None
+    """The error that ended the attempt, as it was reported; None where it completed."""
+    holds: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """The contexts that are left with the session."""
 
     is_rank_zero = True
 
-    def __init__(
-        self,
-        stop: StopSources,
-        *,
-        secrets: Sequence[str | None] = (),
-        environ: Mapping[str, str] | None = None,
-        verbose: bool = False,
-        deadline_s: float = 60.0,
-    ) -> None:
-        self.stop = stop
-        self.secrets = secrets
-        self.environ = environ
-        self.verbose = verbose
-        self.deadline_s = deadline_s
-        self.folder: Path | None = None
-        self.checkpoints_dir: Path | None = None
-        self.rank_files: RankFiles | None = None
-        """The files by which ranks inform each other."""
-        self.event_log: EventLog | None = None
-        """The log of this attempt, open; None where a logger of the fit keeps its own, and on the other ranks."""
-        self.uploader: Uploader | None = None
-        self.lifecycle: LifecycleSession | None = None
-        self.record: RecordMeta | None = None
-        """Metadata of the run for every checkpoint record; None leaves it to the `Checkpoint` callback."""
-        self.way_on: Callable[[], str] = lambda: "start it again"
-        """Says what a user does to go on after a stop or a failure."""
-        self.next_command = ""
-        """The command that does it."""
-        self.preparing: FailureCategory = "model-load"
-        """The part that was being prepared last."""
-        self.count_steps: Callable[[], int] = lambda: 0
-        """Gives the step that is being executed, else the completed ones."""
-        self.reports_at_once = True
-        """Whether a failure of another rank is reported by the watch. A fit whose callbacks keep log and uploads has
-        some seconds to end by itself, of what the failure does to its collectives."""
-        self.expects_ranks = False
-        """Whether there are other ranks."""
-        self.processes: RankProcesses | None = None
-        """Those of other ranks that this one started, which end with it."""
-        self.before_report: list[Callable[[], None]] = []
-        """Called before `end_now` reports: what the training thread would have reported first."""
-        self.before_exit: list[Callable[[BaseException], None]] = []
-        """Called before `end_now` ends the process."""
-        self.cause: BaseException | None = None
-        """The error that ended the attempt, as it was reported; None where it completed."""
+    def __post_init__(self) -> None:
         self.watch = RankWatch(self.end_now)
-        self._held = contextlib.ExitStack()
-        self._claim = threading.Lock()
-        self._owner = 0
+        self._reporting = threading.RLock()  # taken once, by the thread that reports
         self._cause_elsewhere: Failure | None = None
-        self._settled = False
         self._end_by: float | None = None
 
     def __enter__(self) -> Self:
@@ -156,28 +145,16 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.watch.close()
-        self._held.close()
-
-    def hold(self, what: contextlib.AbstractContextManager[object]) -> None:
-        """Enter a context, which is left with the session."""
-        self._held.enter_context(what)
+        self.holds.close()
 
     def place(self, folder: Path | None, checkpoints_dir: Path | None) -> None:
-        """Say where the attempt has its files.
-
-        Args:
-            folder: Its own folder: for tracebacks, and for what ranks leave for each other. None where it has none.
-            checkpoints_dir: Where it saves; None where it saves nothing that a later one can go on from.
-        """
+        """Say where the attempt has its files: its `folder` and its `checkpoints_dir`."""
         self.folder, self.checkpoints_dir = folder, checkpoints_dir
         self.rank_files = None if folder is None else RankFiles(folder)
-        if folder is not None and self.is_rank_zero:
+        if folder is not None and self.rank_files is not None and self.is_rank_zero:
             withdraw_stop(folder)  # It was meant for an earlier attempt.
             self.stop.cancel_files.append(folder / STOP_NAME)
-
-    def on_exit(self, act: Callable[[], None]) -> None:
-        """Call `act` when the session is left."""
-        self._held.callback(act)
+            self.stop.add_check(self.rank_files.stop_reason)
 
     @property
     def step(self) -> int:
@@ -199,13 +176,14 @@ class Session:
             UploadError: Something required did not arrive by the deadline, and nothing was reported.
             TrainingCanceled: A stop was asked for first, and nothing was reported.
         """
-        self._claim_in_training_thread()
-        self._settled = True
+        self._reporting.acquire()
         if completion is not None:
-            self._settle()
-            self._send_completed(completion)
-            if self.lifecycle is not None:
-                self.lifecycle.completed(completion.step, completion.final_checkpoint, within_s=self._left_s())
+            final = None if completion.final_checkpoint is None else str(completion.final_checkpoint)
+            payload = None if completion.was_reported else TerminalPayload("completed", completion.step, final)
+            for undelivered in self._deliver(payload, self._show_unless_stopped):
+                raise undelivered
+            if self.lease is not None:
+                self.lease.completed(completion.step, final, within_s=self._left_s())
             if self.event_log is not None:
                 try:
                     self.event_log.completed(
@@ -221,13 +199,13 @@ class Session:
         return EXIT_COMPLETED
 
     def fail(self, error: BaseException) -> int:
-        """Report what ended the attempt, in the training thread; returns the exit code, whatever goes wrong here."""
+        """Report what ended the attempt; returns the exit code, whatever goes wrong here."""
+        self._reporting.acquire()
         try:
-            self._claim_in_training_thread()
             error = self.cause = self._stop_behind(error) or error
             own = self._describe(error)
             first = self.first_cause(own)
-            if first is not own:
+            if first != own:
                 error = self.cause = FailedElsewhere(first)
             return self._report(error, first)
         except BaseException as problem:  # noqa: BLE001 - no other code may report this attempt
@@ -244,41 +222,17 @@ class Session:
         Never returns: where another thread is reporting already, that one ends the process, and a caller that went on
         to end it would take the report away.
         """
-        if not self._claim.acquire(blocking=False):
-            _wait_for_the_end()
+        self._reporting.acquire()
         code = EXIT_FAILED
-        for report in self.before_report:
-            try:
-                report()
-            except Exception:
-                log.exception("not all of what the training did could be reported")
         try:
-            code = self._report(error, self._describe(error))
+            for report in self.before_report:
+                _attempted(report)
+            code = self.fail(error)
             for act in self.before_exit:
-                act(error)
-            if self.processes is not None:
-                self.processes.kill()
-        except BaseException:
-            log.exception("the end of the run could not be reported")
-        finally:
+                _attempted(functools.partial(act, error))
             logging.shutdown()
+        finally:
             os._exit(code)
-
-    def close_log(self) -> None:
-        """Close the event log.
-
-        Raises:
-            EventLogError: It may not be durable.
-        """
-        if self.event_log is not None:
-            self.event_log.close()
-
-    def _claim_in_training_thread(self) -> None:
-        if self._claim.locked() and self._owner == threading.get_ident():
-            return  # `complete` failed, and `fail` says so
-        if not self._claim.acquire(blocking=False):
-            _wait_for_the_end()
-        self._owner = threading.get_ident()
 
     def _stop_behind(self, error: BaseException) -> TrainingCanceled | None:
         """The stop as which a failure is reported that would not have been without it, or came after its checkpoint."""
@@ -293,7 +247,7 @@ class Session:
 
     def first_cause(self, own: Failure) -> Failure:
         """The failure to report: `own`, or an earlier one of another rank that caused it; asks once."""
-        if not self.expects_ranks or self.rank_files is None or own.exit_code == EXIT_STOPPED:
+        if self.processes is None or self.rank_files is None or own.exit_code == EXIT_STOPPED:
             return own
         if self._cause_elsewhere is None:
             self._cause_elsewhere = first_cause(own, time.time(), self.rank_files, self.processes)
@@ -313,9 +267,10 @@ class Session:
     def _report(self, error: BaseException, failure: Failure) -> int:
         step = self.step
         self._log_end(error, failure)
-        self._send_failed(failure, step)
-        if self.lifecycle is not None:
-            self.lifecycle.failed(step, failure.text, within_s=self._left_s())
+        for undelivered in self._deliver(TerminalPayload("failed", step, error=failure.text), log.info):
+            log.error("of the failed run: %s", undelivered)
+        if self.lease is not None:
+            self.lease.failed(step, failure.text, within_s=self._left_s())
         if self.event_log is not None:
             self.event_log.record_failure(failure, step)
         self._inform_ranks(failure.exit_code)
@@ -325,24 +280,26 @@ class Session:
         """Log how the attempt ended, and as the last line what continues it."""
         newest = None if self.checkpoints_dir is None else _newest_record(self.checkpoints_dir)
         going_on = "" if newest is None else f" It goes on from {shown_path(newest)}."
-        command = f"\n  {self.next_command}" if self.next_command else ""
         if isinstance(error, TrainingCanceled):
-            log.warning("stopped: %s; %s.%s%s", error.reason, self.way_on(), going_on, command)
+            # Else every further start stops at once, and nothing says why.
+            still_there = [
+                path for path in self.stop.cancel_files if path.name != STOP_NAME and cancel_file_is_set(path)
+            ]
+            first = "".join(f" Remove the cancel file {path} first." for path in still_there)
+            log.warning("stopped: %s.%s%s %s", error.reason, going_on, first, self.way_on)
             return
-        tracebacks = None if self.verbose or self.folder is None else self.folder / FAILURES_DIRECTORY
-        log_failure(error, failure, secrets=self.secrets, environ=self.environ, tracebacks=tracebacks)
+        folder = None if self.verbose else self.folder
+        log_failure(error, failure, secrets=self.secrets, environ=self.environ, folder=folder)
         if self.is_rank_zero and failure.category == "train-step" and self.step:
-            log.error("it failed in step %d; to try again, %s.%s%s", self.step, self.way_on(), going_on, command)
+            log.error("it failed in step %d.%s %s", self.step, going_on, self.way_on)
 
     def _inform_ranks(self, exit_code: int) -> None:
         """Let the other ranks end, with this exit code; also removes what a rank of a killed attempt has left."""
         files = self.rank_files
         if files is not None:
-            if self.expects_ranks or files.name_others():
+            if self.processes is not None or files.folder.exists():
                 files.leave_exit_code(exit_code)
             files.clear()
-
-    # uploads and the terminal message
 
     def _left_s(self) -> float:
         """Seconds until the deadline, which is counted from the first wait; some for a try where none are left."""
@@ -351,43 +308,22 @@ class Session:
             self._end_by = now + self.deadline_s
         return max(self._end_by - now, min(LAST_TRY_S, self.deadline_s))
 
-    def _settle(self) -> None:
-        """Wait for the required uploads, as long as no stop is asked for."""
+    def _deliver(self, payload: TerminalPayload | None, show: Callable[[str], None]) -> Iterator[UploadError]:
+        """Wait for the required uploads, then for the terminal message to be acknowledged; what did not arrive."""
         if self.uploader is None:
             return
+        is_first_wait = self._end_by is None  # else the run was about to complete, and has waited for them
+        if is_first_wait and (error := self.uploader.settle(deadline_s=self._left_s(), progress=show).error()):
+            yield error
+        if payload is not None:
+            attempt = 1 if self.event_log is None else self.event_log.attempt
+            payload = replace(payload, attempt=attempt)
+            if error := self.uploader.deliver_terminal(payload, deadline_s=self._left_s()).error():
+                yield error
 
-        def show(line: str) -> None:
-            self.stop.raise_if_stopped()
-            log.info("%s", line)
-
-        error = self.uploader.settle(deadline_s=self._left_s(), progress=show).error()
-        if error is not None:
-            raise error
-
-    def _send_completed(self, completion: Completion) -> None:
-        if completion.was_reported:
-            return
-        final = None if completion.final_checkpoint is None else str(completion.final_checkpoint)
-        error = self._deliver(TerminalPayload("completed", completion.step, final))
-        if error is not None:
-            raise error
-
-    def _send_failed(self, failure: Failure, step: int) -> None:
-        """Deliver what the run has left to deliver, and how it ended; what cannot be delivered stays in the queue."""
-        if self.uploader is not None and not self._settled:  # else that was waited for already
-            result = self.uploader.settle(deadline_s=self._left_s(), progress=log.info)
-            if not result.ok:
-                log.error("uploads of the failed run: %s", result.error())
-        error = self._deliver(TerminalPayload("failed", step, error=failure.text))
-        if error is not None:
-            log.error("the failure could not be reported: %s", error)
-
-    def _deliver(self, payload: TerminalPayload) -> GenlightError | None:
-        """Send the terminal message and wait until it is acknowledged; what went wrong, None where nothing did."""
-        if self.uploader is None:
-            return None
-        attempt = 1 if self.event_log is None else self.event_log.attempt
-        return self.uploader.deliver_terminal(replace(payload, attempt=attempt), deadline_s=self._left_s()).error()
+    def _show_unless_stopped(self, line: str) -> None:
+        self.stop.raise_if_stopped()
+        log.info("%s", line)
 
 
 class FollowerSession(Session):
@@ -401,19 +337,20 @@ class FollowerSession(Session):
     def place(self, folder: Path | None, checkpoints_dir: Path | None) -> None:
         super().place(folder, checkpoints_dir)
         if folder is not None and self.rank_files is not None:
-            self._rank_zero = RankZero(folder)
-            if not self._rank_zero.started_this_process:  # else it sees the process
-                self.hold(self.rank_files.present(this_rank()))
-            self.hold(self.watch.looking(self._rank_zero.check, paused_ranks(self._rank_zero.processes, self.stop)))
+            rank_zero = self._rank_zero = RankZero(folder, self.rank_files)
+            self.holds.enter_context(self.rank_files.present(this_rank()))
+            self.holds.enter_context(self.watch.looking(rank_zero.check, paused_ranks(rank_zero.processes, self.stop)))
 
     @override
     def complete(self, completion: Completion | None = None) -> int:
         self.watch.close()
         if self.stop.run_state is None:  # there was nothing to train
             return EXIT_COMPLETED
-        code, gone = self._exit_code_of_rank_zero()
+        code = self._exit_code_of_rank_zero()
+        if code is not None:
+            return code
         # Where it was killed after this rank had trained, the run is not known to be whole.
-        return code if code is not None else EXIT_FAILED if gone else EXIT_COMPLETED
+        return EXIT_FAILED if self._rank_zero is not None and self._rank_zero.is_gone() else EXIT_COMPLETED
 
     @override
     def fail(self, error: BaseException) -> int:
@@ -421,44 +358,41 @@ class FollowerSession(Session):
         if not isinstance(error, TrainingCanceled):
             self.cause = error
         elif self.stop.is_agreed:
-            code, _ = self._exit_code_of_rank_zero()
+            code = self._exit_code_of_rank_zero()
             return EXIT_STOPPED if code is None else code
         return self._report(error, self._describe(error))  # rank zero may not be there at all
 
     @override
     def _report(self, error: BaseException, failure: Failure) -> int:
         """Leave a record of what ended this rank, and stay until it was read."""
-        files, rank_zero = self.rank_files, self._rank_zero
-        if files is None or rank_zero is None:
-            self._log_end(error, failure)
-            return failure.exit_code
-        if rank_zero.is_gone() and isinstance(error, RankFailedError):
+        rank_zero = self._rank_zero
+        if rank_zero is not None and rank_zero.is_gone() and isinstance(error, RankFailedError):
             log.error("%s", error)
-            code = files.exit_code()
+            code = rank_zero.files.exit_code()
             return EXIT_FAILED if code is None else code
         self._log_end(error, failure)
-        if not rank_zero.has_exited():  # else the next attempt would take this for a failure of its own
-            files.leave(this_rank(), failure)
+        if rank_zero is not None and not rank_zero.is_gone():  # else the next attempt would take it for one of its own
+            rank_zero.files.leave(this_rank(), failure)
             if self.reports_at_once:
-                rank_zero.wait_for_end(files, within_s=ACKNOWLEDGED_WITHIN_S, at_most_s=ACKNOWLEDGED_WITHIN_S)
+                rank_zero.wait_for_end(within_s=ACKNOWLEDGED_WITHIN_S, is_bounded=True)
         return failure.exit_code
 
-    def _exit_code_of_rank_zero(self) -> tuple[int | None, bool]:
-        """Wait for rank zero, which still settles and reports; its exit code, and whether it is known to be gone."""
+    def _exit_code_of_rank_zero(self) -> int | None:
+        """The exit code of rank zero, which still settles and reports; None where it left none."""
         exit_on_signal(EXIT_STOPPED)  # this rank is done, and the next start finds what rank zero has left
-        if self._rank_zero is None or self.rank_files is None:
-            return None, False
-        code = self._rank_zero.wait_for_end(self.rank_files, within_s=self.deadline_s + REPORTED_WITHIN_S)
-        return code, bool(self._rank_zero.is_gone())
+        within_s = self.deadline_s + REPORTED_WITHIN_S
+        return None if self._rank_zero is None else self._rank_zero.wait_for_end(within_s=within_s)
+
+
+def _attempted(act: Callable[[], None]) -> None:
+    """One part of the end keeps the others from nothing."""
+    try:
+        act()
+    except Exception:
+        log.exception("not all of the end of the run could be reported")
 
 
 def _newest_record(directory: Path) -> Path | None:
     """The record of the newest checkpoint, by its name alone."""
     records = [path for path in record_paths(directory) if is_record_of_callback(path)]
     return max(records, key=lambda path: step_of_name(path.stem) or 0, default=None)
-
-
-def _wait_for_the_end() -> NoReturn:
-    """Another thread is reporting, and ends the process then."""
-    while True:
-        time.sleep(3600)

@@ -5,17 +5,20 @@ Modules that load torch are imported only once there is something to train.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks.checkpoint.format.record import FINAL_NAME, CheckpointRecord, RecordMeta, read_record
+from ...callbacks.checkpoint.selection import enqueue, never_queued
 from ...callbacks.checkpoint.storage import sweep
 from ..contract.exceptions import BrokenCheckpointError, ContractError, StartupContractError
 from ..helpers import seed_everything
 from ..inputs import MaterializedInputs, materialize_inputs
 from ..job.config import RunConfig
-from ..job.identity import numbers_of, sealed_fields
+from ..job.identity import logged_settings
 from ..job.parser_errors import is_about_what_was_given
 from ..job.resolved import JOB_NAME, write_job
 from ..module.plugin_loading import (
@@ -28,10 +31,9 @@ from ..module.plugin_loading import (
 )
 from ..plumbing.redaction import text_of
 from ..plumbing.run_metadata import run_metadata
-from .results import shown_path, working_directory
-from .resume import Start, decide_start, start_that_loads
+from .report import shown_path, working_directory
 from .session import Completion, Session
-from .uploads import queue_record
+from .start import Start, decide_start
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -41,9 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["check_plugin", "imported_trainer", "prepare_training", "train"]
 
 log = logging.getLogger(__name__)
-
-_LOGGED_ARGUMENTS = ("accelerator", "accumulate_grad_batches", "devices", "num_nodes", "precision", "strategy")
-"""Arguments of the trainer that an event log has; others may hold paths and addresses."""
 
 
 def train(config: RunConfig, session: Session, *, allow_changed: bool = False) -> Completion:
@@ -58,43 +57,48 @@ def train(config: RunConfig, session: Session, *, allow_changed: bool = False) -
         TrainingCanceled: The run was stopped.
     """
     session.stop.raise_if_signalled()
-    from_ref = config.inputs.resume_checkpoint_ref is not None
     session.preparing = "input"
-    start = Start() if from_ref else _logged(decide_start(config, allow_changed=allow_changed))
-    if start.is_finished:
-        return _already_finished(config, session, start)
+    here = [path for path in (config.spec_dir, working_directory()) if path is not None]
+    from_ref = config.inputs.resume_checkpoint_ref is not None
+    decide = functools.partial(decide_start, config, allow_changed=allow_changed)
+    start = Start() if from_ref else decide(import_types=lambda: _imported(config, here))
+    if start.record is not None and start.finished_step is not None:
+        return _already_finished(config, session, start.record, start.finished_step)
     session.stop.raise_if_stopped()
     inputs = materialize_inputs(config, raise_if_stopped=session.stop.raise_if_stopped)
     if from_ref:
-        start = _logged(decide_start(config, resume_checkpoint=inputs.resume_checkpoint, allow_changed=allow_changed))
+        start = decide(resume_checkpoint=inputs.resume_checkpoint)
+    for warning in start.warnings:
+        log.warning(warning)
     if start.record is not None and session.is_rank_zero:
         place = shown_path(start.record.path)
         log.info("going on after step %d of %d, from %s", start.record.step, config.job.max_steps, place)
     session.preparing = "model-load"
+    target = _imported(config, here)
+    if config.seed is not None:
+        seed_everything(config.seed)  # whether it was imported just now or before
+    with on_sys_path(here):
+        return _fit(config, session, make_trainer(target), inputs, start.record)
+
+
+def _imported(config: RunConfig, here: Sequence[Path]) -> Any:
+    """The trainer that the job names, imported with the seed set; it has to be set anew before the trainer is made."""
     if config.seed is not None:
         seed_everything(config.seed)
-    with on_sys_path([path for path in (config.spec_dir, working_directory()) if path is not None]):
-        plugin = make_trainer(imported_trainer(config))
-        loadable = start_that_loads(config, start, allow_changed=allow_changed)
-        start = start if loadable is start else _logged(loadable)
-        return _fit(config, session, plugin, inputs, start.record)
+    with on_sys_path(here):
+        return imported_trainer(config)
 
 
-def _logged(start: Start) -> Start:
-    for warning in start.warnings:
-        log.warning(warning)
-    return start
-
-
-def _already_finished(config: RunConfig, session: Session, start: Start) -> Completion:
-    assert start.record is not None
+def _already_finished(config: RunConfig, session: Session, record: CheckpointRecord, step: int) -> Completion:
     if session.event_log is not None:
         sweep(config.checkpoints_dir)  # A kill may have come after the last commit.
         session.event_log.started(metadata=_metadata(config))
         if session.uploader is not None:
-            queue_record(session.uploader, start.record)
+            # Which a kill may have kept from the queue; what has arrived is known by its content.
+            for each in (*never_queued(session.uploader, record), record):
+                enqueue(session.uploader, each)
     log.info("run %s has completed before; nothing to train", config.run_id)
-    return _completion(config, start.finished_step)
+    return _completion(config, step)
 
 
 def _fit(
@@ -108,8 +112,7 @@ def _fit(
 
     from ..module.module import ContractModule
     from ..module.trainer_files import trainer_directory
-    from .fit import fit, join
-    from .tracking import continue_runs
+    from .fit import continue_runs, fit, join
 
     if session.is_rank_zero:
         for misspelled in misspelled_hooks(plugin):
@@ -149,7 +152,7 @@ def _add_callbacks(config: RunConfig, session: Session, trainer: pl.Trainer, plu
     from ...callbacks.hook.events import callbacks_of, run_state_of
     from ...callbacks.upload_artifacts import UploadArtifacts
     from ...reporters.events.event_logger import RecordEvents
-    from .ranks.node_check import NodeCheck
+    from .node_check import NodeCheck
 
     attempt = 1 if session.event_log is None else session.event_log.attempt
     state = run_state_of(trainer)
@@ -160,7 +163,6 @@ def _add_callbacks(config: RunConfig, session: Session, trainer: pl.Trainer, plu
         attempt=attempt,
         max_steps=config.job.max_steps,
         spec_digest=config.spec_digest,
-        spec=sealed_fields(config.spec_fields),
         metadata=metadata,
     )
     if trainer.num_nodes > 1:
@@ -175,18 +177,8 @@ def _metadata(config: RunConfig, plugin: object = None) -> dict[str, Any]:
     """How this attempt came to be."""
     secrets, tags, notes = config.secrets, config.tags, config.notes
     found = run_metadata(plugin, project=config.spec_dir, secrets=secrets, tags=tags, notes=notes)
-    found["job"] = _settings(config)
+    found["job"] = logged_settings(config)
     return found if config.seed is None else {**found, "seed": config.seed}
-
-
-def _settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that distinguish runs, by dotted name; of hyperparameters those that are numbers alone."""
-    settings: dict[str, Any] = {"trainer": config.trainer, "max_steps": config.job.max_steps}
-    settings |= numbers_of(config)
-    settings |= {f"lightning.{name}": value for name, value in config.lightning.items() if name in _LOGGED_ARGUMENTS}
-    if config.checkpoints.monitor is not None:
-        settings |= {"checkpoints.monitor": config.checkpoints.monitor, "checkpoints.mode": config.checkpoints.mode}
-    return {name: value for name, value in settings.items() if isinstance(value, str | int | float)}
 
 
 def _completion(config: RunConfig, step: int, stopped: str | None = None) -> Completion:

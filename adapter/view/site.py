@@ -30,7 +30,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..plumbing.safe_open import open_below
-from ..run.artifacts_lock import LOCK_NAME, request_stop
+from ..run.folder import LOCK_NAME, request_stop
 from .checkpoints import checkpoints_of_run
 from .history import BEGINNING_BYTES, Budget, History, history_of, picture_kind
 from .page import facts_of, page_of, stamp

@@ -31,7 +31,7 @@ from ...reporters.events.reader import LONGEST_LINE, log_of_run
 from ...reporters.uploads.queue import count_waiting
 from ..plumbing.file_lock import is_held
 from ..plumbing.safe_open import open_regular
-from ..run.artifacts_lock import LOCK_NAME, last_holder
+from ..run.folder import LOCK_NAME, last_holder
 from .checkpoints import checkpoints_of_run
 
 __all__ = ["RunSummary", "Starts", "State", "figures_of", "find_runs", "is_run", "loss_among", "summary_of"]

@@ -21,7 +21,7 @@ from textual.widgets import Footer, Static
 from typing_extensions import override
 
 from ..plumbing.text import printable, size_text
-from ..run.artifacts_lock import request_stop
+from ..run.folder import request_stop
 from .history import Budget, History, history_of
 from .summary import Starts, figures_of, is_run
 

@@ -74,7 +74,7 @@ LIGHT = (
     "genlight.adapter.plumbing.failures",
     "genlight.adapter.job.spec",
     "genlight.adapter.module.plugin_loading",
-    "genlight.adapter.run.resume",
+    "genlight.adapter.run.start",
     "genlight.adapter.run.run",
     "genlight.adapter.job.config",
     "genlight.adapter.contract.run_state",

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from genlight.adapter.run.resume import move_checkpoints_aside
+from genlight.adapter.run.start import move_checkpoints_aside
 from genlight.callbacks.checkpoint import RecordMeta, save, storage, sweep, verify
 
 STEPS = (1, 2, 3)

@@ -20,7 +20,7 @@ from genlight.adapter.contract.exceptions import (
     UnstorableStateError,
 )
 from genlight.adapter.module.trainer_files import trainer_directory
-from genlight.adapter.run.resume import decide_start, start_that_loads
+from genlight.adapter.run.start import decide_start
 from genlight.callbacks.checkpoint import RecordMeta, load, newest_valid, save, verify
 from genlight.callbacks.checkpoint.codec.state_tree import MAX_DEPTH
 from genlight.callbacks.checkpoint.contents import parse_header, parse_slices
@@ -386,7 +386,7 @@ def test_a_type_that_the_trainer_does_not_have_is_passed_over_once_that_is_impor
     start = decide_start(config)
     assert start.record.step == 2  # the trainer may have it
 
-    start = start_that_loads(config, start, allow_changed=False)
+    start = decide_start(config, import_types=lambda: None)
     assert start.record.step == 1
     assert "trainer_of_job" in start.warnings[0]
 

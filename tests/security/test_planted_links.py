@@ -23,9 +23,8 @@ from genlight.adapter.plumbing.safe_open import (
     read_own,
     read_regular,
 )
-from genlight.adapter.run.artifact_dirs import prepare_artifact_dirs, untrusted_dirs
-from genlight.adapter.run.artifacts_lock import lock_artifacts, lock_holder
-from genlight.adapter.run.ranks.rank_files import RankFiles
+from genlight.adapter.run.folder import lock_artifacts, lock_holder, prepare_artifact_dirs, untrusted_dirs
+from genlight.adapter.run.ranks import RankFiles
 from genlight.adapter.run.run import log_of_failed_start
 from genlight.callbacks.stop.sources import cancel_file_is_set
 from genlight.reporters.events.event_log import EventLog

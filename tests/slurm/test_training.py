@@ -246,5 +246,6 @@ def test_nodes_that_do_not_share_the_folder_or_the_code_are_named_before_trainin
     events = [json.loads(line) for line in path.read_text().splitlines()]
     assert [event["event"] for event in events] == ["failed"]
     assert events[0]["category"] == "startup"
-    assert "n10 and n9 do not share the run's folder" in events[0]["error"]
-    assert "on_nodes.py on n10 is not the file that n9 has" in events[0]["error"]
+    assert "the run's folder is another one (" in events[0]["error"]
+    assert ") on n10, and shared on n9" in events[0]["error"]
+    assert "on_nodes.py is " in events[0]["error"]

@@ -7,7 +7,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from genlight.adapter import SlurmEnvironment
 from genlight.adapter.cluster.placement import placed_by_launcher, placement_fault
-from genlight.adapter.run.ranks.this_rank import this_rank
+from genlight.adapter.run.this_rank import this_rank
 
 BATCH = {
     "SLURM_JOB_ID": "1042",

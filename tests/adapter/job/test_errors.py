@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from genlight.adapter.job.errors import CODES, ConfigErrors
+from genlight.adapter.job.sources import CODES, ConfigErrors
 from genlight.adapter.plumbing.settings import Rule, refusal, render_value
 
 

@@ -12,9 +12,8 @@ import pytest
 from genlight.adapter.cli import main
 from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.job.config import resolve_run_config
-from genlight.adapter.job.errors import ConfigErrors
 from genlight.adapter.job.lightning_objects import instantiate
-from genlight.adapter.job.sources import VARIABLES, Sources
+from genlight.adapter.job.sources import VARIABLES, ConfigErrors, Sources
 from genlight.adapter.job.spec import JobSpec, Settings
 from genlight.adapter.job.standard_callbacks import STANDARD_CALLBACKS
 from genlight.adapter.plumbing.settings import keys_of

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from genlight.adapter.job.config import read_run_config
-from genlight.adapter.job.errors import ConfigErrors
-from genlight.adapter.job.sources import read_job_file
+from genlight.adapter.job.sources import ConfigErrors, read_job_file
 from genlight.adapter.job.spec import DatasetSpec, InputsSpec, JobSpec, SampleRequest, UploadUrls, ValidateSpec
 from genlight.adapter.plumbing.settings import keys_of
 
@@ -172,7 +171,7 @@ def test_request_id_is_an_alias_that_run_id_beats_with_a_warning(parse):
     assert parse(request_id="r")[0].run_id == "r"
     spec, errors, warnings = parse(request_id="r", run_id="x")
     assert (spec.run_id, errors) == ("x", [])
-    assert "alias" in warnings[0]
+    assert warnings == ["`run_id` and `request_id` are one setting with two values; `run_id` is used."]
     assert parse(request_id="r", run_id="r")[2] == []
 
 
@@ -191,9 +190,8 @@ def test_ref_and_url_are_two_spellings_of_one_input_and_two_different_ones_a_fau
     assert spec.inputs.base_model_ref == "http://h/m"
     assert spec.inputs.dataset_parquet_refs == ("http://h/a",)
     _, errors, _ = parse(inputs={"base_model_url": "http://h/m", "base_model_ref": "a/b"})
-    assert errors == [
-        "`inputs.base_model_ref` and `inputs.base_model_url` name two different things. Give one of them."
-    ]
+    (error,) = errors
+    assert "`inputs.base_model_ref` and `inputs.base_model_url` are one setting with two values." in error
 
 
 def test_neither_repr_nor_fault_shows_a_token_or_a_url_query(parse):
@@ -214,18 +212,12 @@ def test_neither_repr_nor_fault_shows_a_token_or_a_url_query(parse):
     [
         (b"", "is empty. Expected a JSON object, {...}."),
         (b" \n", "is empty. Expected a JSON object, {...}."),
-        (b'{"a": 1,}', "Remove the comma after the last entry."),
-        (b'{"a": [1, ], "b": 2}', "Remove the comma after the last entry."),
-        (b'{"a": 1, // one\n"b": 2}', "JSON has no comments; remove it."),
-        (b"# a job\n{}", "JSON has no comments; remove it."),
-        (b"{'a': 1}", "JSON has double quotes alone."),
+        (b"# a job\n{}", "is not JSON: Expecting value: line 1 column 1 (char 0)."),
         (b'{"a" 1}', "is not JSON: Expecting ':' delimiter: line 1 column 6 (char 5)."),
         (b'{"a": NaN}', "NaN is not a JSON number"),
         (b'{"a": 1, "a": 2}', "the key 'a' appears twice"),
-        (b"[1]", "holds a list"),
-        (b"null", "holds null"),
-        (b'"x"', "holds a string"),
-        (b"3", "holds a number"),
+        (b"[1]", "holds no JSON object, {...}."),
+        (b"null", "holds no JSON object, {...}."),
         (b'{"a": "\xff"}', "is not utf-8"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a": ' + b"9" * 5000 + b"}", "value has 5000 digits"),
@@ -322,13 +314,6 @@ def test_a_number_that_is_written_as_a_text_is_said(parse):
     assert parse(hyperparams={"lr": "0.01", "name": "v1"})[2] == [
         '`hyperparams.lr` is the text "0.01". If the class expects a number, write it without quotes.'
     ]
-
-
-@pytest.mark.parametrize("logger", ["wandb", True])
-def test_a_logger_that_is_no_class_is_refused_with_one(parse, logger):
-    (error,) = parse(lightning={"logger": logger})[1]
-    assert '"class_path": "lightning.pytorch.loggers.' in error
-    assert ("pip install wandb" in error) is (logger == "wandb")
 
 
 def test_a_file_without_end_is_refused_before_it_fills_the_memory(monkeypatch):

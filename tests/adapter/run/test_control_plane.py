@@ -10,11 +10,11 @@ import pytest
 
 from genlight.adapter.contract.exceptions import AuthError, InputError, StartupContractError
 from genlight.adapter.contract.types import LifecycleLease
-from genlight.adapter.run.control_plane import LifecycleSession
+from genlight.adapter.run import control_plane
+from genlight.adapter.run.control_plane import Lease
 from genlight.adapter.run.run import RunOptions, run_job
 from genlight.reporters import read_events
 
-LEASE = LifecycleLease("r", "lease-1")
 SECRET = "lease-token-canary"
 
 
@@ -58,6 +58,21 @@ def client():
     return Client()
 
 
+@pytest.fixture
+def lease(monkeypatch):
+    """Claims a run for as long as the test takes; heartbeats come every 10 ms."""
+    monkeypatch.setattr(control_plane, "INTERVAL_S", 0.01)
+    claimed = []
+
+    def claim(client, *, answer_s=60.0, raise_if_stopped=lambda: None):
+        claimed.append(Lease(client, "r", answer_s=answer_s, raise_if_stopped=raise_if_stopped))
+        return claimed[-1]
+
+    yield claim
+    for each in claimed:
+        each.close()
+
+
 def wait_for(condition):
     end = time.monotonic() + 60
     while not condition() and time.monotonic() < end:
@@ -73,33 +88,31 @@ AWAY = ConnectionError(f"no answer to {SECRET}")
     [{"heartbeat": [True, False]}, {"cancel": [False, True]}],
     ids=["lease gone", "cancel"],
 )
-def test_a_lost_lease_and_a_wish_to_cancel_are_reasons_to_stop(client, answers):
+def test_a_lost_lease_and_a_wish_to_cancel_are_reasons_to_stop(lease, client, answers):
     client.answers |= answers
-    with LifecycleSession(client, "r", interval_s=0.01) as session:
-        wait_for(lambda: session.reason() is not None)
-
-        assert session.reason() == "canceled"
+    held = lease(client)
+    wait_for(lambda: held.reason() == "canceled")
 
 
-def test_a_control_plane_that_is_away_for_a_moment_stops_nothing(client):
+def test_a_control_plane_that_is_away_for_a_moment_stops_nothing(lease, client):
     client.answers["heartbeat"] = [AWAY, AWAY, True]
-    with LifecycleSession(client, "r", interval_s=0.01) as session:
-        wait_for(lambda: len(client.asked("heartbeat")) >= 5)
+    held = lease(client)
+    wait_for(lambda: len(client.asked("heartbeat")) >= 5)
+    assert held.reason() is None
 
-        assert session.reason() is None
 
-
-def test_a_lease_that_cannot_be_renewed_for_long_is_lost(client):
+def test_a_lease_that_cannot_be_renewed_for_long_is_lost(lease, client, monkeypatch):
+    monkeypatch.setattr(control_plane, "PATIENCE_S", 0.05)
     client.answers["heartbeat"] = AWAY
-    with LifecycleSession(client, "r", interval_s=0.01, patience_s=0.05) as session:
-        wait_for(lambda: session.reason() == "canceled")
+    held = lease(client)
+    wait_for(lambda: held.reason() == "canceled")
 
 
-def test_no_heartbeat_comes_after_the_end(client):
-    with LifecycleSession(client, "r", interval_s=0.01) as session:
-        wait_for(lambda: client.asked("heartbeat"))
-        session.completed(3, None, within_s=5.0)
-    session._thread.join(60)  # one may be on its way
+def test_no_heartbeat_comes_after_the_end(lease, client):
+    held = lease(client)
+    wait_for(lambda: client.asked("heartbeat"))
+    held.completed(3, None, within_s=5.0)
+    held._thread.join(60)  # one may be on its way
     beats = len(client.asked("heartbeat"))
     time.sleep(0.05)
 
@@ -107,10 +120,9 @@ def test_no_heartbeat_comes_after_the_end(client):
     assert client.asked("completed") == [{"lease": "lease-1", "step": 3, "final_checkpoint": None}]
 
 
-def test_an_end_that_is_not_taken_is_logged_without_secrets(client, caplog):
+def test_an_end_that_is_not_taken_is_logged_without_secrets(lease, client, caplog):
     client.answers["failed"] = AWAY
-    with LifecycleSession(client, "r", interval_s=60.0) as session:
-        session.failed(3, "train-step:x", within_s=5.0)
+    lease(client).failed(3, "train-step:x", within_s=5.0)
 
     assert "the end of the run could not be reported" in caplog.text
     assert SECRET not in caplog.text
@@ -195,9 +207,6 @@ class Silent:
         self.asked.set()
         self.released.wait(120)
 
-    def mark_failed(self, *, lease, step, error):
-        self.claim(run_id="")
-
 
 @pytest.fixture
 def silent():
@@ -206,7 +215,7 @@ def silent():
     made.released.set()
 
 
-def test_a_stop_ends_the_wait_for_a_claim(silent):
+def test_a_stop_ends_the_wait_for_a_claim(lease, silent):
     class Stop(Exception):
         pass
 
@@ -214,25 +223,17 @@ def test_a_stop_ends_the_wait_for_a_claim(silent):
         if silent.asked.is_set():
             raise Stop
 
-    with pytest.raises(Stop), LifecycleSession(silent, "leased", raise_if_stopped=stop):
-        pass
+    with pytest.raises(Stop):
+        lease(silent, raise_if_stopped=stop)
 
 
-def test_a_claim_that_nobody_answers_is_given_up(silent):
-    with pytest.raises(InputError, match="did not answer"), LifecycleSession(silent, "leased", answer_s=0.05):
-        pass
-
-
-def test_a_report_that_nobody_answers_is_given_up_and_logged(silent, caplog):
-    session = LifecycleSession(silent, "leased", answer_s=0.05)
-    session._lease = LEASE
-    session.failed(3, "train-step:ValueError", within_s=0.05)
-    assert silent.asked.wait(60)
-    assert "could not be reported to the control plane: the control plane did not answer" in caplog.text
+def test_a_claim_that_nobody_answers_is_given_up(lease, silent):
+    with pytest.raises(InputError, match="did not answer"):
+        lease(silent, answer_s=0.05)
 
 
 class Hangs(Silent):
-    """Answers the claim; its heartbeat never returns, as that of a client that has no time limit."""
+    """Answers the claim and nothing else, as a client that has no time limit."""
 
     def claim(self, *, run_id):
         return LifecycleLease(run_id, "lease")
@@ -242,10 +243,16 @@ class Hangs(Silent):
         self.released.wait(120)
         return True
 
+    def mark_failed(self, *, lease, step, error):
+        self.released.wait(120)
 
-def test_a_heartbeat_that_never_returns_loses_the_lease():
+
+def test_a_heartbeat_that_never_returns_loses_the_lease_and_a_report_is_given_up(lease, monkeypatch, caplog):
+    monkeypatch.setattr(control_plane, "PATIENCE_S", 0.1)
     client = Hangs()
-    with LifecycleSession(client, "r", interval_s=0.01, patience_s=0.1) as session:
-        assert client.asked.wait(60)
-        wait_for(lambda: session.reason() == "canceled")
-        client.released.set()
+    held = lease(client)
+    assert client.asked.wait(60)
+    wait_for(lambda: held.reason() == "canceled")
+    held.failed(3, "train-step:ValueError", within_s=0.05)
+    assert "could not be reported to the control plane: the control plane did not answer" in caplog.text
+    client.released.set()

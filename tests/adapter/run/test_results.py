@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from genlight.adapter.run.results import show_results
+from genlight.adapter.run.report import show_results
 
 
-def test_places_that_are_not_there_are_left_out(tmp_path, capsys, monkeypatch):
+def test_places_that_are_not_there_or_empty_are_left_out(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").mkdir()
-    show_results("run r completed at step 3", checkpoints=tmp_path / "a", logs={"events": tmp_path / "b"})
-    assert capsys.readouterr().err == "run r completed at step 3\n  checkpoints       a\n"
+    (tmp_path / "c").write_text("")
+    places = {"checkpoints": tmp_path / "a", "events": tmp_path / "b", "final checkpoint": tmp_path / "c"}
+    show_results("run r completed at step 3", {**places, "samples": None})
+    assert capsys.readouterr().err == "run r completed at step 3\n  final checkpoint  c\n"

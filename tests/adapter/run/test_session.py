@@ -27,7 +27,7 @@ class SlowSession(Session):
         time.sleep(0.5)  # in which the other thread would end the process
         return "train-step"
 
-session = SlowSession(StopSources())
+session = SlowSession(stop=StopSources())
 session.place(out, out / "checkpoints")
 session.event_log = EventLog(out / "events.jsonl", run_id="r")
 session.event_log.started()

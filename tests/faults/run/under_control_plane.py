@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 
 from genlight.adapter import LifecycleLease
+from genlight.adapter.run import control_plane
 from genlight.adapter.run.run import RunOptions, run_job
 
 
@@ -41,4 +42,5 @@ class Client:
 
 
 if __name__ == "__main__":
-    sys.exit(run_job(RunOptions(lifecycle=Client(os.environ["CONTROL_PLANE"]), heartbeat_s=0.1)))
+    control_plane.INTERVAL_S = 0.1
+    sys.exit(run_job(RunOptions(lifecycle=Client(os.environ["CONTROL_PLANE"]))))

@@ -12,8 +12,7 @@ import time
 import pytest
 
 from genlight.adapter.plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
-from genlight.adapter.run.ranks.rank_files import EXIT_FILE, RankFiles
-from genlight.adapter.run.ranks.watch import first_cause
+from genlight.adapter.run.ranks import EXIT_FILE, RankFiles, first_cause
 
 FAILURE = Failure("train-step", "train-step:ValueError: bad row", resumable=False, exit_code=EXIT_FAILED)
 STOP = Failure("preempted", "preempted", resumable=True, exit_code=EXIT_STOPPED)
@@ -22,7 +21,7 @@ OWN = Failure("train-step", "train-step:RuntimeError: Connection reset by peer",
 RANK = """
 import sys, time
 from pathlib import Path
-from genlight.adapter.run.ranks.rank_files import RankFiles
+from genlight.adapter.run.ranks import RankFiles
 with RankFiles(Path(sys.argv[1])).present(3):
     print("there", flush=True)
     sys.stdin.read()
@@ -125,7 +124,7 @@ def rank(tmp_path):
 
 def test_a_rank_that_is_killed_is_the_cause_with_its_host(tmp_path, rank):
     ranks = RankFiles(tmp_path)
-    ranks.remember_who_is_present()
+    ranks.look()
     assert ranks.lost() == {}
     os.kill(rank.pid, signal.SIGKILL)
     rank.wait()
@@ -137,7 +136,7 @@ def test_a_rank_that_is_killed_is_the_cause_with_its_host(tmp_path, rank):
 
 def test_a_rank_that_leaves_or_was_never_seen_is_not(tmp_path, rank):
     seen, unseen = RankFiles(tmp_path), RankFiles(tmp_path)
-    seen.remember_who_is_present()
+    seen.look()
     rank.communicate("")
     assert rank.returncode == 0
     assert seen.lost() == unseen.lost() == {}
@@ -147,17 +146,17 @@ def test_what_a_killed_attempt_left_is_not_taken_for_a_rank(tmp_path, rank):
     os.kill(rank.pid, signal.SIGKILL)
     rank.wait()
     presence = RankFiles(tmp_path)
-    presence.remember_who_is_present()
+    presence.look()
     assert presence.lost() == {}
     with presence.present(3):
-        presence.remember_who_is_present()
+        presence.look()
         assert presence.lost() == {}
     assert presence.lost() == {}
 
 
 def test_a_rank_that_noted_its_failure_is_reported_by_its_note(tmp_path, rank):
     ranks = RankFiles(tmp_path)
-    ranks.remember_who_is_present()
+    ranks.look()
     ranks.leave(3, Failure("train-step", "train-step:ValueError: bad row", resumable=False, exit_code=EXIT_FAILED))
     os.kill(rank.pid, signal.SIGKILL)
     rank.wait()

@@ -12,12 +12,11 @@ import pytest
 
 from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.job.config import resolve_run_config
-from genlight.adapter.run.artifact_dirs import prepare_artifact_dirs
-from genlight.adapter.run.artifacts_lock import LOCK_NAME, lock_artifacts
+from genlight.adapter.run.folder import LOCK_NAME, lock_artifacts, prepare_artifact_dirs
 
 HOLD = """
 import os, sys, time
-from genlight.adapter.run.artifacts_lock import lock_artifacts
+from genlight.adapter.run.folder import lock_artifacts
 from genlight.adapter.job.config import resolve_run_config
 config = resolve_run_config(spec_path=sys.argv[1], overrides=["artifacts_dir=" + sys.argv[2]], environ={})
 with lock_artifacts(config):

@@ -14,15 +14,14 @@ import pytest
 
 from genlight.adapter.contract.exceptions import RankFailedError, TrainingCanceled
 from genlight.adapter.plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
-from genlight.adapter.run.ranks import watch
-from genlight.adapter.run.ranks.rank_files import RankFiles
-from genlight.adapter.run.ranks.watch import (
+from genlight.adapter.run import ranks
+from genlight.adapter.run.ranks import (
+    RankFiles,
     RankWatch,
     RankZero,
-    after,
     failed_ranks,
     first_cause,
-    lost_ranks,
+    lasting,
     paused_ranks,
     stopped_before_meeting,
 )
@@ -68,7 +67,7 @@ def test_a_process_that_ended_without_a_note_is_named(notes, code, said):
 
 
 def test_an_earlier_failure_elsewhere_is_the_cause_and_a_later_one_is_not(notes, monkeypatch):
-    monkeypatch.setattr(watch, "HEARD_WITHIN_S", 0.2)
+    monkeypatch.setattr(ranks, "HEARD_WITHIN_S", 0.2)
     notes.leave(1, FAILURE)
     earlier = first_cause(OWN, time.time(), notes, processes())
     assert (earlier.text, earlier.resumable) == ("train-step:ValueError: bad row (rank 1)", True)
@@ -76,11 +75,26 @@ def test_an_earlier_failure_elsewhere_is_the_cause_and_a_later_one_is_not(notes,
     assert "rank 1 was killed" in first_cause(OWN, time.time(), RankFiles(notes.folder), processes(-9)).text
 
 
-def test_a_finding_counts_once_it_has_stood_and_the_others_are_looked_at_meanwhile():
-    patient = after(60.0, lambda: RankFailedError("rank 1"))
+def test_a_finding_counts_once_it_has_lasted_and_the_others_are_looked_at_meanwhile():
+    patient = lasting(60.0, lambda: RankFailedError("rank 1"))
     assert patient() is None
-    assert str(after(0.0, lambda: RankFailedError("rank 1"))()) == "rank 1"
+    assert str(lasting(0.0, lambda: RankFailedError("rank 1"))()) == "rank 1"
     assert str(first_found(patient, lambda: RankFailedError("rank 2"))) == "rank 2"
+
+
+def test_a_finding_that_has_passed_begins_anew(monkeypatch):
+    now, is_there = 0.0, True
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: now)
+    patient = lasting(10.0, lambda: RankFailedError("rank 1") if is_there else None)
+    assert patient() is None
+    now, is_there = 6.0, False
+    assert patient() is None
+    now, is_there = 12.0, True
+    assert patient() is None
+    now = 21.0
+    assert patient() is None
+    now = 22.0
+    assert patient() is not None
 
 
 def test_checks_are_looked_at_for_the_length_of_their_block():
@@ -93,7 +107,7 @@ def test_checks_are_looked_at_for_the_length_of_their_block():
 
 
 def test_a_rank_that_stays_paused_is_named_once_a_stop_was_asked_for(monkeypatch):
-    monkeypatch.setattr(watch, "PAUSE_PATIENCE_S", 0.2)
+    monkeypatch.setattr(ranks, "PAUSE_PATIENCE_S", 0.2)
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     stop = StopSources()
     check = paused_ranks(lambda: {1: process.pid}, stop)
@@ -108,41 +122,39 @@ def test_a_rank_that_stays_paused_is_named_once_a_stop_was_asked_for(monkeypatch
 
 
 def test_a_stop_ends_a_rank_that_waits_for_others_that_do_not_come(monkeypatch):
-    monkeypatch.setattr(watch, "MEETING_PATIENCE_S", 0.1)
+    monkeypatch.setattr(ranks, "MEETING_PATIENCE_S", 0.1)
     stop = StopSources()
     check = stopped_before_meeting(stop)
     assert check() is None
     stop.canceled = True
     assert isinstance(first_found(check), TrainingCanceled)
-    monkeypatch.setattr(watch, "have_met", lambda: True)
+    monkeypatch.setattr(ranks, "have_met", lambda: True)
     assert check() is None
 
 
 @pytest.mark.parametrize(("there", "looks"), [([True, False], 2), ([False, False, True, True, False], 5)])
 def test_a_rank_ends_when_rank_zero_that_was_there_is_gone(tmp_path, monkeypatch, there, looks):
-    monkeypatch.setattr(watch, "RANK_ZERO_PATIENCE_S", 0.0)
+    monkeypatch.setattr(ranks, "RANK_ZERO_PATIENCE_S", 0.0)
     left = list(there)
-    monkeypatch.setattr(watch, "lock_holder", lambda _: left.pop(0) or None)
-    found = first_found(RankZero(tmp_path).check)
+    monkeypatch.setattr(ranks, "is_held", lambda _: left.pop(0))
+    found = first_found(RankZero(tmp_path, RankFiles(tmp_path)).check)
     assert "rank 0 has ended" in str(found)
     assert len(there) - len(left) == looks
 
 
-def test_a_rank_zero_of_another_user_is_there():
-    """A rank may have given up its rights; else the first process of the machine is another user's."""
-    looks = "import os; from pathlib import Path; from genlight.adapter.run.ranks.watch import RankZero; "
-    looks += "zero = RankZero(Path()); os.getuid() == 0 and os.setuid(65534); print(zero.has_exited())"
-    announced = {"GENLIGHT_RANK_ZERO_PID": str(os.getpid() if os.getuid() == 0 else 1)}
-    done = subprocess.run(
-        [sys.executable, "-c", looks], env={**os.environ, **announced}, capture_output=True, text=True
-    )
-    assert (done.stdout, done.stderr) == ("False\n", "")
+def test_a_rank_that_rank_zero_started_ends_with_it(tmp_path, monkeypatch):
+    """Though it was gone before the first look."""
+    monkeypatch.setattr(ranks, "RANK_ZERO_PATIENCE_S", 0.0)
+    monkeypatch.setenv("GENLIGHT_RANK_ZERO_PID", str(os.getppid() + 1))
+    assert RankZero(tmp_path, RankFiles(tmp_path)).is_gone()
+    monkeypatch.setenv("GENLIGHT_RANK_ZERO_PID", str(os.getppid()))
+    assert RankZero(tmp_path, RankFiles(tmp_path)).is_gone() is False
 
 
 def wait(notes, *, gone, within_s=60.0, **more):
-    zero = RankZero(notes.folder)
+    zero = RankZero(notes.folder, notes)
     zero.is_gone = gone if callable(gone) else lambda: gone
-    return zero.wait_for_end(notes, within_s=within_s, **more)
+    return zero.wait_for_end(within_s=within_s, **more)
 
 
 def test_a_rank_zero_that_is_seen_is_waited_for_though_it_has_left_its_code(notes):
@@ -153,9 +165,9 @@ def test_a_rank_zero_that_is_seen_is_waited_for_though_it_has_left_its_code(note
 
 
 def test_a_rank_that_failed_waits_for_the_code_alone_and_not_for_ever(notes):
-    assert wait(notes, gone=False, at_most_s=0.0) is None
+    assert wait(notes, gone=False, within_s=0.0, is_bounded=True) is None
     notes.leave_exit_code(1)
-    assert wait(notes, gone=False, at_most_s=60.0) == 1
+    assert wait(notes, gone=False, is_bounded=True) == 1
 
 
 def test_one_that_is_gone_without_a_code_or_cannot_be_seen_is_not_waited_for_in_vain(notes):
@@ -168,7 +180,7 @@ def test_one_that_is_gone_without_a_code_or_cannot_be_seen_is_not_waited_for_in_
 RANK = """
 import sys
 from pathlib import Path
-from genlight.adapter.run.ranks.rank_files import RankFiles
+from genlight.adapter.run.ranks import RankFiles
 with RankFiles(Path(sys.argv[1])).present(3):
     print("there", flush=True)
     sys.stdin.read()
@@ -179,13 +191,13 @@ def test_a_rank_of_another_launcher_that_is_killed_ends_the_run_though_training_
     notes, tmp_path, monkeypatch
 ):
     """Where no launcher watches, as none does over pods: a collective may wait for a lost rank for half an hour."""
-    monkeypatch.setattr(watch, "have_met", lambda: True)
+    monkeypatch.setattr(ranks, "have_met", lambda: True)
     rank = subprocess.Popen(
         [sys.executable, "-c", RANK, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         env={**os.environ, "SLURMD_NODENAME": "n10"}, text=True,
     )  # fmt: skip
     assert rank.stdout.readline() == "there\n"
-    check = lost_ranks(notes)
+    check = failed_ranks(notes, processes())
     assert check() is None
     rank.kill()
     rank.communicate()

@@ -1,12 +1,13 @@
-"""The rank of this process, before there is a process group to ask."""
+"""This process among the ranks, before there is a process group to ask."""
 
 from __future__ import annotations
 
 import os
+import socket
 
-from ...cluster.job_context import in_srun_task
+from ..cluster.job_context import in_srun_task
 
-__all__ = ["is_rank_zero", "this_rank"]
+__all__ = ["host_name", "is_rank_zero", "this_rank"]
 
 
 def this_rank() -> int:
@@ -28,3 +29,8 @@ def this_rank() -> int:
 def is_rank_zero() -> bool:
     """Whether this process reports for the run."""
     return this_rank() == 0
+
+
+def host_name() -> str:
+    """The name of this node, as its scheduler calls it."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

@@ -10,7 +10,7 @@ import pytest
 
 from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.job.config import resolve_run_config
-from genlight.adapter.run.artifact_dirs import artifact_dir_faults, prepare_artifact_dirs
+from genlight.adapter.run.folder import artifact_dir_faults, prepare_artifact_dirs
 
 
 @pytest.fixture

@@ -1,0 +1,214 @@
+"""The folder of a run: made, proved writable and ours, and held by one live run, before anything is trained."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..contract.exceptions import StartupContractError
+from ..job.config import RunConfig
+from ..plumbing.durable import temporary_name, write_bytes_durably
+from ..plumbing.file_lock import FileLock, LockHeldError, NoLocksError, is_held
+from ..plumbing.safe_open import PRIVATE_FILE, distrust, make_directory, read_own
+
+__all__ = [
+    "LOCK_NAME",
+    "STOP_NAME",
+    "artifact_dir_faults",
+    "directory_fault",
+    "last_holder",
+    "lock_artifacts",
+    "lock_directory",
+    "lock_holder",
+    "prepare_artifact_dirs",
+    "request_stop",
+    "untrusted_dirs",
+    "withdraw_stop",
+]
+
+LOCK_NAME = ".lock"
+STOP_NAME = ".stop"
+"""The file that asks the run that holds the directory to stop, from any host that shares it."""
+IN_USE, INVALID = "startup.artifacts_in_use", "startup.invalid_artifact_paths"
+WAY_OUT = "Choose another folder with `TRAINER_ARTIFACTS_DIR` or `--set artifacts_dir=...`."
+SHARING = "If everyone who can write to it is trusted, as in a team's folder, set `TRAINER_SHARED_ARTIFACTS=1`."
+HOLD_OUR_FILES_ALONE = ("checkpoints_dir", "samples_dir")
+"""Directories whose files are taken for ours by their names, so that not even a new one may come from others."""
+TRIES = 5
+LARGEST_NOTE_BYTES = 4096
+
+
+# its directories
+
+
+def prepare_artifact_dirs(config: RunConfig) -> None:
+    """Make the directories of `config` and write a probe into each.
+
+    Raises:
+        StartupContractError: ``startup.invalid_artifact_paths`` with every directory that cannot be used, or that
+            others may write.
+    """
+    faults = artifact_dir_faults(config, create=True)
+    if faults:
+        raise StartupContractError(INVALID, "\n  ".join(faults))
+
+
+def artifact_dir_faults(config: RunConfig, *, create: bool) -> list[str]:
+    """The reasons why the artifact directories cannot be used, a sentence each.
+
+    Args:
+        config: The run.
+        create: Make those that are missing; otherwise the nearest existing folder above them is probed.
+    """
+
+    def unwritable(name: str, path: Path) -> str | None:
+        return directory_fault(name, path, WAY_OUT, create=create, shared=config.shared_artifacts)
+
+    # Who may change them is asked before anything is made in them, and again: a neighbour may have been quicker.
+    faults = untrusted_dirs(config) or _faults(config, unwritable) or untrusted_dirs(config)
+    if os.path.isdir(config.events_path):
+        faults.append(f"`events_path` is {str(config.events_path)!r}, which is a directory. Name a file.")
+    return faults
+
+
+def untrusted_dirs(config: RunConfig) -> list[str]:
+    """Which of the artifact directories that exist another user could change, a sentence each."""
+
+    def fault_of(name: str, path: Path) -> str | None:
+        try:
+            reason = distrust(path, may_be_sticky=name not in HOLD_OUR_FILES_ALONE) if path.is_dir() else None
+        except OSError:  # which `directory_fault` names
+            return None
+        return reason and f"`{name}` {str(path)!r} is not safe to use: {reason}. {WAY_OUT} {SHARING}"
+
+    return [] if config.shared_artifacts else _faults(config, fault_of)
+
+
+def _faults(config: RunConfig, fault_of: Callable[[str, Path], str | None]) -> list[str]:
+    """The faults of directories, by `fault_of`; what lies below a faulty one has its fault, and no line of its own."""
+    names = ("artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir")
+    directories = {**{name: getattr(config, name) for name in names}, "events_path": config.events_path.parent}
+    found: dict[Path, str] = {}
+    for name, path in directories.items():
+        if not any(path.is_relative_to(faulty) for faulty in found) and (fault := fault_of(name, path)):
+            found[path] = fault
+    return list(found.values())
+
+
+def directory_fault(name: str, path: Path, way_out: str, *, create: bool = True, shared: bool = True) -> str | None:
+    """Why nothing can be written into the directory `path`, which is the setting `name`; None where it can."""
+    try:
+        if create:
+            make_directory(path, shared=shared)
+        _probe(path if create else _nearest_existing(path))
+    except OSError as error:
+        reason = "it is not a directory" if isinstance(error, FileExistsError) else error.strerror or error
+        return f"`{name}` {str(path)!r} cannot be written: {reason}. {way_out}"
+    return None
+
+
+def _nearest_existing(path: Path) -> Path:
+    while True:
+        try:
+            os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            path = path.parent
+        else:
+            return path
+
+
+def _probe(directory: Path) -> None:
+    """Write and remove a file; permission bits alone say nothing about read-only mounts, quotas or a full disk."""
+    probe = directory / temporary_name("probe")
+    descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        probe.unlink()  # first, so that a kill leaves nothing
+        os.write(descriptor, b"genlight")
+    finally:
+        os.close(descriptor)
+
+
+# the run that holds it
+
+
+@contextlib.contextmanager
+def lock_artifacts(config: RunConfig) -> Iterator[None]:
+    """Hold the artifact directories of `config`, which must exist, for this process; raises as `lock_directory`."""
+    root = config.artifacts_dir.resolve()
+    others = {d.resolve() for d in (config.checkpoints_dir, config.samples_dir, config.metrics_dir)}
+    with contextlib.ExitStack() as stack:
+        for directory in [root, *sorted(d for d in others if not d.is_relative_to(root))]:
+            stack.callback(lock_directory(directory, config.run_id).release)
+        yield
+
+
+def lock_directory(directory: Path, run_id: str) -> FileLock:
+    """Hold a directory, which must exist, for this process, under the name `run_id`.
+
+    Raises:
+        StartupContractError: ``startup.artifacts_in_use``: another live process holds it, or its file system has no
+            locks; ``startup.invalid_artifact_paths``: its lock cannot be opened.
+    """
+    path = directory / LOCK_NAME
+    try:
+        lock = FileLock(path, tries=TRIES)
+    except LockHeldError:
+        raise StartupContractError(
+            IN_USE,
+            f"{str(directory)!r} is in use by a live run ({_holder(directory)}). "
+            "Wait until it has ended, end it, or choose another artifacts directory.",
+        ) from None
+    except OSError as error:
+        has_locks = not isinstance(error, NoLocksError)
+        refused = "opened" if has_locks else "locked, since that takes a file system with locks"
+        text = f"{str(path)!r} cannot be {refused}: {error.strerror}. {WAY_OUT}"
+        raise StartupContractError(INVALID if has_locks else IN_USE, text) from error
+    me = {"pid": os.getpid(), "host": socket.gethostname(), "run_id": run_id}
+    os.ftruncate(lock.descriptor, 0)
+    os.pwrite(lock.descriptor, json.dumps(me).encode(), 0)
+    return lock
+
+
+def lock_holder(directory: Path) -> str | None:
+    """Who holds an artifacts directory, in words; None when no process does. Neither makes nor keeps a lock."""
+    return _holder(directory) if is_held(directory / LOCK_NAME) else None
+
+
+def _holder(directory: Path) -> str:
+    holder = last_holder(directory)
+    try:
+        return f"process {holder['pid']} on {holder['host']}, run {holder['run_id']!r}"
+    except KeyError:
+        return "which has not yet written its name"
+
+
+def last_holder(directory: Path) -> dict[str, Any]:
+    """Who took the lock of a directory last: ``pid``, ``host``, ``run_id``; empty where that is not known."""
+    try:
+        holder = json.loads(read_own(directory / LOCK_NAME, limit=LARGEST_NOTE_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+# the request to stop it
+
+
+def request_stop(directory: Path) -> None:
+    """Ask the run that holds a directory to stop, on whatever host it is.
+
+    Raises:
+        OSError: The directory cannot be written.
+    """
+    write_bytes_durably(directory / STOP_NAME, b"1\n", mode=PRIVATE_FILE)
+
+
+def withdraw_stop(directory: Path) -> None:
+    """Take such a request back, which was meant for an attempt that has ended."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        (directory / STOP_NAME).unlink()
