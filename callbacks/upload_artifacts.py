@@ -117,7 +117,7 @@ class UploadArtifacts(Hook):
     def waiting(self) -> int:
         """How many checkpoints and samples have not been delivered yet."""
         queue = None if self._uploader is None else self._uploader.queue
-        return 0 if queue is None else len(queue.entries("checkpoint")) + len(queue.entries("sample"))
+        return 0 if queue is None else len(queue.entries("checkpoint", "sample"))
 
     # what a run reports
 
@@ -259,7 +259,7 @@ class UploadArtifacts(Hook):
         enqueue(self._uploader, record)
 
     def _waiting_files(self) -> set[Path]:
-        return set() if self._uploader is None else self._uploader.waiting_files()
+        return set() if self._uploader is None else self._uploader.queue.unlinked_files()
 
     def _queue_metrics(self, metrics: Any, step: int) -> None:
         if self._uploader is not None:
@@ -345,7 +345,7 @@ def settle_fit(
             `error` to end with.
     """
     refusal = uploader.settle(progress=log.info).error()
-    payload = _terminal(trainer, error if error is not None else refusal, uploader.starts, newest)
+    payload = _terminal(trainer, error if error is not None else refusal, newest)
     unacknowledged = uploader.deliver_terminal(payload).error()  # sent whether or not an upload was refused
     failure = refusal or unacknowledged
     if failure is not None and error is None:
@@ -354,17 +354,15 @@ def settle_fit(
         log.error("uploads of the failed run: %s", failure)
 
 
-def _terminal(
-    trainer: pl.Trainer, error: BaseException | None, attempt: int, newest: CheckpointRecord | None
-) -> TerminalPayload:
+def _terminal(trainer: pl.Trainer, error: BaseException | None, newest: CheckpointRecord | None) -> TerminalPayload:
     """How the run ended, with the text that its event log gets too."""
     step = trainer.global_step
     checkpoint = None if newest is None else str(newest.reported_path)
     if error is None:
-        return TerminalPayload("completed", step, checkpoint, attempt=attempt)
+        return TerminalPayload("completed", step, checkpoint)
     secrets = secrets_of_module(trainer.lightning_module)
     text = describe_failure(error, has_checkpoint=checkpoint is not None, secrets=secrets).text
-    return TerminalPayload("failed", step, checkpoint, error=text, attempt=attempt)
+    return TerminalPayload("failed", step, checkpoint, error=text)
 
 
 def await_checkpoints(trainer: pl.Trainer) -> None:

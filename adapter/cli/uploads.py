@@ -12,14 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...reporters.uploads.config import QUEUE_DIRECTORY, UploadConfig
-from ...reporters.uploads.queue import ABOUT, Artifact, Description, Entry, read_description, read_entries
-from ...reporters.uploads.targets import open_target
+from ...reporters.uploads.config import ENDPOINT, FILE_STORE, QUEUE_DIRECTORY, UploadConfig
+from ...reporters.uploads.queue import LOCK, Entry, read_entries
 from ..contract.exceptions import StartupContractError, UploadError
 from ..job.config import RunConfig, read_run_config
 from ..job.sources import JOB_VARIABLE
 from ..plumbing.redaction import redact
-from ..plumbing.urls import safe_url
 from ..run.uploads import upload_config
 from .terminal import complain, say
 
@@ -53,14 +51,14 @@ def run(args: argparse.Namespace) -> int:
     if not queue.is_dir():
         problem = f"{queue} is not a directory" if queue.exists() else f"there is no directory {queue}"
         return complain("uploads", f"{problem}; name the artifacts directory of a run")
-    if not (queue / ABOUT).exists():
+    if not (queue / LOCK).exists():
         return complain("uploads", f"nothing is waiting: {queue} has no upload queue", _DELIVERED)
     try:
-        about, entries = read_description(queue), read_entries(queue)
+        entries = read_entries(queue)
     except UploadError as error:
         return complain("uploads", str(error))
     if args.action == "retry":
-        return _retry(args, queue, about, entries)
+        return _retry(args, queue, entries)
     _list(entries, queue.parent, as_json=args.json)
     return _DELIVERED
 
@@ -85,59 +83,75 @@ def _list(entries: Sequence[Entry], root: Path, *, as_json: bool) -> None:
 
 def _facts(entry: Entry, root: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {"seq": entry.seq, "kind": entry.kind, "step": entry.step, "name": "", "size_bytes": 0}
-    facts["state"] = f"refused ({entry.failure})" if entry.failure else "waiting"
-    if entry.kind in ("checkpoint", "sample"):
-        artifact: Artifact = entry.body
-        facts["name"] = str(root / artifact.local_path)
-        facts["size_bytes"] = sum(file.size_bytes for file in artifact.files)
-        facts["files"], facts["files_sent"] = len(artifact.files), sum(part.startswith("put:") for part in entry.parts)
-        if any(not file.location(root).exists() for file in artifact.files):
-            facts["state"] = "lost (files are gone)"
+    facts["state"] = f"refused ({entry.reason})" if entry.refused else "waiting"
+    if entry.files:
+        facts["name"] = str(root / entry.local_path)
+        facts["size_bytes"] = sum(file.size_bytes for file in entry.files)
+        facts["files"], facts["files_sent"] = len(entry.files), sum(part.startswith("put:") for part in entry.parts)
     elif entry.kind == "metrics":
-        metrics = entry.body.payload.get("metrics")
+        metrics = entry.payload.get("metrics")
         facts["name"] = ", ".join(sorted(metrics)) if isinstance(metrics, dict) else ""
     else:
-        facts["name"] = str(entry.body.payload.get("status", ""))
+        facts["name"] = str(entry.payload.get("status", ""))
     return facts
 
 
-def _retry(args: argparse.Namespace, queue: Path, about: Description, entries: Sequence[Entry]) -> int:
+def _retry(args: argparse.Namespace, queue: Path, entries: Sequence[Entry]) -> int:
     from ...reporters.uploads.uploader import Uploader
 
-    try:
-        config = _config(args, queue, about)
-        _require_destinations(config, about, entries)
-        uploader = Uploader(config, keep_terminal=True)
-    except (UploadError, StartupContractError, ValueError) as error:
-        return complain("uploads", str(error))
-    with uploader:
-        result = uploader.settle(progress=_show_progress)
-        if result.ok:
-            result = uploader.deliver_waiting_terminal()
-    for item in result.undelivered:
-        complain("uploads", str(item), _LEFT)
+    for run_id in dict.fromkeys(entry.run_id for entry in entries):
+        try:
+            config = _config(args, queue, [entry for entry in entries if entry.run_id == run_id])
+            uploader = Uploader(config, keep_terminal=True)
+        except (UploadError, StartupContractError, ValueError) as error:
+            return complain("uploads", str(error))
+        with uploader:
+            result = uploader.settle(progress=_show_progress)
+            if result.ok:
+                result = uploader.deliver_waiting_terminal()
+        for entry in result.undelivered:
+            complain("uploads", str(entry), _LEFT)
     left = len(read_entries(queue))
     say(f"{len(entries) - left} delivered, {left} left")
     return _LEFT if left else _DELIVERED
 
 
-def _config(args: argparse.Namespace, queue: Path, about: Description) -> UploadConfig:
-    """Settings of the environment, else of the job spec; whose run it is, the queue knows.
+def _config(args: argparse.Namespace, queue: Path, entries: Sequence[Entry]) -> UploadConfig:
+    """Settings of the environment, else of the job spec; whose run it is, its `entries` know.
 
     Where to send what waits, the queue does not decide: it may have come with a folder from elsewhere.
+
+    Raises:
+        UploadError: A destination is missing, without which an entry would wait for ever.
     """
     settings = _settings(args.job)
     places = (settings.checkpoints_dir, settings.samples_dir)
     chosen = settings.source_of("checkpoints_dir"), settings.source_of("samples_dir")
-    return upload_config(
+    config = upload_config(
         settings,
-        run_id=about.run_id,
-        owner=settings.owner or about.owner,
+        run_id=entries[0].run_id,
+        owner=settings.owner or next((entry.owner for entry in entries if entry.owner), ""),
         queue_dir=queue,
         targets=tuple(dict.fromkeys((*settings.uploads.targets, *(args.target or ())))),
         roots=(*(args.root or ()), *(place for place, of in zip(places, chosen, strict=True) if of != "default")),
         deadline_s=args.deadline,
     )
+    missing = {
+        _option(entry, name) for entry in entries for name in set(entry.to) - set(config.destinations(entry.kind))
+    }
+    if missing:
+        raise UploadError(
+            f"Destinations of what waits are missing. Give {', '.join(sorted(missing))}; a target in a run's folder is "
+            "not followed."
+        )
+    return config
+
+
+def _option(entry: Entry, destination: str) -> str:
+    """The variable or option that gives a destination of `entry`."""
+    if destination == FILE_STORE:
+        return "TENSORHUB_URL and TRAINER_CAPABILITY_TOKEN"
+    return f"TRAINER_UPLOAD_{entry.kind.upper()}_URL" if destination == ENDPOINT else f"--target {destination}"
 
 
 def _settings(job: str | None) -> RunConfig:
@@ -152,22 +166,6 @@ def _settings(job: str | None) -> RunConfig:
     if found:
         raise UploadError(redact("; ".join(error.text for error in found), config.secrets))
     return config
-
-
-def _require_destinations(config: UploadConfig, about: Description, entries: Sequence[Entry]) -> None:
-    """Refuse what has no destination, which would wait for ever; without its store a checkpoint would have no bytes."""
-    kinds = {entry.kind for entry in entries}
-    missing = [f"TRAINER_UPLOAD_{kind.upper()}_URL" for kind in sorted(kinds) if not config.wants(kind)]
-    if about.stores_files and kinds & {"checkpoint", "sample"} and not config.stores_files():
-        missing += ["TENSORHUB_URL", "TRAINER_CAPABILITY_TOKEN"]
-    if missing:
-        raise UploadError(f"There is no destination for what waits. Set {', '.join(missing)}.")
-    lacking = [name for name in about.targets if name not in {open_target(url).name for url in config.targets}]
-    if lacking and kinds & {"checkpoint", "sample"}:
-        raise UploadError(
-            f"The run also sent its files to {', '.join(map(safe_url, lacking))}. Name that destination "
-            "again with --target or in `uploads.targets` of the job; a target in a run's folder is not followed."
-        )
 
 
 def _show_progress(line: str) -> None:

@@ -386,8 +386,7 @@ class Session:
         """Send the terminal message and wait until it is acknowledged; what went wrong, None where nothing did."""
         if self.uploader is None:
             return None
-        attempt = 1 if self.event_log is None else self.event_log.attempt
-        return self.uploader.deliver_terminal(replace(payload, attempt=attempt), deadline_s=self._left_s()).error()
+        return self.uploader.deliver_terminal(payload, deadline_s=self._left_s()).error()
 
 
 class FollowerSession(Session):

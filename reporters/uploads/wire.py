@@ -1,12 +1,13 @@
 """The protocol of uploads: payloads, addresses and keys, and their transfer by a JSON POST or a streamed file.
 
-Every error of a transfer becomes `TryAgain` or `Refused`.
+Every error of a transfer becomes `TransientError` or `Refused`.
 """
 
 from __future__ import annotations
 
 import base64
 import errno
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -23,56 +24,39 @@ from ...adapter.plumbing.http import failure_text
 from ...adapter.plumbing.retry import TransientError, is_transient, parsed_date, retry_after_s
 from ...adapter.plumbing.safe_open import open_regular
 from ...adapter.plumbing.urls import safe_url
-from .queue import Kind, UploadedFile
+from .queue import Entry, Kind, UploadedFile
 
 __all__ = [
     "ANSWER_LIMIT_BYTES",
     "Contradicted",
-    "FileBody",
-    "FileFacts",
     "Interrupted",
     "Refused",
     "TerminalPayload",
-    "TryAgain",
     "Wire",
     "artifact_payload",
     "encode",
     "facts_of",
     "file_url",
     "idempotency_key",
-    "metrics_payload",
     "outcome_of_status",
     "remote_name",
+    "sha256_of",
     "terminal_payload",
 ]
-
-_FOLDERS: dict[str, str] = {"checkpoint": "checkpoints", "sample": "samples"}
-
-
-@dataclass(frozen=True)
-class FileFacts:
-    """Size and digest of a local file, or of the files of a directory: `sha256` (hex) is None for a directory."""
-
-    size_bytes: int
-    sha256: str | None
 
 
 @dataclass(frozen=True)
 class TerminalPayload:
     """The one message that says how a run ended.
 
-    `final_checkpoint` is a local path. `final_checkpoint_ref` and `final_checkpoint_sha256` are filled in from its
-    uploads where they are left out. `attempt` is not sent; it distinguishes the failures of two attempts.
+    `final_checkpoint` is a local path; reference and digest of it are filled in from its upload.
     """
 
     status: Literal["completed", "failed"]
     step: int
     final_checkpoint: str | None = None
-    final_checkpoint_ref: str | None = None
-    final_checkpoint_sha256: str | None = None
     error: str | None = None
     """Category and safe text, as in the terminal event; None for ``completed``."""
-    attempt: int = 1
 
 
 def encode(payload: Mapping[str, Any]) -> bytes:
@@ -95,46 +79,40 @@ def idempotency_key(run_id: str, kind: str, step: int, name: str, digest: str) -
     return hashlib.sha256(identity).hexdigest()[:40]
 
 
-def metrics_payload(run_id: str, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
-    """Body of a metrics POST."""
-    return {"run_id": run_id, "kind": "metrics", "step": step, "metrics": dict(metrics)}
-
-
-def artifact_payload(
-    run_id: str, kind: Kind, step: int, local_path: str, facts: FileFacts, uploaded: UploadedFile | None, *, final: bool
-) -> dict[str, Any]:
-    """Body of a checkpoint or sample POST.
+def artifact_payload(entry: Entry, path: str, facts: UploadedFile, *, is_stored: bool) -> dict[str, Any]:
+    """Body of the POST about the file or folder of a checkpoint or sample at `path`.
 
     Without a file store `file_ref` is empty, `uploaded_size_bytes` is null, and `sha256` is our own digest.
     """
     payload: dict[str, Any] = {
-        "run_id": run_id,
-        "kind": kind,
-        "step": step,
-        "local_path": local_path,
+        "run_id": entry.run_id,
+        "kind": entry.kind,
+        "step": entry.step,
+        "local_path": path,
         "size_bytes": facts.size_bytes,
-        "file_ref": (uploaded.ref if uploaded else None) or "",
-        "sha256": uploaded.sha256 if uploaded else facts.sha256,
-        "uploaded_size_bytes": uploaded.size_bytes if uploaded else None,
+        "file_ref": facts.ref or "",
+        "sha256": facts.sha256,
+        "uploaded_size_bytes": facts.size_bytes if is_stored else None,
     }
-    if kind == "checkpoint":
-        payload["final"] = final
+    if entry.kind == "checkpoint":
+        payload["final"] = entry.final
     return payload
 
 
-def terminal_payload(run_id: str, terminal: TerminalPayload) -> dict[str, Any]:
+def terminal_payload(run_id: str, terminal: TerminalPayload, uploaded: UploadedFile | None) -> dict[str, Any]:
     """Body of the terminal POST.
 
     `final_checkpoint` is the store's reference where there is one, else the local path; a text that is absent is empty.
     """
+    ref = uploaded.ref if uploaded else None
     return {
         "run_id": run_id,
         "kind": "terminal",
         "status": terminal.status,
         "step": terminal.step,
-        "final_checkpoint": terminal.final_checkpoint_ref or terminal.final_checkpoint,
-        "final_checkpoint_ref": terminal.final_checkpoint_ref or "",
-        "final_checkpoint_sha256": terminal.final_checkpoint_sha256,
+        "final_checkpoint": ref or terminal.final_checkpoint,
+        "final_checkpoint_ref": ref or "",
+        "final_checkpoint_sha256": uploaded.sha256 if uploaded else None,
         "error": terminal.error or "",
     }
 
@@ -148,7 +126,7 @@ def remote_name(step: int, relative_name: str, *, final: bool) -> str:
 def file_url(base: str, owner: str, run_id: str, kind: Kind, name: str) -> str:
     """Address of a file in the store; a query of `base`, such as a signature, is kept."""
     path, question_mark, query = base.partition("?")
-    parts = (owner, "runs", run_id, _FOLDERS[kind], name)
+    parts = (owner, "runs", run_id, f"{kind}s", name)
     joined = "/".join(quote(part, safe="") for part in parts)
     return f"{path.rstrip('/')}/api/v1/file/v1/{joined}{question_mark}{query}"
 
@@ -161,11 +139,7 @@ _ADVICE_IF_SENT = "it refuses the token of `TRAINER_CAPABILITY_TOKEN`, or of the
 _ADVICE_IF_NOT_SENT = "no token was sent; set `TRAINER_CAPABILITY_TOKEN`"
 
 
-class TryAgain(TransientError):
-    """The transfer failed in a way that may pass."""
-
-
-class Contradicted(TryAgain):
+class Contradicted(TransientError):
     """The store received something else than was sent, by its own words; a repetition is worth little."""
 
 
@@ -189,7 +163,7 @@ class Interrupted(Exception):
 
 def outcome_of_status(
     status: int, headers: Mapping[str, str], where: str, *, advice: str = ""
-) -> TryAgain | Refused | None:
+) -> TransientError | Refused | None:
     """None for success, else what to raise.
 
     Args:
@@ -204,7 +178,7 @@ def outcome_of_status(
     if is_transient(status):
         # By the server's own clock where it sends the time: ours may be hours off.
         now = parsed_date(headers.get("Date", "")) or datetime.now(UTC)
-        return TryAgain(reason, retry_after_s(headers.get("Retry-After"), now))
+        return TransientError(reason, retry_after_s(headers.get("Retry-After"), now))
     if status in (401, 403):
         return Refused(f"{reason}; {advice}" if advice else reason, auth=True)
     return Refused(reason)
@@ -224,7 +198,7 @@ class FileBody(httpx2.SyncByteStream):
                     raise Interrupted
                 chunk = file.read(min(CHUNK_BYTES, left))
                 if not chunk:
-                    raise TryAgain(f"{self._path.name} became shorter while it was sent")
+                    raise TransientError(f"{self._path.name} became shorter while it was sent")
                 left -= len(chunk)
                 yield chunk
 
@@ -259,35 +233,36 @@ class Wire:
             key: Idempotency key.
 
         Raises:
-            TryAgain: A network error, or a status that may pass.
+            TransientError: A network error, or a status that may pass.
             Refused: Any other answer than success.
         """
         headers = {"Content-Type": "application/json", "Idempotency-Key": key}
         self._exchange(self._client.build_request("POST", url, content=body, headers=headers))
 
-    def put_file(self, url: str, path: Path, facts: FileFacts, key: str) -> UploadedFile:
+    def put_file(self, url: str, path: Path, size_bytes: int, sha256: str, key: str) -> UploadedFile:
         """Stream a file to the store and check what the store says of it.
 
         Args:
             url: Address of the file in the store.
             path: The local file.
-            facts: Its size and digest.
+            size_bytes: Its size.
+            sha256: Its digest.
             key: Idempotency key.
 
         Raises:
             Contradicted: The store's digest or size is another one than ours.
-            TryAgain: A network error, or a status that may pass.
+            TransientError: A network error, or a status that may pass.
             Refused: The file is gone, or any other answer than success.
         """
         headers = {
             "Content-Type": "application/octet-stream",
-            "Content-Length": str(facts.size_bytes),
+            "Content-Length": str(size_bytes),
             "Idempotency-Key": key,
-            "Repr-Digest": f"sha-256=:{base64.b64encode(bytes.fromhex(facts.sha256 or '')).decode()}:",
+            "Repr-Digest": f"sha-256=:{base64.b64encode(bytes.fromhex(sha256)).decode()}:",
         }
         request = self._client.build_request("PUT", url, headers=headers)
-        request.stream = FileBody(path, facts.size_bytes, self._interrupted)
-        return _checked_answer(self._exchange(request), facts, safe_url(url))
+        request.stream = FileBody(path, size_bytes, self._interrupted)
+        return _checked_answer(self._exchange(request), size_bytes, sha256, safe_url(url))
 
     def _exchange(self, request: httpx2.Request) -> bytes:
         where = safe_url(str(request.url))
@@ -298,7 +273,7 @@ class Wire:
             finally:
                 response.close()
         except (httpx2.TransportError, httpx2.StreamError, httpx2.DecodingError) as error:
-            raise TryAgain(f"{failure_text(error)} at {where}") from error
+            raise TransientError(f"{failure_text(error)} at {where}") from error
         except (httpx2.TooManyRedirects, httpx2.InvalidURL) as error:
             raise Refused(f"{failure_text(error)} at {where}") from error
         if response.request.method != request.method or response.is_redirect:
@@ -320,44 +295,43 @@ def _limited(response: httpx2.Response, where: str) -> bytes:
     return bytes(content)
 
 
-def _checked_answer(content: bytes, facts: FileFacts, where: str) -> UploadedFile:
+def _checked_answer(content: bytes, size_bytes: int, sha256: str, where: str) -> UploadedFile:
     """The store's answer about the file; fields that it leaves out are taken from ours.
 
-    A store that names no digest proves nothing, and the contract does not ask it to.
+    An empty answer says nothing, and a page of some proxy is not an acknowledgement. A store that names no digest
+    proves nothing, and the contract does not ask it to.
     """
-    answer = _json_object(content, where)
-    ours = facts.sha256 or ""
-    theirs = str(answer.get("sha256") or ours).lower().removeprefix("sha256:")
-    if theirs != ours:
-        raise Contradicted(f"{where} reports sha256 {theirs[:64]!r}, but the file's is {ours!r}")
-    size = answer.get("size_bytes")
-    if size is not None and size != facts.size_bytes:
-        raise Contradicted(f"{where} reports {size!r} bytes, but the file has {facts.size_bytes}")
-    ref = answer.get("ref")
-    return UploadedFile(ref if isinstance(ref, str) else None, ours, facts.size_bytes)
-
-
-def _json_object(content: bytes, where: str) -> dict[str, Any]:
-    """The answer of the store; an empty one says nothing, and a page of some proxy is not an acknowledgement."""
     try:
         answer = msgspec.json.decode(content) if content.strip() else {}
     except msgspec.DecodeError as error:
-        raise TryAgain(f"{where} answered with something else than JSON") from error
+        raise TransientError(f"{where} answered with something else than JSON") from error
     if not isinstance(answer, dict):
-        raise TryAgain(f"{where} answered with something other than a JSON object")
-    return answer
+        raise TransientError(f"{where} answered with something other than a JSON object")
+    theirs = str(answer.get("sha256") or sha256).lower().removeprefix("sha256:")
+    if theirs != sha256:
+        raise Contradicted(f"{where} reports sha256 {theirs[:64]!r}, but the file's is {sha256!r}")
+    size = answer.get("size_bytes")
+    if size is not None and size != size_bytes:
+        raise Contradicted(f"{where} reports {size!r} bytes, but the file has {size_bytes}")
+    ref = answer.get("ref")
+    return UploadedFile(ref if isinstance(ref, str) else None, sha256, size_bytes)
 
 
-def facts_of(path: Path) -> FileFacts:
-    """Size and sha256 of a file, read in pieces.
+def facts_of(path: Path) -> UploadedFile:
+    """Size and digest of a file, which is read in pieces only where it has changed since.
 
     Raises:
         Refused: It is gone, or may not be read.
     """
-    digest, size = hashlib.sha256(), 0
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise Refused(f"{path.name} cannot be read: {error.strerror}") from error
+    return UploadedFile(None, sha256_of(path, found.st_size, found.st_mtime_ns), found.st_size)
+
+
+@functools.lru_cache(maxsize=1024)
+def sha256_of(path: Path, _size: int, _mtime_ns: int) -> str:
+    """The digest of a file, for as long as its size and time stay the same."""
     with open_file(path) as file:
-        buffer = memoryview(bytearray(1 << 20))
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            size += count
-    return FileFacts(size, digest.hexdigest())
+        return hashlib.file_digest(file, "sha256").hexdigest()

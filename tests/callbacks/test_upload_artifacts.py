@@ -178,7 +178,7 @@ def test_what_another_run_left_in_the_shared_folder_waits_beside_the_next_run(fi
     chaos.control(tokens=None)
     fit(run_id="run-2")
     assert {message["run_id"] for message in chaos.messages("/checkpoint")} == {"run-2"}
-    assert "holds uploads of run 'run-1'" in caplog.text
+    assert "uploads of run 'run-1' to file store and endpoint wait in" in caplog.text
     assert chaos.messages("/terminal")[-1]["run_id"] == "run-2"
 
 

@@ -70,9 +70,7 @@ def test_an_upload_target_that_cannot_be_reached_is_called_that_and_is_tried_aga
     record = tmp_path / "run" / "final.json"
     record.parent.mkdir()
     record.write_text("{}")
-    config = UploadConfig(
-        "r", tmp_path / "run" / "uploads", targets=[f"ftp://127.0.0.1:{port}/x"], backoff_base_s=0.01, backoff_cap_s=0.1
-    )
+    config = UploadConfig("r", tmp_path / "run" / "uploads", targets=[f"ftp://127.0.0.1:{port}/x"])
     with Uploader(config) as uploader:
         uploader.enqueue_checkpoint(record, step=1)
         error = None

@@ -17,14 +17,15 @@ CLIENT = textwrap.dedent(
     """
     import json, logging, sys
     from pathlib import Path
-    from genlight.reporters.uploads import UploadConfig, Uploader
+    from genlight.adapter.plumbing.retry import RetryPolicy
+    from genlight.reporters.uploads import UploadConfig, Uploader, uploader as uploader_module
 
+    uploader_module.RETRIES = RetryPolicy(1_000_000, first_delay_s=0.002, longest_delay_s=0.02)
     logging.disable(logging.CRITICAL)
     url, run, count = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     config = UploadConfig(
         run_id="run-1", owner="me", token="t", queue_dir=run / "uploads", sample_url=url + "/sample",
-        checkpoint_url=url + "/checkpoint", file_store_url=url, timeout_s=0.25, backoff_base_s=0.002,
-        backoff_cap_s=0.02,
+        checkpoint_url=url + "/checkpoint", file_store_url=url, timeout_s=0.25,
     )
     done = run / "queued"
     uploader = Uploader(config)

