@@ -52,6 +52,8 @@ class FileLock:
 
     Args:
         path: The file.
+        flags: As of ``os.open``.
+        mode: Permissions of a new file.
         tries: How often to try, 50 ms apart: a process that only looks, or is being killed, holds it for a moment.
 
     Raises:
@@ -61,8 +63,15 @@ class FileLock:
         OSError: It cannot be opened.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, tries: int = 1) -> None:
-        self.descriptor = open_locked(path, tries=tries)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        flags: int = os.O_RDWR | os.O_CREAT,
+        mode: int = PRIVATE_FILE,
+        *,
+        tries: int = 1,
+    ) -> None:
+        self.descriptor = open_locked(path, flags, mode, tries=tries)
         _held.add(self)
 
     def release(self) -> None:
