@@ -6,15 +6,12 @@ with sorted keys.
 
 from __future__ import annotations
 
-import math
-import operator
-import os
-from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, TypedDict, get_args
 
 import msgspec
 
 from ...adapter.contract.exceptions import FailureCategory, StopReason
+from .json_lines import encode_json
 
 __all__ = [
     "MAX_STEP",
@@ -30,17 +27,12 @@ __all__ = [
     "Metric",
     "Sample",
     "Started",
-    "checked_step",
-    "checked_text",
     "decode_event",
     "decode_events",
     "encode_event",
     "error_text",
     "event_faults",
     "event_schema",
-    "finite_float",
-    "path_text",
-    "timestamp_ms",
 ]
 
 SCHEMA_VERSION: Final = "trainer_event.v1"
@@ -58,26 +50,27 @@ _Name = Annotated[str, msgspec.Meta(min_length=1)]
 _Step = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP, description="Completed steps.")]
 
 
-class Git(msgspec.Struct):
+class Git(TypedDict, total=False):
     """The commit of an attempt's code."""
 
-    commit: str | _Unset = msgspec.UNSET
-    dirty: bool | _Unset = msgspec.UNSET
+    commit: str
+    dirty: bool
 
 
-class Metadata(msgspec.Struct):
-    """How an attempt came to be, without secrets; `run_metadata` makes it. Other members are allowed."""
+class Metadata(TypedDict, total=False):
+    """How an attempt came to be, without secrets; `run_metadata` makes it. A reader passes over other members."""
 
-    command: str | _Unset = msgspec.UNSET
-    git: Git | _Unset = msgspec.UNSET
-    host: str | _Unset = msgspec.UNSET
-    job: dict[str, Any] | _Unset = msgspec.UNSET
-    last_step: Annotated[int, msgspec.Meta(ge=0)] | _Unset = msgspec.UNSET
-    notes: str | _Unset = msgspec.UNSET
-    packages: dict[str, str] | _Unset = msgspec.UNSET
-    ranks: Annotated[int, msgspec.Meta(ge=1)] | _Unset = msgspec.UNSET
-    seed: int | _Unset = msgspec.UNSET
-    tags: list[str] | _Unset = msgspec.UNSET
+    command: str
+    git: Git
+    host: str
+    job: dict[str, Any]
+    last_step: Annotated[int, msgspec.Meta(ge=0)]
+    notes: str
+    packages: dict[str, str]
+    ranks: Annotated[int, msgspec.Meta(ge=1)]
+    seed: int
+    source: str
+    tags: list[str]
 
 
 class _Common(msgspec.Struct, tag_field="event", tag=str.lower, gc=False, kw_only=True):
@@ -102,7 +95,7 @@ class Started(_Common):
     ) = msgspec.UNSET
     metadata: (
         Annotated[
-            dict[str, Any],
+            Metadata,
             msgspec.Meta(
                 description="How the attempt came to be: `command`, `git` (`commit`, `dirty`), `host`, `packages` "
                 "(versions by name), the job's `tags`, `notes` and `seed`, and its settings by dotted name (`job`); "
@@ -112,10 +105,6 @@ class Started(_Common):
         ]
         | _Unset
     ) = msgspec.UNSET
-
-    def __post_init__(self) -> None:
-        if self.metadata is not msgspec.UNSET:
-            msgspec.convert(self.metadata, Metadata)
 
 
 class Metric(_Common):
@@ -205,12 +194,9 @@ class Failed(_Common):
 
 Event = Started | Metric | Checkpoint | Sample | Completed | Failed
 
-KINDS: Final[Mapping[str, type[Event]]] = {kind.__name__.lower(): kind for kind in get_args(Event)}
-"""Each kind of event by its ``event``."""
 _OPTIONAL: Final = frozenset({"attempt", "finite", "metadata", "stopped", "value_text"})
 """Keys that a sound line may lack."""
 
-_encode = msgspec.json.Encoder(order="sorted").encode
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 decode_event: Final = _decoder.decode
 """The event of a line. Raises ValueError, or RecursionError for one that is nested too deeply."""
@@ -219,24 +205,14 @@ decode_events: Final = _decoder.decode_lines
 
 
 def encode_event(event: Event) -> bytes:
-    """The line of `event`, newline included; half surrogate pairs, which UTF-8 has no bytes for, are spelled out."""
-    try:
-        return _encode(event) + b"\n"
-    except UnicodeEncodeError:
-        texts = {name: text for name, text in msgspec.structs.asdict(event).items() if isinstance(text, str)}
-        spelled = {name: text.encode("utf-8", "backslashreplace").decode("utf-8") for name, text in texts.items()}
-        return _encode(msgspec.structs.replace(event, **spelled)) + b"\n"
+    """The line of `event`, newline included."""
+    return encode_json(event) + b"\n"
 
 
 def event_schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of one line of an event log."""
-    _, shapes = msgspec.json.schema_components([*KINDS.values(), Metadata], ref_template="#/$defs/{name}")
-    started = shapes["Started"]["properties"]
-    started["metadata"] = {
-        "type": "object",
-        "$ref": "#/$defs/Metadata",
-        "description": started["metadata"]["description"],
-    }
+    kinds = get_args(Event)
+    _, shapes = msgspec.json.schema_components(kinds, ref_template="#/$defs/{name}")
     shapes["Metric"]["oneOf"] = [
         {"properties": {"value": {"type": "number"}, "value_text": False}},
         {"properties": {"value": {"type": "null"}}, "required": ["value_text"]},
@@ -246,7 +222,7 @@ def event_schema() -> dict[str, Any]:
     shapes["Failed"]["anyOf"] = [
         {"properties": {"category": {"const": category}, "error": error}} for category, error in error_of.items()
     ]
-    for kind in KINDS.values():
+    for kind in kinds:
         shapes[kind.__name__] |= {"required": sorted(_required(kind)), "additionalProperties": False}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -254,7 +230,7 @@ def event_schema() -> dict[str, Any]:
         "title": SCHEMA_VERSION,
         "description": "One line of a training run's event log. Rules between lines (seq, one terminal event an "
         "attempt, order) are beyond a schema; `genlight events FILE --check` proves them.",
-        "oneOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in KINDS.values()],
+        "oneOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in kinds],
         "$defs": shapes,
     }
 
@@ -276,87 +252,6 @@ def event_faults(event: object) -> list[str]:
 
 def _required(kind: type[Event]) -> frozenset[str]:
     return frozenset({"event", *kind.__struct_fields__}) - _OPTIONAL
-
-
-def timestamp_ms(now_ns: int) -> int:
-    """Nanoseconds since the epoch as an event has them: whole milliseconds that fit into 64 bits, from 0 on.
-
-    A machine whose clock was never set may count from before 1970, or far in the future.
-    """
-    return max(0, min(now_ns // 1_000_000, 2**63 - 1))
-
-
-def checked_text(field: str, value: Any) -> str:
-    """`value` as a plain, non-empty text.
-
-    Raises:
-        TypeError: It is not a string.
-        ValueError: It is empty.
-    """
-    if not isinstance(value, str):
-        raise TypeError(f"Invalid `{field}`. Expected a string, but received {value!r}.")
-    if not value:
-        raise ValueError(f"Invalid `{field}`. Expected a non-empty string, but received ''.")
-    return str.__str__(value)
-
-
-def path_text(field: str, value: Any) -> str:
-    """A path of any kind as text.
-
-    Raises:
-        TypeError: It is not a path.
-        ValueError: It is empty.
-    """
-    try:
-        return checked_text(field, os.fsdecode(value))
-    except TypeError:
-        raise TypeError(f"Invalid `{field}`. Expected a path, but received {value!r}.") from None
-
-
-def checked_step(value: Any, name: str = "step") -> int:
-    """A number of completed steps, or whatever else `name` counts.
-
-    Raises:
-        TypeError: It is not an integer.
-        ValueError: It is negative, or does not fit into 64 bits.
-    """
-    try:
-        step = operator.index(value)
-    except TypeError:
-        raise TypeError(f"Invalid `{name}`. Expected an integer >= 0, but received {value!r}.") from None
-    if not 0 <= step <= MAX_STEP:
-        raise ValueError(f"Invalid `{name}`. Expected an integer from 0 to 2**63 - 1, but received {step}.")
-    return int(step)
-
-
-def finite_float(name: str, value: Any) -> float | str:
-    """The value of a metric, from a number, a numpy scalar or a tensor of one element: a text if it is not finite.
-
-    Raises:
-        TypeError: The value is not a real number.
-        ValueError: It is an integer beyond the range of a float.
-    """
-    number = value if type(value) is float else _as_float(name, value)
-    if math.isfinite(number):
-        return number
-    return "nan" if number != number else ("inf" if number > 0 else "-inf")
-
-
-def _as_float(name: str, value: Any) -> float:
-    if isinstance(value, (str, bytes, bytearray)):
-        raise TypeError(f"Invalid value of metric {name!r}. Expected a number, but received {value!r}.")
-    try:
-        # `item` before `float`: tensors that require a gradient and one-element arrays warn on `float`.
-        return float(value.item() if hasattr(value, "item") else value)
-    except OverflowError:
-        raise ValueError(
-            f"Invalid value of metric {name!r}. Expected a number within the range of a float, "
-            f"but received an integer of {value.bit_length()} bits."
-        ) from None
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"Invalid value of metric {name!r}. Expected one number, but received {type(value).__name__}: {error}."
-        ) from error
 
 
 def error_text(error: Any, category: str) -> str:

@@ -7,6 +7,8 @@ log that was written through it always passes ``genlight events FILE --check``.
 from __future__ import annotations
 
 import logging
+import math
+import operator
 import os
 import threading
 import time
@@ -19,6 +21,8 @@ import msgspec
 from ...adapter.contract.exceptions import EventLogError, FailureCategory, StopReason
 from ...adapter.plumbing.failures import Failure
 from .event import (
+    MAX_STEP,
+    SCHEMA_VERSION,
     STOP_REASONS,
     Checkpoint,
     Completed,
@@ -27,19 +31,15 @@ from .event import (
     Metric,
     Sample,
     Started,
-    checked_step,
-    checked_text,
+    decode_event,
     encode_event,
     error_text,
-    finite_float,
-    path_text,
-    timestamp_ms,
 )
-from .jsonl_file import LineFile
-from .reader import count_started, last_seq
+from .json_lines import LineFile, storable
+from .reader import count_started
 from .validation import Attempt, Phase
 
-__all__ = ["EventLog"]
+__all__ = ["EventLog", "checked_step", "checked_text", "finite_float"]
 
 log = logging.getLogger(__name__)
 
@@ -78,19 +78,14 @@ class EventLog:
         run_id: str,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
-        _check_run_id(run_id)
-        self.run_id = run_id
+        self.run_id = storable(checked_text("run_id", run_id, may_be_empty=True))
         self.last_checkpoint: str | None = None
         self._clock = clock
         self._lock = threading.Lock()
-        self._file = LineFile(path)
-        try:
-            self._last_seq_found = last_seq(self._file.last_line, self._file.path)
-            self.attempt = 1 + count_started(self._file.path, run_id)
-        except BaseException:
-            self._file.close()
-            raise
-        self._rules = Attempt(run_id)
+        self._file = LineFile(path, decode_event, f"an event of {SCHEMA_VERSION}")
+        self._last_seq_found: int = 0 if self._file.last is None else self._file.last.seq
+        self.attempt = 1 + count_started(self._file.path, self.run_id)
+        self._rules = Attempt(self.run_id)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_lock"}
@@ -143,7 +138,7 @@ class EventLog:
 
         Raises:
             TypeError: The value is not one real number, the name is not a string, or the step is not an integer.
-            ValueError: The name is empty, the step negative, or an integer value beyond the range of a float.
+            ValueError: The name is empty, or the step negative.
             EventLogError: The attempt has not started or is over, a checkpoint of this step was reported before, or
                 the line could not be written.
         """
@@ -178,14 +173,14 @@ class EventLog:
             ValueError: `path` is empty, or `step` negative.
             EventLogError: The attempt has not started or is over, or the line could not be written.
         """
-        text = path_text("path", path)
+        text = _path_text("path", path)
         self._write(Checkpoint, {"path": text, "step": checked_step(step)})
         self.last_checkpoint = text
         self._file.sync()
 
     def sample(self, *, path: str | os.PathLike[str], step: int) -> None:
         """A sample was written; raises as `checkpoint` does."""
-        self._write(Sample, {"path": path_text("path", path), "step": checked_step(step)})
+        self._write(Sample, {"path": _path_text("path", path), "step": checked_step(step)})
 
     def completed(
         self,
@@ -209,7 +204,7 @@ class EventLog:
             EventLogError: The attempt has not started or is over, or the line could not be written.
         """
         step = checked_step(step)
-        final = None if final_checkpoint is None else path_text("final_checkpoint", final_checkpoint)
+        final = None if final_checkpoint is None else _path_text("final_checkpoint", final_checkpoint)
         reason = msgspec.UNSET if stopped is None else checked_text("stopped", stopped)
         known = msgspec.UNSET if finite else False
         self._write(Completed, {"step": step, "final_checkpoint": final, "stopped": reason, "finite": known})
@@ -274,7 +269,7 @@ class EventLog:
         name = kind.__name__.lower()
         self._refuse_if_closed(name)
         with self._lock:
-            common: dict[str, Any] = {"run_id": self.run_id, "timestamp_ms": timestamp_ms(self._clock())}
+            common: dict[str, Any] = {"run_id": self.run_id, "timestamp_ms": _timestamp_ms(self._clock())}
             seq = self.seq + 1
             events = [kind(seq=seq + nth, **common, **each) for nth, each in enumerate(fields)]
             for event in events:
@@ -300,12 +295,71 @@ class EventLog:
         return EventLogError(f"cannot write {event!r} to {self.path}: {why}")
 
 
-def _check_run_id(run_id: Any) -> None:
-    if not isinstance(run_id, str):
-        raise TypeError(f"Invalid `run_id`. Expected a string, but received {run_id!r}.")
+def _timestamp_ms(now_ns: int) -> int:
+    """Nanoseconds since the epoch as an event has them: whole milliseconds that fit into 64 bits, from 0 on.
+
+    A machine whose clock was never set may count from before 1970, or far in the future.
+    """
+    return max(0, min(now_ns // 1_000_000, MAX_STEP))
+
+
+def checked_text(field: str, value: Any, *, may_be_empty: bool = False) -> str:
+    """`value` as a plain text.
+
+    Raises:
+        TypeError: It is not a string.
+        ValueError: It is empty.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"Invalid `{field}`. Expected a string, but received {value!r}.")
+    if not value and not may_be_empty:
+        raise ValueError(f"Invalid `{field}`. Expected a non-empty string, but received ''.")
+    return str.__str__(value)
+
+
+def _path_text(field: str, value: Any) -> str:
+    """A path of any kind as text; raises as `checked_text`."""
     try:
-        run_id.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"Invalid `run_id`. Expected a string that UTF-8 can hold, but received {run_id!r}."
+        return checked_text(field, os.fsdecode(value))
+    except TypeError:
+        raise TypeError(f"Invalid `{field}`. Expected a path, but received {value!r}.") from None
+
+
+def checked_step(value: Any, name: str = "step") -> int:
+    """A number of completed steps, or whatever else `name` counts.
+
+    Raises:
+        TypeError: It is not an integer.
+        ValueError: It is negative, or does not fit into 64 bits.
+    """
+    try:
+        step = operator.index(value)
+    except TypeError:
+        raise TypeError(f"Invalid `{name}`. Expected an integer >= 0, but received {value!r}.") from None
+    if not 0 <= step <= MAX_STEP:
+        raise ValueError(f"Invalid `{name}`. Expected an integer from 0 to 2**63 - 1, but received {step}.")
+    return int(step)
+
+
+def finite_float(name: str, value: Any) -> float | str:
+    """The value of a metric, from a number, a numpy scalar or a tensor of one element: a text if it is not finite.
+
+    Raises:
+        TypeError: The value is not a real number within the range of a float.
+    """
+    number = value if type(value) is float else _as_float(name, value)
+    if math.isfinite(number):
+        return number
+    return "nan" if number != number else ("inf" if number > 0 else "-inf")
+
+
+def _as_float(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, (str, bytes, bytearray)):
+            raise TypeError(f"{value!r} is a text")
+        # `item` before `float`: tensors that require a gradient and one-element arrays warn on `float`.
+        return float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(
+            f"Invalid value of metric {name!r}. Expected one number, but received {type(value).__name__}: {error}."
         ) from error

@@ -29,7 +29,7 @@ from .event import (
     encode_event,
     event_faults,
 )
-from .reader import decode_object, whole_lines
+from .json_lines import Position, decode_object, whole_lines
 
 __all__ = ["Attempt", "Fault", "Phase", "Violation", "iter_violations", "validate_events"]
 
@@ -145,9 +145,9 @@ def validate_events(path: str | os.PathLike[str]) -> list[Violation]:
 
 def iter_violations(path: str | os.PathLike[str]) -> Iterator[Violation]:
     """As `validate_events`, one by one: for a log that is larger than memory."""
-    rules = _Rules()
-    for number, line in whole_lines(path):
-        event = _metric_as_written(line)
+    rules, position = _Rules(), Position()
+    for line in whole_lines(path, position):
+        number, event = position.line, _metric_as_written(line)
         # Nearly all lines of a log are sound by themselves, and looking at how they are written costs the most.
         for rule, message in _faults(number, line, rules) if event is None else rules.check(number, event):
             yield Violation(number, rule, message)
@@ -169,7 +169,7 @@ def _faults(number: int, line: bytes, rules: _Rules) -> Iterator[Fault]:
     """Every fault of a line: how it is written, what is in it, and where it stands."""
     try:
         found = decode_object(line[:-1])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         yield "json", str(error)
         rules.skip(number, {})
         return

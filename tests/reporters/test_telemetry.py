@@ -14,7 +14,7 @@ import pytest
 
 from genlight.adapter.contract.exceptions import EventLogError
 from genlight.reporters import telemetry
-from genlight.reporters.events.jsonl_file import LineFile
+from genlight.reporters.events.json_lines import LineFile
 from genlight.reporters.telemetry import make_run_id, read_events, telemetry_path, write_event
 
 KEYS = {
