@@ -136,14 +136,10 @@ class Entry(msgspec.Struct, kw_only=True):
         is_own_folder = folder.partition("~")[0] == PurePosixPath(self.files[-1].layout).stem
         return rest if rest and is_own_folder and self.kind == "checkpoint" else file.layout
 
-    def has_files_of(self, other: Entry) -> bool:
-        """Whether `other` is about the same files at the same step, none of them changed since."""
-        return (self.step, self.final, self.local_path, self.files) == (
-            other.step,
-            other.final,
-            other.local_path,
-            other.files,
-        )
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What it is about; the same again where neither step nor files have changed."""
+        return self.step, self.final, self.local_path, self.files
 
 
 def pack(root: Path, main: Path, files: Iterable[str | os.PathLike[str]]) -> tuple[File, ...]:
@@ -218,6 +214,11 @@ class Queue:
         try:
             make_directory(self.directory / DELIVERED)
             self._lock = FileLock(self.directory / LOCK)
+            try:
+                self._open(is_ours)
+            except BaseException:
+                self._lock.release()
+                raise
         except (LockHeldError, NoLocksError) as error:
             why = "is in use by another run" if isinstance(error, LockHeldError) else "cannot be locked"
             raise StartupContractError(
@@ -226,15 +227,11 @@ class Queue:
                 "run to end.",
             ) from error
         except OSError as error:
-            raise self._unwritable(error) from error
-        try:
-            self._open(is_ours)
-        except OSError as error:
-            self._lock.release()
-            raise self._unwritable(error) from error
-        except BaseException:
-            self._lock.release()
-            raise
+            raise StartupContractError(
+                "startup.invalid_artifact_paths",
+                f"The upload queue {str(self.directory)!r} cannot be written: {error.strerror or error}. Choose "
+                "another folder: `directory` of UploadArtifacts, or `TRAINER_ARTIFACTS_DIR` for a job.",
+            ) from error
 
     def _open(self, is_ours: Callable[[Entry], bool]) -> None:
         for folder in (self.directory, self.directory / DELIVERED):
@@ -257,13 +254,6 @@ class Queue:
         for name in os.listdir(links) if links.is_dir() else ():
             if not (name.isdecimal() and any(entry.seq == int(name) for entry in waiting)):
                 shutil.rmtree(links / name, ignore_errors=True)  # of a process that died before it added their entry
-
-    def _unwritable(self, error: OSError) -> StartupContractError:
-        return StartupContractError(
-            "startup.invalid_artifact_paths",
-            f"The upload queue {str(self.directory)!r} cannot be written: {error.strerror or error}. Choose another "
-            "folder: `directory` of UploadArtifacts, or `TRAINER_ARTIFACTS_DIR` for a job.",
-        )
 
     def add(self, entry: Entry) -> None:
         """Append an entry; it survives the process when this returns, unless `catch_up` says otherwise.

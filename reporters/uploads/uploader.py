@@ -16,35 +16,26 @@ import sys
 import threading
 import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...adapter.contract.exceptions import ThreadLimitError, UploadError
-from ...adapter.plumbing.http import build_client
 from ...adapter.plumbing.retry import LONGEST_RETRY_AFTER_S, RetryPolicy, TransientError, with_retries
-from ...adapter.plumbing.text import folder_name
 from ...adapter.plumbing.threads import started
 from ...adapter.plumbing.urls import safe_url
-from .config import ENDPOINT, FILE_STORE, UploadConfig
-from .queue import Entry, Kind, Queue, UploadedFile, pack, stored_path
-from .targets import open_target
-from .wire import (
-    Contradicted,
+from ..events.json_lines import encode_json
+from .config import UploadConfig
+from .destinations import (
+    Delivery,
     Interrupted,
     Refused,
+    Send,
     TerminalPayload,
-    Wire,
-    artifact_payload,
-    encode,
-    facts_of,
-    file_url,
     idempotency_key,
-    remote_name,
-    sha256_of,
     terminal_payload,
 )
+from .queue import Entry, Kind, Queue, UploadedFile, pack, stored_path
 
 __all__ = ["SettleResult", "Uploader"]
 
@@ -54,8 +45,6 @@ StrPath = str | os.PathLike[str]
 RETRIES = RetryPolicy(sys.maxsize, first_delay_s=0.5, longest_delay_s=60.0, longest_retry_after_s=LONGEST_RETRY_AFTER_S)
 SETTLING_PAUSE_S = 5.0
 """Longest pause between tries while a run waits for its end, unless the server asks for more."""
-CONTRADICTIONS_ALLOWED = 4
-"""How often a store may report another digest than ours for one entry, before it counts as final."""
 MOST_WAITING_METRICS = 2000
 """Metrics entries that are kept while the endpoint is away; the oldest are dropped first."""
 CLOSE_WAIT_S = 2.0
@@ -121,15 +110,12 @@ class Uploader:
         self._threads: dict[Kind, threading.Thread] = {}
         self._asked_s: dict[Kind, float] = {}
         """How long the server asked to wait, when the last try of a kind failed."""
-        self._contradictions = Counter[int]()
         self._lost_metrics = 0
-        self._targets = {safe_url(url): open_target(url) for url in config.targets}
         with contextlib.ExitStack() as unless_it_opens:
-            self._client = build_client(config.token, config.origins(), timeout_s=config.timeout_s)
-            unless_it_opens.callback(self._client.close)
-            self._wire = Wire(self._client, interrupted=self._closing.is_set)
             self.queue = Queue(config.queue_dir, self._can_deliver)
             unless_it_opens.callback(self.queue.close)
+            self._delivery = Delivery(config, self.queue, self._closing)
+            unless_it_opens.callback(self._delivery.close)
             for entry in self.queue.entries():
                 self._look_at(entry, keep_terminal=keep_terminal)
             unless_it_opens.pop_all()
@@ -168,7 +154,7 @@ class Uploader:
             return
         values = {name: float(value) for name, value in metrics.items()}
         payload = {"run_id": self.config.run_id, "kind": "metrics", "step": step, "metrics": values}
-        digest = hashlib.sha256(encode(payload)).hexdigest()
+        digest = hashlib.sha256(encode_json(payload)).hexdigest()
         for entry in self.queue.entries("metrics")[: -(MOST_WAITING_METRICS - 1)]:
             self.queue.remove(entry)
             self._count_lost_metrics("too many wait for an endpoint that is away")
@@ -221,11 +207,11 @@ class Uploader:
         )
         for other in queue.entries(kind):
             if other.files[-1].path == entry.files[-1].path:
-                if other.has_files_of(entry):
+                if other.identity == entry.identity:
                     return
                 queue.remove(other)
         for other in self._delivered(kind):
-            if other.has_files_of(entry):  # a resumed run queues once more what it goes on from
+            if other.identity == entry.identity:  # a resumed run queues once more what it goes on from
                 entry.parts = dict(other.parts)
         queue.add(entry)
         refusal = queue.catch_up()
@@ -250,7 +236,7 @@ class Uploader:
         stored = stored_path(path, self.queue.root)
         entry = next((each for each in self._delivered("checkpoint") if each.local_path == stored), None)
         try:
-            return None if entry is None else self._facts(entry, entry.subject)
+            return None if entry is None else self._delivery.facts(entry, entry.subject)
         except (Refused, OSError):  # its file is gone
             return None
 
@@ -374,7 +360,7 @@ class Uploader:
         for thread in self._threads.values():
             thread.join(max(0.0, end - time.monotonic()))
         self.queue.close()
-        self._client.close()
+        self._delivery.close()
 
     def __enter__(self) -> Uploader:
         try:
@@ -413,7 +399,7 @@ class Uploader:
         """
         pause = functools.partial(self._pause, entry)
         try:
-            for part, send in self._parts(entry).items():
+            for part, send in self._delivery.parts(entry).items():
                 if part not in entry.parts:
                     entry.parts[part] = with_retries(functools.partial(self._try, entry, send), policy, pause)
                     if entry.files:
@@ -423,23 +409,7 @@ class Uploader:
         else:
             self.queue.finish(entry)
 
-    def _parts(self, entry: Entry) -> dict[str, Callable[[], UploadedFile | None]]:
-        """The transfers of an entry, in order, each with the function that sends it and returns the store's answer."""
-        if not entry.files:
-            return {"post": functools.partial(self._post, entry, entry.payload, entry.key)}
-        parts: dict[str, Callable[[], UploadedFile | None]] = {}
-        for name in entry.to:
-            if name == FILE_STORE:
-                parts |= {f"put:{i}": functools.partial(self._put, entry, i) for i in range(len(entry.files))}
-            elif name == ENDPOINT and entry.kind == "sample":  # a picture can be shown by itself
-                parts |= {f"post:{i}": functools.partial(self._post_about, entry, i) for i in range(len(entry.files))}
-            elif name == ENDPOINT:
-                parts["post"] = functools.partial(self._post_about, entry, entry.subject)
-            else:
-                parts[f"to:{name}"] = functools.partial(self._copy, entry, name)
-        return parts
-
-    def _try(self, entry: Entry, send: Callable[[], UploadedFile | None]) -> UploadedFile | None:
+    def _try(self, entry: Entry, send: Send) -> UploadedFile | None:
         """The result of `send`, whose errors are told apart: worth another try, final, or of a closing uploader."""
         try:
             return send()
@@ -458,7 +428,7 @@ class Uploader:
             raise Interrupted
         self._asked_s[entry.kind] = failed.retry_after_s or 0.0
         level = logging.DEBUG if entry.reason else logging.WARNING
-        log.log(level, "upload of %s failed (%s)%s", entry.kind, failed.reason, _asked(failed))
+        log.log(level, "upload of %s failed: %s", entry.kind, failed.reason)
         entry.reason = failed.reason
         raise failed
 
@@ -474,59 +444,6 @@ class Uploader:
             changed.wait_for(self._closing.is_set, seconds)
         if self._closing.is_set():
             raise Interrupted
-
-    def _put(self, entry: Entry, index: int) -> UploadedFile:
-        """Send a file to the store."""
-        config, file = self.config, entry.files[index]
-        facts = facts_of(self.queue.location(entry, file))
-        name = remote_name(entry.step, entry.name_in_store(file), final=entry.final)
-        url = file_url(config.file_store_url or "", config.owner, entry.run_id, entry.kind, name)
-        key = idempotency_key(entry.run_id, "file", entry.step, name, facts.sha256 or "")
-        try:
-            path = self.queue.location(entry, file)
-            return self._wire.put_file(url, path, facts.size_bytes, facts.sha256 or "", key)
-        except Contradicted as error:
-            sha256_of.cache_clear()  # the file itself may have been replaced
-            self._contradictions[entry.seq] += 1
-            if self._contradictions[entry.seq] > CONTRADICTIONS_ALLOWED:
-                raise Refused(error.reason) from error
-            raise
-
-    def _copy(self, entry: Entry, target: str) -> None:
-        """Copy all files to a target, where they keep their layout."""
-
-        def files() -> Iterator[tuple[str, Path]]:
-            for file in entry.files:
-                if self._closing.is_set():
-                    raise Interrupted
-                place = f"{folder_name(entry.run_id)}/{entry.kind}s/{file.layout}"
-                yield place, self.queue.location(entry, file)
-
-        title = "final" if entry.final else f"step-{entry.step:08d}"
-        self._targets[target].deliver(files(), f"{entry.run_id}: {entry.kind} {title}")
-
-    def _post_about(self, entry: Entry, index: int | None) -> None:
-        """Send the message about a file of an artifact, or about the folder that it reports."""
-        path = entry.local_path if index is None else entry.files[index].path
-        if entry.kind == "sample" and index is not None:
-            name = entry.name_in_store(entry.files[index])
-        else:
-            name = f"final/{Path(path).name}" if entry.final else Path(path).name
-        facts = self._facts(entry, index)
-        digest = facts.sha256 or self._facts(entry, len(entry.files) - 1).sha256
-        is_stored = f"put:{index}" in entry.parts
-        payload = artifact_payload(entry, str(self.queue.root / path), facts, is_stored=is_stored)
-        self._post(entry, payload, idempotency_key(entry.run_id, entry.kind, entry.step, name, digest or ""))
-
-    def _post(self, entry: Entry, payload: Mapping[str, object], key: str) -> None:
-        self._wire.post(self.config.url_of(entry.kind) or "", encode(payload), key)
-
-    def _facts(self, entry: Entry, index: int | None) -> UploadedFile:
-        """The facts about a file of an artifact, by the store where it has it, or about the folder that it reports."""
-        if index is None:
-            inside = [file for file in entry.files if Path(file.path).is_relative_to(entry.local_path)]
-            return UploadedFile(None, None, sum(file.size_bytes for file in inside))
-        return entry.parts.get(f"put:{index}") or facts_of(self.queue.location(entry, entry.files[index]))
 
     def _refuse(self, entry: Entry, error: Refused) -> None:
         """Give `entry` up for this attempt."""
@@ -546,7 +463,3 @@ class Uploader:
         self._lost_metrics += 1
         if self._lost_metrics == 1:
             log.warning("metrics are not uploaded: %s; further ones are only counted", why)
-
-
-def _asked(failed: TransientError) -> str:
-    return "" if failed.retry_after_s is None else f"; the server asks to wait for {failed.retry_after_s:.0f} s"

@@ -522,7 +522,7 @@ def test_how_long_it_waits_for_a_server_that_asked_for_it_is_told(chaos, uploade
     with caplog.at_level("WARNING"):
         uploader.enqueue_metrics({"a": 1.0}, 1)
         wait_until(lambda: caplog.records)
-    assert "the server asks to wait for 777 s" in caplog.text
+    assert "which asks to wait 777 s" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,13 @@
 """Addresses, keys, payloads and the patience of retries: pure functions."""
 
-import json
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.plumbing.retry import LONGEST_RETRY_AFTER_S, RetryPolicy, TransientError, retry_after_s
-from genlight.reporters.uploads.wire import (
+from genlight.reporters.uploads.destinations import (
     Refused,
-    encode,
     file_url,
     idempotency_key,
     outcome_of_status,
@@ -47,17 +45,6 @@ def test_a_key_is_the_same_for_the_same_content_in_every_process():
 def test_keys_differ_where_any_part_differs(one, other):
     keys = {idempotency_key(run, "file", 1, name, digest) for run, name, digest in (one, other)}
     assert len(keys) == len({one, other})
-
-
-def test_a_message_is_compact_json_with_sorted_keys():
-    assert encode({"step": 3, "metrics": {"b": 1.5, "a": float("-inf")}}) == b'{"metrics":{"a":null,"b":1.5},"step":3}'
-    assert json.loads(encode({"\u2028": 1.0})) == {"\u2028": 1.0}
-
-
-def test_a_path_that_is_no_text_is_told_as_far_as_it_is():
-    assert (
-        encode({"local_path": "/runs/\udcff/final.json", "step": 1}) == b'{"local_path":"/runs/?/final.json","step":1}'
-    )
 
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504, 599])

@@ -15,8 +15,7 @@ import pytest
 from genlight.adapter.contract.exceptions import UploadError
 from genlight.adapter.plumbing.retry import TransientError
 from genlight.reporters.uploads import UploadConfig
-from genlight.reporters.uploads.targets import FsspecTarget, open_target
-from genlight.reporters.uploads.wire import Refused
+from genlight.reporters.uploads.destinations import FsspecTarget, Refused, open_target
 
 
 @pytest.fixture
@@ -69,7 +68,7 @@ def test_closing_stops_between_two_files(chaos, uploader_for, write_checkpoint, 
             uploader._closing.set()
             put.extend(files)
 
-    uploader._targets = dict.fromkeys(uploader._targets, Closing())
+    uploader._delivery._targets = dict.fromkeys(uploader._delivery._targets, Closing())
     uploader.start()
     uploader._threads["checkpoint"].join(60)
     assert len(put) == 1
@@ -159,8 +158,8 @@ DELIVER = textwrap.dedent(
     import sys
     from pathlib import Path
     from genlight.adapter.plumbing.retry import TransientError
-    from genlight.reporters.uploads.wire import Refused
-    from genlight.reporters.uploads.targets import open_target
+    from genlight.reporters.uploads.destinations import Refused
+    from genlight.reporters.uploads.destinations import open_target
 
     folder = Path(sys.argv[1])
     names = ("step-00000003/model.bin", "step-00000003.json")

@@ -1,0 +1,494 @@
+"""The destinations of uploads: endpoints and a file store by HTTP, repositories of Hugging Face, all that fsspec opens.
+
+Every error of a transfer becomes a `TransientError` or `Refused`.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, Protocol
+from urllib.parse import quote
+
+import httpx2
+import msgspec
+
+from ...adapter.contract.exceptions import UploadError
+from ...adapter.plumbing.durable import temporary_name
+from ...adapter.plumbing.http import build_client, failure_text
+from ...adapter.plumbing.retry import TransientError, is_transient, parsed_date, retry_after_s
+from ...adapter.plumbing.safe_open import UnsafeFileError, open_regular
+from ...adapter.plumbing.text import folder_name
+from ...adapter.plumbing.urls import safe_url
+from ..events.json_lines import encode_json
+from .config import ENDPOINT, FILE_STORE, UploadConfig
+from .queue import Entry, Kind, Queue, UploadedFile
+
+__all__ = [
+    "Delivery",
+    "Interrupted",
+    "Refused",
+    "TerminalPayload",
+    "idempotency_key",
+    "remote_name",
+    "target_fault",
+    "terminal_payload",
+]
+
+Send = Callable[[], UploadedFile | None]
+"""Makes one transfer and returns the file store's answer, where it has one."""
+CHUNK_BYTES = 256 * 1024
+ANSWER_LIMIT_BYTES = 1 << 20
+CONTRADICTIONS_ALLOWED = 4
+"""How often a store may report another digest than ours for one entry, before it counts as final."""
+_ADVICE_IF_SENT = "it refuses the token of `TRAINER_CAPABILITY_TOKEN`, or of the job's `capability_token`"
+_ADVICE_IF_NOT_SENT = "no token was sent; set `TRAINER_CAPABILITY_TOKEN`"
+
+
+class Contradicted(TransientError):
+    """The store received something else than was sent, by its own words; a repetition is worth little."""
+
+
+class Refused(Exception):
+    """The transfer cannot succeed by repetition.
+
+    Args:
+        reason: Safe text for the operator.
+        auth: Whether the server refused our credentials.
+    """
+
+    def __init__(self, reason: str, *, auth: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.auth = auth
+
+
+class Interrupted(Exception):
+    """The uploader is closing; the transfer goes on at the next start."""
+
+
+@dataclass(frozen=True)
+class TerminalPayload:
+    """The one message that says how a run ended.
+
+    `final_checkpoint` is a local path; reference and digest of it are filled in from its upload.
+    """
+
+    status: Literal["completed", "failed"]
+    step: int
+    final_checkpoint: str | None = None
+    error: str | None = None
+    """Category and safe text, as in the terminal event; None for ``completed``."""
+
+
+class Delivery:
+    """Sends entries to their destinations. Threads may send different entries at the same time.
+
+    Args:
+        config: Destinations and credentials.
+        queue: Where the files of an entry lie.
+        closing: Set when transfers are to end.
+
+    Raises:
+        UploadError: The package of a target is not installed.
+        StartupContractError: The environment's proxies or certificates cannot be used.
+        ValueError: fsspec does not know a target's scheme.
+    """
+
+    def __init__(self, config: UploadConfig, queue: Queue, closing: threading.Event) -> None:
+        self._config, self._queue, self._closing = config, queue, closing
+        self._targets = {safe_url(url): open_target(url) for url in config.targets}
+        self._client = build_client(config.token, config.origins(), timeout_s=config.timeout_s)
+        self._contradictions = Counter[int]()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._client.close()
+
+    def parts(self, entry: Entry) -> dict[str, Send]:
+        """The transfers of an entry by name, in order.
+
+        They raise `TransientError` for what may pass, `Refused` for what can't succeed, and `Interrupted`.
+        """
+        if not entry.files:
+            return {"post": functools.partial(self._post, entry.kind, entry.payload, entry.key)}
+        parts: dict[str, Send] = {}
+        for name in entry.to:
+            if name == FILE_STORE:
+                parts |= {f"put:{i}": functools.partial(self._put, entry, i) for i in range(len(entry.files))}
+            elif name == ENDPOINT and entry.kind == "sample":  # a picture can be shown by itself
+                parts |= {f"post:{i}": functools.partial(self._post_about, entry, i) for i in range(len(entry.files))}
+            elif name == ENDPOINT:
+                parts["post"] = functools.partial(self._post_about, entry, entry.subject)
+            else:
+                parts[f"to:{name}"] = functools.partial(self._copy, entry, self._targets[name])
+        return parts
+
+    def facts(self, entry: Entry, index: int | None) -> UploadedFile:
+        """The facts about a file of an artifact, by the store where it has it; about the folder it reports for None.
+
+        Raises:
+            Refused: The file is gone, or may not be read.
+            OSError: It cannot be read now.
+        """
+        if index is None:
+            inside = [file for file in entry.files if Path(file.path).is_relative_to(entry.local_path)]
+            return UploadedFile(None, None, sum(file.size_bytes for file in inside))
+        return entry.parts.get(f"put:{index}") or _facts_of(self._queue.location(entry, entry.files[index]))
+
+    def _put(self, entry: Entry, index: int) -> UploadedFile:
+        """Stream a file to the store and check what the store says of it."""
+        config, path = self._config, self._queue.location(entry, entry.files[index])
+        facts = _facts_of(path)
+        sha256 = facts.sha256 or ""
+        name = remote_name(entry.step, entry.name_in_store(entry.files[index]), final=entry.final)
+        url = file_url(config.file_store_url or "", config.owner, entry.run_id, entry.kind, name)
+        headers = {
+            "Content-Type": "application/octet-stream",
+            "Content-Length": str(facts.size_bytes),
+            "Idempotency-Key": idempotency_key(entry.run_id, "file", entry.step, name, sha256),
+            "Repr-Digest": f"sha-256=:{base64.b64encode(bytes.fromhex(sha256)).decode()}:",
+        }
+        request = self._client.build_request("PUT", url, headers=headers)
+        request.stream = FileBody(path, facts.size_bytes, self._closing)
+        try:
+            return _checked_answer(self._exchange(request), facts, safe_url(url))
+        except Contradicted as error:
+            _sha256_of.cache_clear()  # the file itself may have been replaced
+            self._contradictions[entry.seq] += 1
+            if self._contradictions[entry.seq] > CONTRADICTIONS_ALLOWED:
+                raise Refused(error.reason) from error
+            raise
+
+    def _copy(self, entry: Entry, target: Target) -> None:
+        """Copy all files to a target, where they keep their layout."""
+
+        def files() -> Iterator[tuple[str, Path]]:
+            for file in entry.files:
+                if self._closing.is_set():
+                    raise Interrupted
+                place = f"{folder_name(entry.run_id)}/{entry.kind}s/{file.layout}"
+                yield place, self._queue.location(entry, file)
+
+        title = "final" if entry.final else f"step-{entry.step:08d}"
+        target.deliver(files(), f"{entry.run_id}: {entry.kind} {title}")
+
+    def _post_about(self, entry: Entry, index: int | None) -> None:
+        """Send the message about a file of an artifact, or about the folder that it reports.
+
+        Without a file store `file_ref` is empty, `uploaded_size_bytes` is null, and `sha256` is our own digest.
+        """
+        path = entry.local_path if index is None else entry.files[index].path
+        facts = self.facts(entry, index)
+        payload: dict[str, Any] = {
+            "run_id": entry.run_id,
+            "kind": entry.kind,
+            "step": entry.step,
+            "local_path": str(self._queue.root / path),
+            "size_bytes": facts.size_bytes,
+            "file_ref": facts.ref or "",
+            "sha256": facts.sha256,
+            "uploaded_size_bytes": facts.size_bytes if f"put:{index}" in entry.parts else None,
+        }
+        if entry.kind == "checkpoint":
+            payload["final"] = entry.final
+        digest = facts.sha256 or self.facts(entry, len(entry.files) - 1).sha256 or ""
+        key = idempotency_key(entry.run_id, entry.kind, entry.step, f"final/{path}" if entry.final else path, digest)
+        self._post(entry.kind, payload, key)
+
+    def _post(self, kind: Kind, payload: Mapping[str, Any], key: str) -> None:
+        headers = {"Content-Type": "application/json", "Idempotency-Key": key}
+        url = self._config.url_of(kind) or ""
+        self._exchange(self._client.build_request("POST", url, content=encode_json(payload), headers=headers))
+
+    def _exchange(self, request: httpx2.Request) -> bytes:
+        """The body of the answer, once the server acknowledged `request`."""
+        where = safe_url(str(request.url))
+        try:
+            response = self._client.send(request, stream=True)
+            try:
+                content = bytearray()
+                for chunk in response.iter_bytes():
+                    content += chunk
+                    if len(content) > ANSWER_LIMIT_BYTES:  # memory stays bounded whatever the server sends
+                        raise Refused(f"{where} answered with more than {ANSWER_LIMIT_BYTES} bytes")
+            finally:
+                response.close()
+        except (httpx2.TransportError, httpx2.StreamError, httpx2.DecodingError) as error:
+            raise TransientError(f"{failure_text(error)} at {where}") from error
+        except (httpx2.TooManyRedirects, httpx2.InvalidURL) as error:
+            raise Refused(f"{failure_text(error)} at {where}") from error
+        if response.request.method != request.method or response.is_redirect:
+            raise Refused(f"{where} redirects elsewhere (HTTP 301, 302 or 303), which loses an upload")
+        advice = _ADVICE_IF_SENT if "authorization" in response.request.headers else _ADVICE_IF_NOT_SENT
+        outcome = outcome_of_status(response.status_code, response.headers, where, advice=advice)
+        if outcome is not None:
+            raise outcome
+        return bytes(content)
+
+
+class FileBody(httpx2.SyncByteStream):
+    """The bytes of a file, read piece by piece, and from the start again when asked again."""
+
+    def __init__(self, path: Path, size: int, closing: threading.Event) -> None:
+        self._path, self._size, self._closing = path, size, closing
+
+    def __iter__(self) -> Iterator[bytes]:
+        left = self._size
+        with _open(self._path) as file:
+            while left > 0:
+                if self._closing.is_set():
+                    raise Interrupted
+                chunk = file.read(min(CHUNK_BYTES, left))
+                if not chunk:
+                    raise TransientError(f"{self._path.name} became shorter while it was sent")
+                left -= len(chunk)
+                yield chunk
+
+
+def _open(path: Path) -> Any:
+    """The file opened for reading.
+
+    Raises:
+        Refused: It is gone, or may not be read.
+    """
+    try:
+        return os.fdopen(open_regular(path), "rb", buffering=0)
+    except (FileNotFoundError, PermissionError, IsADirectoryError, UnsafeFileError) as error:
+        raise Refused(f"{path.name} cannot be read: {error.strerror}") from error
+
+
+def _facts_of(path: Path) -> UploadedFile:
+    """Size and digest of a file, which is read only where it has changed since."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise Refused(f"{path.name} cannot be read: {error.strerror}") from error
+    return UploadedFile(None, _sha256_of(path, found.st_size, found.st_mtime_ns), found.st_size)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sha256_of(path: Path, _size: int, _mtime_ns: int) -> str:
+    """The digest of a file, for as long as its size and time stay the same."""
+    with _open(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _checked_answer(content: bytes, facts: UploadedFile, where: str) -> UploadedFile:
+    """The store's answer about a file; what it leaves out is taken from our `facts`.
+
+    An empty answer says nothing, and a page of some proxy is not an acknowledgement. A store that names no digest
+    proves nothing, and the contract does not ask it to.
+    """
+    try:
+        answer = msgspec.json.decode(content.strip() or b"{}", type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise TransientError(f"{where} answered with something else than a JSON object") from error
+    sha256 = str(answer.get("sha256") or facts.sha256).lower().removeprefix("sha256:")
+    if sha256 != facts.sha256:
+        raise Contradicted(f"{where} reports sha256 {sha256[:64]!r}, but the file's is {facts.sha256!r}")
+    size, ref = answer.get("size_bytes"), answer.get("ref")
+    if size is not None and size != facts.size_bytes:
+        raise Contradicted(f"{where} reports {size!r} bytes, but the file has {facts.size_bytes}")
+    return UploadedFile(ref if isinstance(ref, str) else None, sha256, facts.size_bytes)
+
+
+def outcome_of_status(
+    status: int, headers: Mapping[str, str], where: str, *, advice: str = ""
+) -> TransientError | Refused | None:
+    """None for success, else what to raise.
+
+    Args:
+        status: The status of the answer.
+        headers: Its headers.
+        where: The safe URL that goes into the reason.
+        advice: What to do about refused credentials.
+    """
+    if 200 <= status <= 299:
+        return None
+    reason = f"HTTP {status} from {where}"
+    if is_transient(status):
+        # By the server's own clock where it sends the time: ours may be hours off.
+        now = parsed_date(headers.get("Date", "")) or datetime.now(UTC)
+        asked_s = retry_after_s(headers.get("Retry-After"), now)
+        return TransientError(f"{reason}, which asks to wait {asked_s:.0f} s" if asked_s else reason, asked_s)
+    if status in (401, 403):
+        return Refused(f"{reason}; {advice}" if advice else reason, auth=True)
+    return Refused(reason)
+
+
+def idempotency_key(run_id: str, kind: str, step: int, name: str, digest: str) -> str:
+    """A key that depends on what is sent alone, so that it stays the same over retries and restarts."""
+    identity = encode_json([run_id, kind, step, name, digest])
+    return hashlib.sha256(identity).hexdigest()[:40]
+
+
+def terminal_payload(run_id: str, terminal: TerminalPayload, uploaded: UploadedFile | None) -> dict[str, Any]:
+    """Body of the terminal POST.
+
+    `final_checkpoint` is the store's reference where there is one, else the local path; a text that is absent is empty.
+    """
+    ref = uploaded.ref if uploaded else None
+    return {
+        "run_id": run_id,
+        "kind": "terminal",
+        "status": terminal.status,
+        "step": terminal.step,
+        "final_checkpoint": ref or terminal.final_checkpoint,
+        "final_checkpoint_ref": ref or "",
+        "final_checkpoint_sha256": uploaded.sha256 if uploaded else None,
+        "error": terminal.error or "",
+    }
+
+
+def remote_name(step: int, relative_name: str, *, final: bool) -> str:
+    """Name of a file in the store, such as ``step-00000200-trainer_lora.safetensors``."""
+    prefix = "final" if final else f"step-{step:08d}"
+    return f"{prefix}-{relative_name.replace('/', '_')}"
+
+
+def file_url(base: str, owner: str, run_id: str, kind: Kind, name: str) -> str:
+    """Address of a file in the store; a query of `base`, such as a signature, is kept."""
+    path, question_mark, query = base.partition("?")
+    parts = (owner, "runs", run_id, f"{kind}s", name)
+    joined = "/".join(quote(part, safe="") for part in parts)
+    return f"{path.rstrip('/')}/api/v1/file/v1/{joined}{question_mark}{query}"
+
+
+class Target(Protocol):
+    """Somewhere to put a whole artifact.
+
+    One method, because a target knows best what "all or nothing" means for it: one commit, or the record last.
+    Delivering the same files again must leave the target as after the first time. Credentials are the target's own
+    (``HF_TOKEN``, ``AWS_…``); a run's token never reaches it.
+    """
+
+    def deliver(self, files: Iterable[tuple[str, Path]], title: str) -> None:
+        """Put every file there.
+
+        Args:
+            files: The path there and the local file, the one that makes the others count last. The iteration raises
+                `Interrupted` when the uploader is closing.
+            title: What they are.
+
+        Raises:
+            TransientError: It may succeed later.
+            Refused: It can't.
+        """
+
+
+def open_target(url: str) -> Target:
+    """The target that `url` names: ``hf://owner/name[@revision]``, or any URL that fsspec knows. Connects to nothing.
+
+    Raises:
+        ValueError: fsspec does not know the scheme.
+        UploadError: The package for the scheme is not installed.
+    """
+    return HuggingFaceTarget(url) if url.startswith("hf://") else FsspecTarget(url)
+
+
+def target_fault(url: str) -> str | None:
+    """The fault of `url` as a target, as far as this machine knows."""
+    try:
+        open_target(url)
+    except (UploadError, ValueError) as error:
+        return str(error)
+    return None
+
+
+class HuggingFaceTarget:
+    """A model repository; each artifact is one commit, so that a reader never sees half of it.
+
+    Args:
+        url: ``hf://owner/name``, which is made, private, when it does not exist; with ``@branch``, which exists.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._name = safe_url(url)
+        repository, _, branch = url.removeprefix("hf://").partition("@")
+        self._repository, self._branch = repository.strip("/"), branch or "main"
+
+    def deliver(self, files: Iterable[tuple[str, Path]], title: str) -> None:
+        """Commit the files; what the repository holds already is not sent again."""
+        from huggingface_hub import CommitOperationAdd, HfApi
+        from huggingface_hub.errors import HfHubHTTPError
+
+        api = HfApi()
+        try:
+            operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files]
+            api.create_repo(self._repository, private=True, exist_ok=True)
+            api.create_commit(self._repository, operations, commit_message=title, revision=self._branch)
+        except HfHubHTTPError as error:
+            status = error.response.status_code
+            advice = "set `HF_TOKEN` to a token that may write there"
+            outcome = outcome_of_status(status, error.response.headers, self._name, advice=advice)
+            raise outcome or TransientError(self._name) from error
+        except Interrupted:
+            raise
+        except (FileNotFoundError, ValueError) as error:
+            raise Refused(f"{self._name}: {type(error).__name__}") from error
+        except Exception as error:
+            raise TransientError(f"{self._name}: {type(error).__name__}") from error
+
+
+class FsspecTarget:
+    """A folder that fsspec opens; files keep their layout, and the record arrives last.
+
+    Args:
+        url: Such as ``s3://bucket/prefix`` or ``file:///mnt/archive``.
+
+    Raises:
+        ValueError: fsspec does not know the scheme.
+        UploadError: The package for the scheme is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self._name, self._url = safe_url(url), url
+        try:
+            fsspec.get_filesystem_class(url.partition("://")[0])
+        except ImportError as error:
+            raise UploadError(f"The upload target {self._name} needs another package: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"Invalid upload target {self._name!r}. {str(error).removesuffix('.')}.") from error
+
+    def deliver(self, files: Iterable[tuple[str, Path]], title: str) -> None:
+        """Put the files one by one, each whole or not at all."""
+        import fsspec
+
+        try:
+            filesystem, root = fsspec.core.url_to_fs(self._url)  # which is kept, and may connect
+        except OSError as error:
+            why = error.strerror or type(error).__name__
+            raise TransientError(f"the upload target {self._name} cannot be reached: {why}") from error
+        for name, path in files:
+            try:
+                _put(filesystem, path, f"{str(root).rstrip('/')}/{name}")
+            except PermissionError as error:
+                raise Refused(f"{self._name}: {error.strerror or 'permission denied'}", auth=True) from error
+            except Exception as error:
+                if not path.exists():
+                    raise Refused(f"{path.name} is gone") from error
+                raise TransientError(f"{self._name}: {type(error).__name__}") from error
+
+
+def _put(filesystem: Any, path: Path, destination: str) -> None:
+    """Object stores show an object once it is whole; file systems need the rename."""
+    folder, _, last = destination.rpartition("/")
+    filesystem.makedirs(folder, exist_ok=True)
+    protocols = (filesystem.protocol,) if isinstance(filesystem.protocol, str) else filesystem.protocol
+    arriving = f"{folder}/{temporary_name(last)}" if {"file", "local"} & set(protocols) else destination
+    filesystem.put_file(os.fspath(path), arriving)
+    if arriving != destination:
+        filesystem.mv(arriving, destination)
+    if filesystem.size(destination) != path.stat().st_size:
+        raise OSError("the target holds another number of bytes")
