@@ -17,7 +17,7 @@ from ..adapter.contract.exceptions import BrokenCheckpointError, ThreadLimitErro
 from ..adapter.plumbing.failures import describe_failure
 from ..adapter.plumbing.redaction import secrets_of_module
 from ..adapter.plumbing.settings import keys_of
-from ..reporters.uploads import QUEUE_DIRECTORY, TerminalPayload, UploadConfig, Uploader
+from ..reporters.uploads import QUEUE_DIRECTORY, UploadConfig, Uploader
 from ..reporters.uploads.destinations import target_fault
 from .checkpoint.format.record import CheckpointRecord, read_record
 from .checkpoint.policy import savers_of, wait_after_failure
@@ -132,7 +132,7 @@ class UploadArtifacts(Hook):
         errors: list[UploadError] = []
         for sample, files in _samples_with_files([Path(path) for path in paths]):
             try:
-                self._uploader.enqueue_sample(sample, files, step)
+                self._uploader.enqueue("sample", sample, files, step=step)
             except UploadError as error:
                 errors.append(error)
         if errors:
@@ -344,25 +344,19 @@ def settle_fit(
         UploadError: A required upload, or the terminal message, was not acknowledged, and the fit has no other
             `error` to end with.
     """
-    refusal = uploader.settle(progress=log.info).error()
-    payload = _terminal(trainer, error if error is not None else refusal, newest)
-    unacknowledged = uploader.deliver_terminal(payload).error()  # sent whether or not an upload was refused
+    refusal = uploader.settle(progress=log.info)
+    ended_by, step, text = error if error is not None else refusal, trainer.global_step, ""
+    checkpoint = None if newest is None else str(newest.reported_path)
+    if ended_by is not None:  # with the text that the event log gets too
+        secrets = secrets_of_module(trainer.lightning_module)
+        text = describe_failure(ended_by, has_checkpoint=checkpoint is not None, secrets=secrets).text
+    # Sent whether or not an upload was refused.
+    unacknowledged = uploader.deliver_terminal("failed" if text else "completed", step, checkpoint, text)
     failure = refusal or unacknowledged
     if failure is not None and error is None:
         raise failure
     if failure is not None:
         log.error("uploads of the failed run: %s", failure)
-
-
-def _terminal(trainer: pl.Trainer, error: BaseException | None, newest: CheckpointRecord | None) -> TerminalPayload:
-    """How the run ended, with the text that its event log gets too."""
-    step = trainer.global_step
-    checkpoint = None if newest is None else str(newest.reported_path)
-    if error is None:
-        return TerminalPayload("completed", step, checkpoint)
-    secrets = secrets_of_module(trainer.lightning_module)
-    text = describe_failure(error, has_checkpoint=checkpoint is not None, secrets=secrets).text
-    return TerminalPayload("failed", step, checkpoint, error=text)
 
 
 def await_checkpoints(trainer: pl.Trainer) -> None:

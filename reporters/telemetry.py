@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from ..adapter.plumbing.redaction import hide_environment
-from .events.event_log import checked_step, checked_text, finite_float
+from .events.event_log import checked_step, checked_text
 from .events.json_lines import LineFile, Position, decode_line, decode_object, encode_json, whole_lines
 
 __all__ = [
@@ -134,13 +134,13 @@ def write_event(
     """
     given: dict[str, Any] = {name: value for name, value in locals().items() if name != "path"}  # fields of the event
     given["suggestions"] = suggestions if isinstance(suggestions, str) else list(suggestions or ())
+    given["artifacts"] = {} if artifacts is None else artifacts
     given["timestamp"] = time.time() if timestamp is None else timestamp
     given["run_id"] = make_run_id() if run_id is None else run_id
     given |= {name: checked_text(name, given[name]) for name in ("event", "scenario", "run_id")}
     given |= {name: checked_step(given[name], name) for name in ("epoch", "step") if given[name] is not None}
-    given |= {"artifacts": {} if artifacts is None else artifacts, "error": error or ""}
-    plain = {name: _plain(name, value) for name, value in given.items()}
     try:
+        plain = msgspec.to_builtins({**given, "error": error or ""}, enc_hook=_plain, str_keys=True)
         record = msgspec.convert(plain, TelemetryEvent)
     except msgspec.ValidationError as wrong:
         where = str(wrong).partition("`$.")[2].rstrip("`")
@@ -171,21 +171,12 @@ def read_events(path: str | os.PathLike[str] | None = None) -> list[dict[str, An
     return [decode_line(file, position.line, line) for line in whole_lines(file, position) if line.strip()]
 
 
-def _plain(name: str, value: Any) -> Any:
-    """`value` as JSON has it: mappings, lists, strings, numbers, booleans and null."""
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(f"{name}.{key}", item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(f"{name}[{index}]", item) for index, item in enumerate(value)]
+def _plain(value: Any) -> str | float:
+    """A path as text, and a number of numpy or torch as a float."""
     if isinstance(value, os.PathLike):
         return os.fsdecode(value)
-    if isinstance(value, int) and abs(value) < 2**63:
-        return value
     try:
-        number = finite_float(name, value)
-        return None if isinstance(number, str) else number
-    except TypeError:
+        return float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, RuntimeError):
         kind = type(value).__qualname__
-        raise TypeError(f"Invalid `{name}`. Expected what JSON can hold, but received a {kind}.") from None
+        raise TypeError(f"Invalid event. Expected what JSON can hold, but received a {kind}.") from None

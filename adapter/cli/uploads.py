@@ -106,11 +106,9 @@ def _retry(args: argparse.Namespace, queue: Path, entries: Sequence[Entry]) -> i
         except (UploadError, StartupContractError, ValueError) as error:
             return complain("uploads", str(error))
         with uploader:
-            result = uploader.settle(progress=_show_progress)
-            if result.ok:
-                result = uploader.deliver_waiting_terminal()
-        for entry in result.undelivered:
-            complain("uploads", str(entry), _LEFT)
+            failure = uploader.settle(progress=_show_progress) or uploader.deliver_waiting_terminal()
+        if failure is not None:
+            complain("uploads", str(failure), _LEFT)
     left = len(read_entries(queue))
     say(f"{len(entries) - left} delivered, {left} left")
     return _LEFT if left else _DELIVERED

@@ -15,14 +15,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import TYPE_CHECKING, Literal, NoReturn, Self
 
 from typing_extensions import override
 
 from ...callbacks.checkpoint.format.record import is_record_of_callback, record_paths, step_name, step_of_name
 from ...callbacks.stop.signals import exit_on_signal
 from ...callbacks.stop.sources import StopSources
-from ...reporters.uploads import TerminalPayload
 from ..contract.exceptions import EventLogError, FailureCategory, GenlightError, RankFailedError, TrainingCanceled
 from ..plumbing.failures import (
     EXIT_COMPLETED,
@@ -360,7 +359,7 @@ class Session:
             self.stop.raise_if_stopped()
             log.info("%s", line)
 
-        error = self.uploader.settle(deadline_s=self._left_s(), progress=show).error()
+        error = self.uploader.settle(deadline_s=self._left_s(), progress=show)
         if error is not None:
             raise error
 
@@ -368,25 +367,27 @@ class Session:
         if completion.was_reported:
             return
         final = None if completion.final_checkpoint is None else str(completion.final_checkpoint)
-        error = self._deliver(TerminalPayload("completed", completion.step, final))
+        error = self._deliver("completed", completion.step, final)
         if error is not None:
             raise error
 
     def _send_failed(self, failure: Failure, step: int) -> None:
         """Deliver what the run has left to deliver, and how it ended; what cannot be delivered stays in the queue."""
         if self.uploader is not None and not self._settled:  # else that was waited for already
-            result = self.uploader.settle(deadline_s=self._left_s(), progress=log.info)
-            if not result.ok:
-                log.error("uploads of the failed run: %s", result.error())
-        error = self._deliver(TerminalPayload("failed", step, error=failure.text))
+            left = self.uploader.settle(deadline_s=self._left_s(), progress=log.info)
+            if left is not None:
+                log.error("uploads of the failed run: %s", left)
+        error = self._deliver("failed", step, None, failure.text)
         if error is not None:
             log.error("the failure could not be reported: %s", error)
 
-    def _deliver(self, payload: TerminalPayload) -> GenlightError | None:
+    def _deliver(
+        self, status: Literal["completed", "failed"], step: int, final: str | None, failure: str = ""
+    ) -> GenlightError | None:
         """Send the terminal message and wait until it is acknowledged; what went wrong, None where nothing did."""
         if self.uploader is None:
             return None
-        return self.uploader.deliver_terminal(payload, deadline_s=self._left_s()).error()
+        return self.uploader.deliver_terminal(status, step, final, failure, deadline_s=self._left_s())
 
 
 class FollowerSession(Session):

@@ -11,9 +11,9 @@ import math
 import operator
 import os
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from time import time_ns
 from typing import Any, Self, cast
 
 import msgspec
@@ -22,7 +22,6 @@ from ...adapter.contract.exceptions import EventLogError, FailureCategory, StopR
 from ...adapter.plumbing.failures import Failure
 from .event import (
     MAX_STEP,
-    SCHEMA_VERSION,
     STOP_REASONS,
     Checkpoint,
     Completed,
@@ -33,11 +32,10 @@ from .event import (
     Started,
     decode_event,
     encode_event,
-    error_text,
 )
 from .json_lines import LineFile, storable
 from .reader import count_started
-from .validation import Attempt, Phase
+from .validation import Phase, Rules
 
 __all__ = ["EventLog", "checked_step", "checked_text", "finite_float"]
 
@@ -65,27 +63,19 @@ class EventLog:
             one; the first line of a file has `seq` 1. A file may hold several runs, one after the other.
         run_id: Whose events these are. Empty only where the run failed before its identity was known; then
             ``failed`` is the only event it can have.
-        clock: Nanoseconds since the epoch.
 
     Raises:
         EventLogError: Another process writes the file, it cannot be opened, or it is not an event log.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        run_id: str,
-        clock: Callable[[], int] = time.time_ns,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, run_id: str) -> None:
         self.run_id = storable(checked_text("run_id", run_id, may_be_empty=True))
         self.last_checkpoint: str | None = None
-        self._clock = clock
         self._lock = threading.Lock()
-        self._file = LineFile(path, decode_event, f"an event of {SCHEMA_VERSION}")
+        self._file = LineFile(path, decode_event)
         self._last_seq_found: int = 0 if self._file.last is None else self._file.last.seq
         self.attempt = 1 + count_started(self._file.path, self.run_id)
-        self._rules = Attempt(self.run_id)
+        self._rules = Rules()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_lock"}
@@ -230,8 +220,9 @@ class EventLog:
         step = checked_step(step)
         if category is None:
             category = cast("StopReason", error) if error in STOP_REASONS else "train-step"
-        text = error_text(error, category)
-        self._write(Failed, {"step": step, "error": text, "category": category, "resumable": bool(resumable)})
+        if category not in STOP_REASONS and not error.startswith(f"{category}:"):
+            error = f"{category}:{error}"
+        self._write(Failed, {"step": step, "error": error, "category": category, "resumable": bool(resumable)})
         self._file.sync()
 
     def record_failure(self, failure: Failure, step: int) -> None:
@@ -266,33 +257,27 @@ class EventLog:
 
         An interrupt leaves an event written and the phase changed, or neither.
         """
-        name = kind.__name__.lower()
-        self._refuse_if_closed(name)
+        name, log = kind.__name__.lower(), self._file
+        if log.closed:  # asked before the lock is taken, which a thread may have held when this process was forked off
+            raise EventLogError(f"cannot write {name!r} to {log.path}: the log is closed in process {os.getpid()}")
         with self._lock:
-            common: dict[str, Any] = {"run_id": self.run_id, "timestamp_ms": _timestamp_ms(self._clock())}
-            seq = self.seq + 1
-            events = [kind(seq=seq + nth, **common, **each) for nth, each in enumerate(fields)]
+            if self.phase == "ended" or (kind is Started and self.phase != "new"):
+                over = "already has its terminal event" if self.phase == "ended" else "has already started"
+                raise EventLogError(f"cannot write {name!r} to {log.path}: the attempt {over}")
+            common: dict[str, Any] = {"run_id": self.run_id, "timestamp_ms": _timestamp_ms(time_ns())}
+            events = [kind(seq=seq, **common, **each) for seq, each in enumerate(fields, start=self.seq + 1)]
             for event in events:
-                fault = self._rules.fault(event)
-                if fault is not None:
-                    raise self._refusal(name, fault[1])
+                if fault := self._rules.fault(event):
+                    raise EventLogError(f"cannot write {name!r} to {log.path}: {fault[1]}")
             for event in events:
-                phase, lines = self._rules.phase, self._file.lines
+                phase, lines = self._rules.phase, log.lines
                 try:
                     self._rules.take(event)
-                    self._file.append(encode_event(event))
+                    log.append(encode_event(event))
                 except BaseException:
-                    if self._file.lines == lines:
+                    if log.lines == lines:
                         self._rules.phase = phase
                     raise
-
-    def _refuse_if_closed(self, event: str) -> None:
-        """Before the lock is taken: another thread may have held it when this process was forked off."""
-        if self._file.closed:
-            raise self._refusal(event, f"the log is closed in process {os.getpid()}")
-
-    def _refusal(self, event: str, why: str) -> EventLogError:
-        return EventLogError(f"cannot write {event!r} to {self.path}: {why}")
 
 
 def _timestamp_ms(now_ns: int) -> int:

@@ -52,9 +52,8 @@ class EventLogger(Logger):
     Each fit is one attempt of the run. ``validate`` and ``test`` are attempts of their own if they log something.
 
     Args:
-        path: The log, relative to `save_dir`.
+        path: The log. Lightning puts checkpoints beside it.
         run_id: Whose events these are; the same again continues the run. None makes one up.
-        save_dir: Root directory of this logger, where Lightning also puts checkpoints.
 
     Raises:
         TypeError: `run_id` is not a string.
@@ -62,17 +61,10 @@ class EventLogger(Logger):
         EventLogError: Once the fit begins: another process writes the log, or it cannot be opened.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str] = "events.jsonl",
-        *,
-        run_id: str | None = None,
-        save_dir: str | os.PathLike[str] = ".",
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str] = "events.jsonl", *, run_id: str | None = None) -> None:
         super().__init__()
         self.run_id = uuid.uuid4().hex if run_id is None else checked_text("run_id", run_id)
-        self._save_dir = os.fspath(save_dir)
-        self.path = Path(save_dir, path)
+        self.path = Path(path)
         self._log: EventLog | None = None
         self._owns_log = True
         self._trainer: pl.Trainer | None = None
@@ -93,7 +85,6 @@ class EventLogger(Logger):
         `RecordEvents` writes the events of the fit.
         """
         self.run_id, self.path = event_log.run_id, event_log.path.absolute()
-        self._save_dir = os.fspath(event_log.path.parent)
         self._log, self._owns_log = event_log, False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,7 +105,7 @@ class EventLogger(Logger):
     @property
     @override
     def save_dir(self) -> str:
-        return self._save_dir
+        return str(self.path.parent)
 
     @property
     @rank_zero_experiment

@@ -34,6 +34,7 @@ __all__ = [
 
 LONGEST_LINE = 16 << 20
 """Bytes of a line that is read: no run writes nearly as many, and a log may come from elsewhere."""
+StrPath = str | os.PathLike[str]
 _encode = msgspec.json.Encoder(order="sorted").encode
 decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 """The JSON object on a line. Raises ValueError, or RecursionError for one that is nested too deeply."""
@@ -56,24 +57,18 @@ def storable(value: Any) -> Any:
     return [storable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def decode_line(
-    path: str | os.PathLike[str],
-    number: int,
-    line: bytes,
-    decode: Callable[[bytes], Any] = decode_object,
-    what: str = "a JSON object",
-) -> Any:
+def decode_line(path: StrPath, number: int, line: bytes, decode: Callable[[bytes], Any] = decode_object) -> Any:
     """What `decode` makes of a line of the file at `path`.
 
     Raises:
-        EventLogError: It is not `what` it should be; names the line.
+        EventLogError: It can't decode it; names the line.
     """
     try:
         return decode(line)
     except (ValueError, RecursionError) as error:
         raise EventLogError(
-            f"line {number} of event log {os.fspath(path)!s} is not {what} ({error}); "
-            "`genlight events FILE --check` lists every fault"
+            f"line {number} of event log {os.fspath(path)!s} is broken: {error}; `genlight events FILE --check` lists "
+            "every fault"
         ) from error
 
 
@@ -85,7 +80,7 @@ class Position(msgspec.Struct):
     line: int = 0
     offset: int = 0
 
-    def is_of(self, path: str | os.PathLike[str]) -> bool:
+    def is_of(self, path: StrPath) -> bool:
         """Whether the file at `path` is the one that was read, as far as it was read, and no newer one."""
         try:
             status = os.stat(path)
@@ -94,7 +89,7 @@ class Position(msgspec.Struct):
         return self.file in (None, (status.st_dev, status.st_ino)) and status.st_size >= self.offset
 
 
-def whole_lines(path: str | os.PathLike[str], position: Position) -> Iterator[bytes]:
+def whole_lines(path: StrPath, position: Position) -> Iterator[bytes]:
     """The lines beyond `position`, which moves along, as far as they end with a newline: the rest may come any time.
 
     Raises:
@@ -136,21 +131,13 @@ class LineFile:
     Args:
         path: The file; it and its directories are created when absent.
         decode: Decodes that last line; raises a ValueError for a file that holds something else.
-        what: What it should be, for messages.
         tries: How often to try for the lock, 50 ms apart, where other writers hold it for a line only.
 
     Raises:
         EventLogError: The file is locked by another writer, cannot be opened, or holds something else.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        decode: Callable[[bytes], Any] = decode_object,
-        what: str = "a JSON object",
-        *,
-        tries: int = 1,
-    ) -> None:
+    def __init__(self, path: StrPath, decode: Callable[[bytes], Any] = decode_object, *, tries: int = 1) -> None:
         self.path = Path(path)
         self.lines, self._torn = 0, False
         try:
@@ -160,12 +147,11 @@ class LineFile:
         except LockHeldError as error:
             by = f"process {error.pid}" if error.pid else "another process"
             raise EventLogError(f"{path} is being written by {by}; stop it, or write to another file") from error
-        except NoLocksError as error:
-            raise EventLogError(
-                f"cannot lock {path}: {error.strerror}; its file system must support flock, or write to another one"
-            ) from error
         except OSError as error:
-            raise EventLogError(f"cannot open {path}: {error.strerror}") from error
+            why = (
+                f"its file system has no locks, {error.strerror}" if isinstance(error, NoLocksError) else error.strerror
+            )
+            raise EventLogError(f"cannot open {path}: {why}") from error
         try:
             line, self.size = _last_whole_line(self._descriptor)
             self.last = None if line is None else decode(line)
@@ -179,9 +165,7 @@ class LineFile:
             if isinstance(error, OSError):
                 raise EventLogError(f"cannot open {path}: {error.strerror}") from error
             if isinstance(error, (ValueError, RecursionError)):
-                raise EventLogError(
-                    f"the last line of {path} is not {what} ({error}); move the file aside, or write to another one"
-                ) from error
+                raise EventLogError(f"{path} holds something else: {error}; write to another file") from error
             raise
 
     def __getstate__(self) -> dict[str, Any]:

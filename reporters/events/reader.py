@@ -82,7 +82,7 @@ def typed_events(
             if event is not None:
                 yield event
             elif strict:
-                decode_line(path, number, line, decode_event, "an event")
+                decode_line(path, number, line, decode_event)
             elif b"\0" not in line:
                 decode_line(path, number, line)
 

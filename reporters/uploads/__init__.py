@@ -8,8 +8,7 @@ from ...adapter.plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .config import QUEUE_DIRECTORY as QUEUE_DIRECTORY, UploadConfig as UploadConfig
-    from .destinations import TerminalPayload as TerminalPayload
     from .queue import UploadedFile as UploadedFile
-    from .uploader import SettleResult as SettleResult, Uploader as Uploader
+    from .uploader import Uploader as Uploader
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

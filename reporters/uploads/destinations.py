@@ -12,10 +12,9 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 from urllib.parse import quote
 
 import httpx2
@@ -36,13 +35,15 @@ __all__ = [
     "Delivery",
     "Interrupted",
     "Refused",
-    "TerminalPayload",
     "idempotency_key",
     "remote_name",
     "target_fault",
-    "terminal_payload",
 ]
 
+Target = Callable[[Iterable[tuple[str, Path]], str], None]
+"""Puts files somewhere, given the path there and the file here of each, the one that makes the others count last, and a
+title. Doing it again must leave the target as after the first time. Credentials are the target's own (``HF_TOKEN``,
+``AWS_…``); a run's token never reaches it."""
 Send = Callable[[], UploadedFile | None]
 """Makes one transfer and returns the file store's answer, where it has one."""
 CHUNK_BYTES = 256 * 1024
@@ -73,20 +74,6 @@ class Refused(Exception):
 
 class Interrupted(Exception):
     """The uploader is closing; the transfer goes on at the next start."""
-
-
-@dataclass(frozen=True)
-class TerminalPayload:
-    """The one message that says how a run ended.
-
-    `final_checkpoint` is a local path; reference and digest of it are filled in from its upload.
-    """
-
-    status: Literal["completed", "failed"]
-    step: int
-    final_checkpoint: str | None = None
-    error: str | None = None
-    """Category and safe text, as in the terminal event; None for ``completed``."""
 
 
 class Delivery:
@@ -129,7 +116,7 @@ class Delivery:
             elif name == ENDPOINT:
                 parts["post"] = functools.partial(self._post_about, entry, entry.subject)
             else:
-                parts[f"to:{name}"] = functools.partial(self._copy, entry, self._targets[name])
+                parts[f"to:{name}"] = functools.partial(self._copy, entry, name)
         return parts
 
     def facts(self, entry: Entry, index: int | None) -> UploadedFile:
@@ -168,18 +155,28 @@ class Delivery:
                 raise Refused(error.reason) from error
             raise
 
-    def _copy(self, entry: Entry, target: Target) -> None:
-        """Copy all files to a target, where they keep their layout."""
+    def _copy(self, entry: Entry, name: str) -> None:
+        """Copy all files to the target of that name, where they keep their layout."""
+        paths = [(file.layout, self._queue.location(entry, file)) for file in entry.files]
 
         def files() -> Iterator[tuple[str, Path]]:
-            for file in entry.files:
+            for layout, path in paths:
                 if self._closing.is_set():
                     raise Interrupted
-                place = f"{folder_name(entry.run_id)}/{entry.kind}s/{file.layout}"
-                yield place, self._queue.location(entry, file)
+                yield f"{folder_name(entry.run_id)}/{entry.kind}s/{layout}", path
 
         title = "final" if entry.final else f"step-{entry.step:08d}"
-        target.deliver(files(), f"{entry.run_id}: {entry.kind} {title}")
+        try:
+            self._targets[name](files(), f"{entry.run_id}: {entry.kind} {title}")
+        except (TransientError, Refused, Interrupted):
+            raise
+        except Exception as error:
+            if gone := [path.name for _, path in paths if not path.exists()]:
+                raise Refused(f"{gone[0]} is gone") from error
+            why = f"{name} cannot be used: {getattr(error, 'strerror', None) or type(error).__name__}"
+            if isinstance(error, PermissionError | ValueError):
+                raise Refused(why, auth=isinstance(error, PermissionError)) from error
+            raise TransientError(why) from error
 
     def _post_about(self, entry: Entry, index: int | None) -> None:
         """Send the message about a file of an artifact, or about the folder that it reports.
@@ -331,24 +328,6 @@ def idempotency_key(run_id: str, kind: str, step: int, name: str, digest: str) -
     return hashlib.sha256(identity).hexdigest()[:40]
 
 
-def terminal_payload(run_id: str, terminal: TerminalPayload, uploaded: UploadedFile | None) -> dict[str, Any]:
-    """Body of the terminal POST.
-
-    `final_checkpoint` is the store's reference where there is one, else the local path; a text that is absent is empty.
-    """
-    ref = uploaded.ref if uploaded else None
-    return {
-        "run_id": run_id,
-        "kind": "terminal",
-        "status": terminal.status,
-        "step": terminal.step,
-        "final_checkpoint": ref or terminal.final_checkpoint,
-        "final_checkpoint_ref": ref or "",
-        "final_checkpoint_sha256": uploaded.sha256 if uploaded else None,
-        "error": terminal.error or "",
-    }
-
-
 def remote_name(step: int, relative_name: str, *, final: bool) -> str:
     """Name of a file in the store, such as ``step-00000200-trainer_lora.safetensors``."""
     prefix = "final" if final else f"step-{step:08d}"
@@ -363,28 +342,6 @@ def file_url(base: str, owner: str, run_id: str, kind: Kind, name: str) -> str:
     return f"{path.rstrip('/')}/api/v1/file/v1/{joined}{question_mark}{query}"
 
 
-class Target(Protocol):
-    """Somewhere to put a whole artifact.
-
-    One method, because a target knows best what "all or nothing" means for it: one commit, or the record last.
-    Delivering the same files again must leave the target as after the first time. Credentials are the target's own
-    (``HF_TOKEN``, ``AWS_…``); a run's token never reaches it.
-    """
-
-    def deliver(self, files: Iterable[tuple[str, Path]], title: str) -> None:
-        """Put every file there.
-
-        Args:
-            files: The path there and the local file, the one that makes the others count last. The iteration raises
-                `Interrupted` when the uploader is closing.
-            title: What they are.
-
-        Raises:
-            TransientError: It may succeed later.
-            Refused: It can't.
-        """
-
-
 def open_target(url: str) -> Target:
     """The target that `url` names: ``hf://owner/name[@revision]``, or any URL that fsspec knows. Connects to nothing.
 
@@ -392,7 +349,17 @@ def open_target(url: str) -> Target:
         ValueError: fsspec does not know the scheme.
         UploadError: The package for the scheme is not installed.
     """
-    return HuggingFaceTarget(url) if url.startswith("hf://") else FsspecTarget(url)
+    if url.startswith("hf://"):
+        return functools.partial(_commit, url)
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(url.partition("://")[0])
+    except ImportError as error:
+        raise UploadError(f"The upload target {safe_url(url)} needs another package: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"Invalid upload target {safe_url(url)!r}. {str(error).removesuffix('.')}.") from error
+    return functools.partial(_copy_below, url)
 
 
 def target_fault(url: str) -> str | None:
@@ -404,91 +371,41 @@ def target_fault(url: str) -> str | None:
     return None
 
 
-class HuggingFaceTarget:
-    """A model repository; each artifact is one commit, so that a reader never sees half of it.
+def _commit(url: str, files: Iterable[tuple[str, Path]], title: str) -> None:
+    """Commit files to a repository of the Hugging Face hub, all at once, so that a reader never sees half of them.
 
-    Args:
-        url: ``hf://owner/name``, which is made, private, when it does not exist; with ``@branch``, which exists.
+    It is made, private, when it does not exist; what it holds already is not sent again.
     """
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.errors import HfHubHTTPError
 
-    def __init__(self, url: str) -> None:
-        self._name = safe_url(url)
-        repository, _, branch = url.removeprefix("hf://").partition("@")
-        self._repository, self._branch = repository.strip("/"), branch or "main"
-
-    def deliver(self, files: Iterable[tuple[str, Path]], title: str) -> None:
-        """Commit the files; what the repository holds already is not sent again."""
-        from huggingface_hub import CommitOperationAdd, HfApi
-        from huggingface_hub.errors import HfHubHTTPError
-
-        api = HfApi()
-        try:
-            operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files]
-            api.create_repo(self._repository, private=True, exist_ok=True)
-            api.create_commit(self._repository, operations, commit_message=title, revision=self._branch)
-        except HfHubHTTPError as error:
-            status = error.response.status_code
-            advice = "set `HF_TOKEN` to a token that may write there"
-            outcome = outcome_of_status(status, error.response.headers, self._name, advice=advice)
-            raise outcome or TransientError(self._name) from error
-        except Interrupted:
-            raise
-        except (FileNotFoundError, ValueError) as error:
-            raise Refused(f"{self._name}: {type(error).__name__}") from error
-        except Exception as error:
-            raise TransientError(f"{self._name}: {type(error).__name__}") from error
+    repository, _, branch = url.removeprefix("hf://").partition("@")
+    operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files]
+    try:
+        HfApi().create_repo(repository.strip("/"), private=True, exist_ok=True)
+        HfApi().create_commit(repository.strip("/"), operations, commit_message=title, revision=branch or "main")
+    except HfHubHTTPError as error:
+        advice = "set `HF_TOKEN` to a token that may write there"
+        outcome = outcome_of_status(error.response.status_code, error.response.headers, safe_url(url), advice=advice)
+        raise outcome or TransientError(safe_url(url)) from error
 
 
-class FsspecTarget:
-    """A folder that fsspec opens; files keep their layout, and the record arrives last.
+def _copy_below(url: str, files: Iterable[tuple[str, Path]], title: str) -> None:  # noqa: ARG001 - of a commit
+    """Copy files below a folder that fsspec opens, one by one, each whole or not at all.
 
-    Args:
-        url: Such as ``s3://bucket/prefix`` or ``file:///mnt/archive``.
-
-    Raises:
-        ValueError: fsspec does not know the scheme.
-        UploadError: The package for the scheme is not installed.
+    Object stores show an object once it is whole; file systems need the rename.
     """
+    import fsspec
 
-    def __init__(self, url: str) -> None:
-        import fsspec
-
-        self._name, self._url = safe_url(url), url
-        try:
-            fsspec.get_filesystem_class(url.partition("://")[0])
-        except ImportError as error:
-            raise UploadError(f"The upload target {self._name} needs another package: {error}") from error
-        except ValueError as error:
-            raise ValueError(f"Invalid upload target {self._name!r}. {str(error).removesuffix('.')}.") from error
-
-    def deliver(self, files: Iterable[tuple[str, Path]], title: str) -> None:
-        """Put the files one by one, each whole or not at all."""
-        import fsspec
-
-        try:
-            filesystem, root = fsspec.core.url_to_fs(self._url)  # which is kept, and may connect
-        except OSError as error:
-            why = error.strerror or type(error).__name__
-            raise TransientError(f"the upload target {self._name} cannot be reached: {why}") from error
-        for name, path in files:
-            try:
-                _put(filesystem, path, f"{str(root).rstrip('/')}/{name}")
-            except PermissionError as error:
-                raise Refused(f"{self._name}: {error.strerror or 'permission denied'}", auth=True) from error
-            except Exception as error:
-                if not path.exists():
-                    raise Refused(f"{path.name} is gone") from error
-                raise TransientError(f"{self._name}: {type(error).__name__}") from error
-
-
-def _put(filesystem: Any, path: Path, destination: str) -> None:
-    """Object stores show an object once it is whole; file systems need the rename."""
-    folder, _, last = destination.rpartition("/")
-    filesystem.makedirs(folder, exist_ok=True)
-    protocols = (filesystem.protocol,) if isinstance(filesystem.protocol, str) else filesystem.protocol
-    arriving = f"{folder}/{temporary_name(last)}" if {"file", "local"} & set(protocols) else destination
-    filesystem.put_file(os.fspath(path), arriving)
-    if arriving != destination:
-        filesystem.mv(arriving, destination)
-    if filesystem.size(destination) != path.stat().st_size:
-        raise OSError("the target holds another number of bytes")
+    filesystem, root = fsspec.core.url_to_fs(url)  # which is kept, and may connect
+    protocols = {filesystem.protocol} if isinstance(filesystem.protocol, str) else set(filesystem.protocol)
+    for name, path in files:
+        destination = f"{str(root).rstrip('/')}/{name}"
+        folder, _, last = destination.rpartition("/")
+        filesystem.makedirs(folder, exist_ok=True)
+        arriving = f"{folder}/{temporary_name(last)}" if protocols & {"file", "local"} else destination
+        filesystem.put_file(os.fspath(path), arriving)
+        if arriving != destination:
+            filesystem.mv(arriving, destination)
+        if filesystem.size(destination) != path.stat().st_size:
+            raise OSError("the target holds another number of bytes")

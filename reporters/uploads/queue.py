@@ -13,6 +13,7 @@ files hold paths, digests and payloads; never a token or a URL.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -176,12 +177,7 @@ def stored_path(path: str | os.PathLike[str], root: Path) -> str:
 def _files_in(given: str | os.PathLike[str]) -> Iterator[Path]:
     """`given`, or all files in it where it is a directory, as absolute paths in a stable order."""
     path = Path(os.path.abspath(given))
-    if not path.is_dir():
-        yield path
-        return
-    for top, folders, names in os.walk(path):
-        folders.sort()
-        yield from (Path(top, name) for name in sorted(names))
+    yield from sorted(each for each in path.rglob("*") if not each.is_dir()) if path.is_dir() else [path]
 
 
 class Queue:
@@ -210,7 +206,6 @@ class Queue:
         self._closed = False
         self._refusal: OSError | None = None
         """Why the disk does not hold what is in memory."""
-        self._has_logged = False
         try:
             make_directory(self.directory / DELIVERED)
             self._lock = FileLock(self.directory / LOCK)
@@ -353,7 +348,6 @@ class Queue:
             for entry in self._entries.values():
                 if self._refusal is None:
                     self.save(entry)
-            self._has_logged = self._refusal is not None
             return self._refusal
 
     def close(self) -> None:
@@ -392,23 +386,23 @@ class Queue:
         if self._closed:
             raise UploadError(f"The upload queue {self.directory} is closed.")
         data, waits = msgspec.json.encode(entry), entry.kind != "metrics"
-        try:
+        with self._noting_refusal():
             write_bytes_durably(self._path(entry.seq, folder), data, mode=PRIVATE_FILE, waits_for_disk=waits)
-        except OSError as error:
-            self._note_refusal(error)
 
     def _unlink(self, path: Path) -> None:
-        try:
+        with self._noting_refusal():
             if not self._closed:
                 path.unlink(missing_ok=True)
-        except OSError as error:
-            self._note_refusal(error)
 
-    def _note_refusal(self, error: OSError) -> None:
-        if not self._has_logged:
-            self._has_logged = True
-            log.error("the upload queue %s cannot be written: %s", self.directory, error.strerror)
-        self._refusal = error
+    @contextlib.contextmanager
+    def _noting_refusal(self) -> Iterator[None]:
+        """What the disk refuses stays in memory until `catch_up`."""
+        try:
+            yield
+        except OSError as error:
+            if self._refusal is None:
+                log.error("the upload queue %s cannot be written: %s", self.directory, error.strerror)  # noqa: TRY400
+            self._refusal = error
 
 
 def read_entries(directory: str | os.PathLike[str]) -> list[Entry]:

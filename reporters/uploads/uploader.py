@@ -17,8 +17,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ...adapter.contract.exceptions import ThreadLimitError, UploadError
 from ...adapter.plumbing.retry import LONGEST_RETRY_AFTER_S, RetryPolicy, TransientError, with_retries
@@ -26,60 +26,24 @@ from ...adapter.plumbing.threads import started
 from ...adapter.plumbing.urls import safe_url
 from ..events.json_lines import encode_json
 from .config import UploadConfig
-from .destinations import (
-    Delivery,
-    Interrupted,
-    Refused,
-    Send,
-    TerminalPayload,
-    idempotency_key,
-    terminal_payload,
-)
+from .destinations import Delivery, Interrupted, Refused, Send, idempotency_key
 from .queue import Entry, Kind, Queue, UploadedFile, pack, stored_path
 
-__all__ = ["SettleResult", "Uploader"]
+__all__ = ["Uploader"]
 
 log = logging.getLogger(__name__)
 
 StrPath = str | os.PathLike[str]
-RETRIES = RetryPolicy(sys.maxsize, first_delay_s=0.5, longest_delay_s=60.0, longest_retry_after_s=LONGEST_RETRY_AFTER_S)
-SETTLING_PAUSE_S = 5.0
-"""Longest pause between tries while a run waits for its end, unless the server asks for more."""
+RETRIES = RetryPolicy(sys.maxsize, first_delay_s=0.5, longest_delay_s=10.0, longest_retry_after_s=LONGEST_RETRY_AFTER_S)
+"""A pause is short beside the deadline of a run's end, unless the server asks for a longer one."""
 MOST_WAITING_METRICS = 2000
 """Metrics entries that are kept while the endpoint is away; the oldest are dropped first."""
 CLOSE_WAIT_S = 2.0
 METRICS_GRACE_S = 5.0
 SHORTEST_TERMINAL_WAIT_S = 0.25
 """Where other uploads have used up the time."""
-FIRST_LINE_S, LONGEST_SILENCE_S = 1.0, 30.0
-"""Lines about what is left come after a second, then half as often each time, until they are this far apart."""
-
-
-@dataclass(frozen=True)
-class SettleResult:
-    """The required uploads that are left after waiting for them."""
-
-    undelivered: Sequence[Entry] = ()
-    """Required uploads that did not arrive, oldest first; as texts they say why."""
-    disk_refusal: str = ""
-    """Why what is left could not all be kept for the next start; empty where it was."""
-
-    @property
-    def ok(self) -> bool:
-        """Whether every required upload was acknowledged."""
-        return not self.undelivered
-
-    def error(self) -> UploadError | None:
-        """The exception that a run ends with, or None. Its text is safe."""
-        if self.ok:
-            return None
-        first = next((entry for entry in self.undelivered if entry.auth), self.undelivered[0])
-        count = len(self.undelivered)
-        others = f" and {count - 1} more" if count > 1 else ""
-        kept = "; kept for the next start"
-        if self.disk_refusal:
-            kept = f", nor kept for the next start, since the queue cannot be written: {self.disk_refusal}"
-        return UploadError(f"{first}{others} not delivered{kept}", auth=first.auth)
+PROGRESS_EVERY_S = 5.0
+"""How far apart lines about what is left are."""
 
 
 class Uploader:
@@ -105,11 +69,7 @@ class Uploader:
         self.config = config
         self.failure: UploadError | None = None
         self._closing = threading.Event()
-        self._settling = False
-        """Whether somebody waits for what is left, so that pauses between tries are short."""
         self._threads: dict[Kind, threading.Thread] = {}
-        self._asked_s: dict[Kind, float] = {}
-        """How long the server asked to wait, when the last try of a kind failed."""
         self._lost_metrics = 0
         with contextlib.ExitStack() as unless_it_opens:
             self.queue = Queue(config.queue_dir, self._can_deliver)
@@ -161,50 +121,38 @@ class Uploader:
         key = idempotency_key(self.config.run_id, "metrics", step, "", digest)
         self.queue.add(self._entry("metrics", step, payload=payload, key=key))
 
-    def enqueue_checkpoint(
+    def enqueue(
         self,
-        record_path: StrPath,
+        kind: Literal["checkpoint", "sample"],
+        main: StrPath,
         files: Sequence[StrPath] = (),
-        step: int = 0,
+        *,
+        step: int,
         final: bool = False,
         primary_path: StrPath | None = None,
     ) -> None:
-        """Queue a checkpoint that is durable; the record goes last.
+        """Queue a checkpoint or sample that is durable, instead of what waits under its name.
 
-        Its files may be deleted from now on, but for `Queue.unlinked_files`.
+        Files of a checkpoint may be deleted from now on, but for `Queue.unlinked_files`.
 
         Args:
-            record_path: The commit record, or the checkpoint itself where it is one file.
+            kind: Of a checkpoint one message is sent, of a sample one for each file.
+            main: The commit record, or the JSON of a sample, or what is one file; it is sent last.
             files: The files that belong to it; a directory stands for all files in it.
             step: Completed steps.
             final: Whether this is the end of the run.
-            primary_path: The file or folder that is reported instead of the record.
+            primary_path: The file or folder that a checkpoint is reported by, instead of its record.
 
         Raises:
             UploadError: A file is missing, or the queue cannot be written; it is tried from memory then.
         """
-        reported = record_path if primary_path is None else primary_path
-        self._enqueue_files("checkpoint", step, record_path, (*files, reported), reported, final=final)
-
-    def enqueue_sample(self, path: StrPath, files: Sequence[StrPath] = (), step: int = 0) -> None:
-        """Queue a sample that is durable, with the files it names; each file gets a message, that of `path` comes last.
-
-        Raises:
-            UploadError: A file is missing, or the queue cannot be written; it is tried from memory then.
-        """
-        self._enqueue_files("sample", step, path, files, path)
-
-    def _enqueue_files(
-        self, kind: Kind, step: int, main: StrPath, files: Sequence[StrPath], reported: StrPath, *, final: bool = False
-    ) -> None:
-        """Queue an artifact instead of what waits under the same name, unless that is the very same."""
         if not self.config.wants(kind):
             return
         queue, path = self.queue, Path(os.path.abspath(main))
-        local_path = stored_path(reported, queue.root)
-        entry = self._entry(
-            kind, step, files=pack(queue.root, path, files), local_path=local_path, final=final, owner=self.config.owner
-        )
+        reported = path if primary_path is None else primary_path
+        packed = pack(queue.root, path, (*files, reported))
+        local_path, owner = stored_path(reported, queue.root), self.config.owner
+        entry = self._entry(kind, step, files=packed, local_path=local_path, final=final, owner=owner)
         for other in queue.entries(kind):
             if other.files[-1].path == entry.files[-1].path:
                 if other.identity == entry.identity:
@@ -248,14 +196,19 @@ class Uploader:
 
     # the end of a run
 
-    def settle(self, deadline_s: float | None = None, progress: Callable[[str], None] = lambda _: None) -> SettleResult:
+    def settle(
+        self, deadline_s: float | None = None, progress: Callable[[str], None] = lambda _: None
+    ) -> UploadError | None:
         """Wait until every required upload is acknowledged or refused, at most `deadline_s` seconds.
 
         Args:
             deadline_s: None means the configured deadline.
-            progress: Called with a line for the operator while something is left, ever less often.
+            progress: Called with a line for the operator every few seconds while something is left.
 
         Metrics are waited for a few seconds longer, within the deadline.
+
+        Returns:
+            The error that a run ends with, whose text is safe; None where all was acknowledged.
         """
         end = time.monotonic() + (self.config.deadline_s if deadline_s is None else deadline_s)
         try:
@@ -266,34 +219,57 @@ class Uploader:
             self._wait_for("checkpoint", "sample", end=end, progress=progress)
             self._wait_for("metrics", end=min(end, time.monotonic() + METRICS_GRACE_S))
         refusal = self.queue.catch_up()
-        left = tuple(self.queue.entries("checkpoint", "sample"))
-        return SettleResult(left, str(refusal.strerror or refusal) if refusal and left else "")
+        return _undelivered(self.queue.entries("checkpoint", "sample"), refusal)
 
-    def deliver_terminal(self, payload: TerminalPayload, deadline_s: float | None = None) -> SettleResult:
-        """Send the terminal message and wait for its acknowledgement, at most `deadline_s` seconds.
+    def deliver_terminal(
+        self,
+        status: Literal["completed", "failed"],
+        step: int,
+        final_checkpoint: str | None = None,
+        error: str = "",
+        *,
+        deadline_s: float | None = None,
+    ) -> UploadError | None:
+        """Send the one message that says how a run ended, and wait at most `deadline_s` for its acknowledgement.
 
         That a run completed is never sent again once it was acknowledged, in no process. A message that could not be
         delivered waits in the queue for ``genlight uploads retry``; the next start of the run drops it, because that
         will end in a way of its own. Where the disk does not take the message, it is sent from memory.
 
+        Args:
+            status: How it ended.
+            step: Completed steps, or the one that failed.
+            final_checkpoint: Its path; reference and digest are those of its upload.
+            error: Category and safe text, as in the terminal event.
+            deadline_s: Seconds; None means the configured deadline.
+
         Returns:
-            A result whose `ok` says whether the terminal message was acknowledged, or none was asked for.
+            The error, where a message was asked for and not acknowledged.
         """
         if not self.config.wants("terminal"):
-            return SettleResult()
-        run_id, step = self.config.run_id, payload.step
-        uploaded = self.delivered(payload.final_checkpoint) if payload.final_checkpoint else None
-        completed = payload.status == "completed"
-        digest = (uploaded and uploaded.sha256) or "" if completed else uuid.uuid4().hex  # each attempt may fail once
-        key = idempotency_key(run_id, "terminal", step, payload.status, digest)
+            return None
+        uploaded = self.delivered(final_checkpoint) if final_checkpoint else None
+        ref, sha256 = (uploaded.ref, uploaded.sha256) if uploaded else (None, None)
+        payload = {
+            "run_id": self.config.run_id,
+            "kind": "terminal",
+            "status": status,
+            "step": step,
+            "final_checkpoint": ref or final_checkpoint,
+            "final_checkpoint_ref": ref or "",
+            "final_checkpoint_sha256": sha256,
+            "error": error,
+        }
+        digest = sha256 or "" if status == "completed" else uuid.uuid4().hex  # each attempt may fail once
+        key = idempotency_key(self.config.run_id, "terminal", step, status, digest)
         if any(entry.key == key for entry in self._delivered("terminal")):
-            return SettleResult()
+            return None
         for stale in self.queue.entries("terminal"):
             self.queue.remove(stale)
-        self.queue.add(self._entry("terminal", step, payload=terminal_payload(run_id, payload, uploaded), key=key))
+        self.queue.add(self._entry("terminal", step, payload=payload, key=key))
         return self.deliver_waiting_terminal(deadline_s)
 
-    def deliver_waiting_terminal(self, deadline_s: float | None = None) -> SettleResult:
+    def deliver_waiting_terminal(self, deadline_s: float | None = None) -> UploadError | None:
         """Send the terminal message that waits in the queue, if there is one, as `deliver_terminal` does.
 
         In a thread that is left behind at the deadline: no timeout of a connection catches a server that sends a byte
@@ -302,7 +278,7 @@ class Uploader:
         """
         entry = self.queue.head("terminal")
         if entry is None or not self.config.wants("terminal"):
-            return SettleResult()
+            return None
         limit_s = self.config.deadline_s if deadline_s is None else deadline_s
         try:
             self._start("terminal")
@@ -311,28 +287,17 @@ class Uploader:
                 self._deliver(entry, RetryPolicy(attempts=1))
         else:
             self._wait_for("terminal", end=time.monotonic() + max(limit_s, SHORTEST_TERMINAL_WAIT_S))
-        if entry not in self.queue.entries("terminal"):
-            return SettleResult()
         entry.reason = entry.reason or f"{safe_url(self.config.terminal_url or '')} did not answer within {limit_s:g} s"
-        return SettleResult((entry,))
+        return _undelivered(self.queue.entries("terminal"), None)
 
     def _wait_for(self, *kinds: Kind, end: float, progress: Callable[[str], None] = lambda _: None) -> None:
         """Wait until nothing of `kinds` is left to try, or the time is `end` on the monotonic clock."""
-        silence_s = FIRST_LINE_S
-        self._settling = True
-        try:
-            with self.queue.changed:
-                self.queue.changed.notify_all()
-            while self.queue.head(*kinds) is not None and (left_s := end - time.monotonic()) > 0:
-                with self.queue.changed:
-                    is_done = self.queue.changed.wait_for(
-                        lambda: self.queue.head(*kinds) is None, min(left_s, silence_s)
-                    )
-                if not is_done and silence_s <= left_s:
-                    silence_s = min(2 * silence_s, LONGEST_SILENCE_S)
-                    progress(self._progress_line(end))
-        finally:
-            self._settling = False
+        changed, head = self.queue.changed, self.queue.head
+        while head(*kinds) is not None and (left_s := end - time.monotonic()) > 0:
+            with changed:
+                is_done = changed.wait_for(lambda: head(*kinds) is None, min(left_s, PROGRESS_EVERY_S))
+            if not is_done:
+                progress(self._progress_line(end))
 
     def _progress_line(self, end: float) -> str:
         waiting = [entry for entry in self.queue.entries("checkpoint", "sample", "terminal") if not entry.refused]
@@ -363,11 +328,7 @@ class Uploader:
         self._delivery.close()
 
     def __enter__(self) -> Uploader:
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
+        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -397,11 +358,10 @@ class Uploader:
             TransientError: The tries of `policy` are used up.
             Interrupted: The uploader is closing.
         """
-        pause = functools.partial(self._pause, entry)
         try:
             for part, send in self._delivery.parts(entry).items():
                 if part not in entry.parts:
-                    entry.parts[part] = with_retries(functools.partial(self._try, entry, send), policy, pause)
+                    entry.parts[part] = with_retries(functools.partial(self._try, entry, send), policy, self._pause)
                     if entry.files:
                         self.queue.save(entry)
         except Refused as error:
@@ -426,23 +386,13 @@ class Uploader:
             raise Refused(f"unexpected {type(error).__name__}") from error
         if self._closing.is_set():
             raise Interrupted
-        self._asked_s[entry.kind] = failed.retry_after_s or 0.0
         level = logging.DEBUG if entry.reason else logging.WARNING
         log.log(level, "upload of %s failed: %s", entry.kind, failed.reason)
         entry.reason = failed.reason
         raise failed
 
-    def _pause(self, entry: Entry, seconds: float) -> None:
-        """Wait before the next try: less where a run waits for its end, but as long as the server asked."""
-        begun, asked_s, changed = time.monotonic(), self._asked_s[entry.kind], self.queue.changed
-        with changed:
-            if self._settling:
-                seconds = max(min(seconds, SETTLING_PAUSE_S), asked_s)
-            else:
-                changed.wait_for(lambda: self._closing.is_set() or self._settling, seconds)
-                seconds = begun + asked_s - time.monotonic()
-            changed.wait_for(self._closing.is_set, seconds)
-        if self._closing.is_set():
+    def _pause(self, seconds: float) -> None:
+        if self._closing.wait(seconds):
             raise Interrupted
 
     def _refuse(self, entry: Entry, error: Refused) -> None:
@@ -463,3 +413,16 @@ class Uploader:
         self._lost_metrics += 1
         if self._lost_metrics == 1:
             log.warning("metrics are not uploaded: %s; further ones are only counted", why)
+
+
+def _undelivered(left: Sequence[Entry], refusal: OSError | None) -> UploadError | None:
+    """The error about required uploads that are `left`, and about a disk that did not take them all."""
+    if not left:
+        return None
+    first = next((entry for entry in left if entry.auth), left[0])
+    others = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    kept = "; kept for the next start"
+    if refusal:
+        why = refusal.strerror or refusal
+        kept = f", nor kept for the next start, since the queue cannot be written: {why}"
+    return UploadError(f"{first}{others} not delivered{kept}", auth=first.auth)

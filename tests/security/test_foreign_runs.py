@@ -114,7 +114,7 @@ def test_an_uploader_sends_nothing_from_outside_of_the_runs_folders(foreign, tmp
     run = foreign(_entry(secret, to=[f"file://{loot}"]))
     config = UploadConfig(run_id="theirs", queue_dir=run / "uploads", targets=[f"file://{loot}"])
     with Uploader(config) as uploader:
-        (left,) = uploader.settle(0.1).undelivered
+        left = uploader.settle(0.1)
     assert "lies outside of the run's folders" in str(left)
     assert not loot.exists()
 
@@ -124,7 +124,7 @@ def test_checkpoints_that_the_job_keeps_elsewhere_are_sent(foreign, tmp_path, se
     run = foreign(_entry(secret, to=[f"file://{loot}"]))
     config = UploadConfig(run_id="theirs", queue_dir=run / "uploads", targets=[f"file://{loot}"], roots=[secret.parent])
     with Uploader(config) as uploader:
-        assert uploader.settle(30).ok
+        assert uploader.settle(30) is None
     assert _all_files(loot) == ["theirs/checkpoints/step.json"]
 
 
@@ -148,8 +148,8 @@ def test_a_run_id_cannot_lead_out_of_a_target(tmp_path, run_id):
     (tmp_path / "run" / "file").write_text("x")
     config = UploadConfig(run_id, tmp_path / "run" / "uploads", targets=[f"file://{tmp_path}/deep/target"])
     with Uploader(config) as uploader:
-        uploader.enqueue_checkpoint(tmp_path / "run" / "file", step=1)
-        assert uploader.settle(30).ok
+        uploader.enqueue("checkpoint", tmp_path / "run" / "file", step=1)
+        assert uploader.settle(30) is None
     (arrived,) = _all_files(tmp_path / "deep")
     assert arrived.startswith("target/")
     assert len(arrived.split("/")) == 4

@@ -216,7 +216,10 @@ def test_records_without_a_salt_are_compared_as_they_are():
 
 def fit_config(job, does, events):
     trained = {"run_id": "r", "max_steps": 4, "hyperparams": {**HYPERPARAMS, "does": f"said = repr(p); {does}"}}
-    logger = {"class_path": "genlight.reporters.EventLogger", "init_args": {"run_id": "r", "save_dir": str(events)}}
+    logger = {
+        "class_path": "genlight.reporters.EventLogger",
+        "init_args": {"run_id": "r", "path": str(events / "events.jsonl")},
+    }
     config = {
         "trainer": {"max_steps": 4, "accelerator": "cpu", "logger": logger, "enable_progress_bar": False},
         "model": {

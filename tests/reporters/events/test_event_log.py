@@ -30,9 +30,10 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
-def test_a_whole_attempt_reads_back_line_by_line(path):
+def test_a_whole_attempt_reads_back_line_by_line(path, monkeypatch):
     ticks = itertools.count(1_700_000_000_000_000_000, 1_000_000)
-    with EventLog(path, run_id="r", clock=lambda: next(ticks)) as log:
+    monkeypatch.setattr("genlight.reporters.events.event_log.time_ns", lambda: next(ticks))
+    with EventLog(path, run_id="r") as log:
         log.started()
         log.metric(name="train/loss", value=0.5, step=1)
         log.checkpoint(path=Path("/c/step-1"), step=1)
@@ -122,12 +123,12 @@ def test_a_torn_last_line_is_cut_off_and_never_glued_to_the_next(path, tail, who
     ("content", "message"),
     [
         (b"a shopping list", "does not hold JSON lines"),
-        (b"eggs\nmilk\n", "is not an event of trainer_event.v1"),
-        (b'["a"]\n', "is not an event of trainer_event.v1"),
-        (b'{"a":"\xff"}\n', "is not an event of trainer_event.v1"),
-        (b'{"event":"heartbeat"}\n', "is not an event of trainer_event.v1"),
-        (b'{"schema_version":"trainer_event.v2","seq":3}\n', "is not an event of trainer_event.v1"),
-        (b'{"schema_version":"trainer_event.v1","seq":"3"}\n', "is not an event of trainer_event.v1"),
+        (b"eggs\nmilk\n", "holds something else"),
+        (b'["a"]\n', "holds something else"),
+        (b'{"a":"\xff"}\n', "holds something else"),
+        (b'{"event":"heartbeat"}\n', "holds something else"),
+        (b'{"schema_version":"trainer_event.v2","seq":3}\n', "holds something else"),
+        (b'{"schema_version":"trainer_event.v1","seq":"3"}\n', "holds something else"),
     ],
 )
 def test_a_file_that_is_no_event_log_is_refused_and_left_as_it_was(path, content, message):
@@ -419,8 +420,8 @@ def test_a_failure_says_its_category_in_its_text(path, given, error, category):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"error": "boom", "category": "weather"}, "Invalid `category`. Expected one of auth, canceled"),
-        ({"error": "boom", "category": "canceled"}, "Invalid `error`. Expected 'canceled'"),
+        ({"error": "boom", "category": "weather"}, "got 'weather:boom' and 'weather'"),
+        ({"error": "boom", "category": "canceled"}, "got 'boom' and 'canceled'"),
     ],
 )
 def test_a_failure_that_contradicts_itself_is_refused(path, given, message):

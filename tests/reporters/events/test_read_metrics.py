@@ -104,5 +104,5 @@ def test_a_damaged_line_is_named(path):
     attempt(path, [(1, 1.0)])
     with path.open("ab") as file:
         file.write(b'{"event":\n')
-    with pytest.raises(EventLogError, match=r"line 4 of event log .* is not a JSON object"):
+    with pytest.raises(EventLogError, match=r"line 4 of event log .* is broken"):
         read_metrics(path)

@@ -90,7 +90,7 @@ def test_a_broken_line_within_the_log_is_named(path, line):
     write_run(path)
     with path.open("ab") as file:
         file.write(line + b"\n{}\n")
-    with pytest.raises(EventLogError, match=f"line 5 of event log {path} is not a JSON object"):
+    with pytest.raises(EventLogError, match=f"line 5 of event log {path} is broken"):
         list(read_events(path))
 
 

@@ -102,12 +102,12 @@ def test_links_of_a_process_that_was_killed_before_it_queued_them_are_dropped(
     orphan.mkdir(parents=True)
     os.link(record, orphan / record.name)
     uploader = uploader_for(chaos, start=False)
-    uploader.enqueue_checkpoint(record, files, step=1)
+    uploader.enqueue("checkpoint", record, files, step=1)
     uploader.close()
     assert not orphan.exists()
     record.unlink()
     uploader = uploader_for(chaos)
-    assert uploader.settle().ok
+    assert uploader.settle() is None
     assert chaos.messages("/checkpoint")[0]["local_path"] == str(record)
     assert os.listdir(tmp_path / "run" / "uploads" / LINKS) == []
 
@@ -118,7 +118,7 @@ def test_where_nothing_can_be_kept_the_files_themselves_are_queued(
     uploader = uploader_for(chaos)
     (tmp_path / "run" / "uploads" / LINKS).write_text("stands in the way")
     record, files = write_checkpoint(1)
-    uploader.enqueue_checkpoint(record, files, step=1)
-    assert uploader.settle().ok
+    uploader.enqueue("checkpoint", record, files, step=1)
+    assert uploader.settle() is None
     assert len(chaos.files()) == 3
     assert "can't be kept from being deleted" in caplog.text
