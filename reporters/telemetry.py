@@ -7,6 +7,7 @@ and a line that a crash tore is cut off by the next writer. The import path that
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
@@ -148,7 +149,7 @@ def write_event(
     record.error = hide_environment(record.error)
     record.suggestions = [hide_environment(text) for text in record.suggestions]
     line = encode_json(record)
-    with LineFile(telemetry_path(path), tries=TRIES) as file:
+    with contextlib.closing(LineFile(telemetry_path(path), tries=TRIES)) as file:
         file.append(line + b"\n")
     return decode_object(line)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Final, Literal, TypedDict, get_args
 
 import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
 from ...adapter.contract.exceptions import FailureCategory, StopReason
 from .json_lines import encode_json
@@ -44,9 +45,14 @@ ROLLED_BACK_METRIC: Final = "trainer/rolled_back_to_step"
 """The metric by which an attempt says to which step it goes back, from its own; later steps are logged once more."""
 MAX_STEP: Final = 2**63 - 1
 
-_Unset = msgspec.UnsetType
-_Name = Annotated[str, msgspec.Meta(min_length=1)]
-_Step = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP, description="Completed steps.")]
+_Name = Annotated[str, Meta(min_length=1)]
+_Step = Annotated[int, Meta(ge=0, le=MAX_STEP, description="Completed steps.")]
+_Attempt = Annotated[int, Meta(ge=2, description="Which attempt of the run; absent on the first.")]
+_Stopped = Annotated[str, Meta(min_length=1, description="What ended it before its last step, such as should_stop.")]
+_ValueText = Annotated[Literal["nan", "inf", "-inf"], Meta(description="Names the value that JSON has no number for.")]
+_Finite = Annotated[bool, Meta(description="False where a final weight is nan or infinite; else absent.")]
+_Resumable = Annotated[bool, Meta(description="Whether a restart can be expected to go on where this attempt ended.")]
+_Seq = Annotated[int, Meta(ge=1, description="1 at the first line of the file, then one more, also over restarts.")]
 
 
 class Git(TypedDict, total=False):
@@ -63,10 +69,10 @@ class Metadata(TypedDict, total=False):
     git: Git
     host: str
     job: dict[str, Any]
-    last_step: Annotated[int, msgspec.Meta(ge=0)]
+    last_step: Annotated[int, Meta(ge=0)]
     notes: str
     packages: dict[str, str]
-    ranks: Annotated[int, msgspec.Meta(ge=1)]
+    ranks: Annotated[int, Meta(ge=1)]
     seed: int
     source: str
     tags: list[str]
@@ -75,35 +81,28 @@ class Metadata(TypedDict, total=False):
 class _Common(msgspec.Struct, tag_field="event", tag=str.lower, gc=False, kw_only=True):
     """The fields of every line. Unknown keys are ignored, so that a reader takes the lines of later releases."""
 
-    run_id: Annotated[str, msgspec.Meta(min_length=1, description="The run; the same on all lines of an attempt.")]
+    run_id: Annotated[str, Meta(min_length=1, description="The run; the same on all lines of an attempt.")]
     schema_version: Literal["trainer_event.v1"] = SCHEMA_VERSION
-    seq: Annotated[
-        int,
-        msgspec.Meta(
-            ge=1, description="1 at the first line of the file, one more on each line after it, also over restarts."
-        ),
-    ]
-    timestamp_ms: Annotated[int, msgspec.Meta(ge=0, description="Milliseconds since the epoch.")]
+    seq: _Seq
+    timestamp_ms: Annotated[int, Meta(ge=0, description="Milliseconds since the epoch.")]
 
 
 class Started(_Common):
     """An attempt begins."""
 
-    attempt: (
-        Annotated[int, msgspec.Meta(ge=2, description="Which attempt of the run; absent on the first.")] | _Unset
-    ) = msgspec.UNSET
+    attempt: _Attempt | UnsetType = UNSET
     metadata: (
         Annotated[
             Metadata,
-            msgspec.Meta(
+            Meta(
                 description="How the attempt came to be: `command`, `git` (`commit`, `dirty`), `host`, `packages` "
                 "(versions by name), the job's `tags`, `notes` and `seed`, and its settings by dotted name (`job`); "
                 "how many `ranks` train, and the `last_step` by its limits and its data, where both are known. Without "
                 "secrets."
             ),
         ]
-        | _Unset
-    ) = msgspec.UNSET
+        | UnsetType
+    ) = UNSET
 
 
 class Metric(_Common):
@@ -112,15 +111,10 @@ class Metric(_Common):
     name: _Name
     step: _Step
     value: float | None
-    value_text: (
-        Annotated[
-            Literal["nan", "inf", "-inf"], msgspec.Meta(description="Names the value that JSON has no number for.")
-        ]
-        | _Unset
-    ) = msgspec.UNSET
+    value_text: _ValueText | UnsetType = UNSET
 
     def __post_init__(self) -> None:
-        if (self.value is None) is (self.value_text is msgspec.UNSET):
+        if (self.value is None) is (self.value_text is UNSET):
             raise ValueError("`value_text` names a `value` that is null, and is absent for any other")
 
     @property
@@ -148,53 +142,28 @@ class Completed(_Common):
 
     final_checkpoint: str | None
     step: _Step
-    stopped: (
-        Annotated[
-            str,
-            msgspec.Meta(
-                min_length=1,
-                description="What ended it before its last step.",
-                examples=["should_stop", "data_exhausted"],
-            ),
-        ]
-        | _Unset
-    ) = msgspec.UNSET
-    finite: (
-        Annotated[bool, msgspec.Meta(description="False where a final weight is nan or infinite; else absent.")]
-        | _Unset
-    ) = msgspec.UNSET
+    stopped: _Stopped | UnsetType = UNSET
+    finite: _Finite | UnsetType = UNSET
 
 
 class Failed(_Common):
     """The attempt ended by an exception or a stop."""
 
-    run_id: Annotated[
-        str, msgspec.Meta(description="The run; empty where the run failed before its identity was known.")
-    ]
-    error: Annotated[str, msgspec.Meta(description="Safe text that begins with its category; of a stop, the reason.")]
+    run_id: Annotated[str, Meta(description="The run; empty where it failed before its identity was known.")]
+    error: Annotated[str, Meta(description="Safe text that begins with its category; of a stop, the reason.")]
     step: Annotated[
-        int,
-        msgspec.Meta(ge=0, le=MAX_STEP, description="The step that was being executed, else the completed steps."),
+        int, Meta(ge=0, le=MAX_STEP, description="The step that was being executed, else the completed steps.")
     ]
     # The runtime before genlight wrote neither of these two; `event_faults` demands them.
-    category: FailureCategory | StopReason | _Unset = msgspec.UNSET
-    resumable: (
-        Annotated[
-            bool,
-            msgspec.Meta(description="Whether a restart can be expected to go on where this attempt ended."),
-        ]
-        | _Unset
-    ) = msgspec.UNSET
+    category: FailureCategory | StopReason | UnsetType = UNSET
+    resumable: _Resumable | UnsetType = UNSET
 
     def __post_init__(self) -> None:
-        if self.category is msgspec.UNSET:
+        if self.category is UNSET:
             return
         begins = self.category in FAILURE_CATEGORIES and self.error.startswith(f"{self.category}:")
         if not begins and not (self.category in STOP_REASONS and self.error == self.category):
-            raise ValueError(
-                f"`error` is the reason of a stop, or begins with one of {', '.join(sorted(FAILURE_CATEGORIES))} and a "
-                f"colon, as `category` says; got {self.error!r} and {self.category!r}"
-            )
+            raise ValueError(f"`error` {self.error!r} does not say its `category` {self.category!r} first")
 
 
 Event = Started | Metric | Checkpoint | Sample | Completed | Failed

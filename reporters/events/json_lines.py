@@ -13,7 +13,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -219,12 +219,6 @@ class LineFile:
         """Give up the file and its lock; a second call does nothing."""
         if self._lock is not None:
             self._lock.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _cut_off(self) -> None:
         try:

@@ -120,13 +120,12 @@ class UploadConfig(UploadUrls, frozen=True):
 
     def lacks_for_files(self) -> str | None:
         """Why no bytes go to the file store that is set, and what to do about it; None where they do."""
-        if not self.file_store_url or self.stores_files():
+        needed = {"`owner`": self.owner, "`TRAINER_CAPABILITY_TOKEN`": self.token}
+        lacking = " and ".join(name for name, value in needed.items() if not value)
+        if not self.file_store_url or not lacking:
             return None
-        lacking = [
-            name for name, value in (("`owner`", self.owner), ("`TRAINER_CAPABILITY_TOKEN`", self.token)) if not value
-        ]
         store = safe_url(self.file_store_url)
-        return f"no files are sent to the file store {store}: set {' and '.join(lacking)}, or leave the store out"
+        return f"no files are sent to the file store {store}: set {lacking}, or leave the store out"
 
     def destinations(self, kind: str) -> tuple[str, ...]:
         """Names of all that gets ``metrics``, a ``checkpoint``, a ``sample`` or the ``terminal``, in order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -178,7 +179,7 @@ def test_a_file_that_holds_something_else_is_left_as_it_is(tmp_path: Path) -> No
 
 def test_a_file_that_another_writer_keeps_is_an_error_that_names_the_process(path: Path, monkeypatch) -> None:
     monkeypatch.setattr("genlight.reporters.telemetry.TRIES", 2)
-    with LineFile(path), pytest.raises(EventLogError, match=f"written by process {os.getpid()}"):
+    with contextlib.closing(LineFile(path)), pytest.raises(EventLogError, match=f"written by process {os.getpid()}"):
         write_event(**HEARTBEAT, path=path)
 
 

@@ -420,8 +420,8 @@ def test_a_failure_says_its_category_in_its_text(path, given, error, category):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"error": "boom", "category": "weather"}, "got 'weather:boom' and 'weather'"),
-        ({"error": "boom", "category": "canceled"}, "got 'boom' and 'canceled'"),
+        ({"error": "boom", "category": "weather"}, "`error` 'weather:boom' does not say its `category` 'weather'"),
+        ({"error": "boom", "category": "canceled"}, "`error` 'boom' does not say its `category` 'canceled'"),
     ],
 )
 def test_a_failure_that_contradicts_itself_is_refused(path, given, message):

@@ -314,8 +314,7 @@ def test_new_directories_are_durable_with_their_names(tmp_path, monkeypatch):
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", record)
-    with LineFile(tmp_path / "a" / "b" / "events.jsonl"):
-        pass
+    LineFile(tmp_path / "a" / "b" / "events.jsonl").close()
     assert synced == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")]
 
 
