@@ -256,20 +256,19 @@ class Queue:
         Metrics, which come often and are best effort, survive a kill but not a power cut. The files of a checkpoint may
         be deleted from now on, but for those that `unlinked_files` names.
         """
-        entry.seq = next(self._next_seq)
-        if entry.kind == "checkpoint":
-            self._link_files(entry)
         with self.changed:
+            entry.seq = next(self._next_seq)
+            if entry.kind == "checkpoint":
+                self._link_files(entry)
+            self._write(entry)
             self._entries[entry.seq] = entry
-        self.save(entry)
-        with self.changed:
             self.changed.notify_all()
 
     def save(self, entry: Entry) -> None:
         """Write down what has changed in an entry."""
         self._write(entry)
         with self.changed:
-            if entry.seq not in self._entries:  # a newer one has replaced it meanwhile
+            if not self.holds(entry):  # by now
                 self._unlink(self._path(entry.seq))
 
     def refuse(self, entry: Entry) -> None:
@@ -308,6 +307,11 @@ class Queue:
         """The entries of `kind` that were delivered, by whichever process."""
         with self.changed:
             return [entry for entry in self._delivered.values() if entry.kind == kind]
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether `entry` still waits; a newer one may have replaced it."""
+        with self.changed:
+            return entry.seq in self._entries
 
     def head(self, *kinds: Kind) -> Entry | None:
         """The oldest entry of `kinds` that can be tried."""

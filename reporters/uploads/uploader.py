@@ -371,6 +371,8 @@ class Uploader:
 
     def _try(self, entry: Entry, send: Send) -> UploadedFile | None:
         """The result of `send`, whose errors are told apart: worth another try, final, or of a closing uploader."""
+        if not self.queue.holds(entry):  # and its files may be those of the one that replaced it
+            raise Refused("it is out of date")
         try:
             return send()
         except (Refused, Interrupted):
@@ -397,7 +399,7 @@ class Uploader:
 
     def _refuse(self, entry: Entry, error: Refused) -> None:
         """Give `entry` up for this attempt."""
-        if entry not in self.queue.entries(entry.kind):  # a newer one has replaced it, and its files
+        if not self.queue.holds(entry):
             return
         if entry.kind == "metrics" and not error.auth:
             self.queue.remove(entry)

@@ -427,6 +427,23 @@ def test_a_checkpoint_that_was_replaced_is_sent_once_as_it_is_now(chaos, uploade
     assert chaos.files()["final-model.safetensors"] == b"newer"
 
 
+def test_a_checkpoint_that_is_replaced_while_it_is_tried_is_given_up_for_the_newer_one(
+    chaos, uploader_for, write_checkpoint
+):
+    chaos.control(outage=True)
+    uploader = uploader_for(chaos)
+    record, files = write_checkpoint(1, name="final")
+    uploader.enqueue("checkpoint", record, files, step=1, final=True)
+    wait_until(lambda: chaos.requests() or uploader.queue.entries()[0].reason)
+    files[0].write_bytes(b"newer")
+    uploader.enqueue("checkpoint", record, files, step=2, final=True)
+    chaos.control(outage=False)
+    assert uploader.settle() is None
+    assert uploader.failure is None
+    assert [message["step"] for message in chaos.messages("/checkpoint")] == [2]
+    assert chaos.files()["final-model.safetensors"] == b"newer"
+
+
 def test_a_queue_directory_is_used_by_one_uploader_at_a_time(chaos, uploader_for):
     uploader_for(chaos)
     with pytest.raises(StartupContractError, match="in use by another run") as refused:
