@@ -12,11 +12,11 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from ..adapter.contract.exceptions import BrokenCheckpointError
+from ..adapter.contract.exceptions import BrokenCheckpointError, UploadError
 from ..adapter.plumbing.failures import describe_failure
 from ..adapter.plumbing.redaction import secrets_of_module
-from ..reporters.uploads import QUEUE_DIRECTORY, TerminalPayload, UploadConfig, Uploader
-from ..reporters.uploads.targets import target_fault
+from ..reporters.uploads import QUEUE_DIRECTORY, UploadConfig, Uploader
+from ..reporters.uploads.destinations import target_fault
 from .checkpoint.format.record import CheckpointRecord, read_record
 from .checkpoint.policy import savers_of, wait_after_failure
 from .checkpoint.selection import enqueue, find_checkpoint, never_queued
@@ -87,7 +87,7 @@ class UploadArtifacts(Hook):
     def waiting(self) -> int:
         """How many checkpoints and samples have not been delivered yet."""
         queue = None if self._uploader is None else self._uploader.queue
-        return 0 if queue is None else len(queue.entries("checkpoint")) + len(queue.entries("sample"))
+        return 0 if queue is None else len(queue.entries("checkpoint", "sample"))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -141,7 +141,7 @@ class UploadArtifacts(Hook):
     ) -> None:
         for sample, files in _samples_with_files(paths):
             if self._uploader is not None:
-                self._uploader.enqueue_sample(sample, files, step)
+                self._uploader.enqueue("sample", sample, files, step=step)
 
     @override
     def on_train_batch_end(
@@ -192,7 +192,7 @@ class UploadArtifacts(Hook):
             enqueue(self._uploader, record)
 
     def _waiting_files(self) -> set[Path]:
-        return set() if self._uploader is None else self._uploader.waiting_files()
+        return set() if self._uploader is None else self._uploader.queue.unlinked_files()
 
     def _queue_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
         if self._uploader is not None:
@@ -209,9 +209,9 @@ class UploadArtifacts(Hook):
         if uploader is None or self._given is not None:
             return
         try:
-            refusal = uploader.settle(progress=log.info).error()
-            payload = _terminal(trainer, error if error is not None else refusal, uploader.starts, self._newest)
-            unacknowledged = uploader.deliver_terminal(payload).error()  # sent whether or not an upload was refused
+            refusal = uploader.settle(progress=log.info)
+            # Sent whether or not an upload was refused.
+            unacknowledged = _report_end(uploader, trainer, error or refusal, self._newest)
         finally:
             self._close()
         failure = refusal or unacknowledged
@@ -237,14 +237,14 @@ def _samples_with_files(paths: Sequence[Path]) -> list[tuple[Path, list[Path]]]:
     return samples
 
 
-def _terminal(
-    trainer: pl.Trainer, error: BaseException | None, attempt: int, newest: CheckpointRecord | None
-) -> TerminalPayload:
-    """How the run ended, with the text that its event log gets too."""
+def _report_end(
+    uploader: Uploader, trainer: pl.Trainer, error: BaseException | None, newest: CheckpointRecord | None
+) -> UploadError | None:
+    """Send how the fit ended, with the text that its event log gets too; the error where it was not acknowledged."""
     step = trainer.global_step
     checkpoint = None if newest is None else str(newest.reported_path)
     if error is None:
-        return TerminalPayload("completed", step, checkpoint, attempt=attempt)
+        return uploader.deliver_terminal("completed", step, checkpoint)
     secrets = secrets_of_module(trainer.lightning_module)
     text = describe_failure(error, has_checkpoint=checkpoint is not None, secrets=secrets).text
-    return TerminalPayload("failed", step, checkpoint, error=text, attempt=attempt)
+    return uploader.deliver_terminal("failed", step, checkpoint, text)

@@ -167,7 +167,7 @@ def events_reference() -> str:
 
 
 def _type(shape: dict[str, object]) -> str:
-    kind = shape.get("type")
+    kind = shape.get("type", "object" if "$ref" in shape else None)
     if isinstance(kind, str):
         return kind
     if isinstance(kind, list):

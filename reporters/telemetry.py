@@ -7,6 +7,7 @@ and a line that a crash tore is cut off by the next writer. The import path that
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
@@ -17,9 +18,8 @@ from typing import Any, Final
 import msgspec
 
 from ..adapter.plumbing.redaction import hide_environment
-from .events.event import MAX_STEP, checked_step, checked_text, finite_float
-from .events.jsonl_file import LineFile
-from .events.reader import decode_line, whole_lines
+from .events.event_log import checked_step, checked_text
+from .events.json_lines import LineFile, Position, decode_line, decode_object, encode_json, whole_lines
 
 __all__ = [
     "DEFAULT_PATH",
@@ -67,8 +67,6 @@ REQUIRED_EVENT_FIELDS: Final = tuple(f.name for f in msgspec.structs.fields(Tele
 
 TRIES = 200
 """How often a writer tries for the lock, 50 ms apart: others hold it for one line."""
-
-_encoder = msgspec.json.Encoder(order="sorted")
 
 
 def make_run_id() -> str:
@@ -137,22 +135,23 @@ def write_event(
     """
     given: dict[str, Any] = {name: value for name, value in locals().items() if name != "path"}  # fields of the event
     given["suggestions"] = suggestions if isinstance(suggestions, str) else list(suggestions or ())
+    given["artifacts"] = {} if artifacts is None else artifacts
     given["timestamp"] = time.time() if timestamp is None else timestamp
     given["run_id"] = make_run_id() if run_id is None else run_id
     given |= {name: checked_text(name, given[name]) for name in ("event", "scenario", "run_id")}
     given |= {name: checked_step(given[name], name) for name in ("epoch", "step") if given[name] is not None}
-    given |= {"artifacts": {} if artifacts is None else artifacts, "error": error or ""}
-    plain = {name: _plain(name, value) for name, value in given.items()}
     try:
-        record = msgspec.to_builtins(msgspec.convert(plain, TelemetryEvent))
+        plain = msgspec.to_builtins({**given, "error": error or ""}, enc_hook=_plain, str_keys=True)
+        record = msgspec.convert(plain, TelemetryEvent)
     except msgspec.ValidationError as wrong:
         where = str(wrong).partition("`$.")[2].rstrip("`")
         raise TypeError(f"Invalid `{where}`. {str(wrong).partition(' - at')[0]}.") from None
-    record["error"] = hide_environment(record["error"])
-    record["suggestions"] = [hide_environment(text) for text in record["suggestions"]]
-    with LineFile(telemetry_path(path), tries=TRIES) as file:
-        file.append(_encoder.encode(record) + b"\n")
-    return dict(record)
+    record.error = hide_environment(record.error)
+    record.suggestions = [hide_environment(text) for text in record.suggestions]
+    line = encode_json(record)
+    with contextlib.closing(LineFile(telemetry_path(path), tries=TRIES)) as file:
+        file.append(line + b"\n")
+    return decode_object(line)
 
 
 def read_events(path: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
@@ -169,29 +168,16 @@ def read_events(path: str | os.PathLike[str] | None = None) -> list[dict[str, An
     file = telemetry_path(path)
     if not file.exists():
         return []
-    return [decode_line(file, number, line) for number, line in whole_lines(file) if line.strip()]
+    position = Position()
+    return [decode_line(file, position.line, line) for line in whole_lines(file, position) if line.strip()]
 
 
-def _text(value: str) -> str:
-    """`value`, with half surrogate pairs, which UTF-8 has no bytes for, spelled out."""
-    return value.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def _plain(name: str, value: Any) -> Any:
-    """`value` as JSON has it: mappings, lists, strings, numbers, booleans and null."""
-    if value is None or isinstance(value, bool) or (isinstance(value, int) and abs(value) <= MAX_STEP):
-        return value
-    if isinstance(value, str):
-        return _text(value)
-    if isinstance(value, Mapping):
-        return {_text(str(key)): _plain(f"{name}.{key}", item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(f"{name}[{index}]", item) for index, item in enumerate(value)]
+def _plain(value: Any) -> str | float:
+    """A path as text, and a number of numpy or torch as a float."""
     if isinstance(value, os.PathLike):
-        return _text(os.fsdecode(value))
+        return os.fsdecode(value)
     try:
-        number = finite_float(name, value)
-        return None if isinstance(number, str) else number
-    except TypeError:
+        return float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, RuntimeError):
         kind = type(value).__qualname__
-        raise TypeError(f"Invalid `{name}`. Expected what JSON can hold, but received a {kind}.") from None
+        raise TypeError(f"Invalid event. Expected what JSON can hold, but received a {kind}.") from None

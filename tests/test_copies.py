@@ -100,7 +100,7 @@ def trainer_with_all(folder: Path, steps: int = 4) -> pl.Trainer:
         max_steps=steps,
         accelerator="cpu",
         devices=1,
-        logger=EventLogger(save_dir=folder, run_id="copies"),
+        logger=EventLogger(folder / "events.jsonl", run_id="copies"),
         callbacks=all_of_ours(folder),
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ...callbacks.stop.sources import cancel_file_is_set
-from ...reporters.uploads.targets import target_fault
+from ...reporters.uploads.destinations import target_fault
 from ..contract.exceptions import InputError, StartupContractError
 from ..inputs.materialize import named_inputs
 from ..inputs.refs import Kind, checked_ref, parquet_files

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...reporters.events.goodput import PARTS, account_of
-from ...reporters.events.reader import follow, log_of_run, read_events, read_metrics, whole_lines
+from ...reporters.events.reader import follow, log_of_run, read_events, read_metrics
 from ...reporters.events.validation import iter_violations
 from .parser import UsageError, add_json
 from .terminal import brief, complain, say, say_json
@@ -67,7 +67,7 @@ def _check(path: Path, *, as_json: bool) -> int:
         say_json([asdict(violation)]) if as_json else say(violation)
     if not as_json:
         counted = f"{count} violations" if count != 1 else "1 violation"
-        say(f"{path}: {counted}" if count else f"sound: {sum(1 for _ in whole_lines(path))} events")
+        say(f"{path}: {counted}" if count else f"sound: {sum(1 for _ in read_events(path))} events")
     return 1 if count else 0
 
 

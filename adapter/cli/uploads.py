@@ -13,14 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...reporters.uploads.config import QUEUE_DIRECTORY, UploadConfig
-from ...reporters.uploads.queue import ABOUT, Artifact, Description, Entry, read_description, read_entries
-from ...reporters.uploads.targets import open_target
+from ...reporters.uploads.config import ENDPOINT, FILE_STORE, QUEUE_DIRECTORY, UploadConfig
+from ...reporters.uploads.queue import LOCK, Entry, read_entries
 from ..job.config import RunConfig, read_run_config
 from ..job.sources import JOB_VARIABLE
 from ..plumbing.redaction import redact
 from ..plumbing.text import size_text
-from ..plumbing.urls import safe_url
 from .parser import UsageError, add_json, add_overrides
 from .terminal import aligned, complain, say, say_json
 
@@ -48,11 +46,11 @@ def run(args: argparse.Namespace) -> int:
     if not queue.is_dir():
         problem = f"{queue} is not a directory" if queue.exists() else f"there is no directory {queue}"
         raise UsageError(f"{problem}; name the folder of a run")
-    if not (queue / ABOUT).exists():
+    if not (queue / LOCK).exists():
         return complain("uploads", f"nothing is waiting: {queue} has no upload queue", 0)
-    about, entries = read_description(queue), read_entries(queue)
+    entries = read_entries(queue)
     if args.action == "retry":
-        return _retry(args, queue, about, entries)
+        return _retry(args, queue, entries)
     rows = [_facts(entry, queue.parent) for entry in entries]
     if args.json:
         say_json(rows)
@@ -65,55 +63,70 @@ def run(args: argparse.Namespace) -> int:
 
 def _facts(entry: Entry, root: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {"seq": entry.seq, "kind": entry.kind, "step": entry.step, "name": "", "size_bytes": 0}
-    facts["state"] = f"refused ({entry.failure})" if entry.failure else "waiting"
-    if entry.kind in ("checkpoint", "sample"):
-        artifact: Artifact = entry.body
-        facts["name"] = str(root / artifact.local_path)
-        facts["size_bytes"] = sum(file.size_bytes for file in artifact.files)
-        facts["files"], facts["files_sent"] = len(artifact.files), sum(part.startswith("put:") for part in entry.parts)
-        if any(not file.location(root).exists() for file in artifact.files):
-            facts["state"] = "lost (files are gone)"
+    facts["state"] = f"refused ({entry.reason})" if entry.refused else "waiting"
+    if entry.files:
+        facts["name"] = str(root / entry.local_path)
+        facts["size_bytes"] = sum(file.size_bytes for file in entry.files)
+        facts["files"], facts["files_sent"] = len(entry.files), sum(part.startswith("put:") for part in entry.parts)
     elif entry.kind == "metrics":
-        metrics = entry.body.payload.get("metrics")
+        metrics = entry.payload.get("metrics")
         facts["name"] = ", ".join(sorted(metrics)) if isinstance(metrics, dict) else ""
     else:
-        facts["name"] = str(entry.body.payload.get("status", ""))
+        facts["name"] = str(entry.payload.get("status", ""))
     return facts
 
 
-def _retry(args: argparse.Namespace, queue: Path, about: Description, entries: Sequence[Entry]) -> int:
+def _retry(args: argparse.Namespace, queue: Path, entries: Sequence[Entry]) -> int:
     from ...reporters.uploads.uploader import Uploader
 
-    try:
-        config = _config(args, queue, about)
-        _require_destinations(config, about, entries)
-        uploader = Uploader(config, keep_terminal=True)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    with uploader:
-        result = uploader.settle(progress=_show_progress)
-        if result.ok:
-            result = uploader.deliver_waiting_terminal()
-    for item in result.undelivered:
-        complain("uploads", str(item))
+    for run_id in dict.fromkeys(entry.run_id for entry in entries):
+        config = _config(args, queue, [entry for entry in entries if entry.run_id == run_id])
+        try:
+            uploader = Uploader(config, keep_terminal=True)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        with uploader:
+            failure = uploader.settle(progress=_show_progress) or uploader.deliver_waiting_terminal()
+        if failure is not None:
+            complain("uploads", str(failure))
     left = len(read_entries(queue))
     say(f"{len(entries) - left} delivered, {left} left")
     return 1 if left else 0
 
 
-def _config(args: argparse.Namespace, queue: Path, about: Description) -> UploadConfig:
-    """The settings of command line, environment and job, for the run that the queue belongs to.
+def _config(args: argparse.Namespace, queue: Path, entries: Sequence[Entry]) -> UploadConfig:
+    """The settings of command line, environment and job, for the run whose `entries` these are.
 
     Where to send what waits, the queue does not decide: it may have come with a folder from elsewhere.
+
+    Raises:
+        UsageError: A destination is missing, without which an entry would wait for ever.
     """
     settings = _settings(args)
     folders = ("checkpoints_dir", "samples_dir")
-    return settings.upload_config(
-        run_id=about.run_id,
-        owner=settings.owner or about.owner,
+    config = settings.upload_config(
+        run_id=entries[0].run_id,
+        owner=settings.owner or next((entry.owner for entry in entries if entry.owner), ""),
         queue_dir=queue,
         roots=tuple(getattr(settings, name) for name in folders if settings.source_of(name) != "default"),
     )
+    missing = {
+        _option(entry, name) for entry in entries for name in set(entry.to) - set(config.destinations(entry.kind))
+    }
+    if missing:
+        raise UsageError(
+            f"Destinations of what waits are missing. Set {', '.join(sorted(missing))}, or name the job by --job; a "
+            "target in a run's folder is not followed."
+        )
+    return config
+
+
+def _option(entry: Entry, destination: str) -> str:
+    """The variables or the setting that give a destination of `entry`."""
+    if destination == FILE_STORE:
+        return "TENSORHUB_URL and TRAINER_CAPABILITY_TOKEN"
+    is_endpoint = destination == ENDPOINT
+    return f"TRAINER_UPLOAD_{entry.kind.upper()}_URL" if is_endpoint else f"`uploads.targets` with {destination}"
 
 
 def _settings(args: argparse.Namespace) -> RunConfig:
@@ -123,22 +136,6 @@ def _settings(args: argparse.Namespace) -> RunConfig:
     if faults:
         raise UsageError(redact("; ".join(faults), config.secrets))
     return config
-
-
-def _require_destinations(config: UploadConfig, about: Description, entries: Sequence[Entry]) -> None:
-    """Refuse entries without a destination, and checkpoints without the file store of their run."""
-    kinds = {entry.kind for entry in entries}
-    missing = [f"TRAINER_UPLOAD_{kind.upper()}_URL" for kind in sorted(kinds) if not config.wants(kind)]
-    if about.stores_files and kinds & {"checkpoint", "sample"} and not config.stores_files():
-        missing += ["TENSORHUB_URL", "TRAINER_CAPABILITY_TOKEN"]
-    if missing:
-        raise UsageError(f"There is no destination for what waits. Set {', '.join(missing)}, or name the job by --job.")
-    lacking = [name for name in about.targets if name not in {open_target(url).name for url in config.targets}]
-    if lacking and kinds & {"checkpoint", "sample"}:
-        raise UsageError(
-            f"The run also sent its files to {', '.join(map(safe_url, lacking))}. Name the job that says so by --job, "
-            "or --set uploads.targets='[\"URL\"]'; a target in a run's folder is not followed."
-        )
 
 
 def _show_progress(line: str) -> None:

@@ -19,7 +19,7 @@ from urllib.parse import quote
 import httpx2
 
 from ...callbacks.checkpoint.format.record import LARGEST_RECORD_BYTES, CheckpointRecord, read_record
-from ...reporters.uploads.wire import remote_name
+from ...reporters.uploads.destinations import remote_name
 from ..contract.exceptions import AuthError, BrokenCheckpointError, InputError
 from ..job.config import RunConfig
 from ..plumbing.failures import causes_of

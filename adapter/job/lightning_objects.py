@@ -125,8 +125,7 @@ def instantiate(
         callbacks = [getattr(genlight_callbacks, name)(**given) for name, given in callbacks_of_job(config).items()]
     with _errors_of("The `lightning` block"):
         theirs = _instantiated(_their_arguments(config))
-        path = config.events_path
-        logger = EventLogger(path=path.name, run_id=config.run_id, save_dir=str(path.parent))
+        logger = EventLogger(config.events_path, run_id=config.run_id)
         ours = {**_our_arguments(config), "callbacks": callbacks, "logger": [logger]}
         lists = {name: [*ours.get(name, []), *_entries(theirs.get(name))] for name in _LISTS}
         return pl.Trainer(**{**ours, **theirs, **{name: made for name, made in lists.items() if made}}), data

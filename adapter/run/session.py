@@ -16,14 +16,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import TYPE_CHECKING, Literal, NoReturn, Self
 
 from typing_extensions import override
 
 from ...callbacks.checkpoint.format.record import is_record_of_callback, record_paths, step_name, step_of_name
 from ...callbacks.stop.signals import exit_on_signal
 from ...callbacks.stop.sources import StopSources, cancel_file_is_set
-from ...reporters.uploads import TerminalPayload
 from ..contract.exceptions import EventLogError, FailureCategory, RankFailedError, TrainingCanceled, UploadError
 from ..plumbing.failures import (
     EXIT_COMPLETED,
@@ -179,8 +178,8 @@ class Session:
         self._reporting.acquire()
         if completion is not None:
             final = None if completion.final_checkpoint is None else str(completion.final_checkpoint)
-            payload = None if completion.was_reported else TerminalPayload("completed", completion.step, final)
-            for undelivered in self._deliver(payload, self._show_unless_stopped):
+            send = functools.partial(self._send_end, "completed", completion.step, final)
+            for undelivered in self._deliver(None if completion.was_reported else send, self._show_unless_stopped):
                 raise undelivered
             if self.lease is not None:
                 self.lease.completed(completion.step, final, within_s=self._left_s())
@@ -267,7 +266,8 @@ class Session:
     def _report(self, error: BaseException, failure: Failure) -> int:
         step = self.step
         self._log_end(error, failure)
-        for undelivered in self._deliver(TerminalPayload("failed", step, error=failure.text), log.info):
+        send = functools.partial(self._send_end, "failed", step, None, failure.text)
+        for undelivered in self._deliver(send, log.info):
             log.error("of the failed run: %s", undelivered)
         if self.lease is not None:
             self.lease.failed(step, failure.text, within_s=self._left_s())
@@ -308,18 +308,24 @@ class Session:
             self._end_by = now + self.deadline_s
         return max(self._end_by - now, min(LAST_TRY_S, self.deadline_s))
 
-    def _deliver(self, payload: TerminalPayload | None, show: Callable[[str], None]) -> Iterator[UploadError]:
-        """Wait for the required uploads, then for the terminal message to be acknowledged; what did not arrive."""
+    def _deliver(
+        self, send: Callable[[], UploadError | None] | None, show: Callable[[str], None]
+    ) -> Iterator[UploadError]:
+        """Wait for the required uploads, then `send` the terminal message; yields what did not arrive."""
         if self.uploader is None:
             return
         is_first_wait = self._end_by is None  # else the run was about to complete, and has waited for them
-        if is_first_wait and (error := self.uploader.settle(deadline_s=self._left_s(), progress=show).error()):
+        if is_first_wait and (error := self.uploader.settle(deadline_s=self._left_s(), progress=show)):
             yield error
-        if payload is not None:
-            attempt = 1 if self.event_log is None else self.event_log.attempt
-            payload = replace(payload, attempt=attempt)
-            if error := self.uploader.deliver_terminal(payload, deadline_s=self._left_s()).error():
-                yield error
+        if send is not None and (error := send()):
+            yield error
+
+    def _send_end(
+        self, status: Literal["completed", "failed"], step: int, final: str | None, failure: str = ""
+    ) -> UploadError | None:
+        """Send the terminal message; the error where it was not acknowledged."""
+        assert self.uploader is not None
+        return self.uploader.deliver_terminal(status, step, final, failure, deadline_s=self._left_s())
 
     def _show_unless_stopped(self, line: str) -> None:
         self.stop.raise_if_stopped()

@@ -29,7 +29,8 @@ from ...reporters.events.event import (
     Started,
 )
 from ...reporters.events.goodput import Ledger
-from ...reporters.events.reader import Position, log_of_run, typed_events
+from ...reporters.events.json_lines import Position
+from ...reporters.events.reader import log_of_run, typed_events
 from ..contract.exceptions import EventLogError
 from ..plumbing.safe_open import UnsafeFileError, open_regular, read_regular
 from .checkpoints import checkpoint_facts, checkpoints_of_run

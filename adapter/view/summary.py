@@ -27,7 +27,8 @@ from ...reporters.events.event import (
     Started,
     decode_event,
 )
-from ...reporters.events.reader import LONGEST_LINE, log_of_run
+from ...reporters.events.json_lines import LONGEST_LINE
+from ...reporters.events.reader import log_of_run
 from ...reporters.uploads.queue import count_waiting
 from ..plumbing.file_lock import is_held
 from ..plumbing.safe_open import open_regular

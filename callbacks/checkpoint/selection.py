@@ -322,4 +322,5 @@ def enqueue(uploader: Uploader, record: CheckpointRecord) -> None:
     # An older runtime has reported its end to its receiver itself; a file store never got the files.
     if not (record.is_old and record.final and uploader.config.checkpoint_url is not None):
         files = [record.path.parent / file.path for file in record.files]
-        uploader.enqueue_checkpoint(record.path, files, record.step, record.final, record.reported_path)
+        step, final, reported = record.step, record.final, record.reported_path
+        uploader.enqueue("checkpoint", record.path, files, step=step, final=final, primary_path=reported)

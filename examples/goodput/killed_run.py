@@ -39,7 +39,7 @@ def train():
         max_epochs=-1,
         accelerator="cpu",
         callbacks=[LogMetrics(10), Goodput(every_s=0.25), Checkpoint(RUN / "checkpoints", every_n_steps=200)],
-        logger=EventLogger(EVENTS.name, run_id="killed", save_dir=EVENTS.parent),
+        logger=EventLogger(EVENTS, run_id="killed"),
         enable_progress_bar=False,
         enable_model_summary=False,
     )

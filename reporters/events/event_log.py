@@ -7,11 +7,13 @@ log that was written through it always passes ``genlight events FILE --check``.
 from __future__ import annotations
 
 import logging
+import math
+import operator
 import os
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from time import time_ns
 from typing import Any, Self, cast
 
 import msgspec
@@ -19,6 +21,7 @@ import msgspec
 from ...adapter.contract.exceptions import EventLogError, FailureCategory, StopReason
 from ...adapter.plumbing.failures import Failure
 from .event import (
+    MAX_STEP,
     STOP_REASONS,
     Checkpoint,
     Completed,
@@ -27,19 +30,14 @@ from .event import (
     Metric,
     Sample,
     Started,
-    checked_step,
-    checked_text,
+    decode_event,
     encode_event,
-    error_text,
-    finite_float,
-    path_text,
-    timestamp_ms,
 )
-from .jsonl_file import LineFile
-from .reader import count_started, last_seq
-from .validation import Attempt, Phase
+from .json_lines import LineFile, storable
+from .reader import count_started
+from .validation import Phase, Rules
 
-__all__ = ["EventLog"]
+__all__ = ["EventLog", "checked_step", "checked_text", "finite_float"]
 
 log = logging.getLogger(__name__)
 
@@ -65,32 +63,19 @@ class EventLog:
             one; the first line of a file has `seq` 1. A file may hold several runs, one after the other.
         run_id: Whose events these are. Empty only where the run failed before its identity was known; then
             ``failed`` is the only event it can have.
-        clock: Nanoseconds since the epoch.
 
     Raises:
         EventLogError: Another process writes the file, it cannot be opened, or it is not an event log.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        run_id: str,
-        clock: Callable[[], int] = time.time_ns,
-    ) -> None:
-        _check_run_id(run_id)
-        self.run_id = run_id
+    def __init__(self, path: str | os.PathLike[str], *, run_id: str) -> None:
+        self.run_id = storable(checked_text("run_id", run_id, may_be_empty=True))
         self.last_checkpoint: str | None = None
-        self._clock = clock
         self._lock = threading.Lock()
-        self._file = LineFile(path)
-        try:
-            self._last_seq_found = last_seq(self._file.last_line, self._file.path)
-            self.attempt = 1 + count_started(self._file.path, run_id)
-        except BaseException:
-            self._file.close()
-            raise
-        self._rules = Attempt(run_id)
+        self._file = LineFile(path, decode_event)
+        self._last_seq_found: int = 0 if self._file.last is None else self._file.last.seq
+        self.attempt = 1 + count_started(self._file.path, self.run_id)
+        self._rules = Rules()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_lock"}
@@ -143,7 +128,7 @@ class EventLog:
 
         Raises:
             TypeError: The value is not one real number, the name is not a string, or the step is not an integer.
-            ValueError: The name is empty, the step negative, or an integer value beyond the range of a float.
+            ValueError: The name is empty, or the step negative.
             EventLogError: The attempt has not started or is over, a checkpoint of this step was reported before, or
                 the line could not be written.
         """
@@ -178,14 +163,14 @@ class EventLog:
             ValueError: `path` is empty, or `step` negative.
             EventLogError: The attempt has not started or is over, or the line could not be written.
         """
-        text = path_text("path", path)
+        text = _path_text("path", path)
         self._write(Checkpoint, {"path": text, "step": checked_step(step)})
         self.last_checkpoint = text
         self._file.sync()
 
     def sample(self, *, path: str | os.PathLike[str], step: int) -> None:
         """A sample was written; raises as `checkpoint` does."""
-        self._write(Sample, {"path": path_text("path", path), "step": checked_step(step)})
+        self._write(Sample, {"path": _path_text("path", path), "step": checked_step(step)})
 
     def completed(
         self,
@@ -209,7 +194,7 @@ class EventLog:
             EventLogError: The attempt has not started or is over, or the line could not be written.
         """
         step = checked_step(step)
-        final = None if final_checkpoint is None else path_text("final_checkpoint", final_checkpoint)
+        final = None if final_checkpoint is None else _path_text("final_checkpoint", final_checkpoint)
         reason = msgspec.UNSET if stopped is None else checked_text("stopped", stopped)
         known = msgspec.UNSET if finite else False
         self._write(Completed, {"step": step, "final_checkpoint": final, "stopped": reason, "finite": known})
@@ -235,8 +220,9 @@ class EventLog:
         step = checked_step(step)
         if category is None:
             category = cast("StopReason", error) if error in STOP_REASONS else "train-step"
-        text = error_text(error, category)
-        self._write(Failed, {"step": step, "error": text, "category": category, "resumable": bool(resumable)})
+        if category not in STOP_REASONS and not error.startswith(f"{category}:"):
+            error = f"{category}:{error}"
+        self._write(Failed, {"step": step, "error": error, "category": category, "resumable": bool(resumable)})
         self._file.sync()
 
     def record_failure(self, failure: Failure, step: int) -> None:
@@ -271,41 +257,94 @@ class EventLog:
 
         An interrupt leaves an event written and the phase changed, or neither.
         """
-        name = kind.__name__.lower()
-        self._refuse_if_closed(name)
+        name, log = kind.__name__.lower(), self._file
+        if log.closed:  # asked before the lock is taken, which a thread may have held when this process was forked off
+            raise EventLogError(f"cannot write {name!r} to {log.path}: the log is closed in process {os.getpid()}")
         with self._lock:
-            common: dict[str, Any] = {"run_id": self.run_id, "timestamp_ms": timestamp_ms(self._clock())}
-            seq = self.seq + 1
-            events = [kind(seq=seq + nth, **common, **each) for nth, each in enumerate(fields)]
+            if self.phase == "ended" or (kind is Started and self.phase != "new"):
+                over = "already has its terminal event" if self.phase == "ended" else "has already started"
+                raise EventLogError(f"cannot write {name!r} to {log.path}: the attempt {over}")
+            common: dict[str, Any] = {"run_id": self.run_id, "timestamp_ms": _timestamp_ms(time_ns())}
+            events = [kind(seq=seq, **common, **each) for seq, each in enumerate(fields, start=self.seq + 1)]
             for event in events:
-                fault = self._rules.fault(event)
-                if fault is not None:
-                    raise self._refusal(name, fault[1])
+                if fault := self._rules.fault(event):
+                    raise EventLogError(f"cannot write {name!r} to {log.path}: {fault[1]}")
             for event in events:
-                phase, lines = self._rules.phase, self._file.lines
+                phase, lines = self._rules.phase, log.lines
                 try:
                     self._rules.take(event)
-                    self._file.append(encode_event(event))
+                    log.append(encode_event(event))
                 except BaseException:
-                    if self._file.lines == lines:
+                    if log.lines == lines:
                         self._rules.phase = phase
                     raise
 
-    def _refuse_if_closed(self, event: str) -> None:
-        """Before the lock is taken: another thread may have held it when this process was forked off."""
-        if self._file.closed:
-            raise self._refusal(event, f"the log is closed in process {os.getpid()}")
 
-    def _refusal(self, event: str, why: str) -> EventLogError:
-        return EventLogError(f"cannot write {event!r} to {self.path}: {why}")
+def _timestamp_ms(now_ns: int) -> int:
+    """Nanoseconds since the epoch as an event has them: whole milliseconds that fit into 64 bits, from 0 on.
+
+    A machine whose clock was never set may count from before 1970, or far in the future.
+    """
+    return max(0, min(now_ns // 1_000_000, MAX_STEP))
 
 
-def _check_run_id(run_id: Any) -> None:
-    if not isinstance(run_id, str):
-        raise TypeError(f"Invalid `run_id`. Expected a string, but received {run_id!r}.")
+def checked_text(field: str, value: Any, *, may_be_empty: bool = False) -> str:
+    """`value` as a plain text.
+
+    Raises:
+        TypeError: It is not a string.
+        ValueError: It is empty.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"Invalid `{field}`. Expected a string, but received {value!r}.")
+    if not value and not may_be_empty:
+        raise ValueError(f"Invalid `{field}`. Expected a non-empty string, but received ''.")
+    return str.__str__(value)
+
+
+def _path_text(field: str, value: Any) -> str:
+    """A path of any kind as text; raises as `checked_text`."""
     try:
-        run_id.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"Invalid `run_id`. Expected a string that UTF-8 can hold, but received {run_id!r}."
+        return checked_text(field, os.fsdecode(value))
+    except TypeError:
+        raise TypeError(f"Invalid `{field}`. Expected a path, but received {value!r}.") from None
+
+
+def checked_step(value: Any, name: str = "step") -> int:
+    """A number of completed steps, or whatever else `name` counts.
+
+    Raises:
+        TypeError: It is not an integer.
+        ValueError: It is negative, or does not fit into 64 bits.
+    """
+    try:
+        step = operator.index(value)
+    except TypeError:
+        raise TypeError(f"Invalid `{name}`. Expected an integer >= 0, but received {value!r}.") from None
+    if not 0 <= step <= MAX_STEP:
+        raise ValueError(f"Invalid `{name}`. Expected an integer from 0 to 2**63 - 1, but received {step}.")
+    return int(step)
+
+
+def finite_float(name: str, value: Any) -> float | str:
+    """The value of a metric, from a number, a numpy scalar or a tensor of one element: a text if it is not finite.
+
+    Raises:
+        TypeError: The value is not a real number within the range of a float.
+    """
+    number = value if type(value) is float else _as_float(name, value)
+    if math.isfinite(number):
+        return number
+    return "nan" if number != number else ("inf" if number > 0 else "-inf")
+
+
+def _as_float(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, (str, bytes, bytearray)):
+            raise TypeError(f"{value!r} is a text")
+        # `item` before `float`: tensors that require a gradient and one-element arrays warn on `float`.
+        return float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(
+            f"Invalid value of metric {name!r}. Expected one number, but received {type(value).__name__}: {error}."
         ) from error

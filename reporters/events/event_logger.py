@@ -8,7 +8,7 @@ import os
 import sys
 import uuid
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,11 +21,11 @@ from torch.nn import Module
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import EventLogError
-from ...adapter.plumbing.failures import EXIT_FAILED, Failure, describe_failure
+from ...adapter.plumbing.failures import Failure, describe_failure
 from ...adapter.plumbing.redaction import secrets_of_module
 from ...adapter.plumbing.run_metadata import metadata_of_module
-from .event import RESUMED_METRIC, finite_float
-from .event_log import EventLog
+from .event import RESUMED_METRIC
+from .event_log import EventLog, checked_text, finite_float
 
 __all__ = ["EventLogger", "RecordEvents", "last_step"]
 
@@ -52,9 +52,8 @@ class EventLogger(Logger):
     Each fit is one attempt of the run. ``validate`` and ``test`` are attempts of their own if they log something.
 
     Args:
-        path: The log, relative to `save_dir`.
+        path: The log. Lightning puts checkpoints beside it.
         run_id: Whose events these are; the same again continues the run. None makes one up.
-        save_dir: Root directory of this logger, where Lightning also puts checkpoints.
 
     Raises:
         TypeError: `run_id` is not a string.
@@ -62,28 +61,15 @@ class EventLogger(Logger):
         EventLogError: Once the fit begins: another process writes the log, or it cannot be opened.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str] = "events.jsonl",
-        *,
-        run_id: str | None = None,
-        save_dir: str | os.PathLike[str] = ".",
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str] = "events.jsonl", *, run_id: str | None = None) -> None:
         super().__init__()
-        if run_id is not None and not isinstance(run_id, str):
-            raise TypeError(f"Invalid `run_id`. Expected a string or None, but received {run_id!r}.")
-        if run_id == "":
-            raise ValueError("Invalid `run_id`. Expected a non-empty string or None, but received ''.")
-        self.run_id = run_id or uuid.uuid4().hex
-        self._save_dir = os.fspath(save_dir)
-        self.path = Path(save_dir, path)
+        self.run_id = uuid.uuid4().hex if run_id is None else checked_text("run_id", run_id)
+        self.path = Path(path)
         self._log: EventLog | None = None
         self._owns_log = True
-        self._is_begun = False
         self._trainer: pl.Trainer | None = None
         self._recorder: RecordEvents | None = None
         self._last_step = 0
-        self._warned = False
         self._left_out: set[str] = set()
         self._run: _HasEventLog | None = None
 
@@ -99,22 +85,12 @@ class EventLogger(Logger):
         `RecordEvents` writes the events of the fit.
         """
         self.run_id, self.path = event_log.run_id, event_log.path.absolute()
-        self._save_dir = os.fspath(event_log.path.parent)
-        self._log = event_log
-        self._owns_log, self._is_begun = False, True
+        self._log, self._owns_log = event_log, False
 
     def __getstate__(self) -> dict[str, Any]:
-        if not self._owns_log:
-            return {**vars(self), "_run": None}
-        # The copy opens the log at its own first use.
-        nothing: dict[str, Any] = {
-            "_log": None,
-            "_is_begun": False,
-            "_trainer": None,
-            "_recorder": None,
-            "_run": None,
-        }
-        return {**vars(self), **nothing}
+        # A copy opens its own log at its first use; that of a session is closed in a copy.
+        own_log = None if self._owns_log else self._log
+        return {**vars(self), "_log": own_log, "_trainer": None, "_recorder": None, "_run": None}
 
     @property
     @override
@@ -129,7 +105,7 @@ class EventLogger(Logger):
     @property
     @override
     def save_dir(self) -> str:
-        return self._save_dir
+        return str(self.path.parent)
 
     @property
     @rank_zero_experiment
@@ -159,28 +135,25 @@ class EventLogger(Logger):
         if getattr(rank_zero_only, "rank", 0):  # what the decorator does, less a call in every step of some runs
             return
         at = self._completed_steps() if step is None else step
-        event_log = self._log if self._is_begun else None
-        if event_log is None:
-            event_log = self._started_log() if self._owns_log else self.experiment
-        if at > self._last_step:
-            self._last_step = at
-        if "epoch" in metrics:
-            metrics = {name: value for name, value in metrics.items() if name != "epoch"}
+        event_log = self._started_log()
+        self._last_step = max(self._last_step, at)
+        values = {name: value for name, value in metrics.items() if name != "epoch"}
         try:
-            event_log.metrics(metrics, step=at)
+            event_log.metrics(values, step=at)
         except TypeError:
             # Other loggers take texts, and one `Trainer.logger` may be a list of several.
-            numbers = {name: value for name, value in metrics.items() if _is_number(name, value)}
-            if len(numbers) == len(metrics):
+            numbers = {name: value for name, value in values.items() if _is_number(name, value)}
+            if len(numbers) == len(values):
                 raise
-            self._warn_of_texts([name for name in metrics if name not in numbers])
+            self._warn_of([name for name in values if name not in numbers], "they are not numbers")
             if numbers:
                 self.log_metrics(numbers, at)
         except EventLogError:
             # Asked afterwards: a checkpoint thread may have reported that step while its metrics were written.
             if event_log.takes_metrics_of(at):
                 raise
-            self._warn_late(metrics, at)
+            why = f"a checkpoint of step {at} was reported before; log them before it, at the number of completed steps"
+            self._warn_of(values, why)
 
     @override
     @rank_zero_only
@@ -189,71 +162,45 @@ class EventLogger(Logger):
         if event_log is None or not self._owns_log or status == _LIVES_ON:
             return
         try:
-            if status == "success":
-                self._complete(event_log)
-            else:
-                self._fail(event_log, sys.exception())
+            if status != "success":
+                self._fail(event_log, sys.exception() or RuntimeError("the run was aborted"))
+            elif event_log.phase == "started":
+                stopped = "should_stop" if self._trainer is not None and self._trainer.should_stop else None
+                final = event_log.last_checkpoint
+                event_log.completed(step=self._completed_steps(), final_checkpoint=final, stopped=stopped)
         finally:
             event_log.close()
-            self._forget()
-
-    def _forget(self) -> None:
-        """Be ready for the next attempt."""
-        if self._trainer is not None and self._recorder in self._trainer.callbacks:  # type: ignore[attr-defined]
-            self._trainer.callbacks.remove(self._recorder)  # type: ignore[attr-defined]
-        self._log = self._trainer = self._recorder = None
-        self._is_begun = False
-        self._last_step = 0
+            if self._trainer is not None and self._recorder in self._trainer.callbacks:  # type: ignore[attr-defined]
+                self._trainer.callbacks.remove(self._recorder)  # type: ignore[attr-defined]
+            self._log = self._trainer = self._recorder = None  # ready for the next attempt
+            self._last_step = 0
 
     def _started_log(self) -> EventLog:
-        event_log: EventLog = self.experiment
-        if event_log.phase == "new":
-            if self._trainer is None:
-                event_log.started(metadata=metadata_of_module(None))
-            else:
-                metadata = metadata_of_module(self._trainer.lightning_module)
-                event_log.started(metadata={**metadata, **_extent(self._trainer)})
-        self._is_begun = True
+        event_log: EventLog = self._log or self.experiment
+        if self._owns_log and event_log.phase == "new":
+            module = None if self._trainer is None else self._trainer.lightning_module
+            extent = {} if self._trainer is None else _extent(self._trainer)
+            event_log.started(metadata={**metadata_of_module(module), **extent})
         return event_log
 
-    def _warn_late(self, metrics: Mapping[str, Any], step: int) -> None:
-        if not self._warned:
-            self._warned = True
-            log.warning(
-                "metrics %s of step %d came after a checkpoint of that step was reported and are not in %s; log them "
-                "before it, at the number of completed steps",
-                ", ".join(sorted(metrics)),
-                step,
-                self.path,
-            )
-
-    def _warn_of_texts(self, names: Sequence[str]) -> None:
+    def _warn_of(self, names: Iterable[str], why: str) -> None:
+        """Warn of metrics that are left out, of each name once."""
         new = [name for name in names if name not in self._left_out]
         if new:
             self._left_out.update(new)
-            log.warning("metrics %s are not numbers, so they are left out of %s", ", ".join(new), self.path)
+            log.warning("metrics %s are left out of %s: %s", ", ".join(new), self.path, why)
 
     def _completed_steps(self) -> int:
         return self._last_step if self._trainer is None else self._trainer.global_step
 
-    def _complete(self, event_log: EventLog) -> None:
-        if event_log.phase != "started":
-            return
-        stopped = "should_stop" if self._trainer is not None and self._trainer.should_stop else None
-        event_log.completed(step=self._completed_steps(), final_checkpoint=event_log.last_checkpoint, stopped=stopped)
-
-    def _fail(self, event_log: EventLog, error: BaseException | None) -> None:
+    def _fail(self, event_log: EventLog, error: BaseException) -> None:
         if event_log.phase == "ended":
             return
         step = self._completed_steps()
-        if error is None:
-            failure = Failure("train-step", "the run was aborted", resumable=False, exit_code=EXIT_FAILED)
-        else:
-            secrets = secrets_of_module(None if self._trainer is None else self._trainer.lightning_module)
-            has_checkpoint = event_log.last_checkpoint is not None or _has_checkpoint(self._trainer)
-            failure = describe_failure(error, has_checkpoint=has_checkpoint, lost_steps=step > 0, secrets=secrets)
-            failure = failure if self._run is None else self._run.first_cause(failure)
-        event_log.record_failure(failure, step)
+        secrets = secrets_of_module(None if self._trainer is None else self._trainer.lightning_module)
+        has_checkpoint = event_log.last_checkpoint is not None or _has_checkpoint(self._trainer)
+        failure = describe_failure(error, has_checkpoint=has_checkpoint, lost_steps=step > 0, secrets=secrets)
+        event_log.record_failure(failure if self._run is None else self._run.first_cause(failure), step)
 
 
 class _HasEventLog(Protocol):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .event import RESUMED_METRIC, Checkpoint, Completed, Event, Failed, Metric, Sample, Started
 from .reader import typed_events
 
-__all__ = ["METRIC_PREFIX", "PARTS", "Account", "Ledger", "Span", "account", "account_of"]
+__all__ = ["METRIC_PREFIX", "PARTS", "Account", "Ledger", "Span", "account_of"]
 
 METRIC_PREFIX = "time/"
 """Of the metrics of `genlight.callbacks.Goodput`: seconds that an attempt has spent so far."""
@@ -28,9 +28,6 @@ PARTS = {
     "idle": "between two attempts, or after the last sign of one that was killed",
 }
 """The meaning of each part, in the order in which they are shown."""
-
-
-_METRICS_OF_THE_ACCOUNT = (METRIC_PREFIX, RESUMED_METRIC)
 
 
 @dataclass(frozen=True)
@@ -112,13 +109,8 @@ def account_of(path: str | os.PathLike[str]) -> Account | None:
     Raises:
         EventLogError: The file cannot be read, or a line is not an event with the keys of its kind; names the line.
     """
-    return account(typed_events(path))
-
-
-def account(events: Iterable[Event]) -> Account | None:
-    """Add up the events of a log, oldest first; as `account_of`."""
     ledger = Ledger()
-    for event in events:
+    for event in typed_events(path):
         ledger.take(event)
     return ledger.account()
 
@@ -138,7 +130,7 @@ class Ledger:
             attempt = attempts[-1]
             if event.step > attempt.last_step:
                 attempt.last_step = event.step
-            if isinstance(event, Metric) and event.name.startswith(_METRICS_OF_THE_ACCOUNT):
+            if isinstance(event, Metric) and event.name.startswith((METRIC_PREFIX, RESUMED_METRIC)):
                 _take_metric(attempt, event)
             if isinstance(event, Completed | Failed):
                 attempt.upload_wait_s = _upload_wait_s(attempt.newest, event)

@@ -29,40 +29,43 @@ from .event import (
     encode_event,
     event_faults,
 )
-from .reader import decode_object, whole_lines
+from .json_lines import Position, decode_object, whole_lines
 
-__all__ = ["Attempt", "Fault", "Phase", "Violation", "iter_violations", "validate_events"]
+__all__ = ["Fault", "Phase", "Rules", "Violation", "iter_violations", "validate_events"]
 
 Phase = Literal["new", "started", "ended"]
 Fault = tuple[str, str]
 """The name of a broken rule, as `Violation` has it, and the reason in words."""
 
 
-class Attempt:
-    """How far an attempt is. Not thread-safe.
+class Rules:
+    """The rules of an attempt: which event may come next. Not thread-safe.
 
     Attributes:
-        run_id: Whose attempt it is.
         phase: ``new`` before ``started``, ``ended`` once the terminal event is there.
         checkpointed: Steps of which a checkpoint was reported, and that take no further metric.
     """
 
-    def __init__(self, run_id: str) -> None:
-        self.run_id = run_id
+    def __init__(self) -> None:
         self.phase: Phase = "new"
         self.checkpointed: set[int] = set()
+        self._run_id = ""
         self._has_resumed = False
 
     def fault(self, event: Event) -> Fault | None:
-        """The rule that `event` would break as the next one of this attempt; None where it may come."""
+        """The rule that `event` would break as the next one; None where it may come.
+
+        An attempt that was killed has no end, so ``started`` may always come, and a ``failed`` that is none of this
+        attempt's is that of one that never started.
+        """
+        if isinstance(event, Started) or (isinstance(event, Failed) and event.run_id != self._run_id):
+            return None
         if self.phase == "ended":
-            return "terminal", "the attempt already has its terminal event"
-        if isinstance(event, Started):
-            return None if self.phase == "new" else ("started", "the attempt has already started")
+            return None if isinstance(event, Failed) else ("terminal", "the attempt already has its terminal event")
         if self.phase == "new":
             return None if isinstance(event, Failed) else ("started", "the attempt has not started")
-        if event.run_id != self.run_id:
-            return "run_id", f"expected {self.run_id!r} of this attempt, found {event.run_id!r}"
+        if event.run_id != self._run_id:
+            return "run_id", f"expected {self._run_id!r} of this attempt, found {event.run_id!r}"
         if not isinstance(event, Metric):
             return None
         name, step, value = event.name, event.step, event.value
@@ -79,10 +82,15 @@ class Attempt:
             )
         return None
 
+    def begin(self, run_id: str) -> None:
+        """An attempt of `run_id` has started."""
+        self.checkpointed, self._has_resumed, self._run_id = set(), False, run_id
+        self.phase = "started"
+
     def take(self, event: Event) -> None:
-        """Go on to after `event`, which has no fault."""
+        """Go on to after `event`."""
         if isinstance(event, Started):
-            self.phase = "started"
+            self.begin(event.run_id)
         elif isinstance(event, Completed | Failed):
             self.phase = "ended"
         elif isinstance(event, Checkpoint):
@@ -145,12 +153,12 @@ def validate_events(path: str | os.PathLike[str]) -> list[Violation]:
 
 def iter_violations(path: str | os.PathLike[str]) -> Iterator[Violation]:
     """As `validate_events`, one by one: for a log that is larger than memory."""
-    rules = _Rules()
-    for number, line in whole_lines(path):
+    log, position = _Log(), Position()
+    for line in whole_lines(path, position):
         event = _metric_as_written(line)
         # Nearly all lines of a log are sound by themselves, and looking at how they are written costs the most.
-        for rule, message in _faults(number, line, rules) if event is None else rules.check(number, event):
-            yield Violation(number, rule, message)
+        for rule, message in _faults(line, log) if event is None else log.check(event):
+            yield Violation(position.line, rule, message)
 
 
 def _metric_as_written(line: bytes) -> Metric | None:
@@ -165,13 +173,13 @@ def _metric_as_written(line: bytes) -> Metric | None:
     return event if isinstance(event, Metric) and encode_event(event) == line else None
 
 
-def _faults(number: int, line: bytes, rules: _Rules) -> Iterator[Fault]:
+def _faults(line: bytes, log: _Log) -> Iterator[Fault]:
     """Every fault of a line: how it is written, what is in it, and where it stands."""
     try:
         found = decode_object(line[:-1])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         yield "json", str(error)
-        rules.skip(number, {})
+        log.skip({})
         return
     keys: list[str] = [key for key, _ in json.loads(line, object_pairs_hook=list)]
     for key, count in Counter(keys).items():
@@ -186,63 +194,39 @@ def _faults(number: int, line: bytes, rules: _Rules) -> Iterator[Fault]:
     try:
         event = msgspec.convert(found, Event)
     except (ValueError, RecursionError):
-        rules.skip(number, found)
+        log.skip(found)
     else:
-        yield from rules.check(number, event)
+        yield from log.check(event)
 
 
-class _Rules:
-    """The rules between lines, over all attempts of a log."""
+class _Log:
+    """A log as far as it was read: the rules of its attempts, and its numbers."""
 
     def __init__(self) -> None:
+        self._rules = Rules()
         self._seq: int | None = 0
-        self._started: Counter[str] = Counter()
-        self._open: Attempt | None = None
-        self._ended_at: int | None = None
+        self._attempts = Counter[str]()
 
-    def check(self, number: int, event: Event) -> Iterator[Fault]:
-        """The faults of the place of a sound event."""
+    def check(self, event: Event) -> Iterator[Fault]:
+        """The faults of the place of a sound event, which is the next one."""
         if self._seq is not None and event.seq != self._seq + 1:
             yield "seq", f"expected {self._seq + 1}, found {event.seq}"
         self._seq = event.seq
         if isinstance(event, Started):
-            yield from self._begin(event)
-        elif isinstance(event, Failed) and (self._open is None or event.run_id != self._open.run_id):
-            self._end(number)  # an attempt that failed before it started
-        elif self._open is None:
-            kind = type(event).__name__.lower()
-            if self._ended_at is not None:
-                yield "terminal", f"{kind!r} follows the terminal event on line {self._ended_at}"
-            else:
-                yield "started", f"{kind!r} comes before any 'started'"
-        else:
-            fault = self._open.fault(event)
-            if fault is not None:
-                yield fault
-            self._open.take(event)
-            if self._open.phase == "ended":
-                self._end(number)
+            self._attempts[event.run_id] += 1
+            expected, found = self._attempts[event.run_id], event.attempt
+            if expected != (1 if found is msgspec.UNSET else found):
+                yield "attempt", f"expected {expected} of run {event.run_id!r}, found {found!r}"
+        elif fault := self._rules.fault(event):
+            yield fault
+        self._rules.take(event)
 
-    def skip(self, number: int, event: dict[str, Any]) -> None:
+    def skip(self, found: dict[str, Any]) -> None:
         """Pass over a line that is no sound event, but for whether an attempt begins or ends there."""
-        seq = event.get("seq")
-        self._seq = seq if isinstance(seq, int) and not isinstance(seq, bool) else None
-        if event.get("event") == "started":
-            self._start(str(event.get("run_id")))
-        elif event.get("event") in TERMINAL_EVENTS:
-            self._end(number)
-
-    def _begin(self, event: Started) -> Iterator[Fault]:
-        self._start(event.run_id)
-        expected = self._started[event.run_id]
-        found = 1 if event.attempt is msgspec.UNSET else event.attempt
-        if found != expected:
-            yield "attempt", f"expected {expected} of run {event.run_id!r}, found {found!r}"
-
-    def _start(self, run_id: str) -> None:
-        self._started[run_id] += 1
-        self._open, self._ended_at = Attempt(run_id), None
-        self._open.phase = "started"
-
-    def _end(self, number: int) -> None:
-        self._open, self._ended_at = None, number
+        seq, kind, run_id = found.get("seq"), found.get("event"), str(found.get("run_id"))
+        self._seq = seq if type(seq) is int else None
+        if kind == "started":
+            self._attempts[run_id] += 1
+            self._rules.begin(run_id)
+        elif kind in TERMINAL_EVENTS:
+            self._rules.phase = "ended"

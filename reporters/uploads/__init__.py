@@ -9,7 +9,6 @@ from ...adapter.plumbing.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from .config import QUEUE_DIRECTORY as QUEUE_DIRECTORY, UploadConfig as UploadConfig
     from .queue import UploadedFile as UploadedFile
-    from .uploader import SettleResult as SettleResult, Undelivered as Undelivered, Uploader as Uploader
-    from .wire import TerminalPayload as TerminalPayload
+    from .uploader import Uploader as Uploader
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

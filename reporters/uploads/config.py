@@ -12,7 +12,6 @@ from ...adapter.plumbing.settings import (
     Block,
     NonBlank,
     Origin,
-    Positive,
     Seconds,
     Target,
     Token,
@@ -25,11 +24,22 @@ from ...adapter.plumbing.settings import (
 )
 from ...adapter.plumbing.urls import safe_url, trusted_origins
 
-__all__ = ["QUEUE_DIRECTORY", "CapabilityToken", "Deadline", "FileStore", "TokenOrigins", "UploadConfig", "UploadUrls"]
+__all__ = [
+    "ENDPOINT",
+    "FILE_STORE",
+    "QUEUE_DIRECTORY",
+    "CapabilityToken",
+    "Deadline",
+    "FileStore",
+    "TokenOrigins",
+    "UploadConfig",
+    "UploadUrls",
+]
 
 QUEUE_DIRECTORY = "uploads"
 """Name of the queue within a run's artifacts directory."""
-
+FILE_STORE, ENDPOINT = "file store", "endpoint"
+"""Names of destinations, besides those of targets."""
 
 CapabilityToken: TypeAlias = Annotated[Token, variable("TRAINER_CAPABILITY_TOKEN")]
 FileStore: TypeAlias = Annotated[Url, variable("TENSORHUB_URL")]
@@ -80,10 +90,6 @@ class UploadConfig(UploadUrls, frozen=True):
     """Seconds that the end of a run waits for uploads."""
     timeout_s: Annotated[float, Meta(gt=0)] = 30.0
     """Seconds without a byte moving after which a transfer counts as stalled."""
-    backoff_base_s: Annotated[float, Meta(ge=0)] = 0.5
-    backoff_cap_s: Annotated[float, Meta(ge=0)] = 60.0
-    max_pending_metrics: Positive = 2000
-    """Metric entries kept while the endpoint is away; the oldest are dropped first."""
 
     def __post_init__(self) -> None:
         if faults := faults_of(self, UploadConfig):
@@ -114,16 +120,20 @@ class UploadConfig(UploadUrls, frozen=True):
 
     def lacks_for_files(self) -> str | None:
         """Why no bytes go to the file store that is set, and what to do about it; None where they do."""
-        if not self.file_store_url or self.stores_files():
+        needed = {"`owner`": self.owner, "`TRAINER_CAPABILITY_TOKEN`": self.token}
+        lacking = " and ".join(name for name, value in needed.items() if not value)
+        if not self.file_store_url or not lacking:
             return None
-        lacking = [
-            name for name, value in (("`owner`", self.owner), ("`TRAINER_CAPABILITY_TOKEN`", self.token)) if not value
-        ]
         store = safe_url(self.file_store_url)
-        return f"no files are sent to the file store {store}: set {' and '.join(lacking)}, or leave the store out"
+        return f"no files are sent to the file store {store}: set {lacking}, or leave the store out"
+
+    def destinations(self, kind: str) -> tuple[str, ...]:
+        """Names of all that gets ``metrics``, a ``checkpoint``, a ``sample`` or the ``terminal``, in order."""
+        is_artifact = kind in ("checkpoint", "sample")
+        store = [FILE_STORE] if is_artifact and self.stores_files() else []
+        targets = map(safe_url, self.targets) if is_artifact else []
+        return (*store, *targets, *([ENDPOINT] if self.url_of(kind) else []))
 
     def wants(self, kind: str) -> bool:
         """Whether anything is to be sent for a ``metrics``, ``checkpoint``, ``sample`` or ``terminal``."""
-        if self.url_of(kind):
-            return True
-        return kind in ("checkpoint", "sample") and (self.stores_files() or bool(self.targets))
+        return bool(self.destinations(kind))

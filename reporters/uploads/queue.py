@@ -2,11 +2,10 @@
 
 ::
 
-    uploads/000000012.json          one thing to deliver, and how far its delivery has come
-    uploads/links/000000012/…       hard links to its files, where these may be deleted before they have arrived
-    uploads/delivered/<digest>.json a receipt of a delivery, which outlives its entry
-    uploads/about.json              whose queue it is
-    uploads/lock                    held by the process that delivers
+    uploads/000000012.json            one thing to deliver, and how far its delivery has come
+    uploads/links/000000012/…         hard links to the files of a checkpoint, which may be deleted before they arrive
+    uploads/delivered/000000007.json  a checkpoint that has arrived, or an end of the run that was acknowledged
+    uploads/lock                      held by the process that delivers
 
 Every file appears whole, by a rename. What a disk refuses is kept in memory, and written once the disk takes it. The
 files hold paths, digests and payloads; never a token or a URL.
@@ -14,180 +13,159 @@ files hold paths, digests and payloads; never a token or a URL.
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import logging
 import os
-import shlex
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import msgspec
 
-from ...adapter.contract.exceptions import UploadError
+from ...adapter.contract.exceptions import StartupContractError, UploadError
 from ...adapter.plumbing.durable import TEMPORARY_PREFIX, write_bytes_durably
 from ...adapter.plumbing.file_lock import FileLock, LockHeldError, NoLocksError
 from ...adapter.plumbing.safe_open import PRIVATE_FILE, make_directory, read_own
 from .config import QUEUE_DIRECTORY
 
 __all__ = [
-    "ABOUT",
-    "Artifact",
-    "ArtifactFile",
-    "Description",
+    "LINKS",
     "Entry",
+    "File",
     "Kind",
-    "Message",
     "Queue",
-    "QueueInUseError",
-    "Receipt",
     "UploadedFile",
     "count_waiting",
-    "files_in",
-    "files_outside",
-    "layout_of",
     "pack",
-    "queue_of_run",
-    "read_description",
     "read_entries",
     "stored_path",
 ]
 
 log = logging.getLogger(__name__)
 
-ABOUT = "about.json"
 DELIVERED = "delivered"
 LINKS = "links"
 LOCK = "lock"
-MAX_RECEIPTS = 1024
 LARGEST_ENTRY_BYTES = 1 << 26
-LARGEST_DESCRIPTION_BYTES = 1 << 20
-
 
 Kind = Literal["metrics", "sample", "checkpoint", "terminal"]
 
 
-@dataclass(frozen=True)
-class UploadedFile:
-    """The file store's answer about a file that it received."""
-
-    ref: str | None
-    sha256: str
-    size_bytes: int
-
-
-@dataclass(frozen=True)
-class ArtifactFile:
-    """One file of an artifact."""
+class File(msgspec.Struct, frozen=True):
+    """One file of a checkpoint or sample, as it was queued."""
 
     path: str
     """Where it lies (relative to the run's folder where it is inside)."""
-    name: str
-    """Its name in a file store, after the prefix that names the step; slashes become underscores there."""
     layout: str
-    """Its path relative to the artifact's main file, for targets that keep folders."""
+    """Its path relative to the folder of the last file, which makes the others count."""
     size_bytes: int
     mtime_ns: int
 
-    def location(self, root: Path) -> Path:
-        """Where the file lies, the run's folder being at `root`."""
-        return root / self.path
 
-    def is_unchanged(self, root: Path) -> bool:
-        """Whether the file still has the size and time that it was queued with."""
-        try:
-            found = os.stat(self.location(root))
-        except FileNotFoundError:
-            return False
-        return (found.st_size, found.st_mtime_ns) == (self.size_bytes, self.mtime_ns)
+class UploadedFile(msgspec.Struct, frozen=True):
+    """The facts about a file that was delivered."""
+
+    ref: str | None
+    """The file store's reference; None without a store."""
+    sha256: str | None
+    """None for a directory."""
+    size_bytes: int
 
 
-@dataclass(frozen=True)
-class Artifact:
-    """The files of one upload; the one that makes the others count (a checkpoint's record) comes last."""
+class Entry(msgspec.Struct, kw_only=True):
+    """One thing to deliver, and how far its delivery has come.
 
-    local_path: str
-    """The path that is reported (relative to the run's folder where it is inside)."""
-    files: tuple[ArtifactFile, ...]
-    subject: int | None
-    """Index of the file that the message describes; None where it is a directory."""
-    subject_bytes: int
-    """Size of what the message describes."""
-    main: str
-    """The commit record, sample or only file, by the path with which it was queued."""
+    A checkpoint or sample has `files`; metrics and the end of a run have a `payload`.
+    """
+
+    run_id: str
+    kind: Kind
+    step: int
+    to: tuple[str, ...]
+    """Names of its destinations. Their addresses are not read from here: the folder may have come from elsewhere."""
+    seq: int = 0
+    owner: str = ""
+    """Owner of the files in the file store."""
+    payload: dict[str, Any] = {}
+    """The message of metrics, or of the end of the run."""
+    key: str = ""
+    """The idempotency key of that message."""
+    local_path: str = ""
+    """The path that a checkpoint or sample is reported by, a file or a folder."""
+    files: tuple[File, ...] = ()
+    """The commit record of a checkpoint, or the JSON of a sample, comes last."""
     final: bool = False
+    parts: dict[str, UploadedFile | None] = {}
+    """The parts that were delivered, by name."""
+    reason: str = ""
+    """Why the last try failed, in safe text."""
+    refused: bool = False
+    """Whether it can't be delivered in this attempt."""
+    auth: bool = False
+    """Whether the server refused our credentials."""
 
     def __post_init__(self) -> None:
         """Refuse what no process of ours can have queued: a layout, say, that leads out of its folder."""
-        if not self.files or not (self.subject is None or 0 <= self.subject < len(self.files)):
-            raise ValueError("it does not say which file it is about")
+        if not self.to or (self.kind in ("checkpoint", "sample") and not self.files):
+            raise ValueError("it names no destination, or no file")
         for file in self.files:
-            if not _is_inside(file.layout):
+            layout = PurePosixPath(file.layout)
+            if not layout.parts or layout.is_absolute() or ".." in layout.parts or "\0" in file.layout:
                 raise ValueError(f"its layout {file.layout!r} leads out of its folder")
             if "\0" in file.path:
                 raise ValueError(f"{file.path!r} is not a path")
 
-    def is_same(self, other: Artifact) -> bool:
-        """Whether `other` is about the same files, which may be held by other links."""
+    def __str__(self) -> str:
+        name = Path(self.local_path).name or self.kind
+        return f"{self.kind} of step {self.step} ({name}): {self.reason or 'not sent before the deadline'}"
 
-        def identity(artifact: Artifact) -> tuple[object, ...]:
-            files = [(file.name, file.layout, file.size_bytes, file.mtime_ns) for file in artifact.files]
-            return artifact.local_path, artifact.main, artifact.final, files
+    @property
+    def subject(self) -> int | None:
+        """Index of the file that it is reported by; None for a folder."""
+        return next((index for index, file in enumerate(self.files) if file.path == self.local_path), None)
 
-        return identity(self) == identity(other)
+    def name_in_store(self, file: File) -> str:
+        """``trainer/lora.safetensors`` for ``step-00000200/trainer/lora.safetensors``.
+
+        The folder of a checkpoint says no more than the step and the record's name; a step may have several samples,
+        whose folders distinguish them.
+        """
+        folder, _, rest = file.layout.partition("/")
+        is_own_folder = folder.partition("~")[0] == PurePosixPath(self.files[-1].layout).stem
+        return rest if rest and is_own_folder and self.kind == "checkpoint" else file.layout
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What it is about; the same again where neither step nor files have changed."""
+        return self.step, self.final, self.local_path, self.files
 
 
-def files_outside(artifact: Artifact, root: Path, roots: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """The files of an artifact that lie neither in the run's folder at `root` nor in one of `roots`, links followed.
-
-    A journal may have come with a folder from elsewhere. What it names there must not leave this machine.
-    """
-    allowed = [os.path.realpath(folder) for folder in (root, *roots)]
-    places = {file.path: Path(os.path.realpath(file.location(root))) for file in artifact.files}
-    return [path for path, place in places.items() if not any(place.is_relative_to(folder) for folder in allowed)]
-
-
-def _is_inside(layout: str) -> bool:
-    path = PurePosixPath(layout)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in layout
-
-
-def pack(
-    root: Path,
-    main: str | os.PathLike[str],
-    files: Iterable[str | os.PathLike[str]],
-    *,
-    kind: Kind = "checkpoint",
-    primary: str | os.PathLike[str] | None = None,
-    final: bool = False,
-    links: Path | None = None,
-) -> Artifact:
-    """Look at the files of an artifact and put them in order.
+def pack(root: Path, main: Path, files: Iterable[str | os.PathLike[str]]) -> tuple[File, ...]:
+    """Look at the files of a checkpoint or sample and put them in order.
 
     Args:
         root: The run's folder; paths inside it are remembered relative to it.
-        main: The commit record of a checkpoint, the JSON of a sample, or the only file.
+        main: The commit record of a checkpoint, or the JSON of a sample; it comes last.
         files: The files that belong to it; a directory stands for all files in it.
-        kind: Whether it is a checkpoint or a sample.
-        primary: The path that the message describes instead of `main`; a file or a directory.
-        final: Whether this is the end of the run.
-        links: A folder with links to the files, in their layout, from which they are sent.
 
     Raises:
         UploadError: A file does not exist, or two would have the same name in a store.
     """
-    main_path = Path(os.path.abspath(main))
-    subject_path = Path(os.path.abspath(primary)) if primary is not None else main_path
-    ordered = _in_order(main_path, files, subject_path)
-    packed = tuple(_look_at(path, root, main_path, kind, links) for path in ordered)
-    _refuse_same_names(packed)
-    size = sum(file.size_bytes for path, file in zip(ordered, packed, strict=True) if path.is_relative_to(subject_path))
-    subject = None if subject_path.is_dir() else ordered.index(subject_path)
-    return Artifact(stored_path(subject_path, root), packed, subject, size, stored_path(main_path, root), final)
+    packed: dict[str, File] = {}
+    for path in (*dict.fromkeys(path for given in files for path in _files_in(given) if path != main), main):
+        layout = path.relative_to(main.parent).as_posix() if path.is_relative_to(main.parent) else path.name
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            raise UploadError(f"{path} cannot be uploaded: {error.strerror}") from error
+        file = File(stored_path(path, root), layout, found.st_size, found.st_mtime_ns)
+        other = packed.setdefault(layout.replace("/", "_"), file)
+        if other is not file:
+            raise UploadError(f"{other.path} and {path} would have the same name in the file store; rename one.")
+    return tuple(packed.values())
 
 
 def stored_path(path: str | os.PathLike[str], root: Path) -> str:
@@ -196,290 +174,184 @@ def stored_path(path: str | os.PathLike[str], root: Path) -> str:
     return str(absolute.relative_to(root) if absolute.is_relative_to(root) else absolute)
 
 
-def _in_order(main: Path, files: Iterable[str | os.PathLike[str]], subject: Path) -> list[Path]:
-    """Every file once: the given ones, the subject's, and `main` last."""
-    found: dict[Path, None] = {}
-    for given in (*files, subject):
-        found.update(dict.fromkeys(files_in(given)))
-    last = list(files_in(main))
-    return [path for path in found if path not in last] + last
-
-
-def files_in(given: str | os.PathLike[str]) -> Iterator[Path]:
+def _files_in(given: str | os.PathLike[str]) -> Iterator[Path]:
     """`given`, or all files in it where it is a directory, as absolute paths in a stable order."""
     path = Path(os.path.abspath(given))
-    if not path.is_dir():
-        yield path
-        return
-    for top, folders, names in os.walk(path):
-        folders.sort()
-        yield from (Path(top, name) for name in sorted(names))
-
-
-def layout_of(path: Path, main: Path) -> Path:
-    """The path of a file relative to the folder of `main`; its name where it lies elsewhere."""
-    return path.relative_to(main.parent) if path.is_relative_to(main.parent) else Path(path.name)
-
-
-def _look_at(path: Path, root: Path, main: Path, kind: Kind, links: Path | None) -> ArtifactFile:
-    layout = layout_of(path, main)
-    source = path if links is None else links / layout
-    try:
-        found = os.stat(source)
-    except OSError as error:
-        raise UploadError(f"{path} cannot be uploaded: {error.strerror}") from error
-    name = _name_within(layout, main, kind)
-    return ArtifactFile(stored_path(source, root), name, layout.as_posix(), found.st_size, found.st_mtime_ns)
-
-
-def _name_within(layout: Path, main: Path, kind: Kind) -> str:
-    """``trainer/lora.safetensors`` for ``step-00000200/trainer/lora.safetensors``.
-
-    The folder of a checkpoint says no more than the step and the record's name; a step may have several samples, whose
-    folders distinguish them.
-    """
-    folder = layout.parts[0]
-    is_own_folder = len(layout.parts) > 1 and folder.partition("~")[0] in (main.stem, main.name)
-    return Path(*layout.parts[1:]).as_posix() if is_own_folder and kind == "checkpoint" else layout.as_posix()
-
-
-def _refuse_same_names(files: Sequence[ArtifactFile]) -> None:
-    taken: dict[str, str] = {}
-    for file in files:
-        other = taken.setdefault(file.name.replace("/", "_"), file.path)
-        if other != file.path:
-            raise UploadError(
-                f"{other} and {file.path} would have the same name in the file store; rename one of them."
-            )
-
-
-class QueueInUseError(UploadError):
-    """A live run, of this process or another, delivers from the queue."""
-
-
-class Entry(msgspec.Struct):
-    """One thing to deliver, and how far its delivery has come."""
-
-    seq: int
-    kind: Kind
-    step: int
-    body: Any
-    """An `Artifact`, or of metrics and the end of the run a `Message`."""
-    parts: dict[str, UploadedFile | None] = {}
-    """The parts that were delivered, by name, with the store's answer about a file."""
-    failure: str | None = None
-    """Why it can't be delivered, in safe text; None while it can be tried."""
-    auth: bool = False
-
-
-class Receipt(msgspec.Struct, frozen=True):
-    """The facts about a delivery that outlive its entry."""
-
-    key: str
-    content: str = ""
-    """Digest of everything that was delivered."""
-    ref: str | None = None
-    sha256: str | None = None
-    size_bytes: int = 0
-
-
-class Description(msgspec.Struct, frozen=True):
-    """Whose queue it is. Where to send what waits is not read from here: the folder may have come from elsewhere."""
-
-    run_id: str
-    owner: str = ""
-    targets: list[str] = []
-    """Names of further destinations, for a person to look at."""
-    starts: int = 0
-    stores_files: bool = False
-
-
-class Message(msgspec.Struct):
-    """The payload of an entry of metrics, or of the end of the run."""
-
-    payload: dict[str, Any]
-    """The JSON object that is sent."""
-    key: str
-    """Its idempotency key."""
+    yield from sorted(each for each in path.rglob("*") if not each.is_dir()) if path.is_dir() else [path]
 
 
 class Queue:
     """The queue at `directory`, open for change by one process; its methods may be called from several threads.
 
+    Attributes:
+        directory: Where it lies.
+        root: The run's folder, to which the paths of files are relative.
+        changed: Guards the entries, and is notified when they change.
+        left_alone: The entries that are none of ours.
+
+    Args:
+        directory: Where it lies; it is made when absent.
+        is_ours: Whether this process delivers an entry. The others stay as they are.
+
     Raises:
-        QueueInUseError: Another run has it open.
+        StartupContractError: ``startup.artifacts_in_use``: another process has it open.
+            ``startup.invalid_artifact_paths``: it cannot be written.
         UploadError: A file of it is damaged.
-        OSError: The directory cannot be written.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], is_ours: Callable[[Entry], bool] = bool) -> None:
         self.directory = Path(os.path.abspath(directory))
-        make_directory(self.directory)
-        self._mutex = threading.RLock()
+        self.root = self.directory.parent
+        self.changed = threading.Condition()
         self._closed = False
         self._refusal: OSError | None = None
         """Why the disk does not hold what is in memory."""
-        self._has_logged = False
-        self._unwritten: set[int] = set()
-        self._receipts: dict[str, Receipt] = {}
-        try:
-            self._lock = FileLock(self.directory / LOCK)
-        except LockHeldError as error:
-            raise QueueInUseError(
-                f"The upload queue {self.directory} is in use by another run. Wait for it to end, stop it, or use "
-                "another directory."
-            ) from error
-        except NoLocksError as error:
-            raise QueueInUseError(
-                f"The upload queue {self.directory} cannot be locked ({error.strerror}). Use a directory on a file "
-                "system with locks."
-            ) from error
         try:
             make_directory(self.directory / DELIVERED)
-            self._sweep()
-            self._entries = {entry.seq: entry for entry in read_entries(self.directory)}
-            for entry in self._entries.values():
-                entry.failure, entry.auth = None, False  # a new start is a new chance
-            self._next_seq = count(max(self._entries, default=0) + 1)
-            self._drop_links()
-        except BaseException:
-            self.close()
-            raise
+            self._lock = FileLock(self.directory / LOCK)
+            try:
+                self._open(is_ours)
+            except BaseException:
+                self._lock.release()
+                raise
+        except (LockHeldError, NoLocksError) as error:
+            why = "is in use by another run" if isinstance(error, LockHeldError) else "cannot be locked"
+            raise StartupContractError(
+                "startup.artifacts_in_use",
+                f"The upload queue {self.directory} {why} ({error.strerror}). Use another directory, or wait for that "
+                "run to end.",
+            ) from error
+        except OSError as error:
+            raise StartupContractError(
+                "startup.invalid_artifact_paths",
+                f"The upload queue {str(self.directory)!r} cannot be written: {error.strerror or error}. Choose "
+                "another folder: `default_root_dir` of the trainer, or `TRAINER_ARTIFACTS_DIR` for a job.",
+            ) from error
 
-    def new_seq(self) -> int:
-        """The number of the entry that is added next with it."""
-        with self._mutex:
-            return next(self._next_seq)
+    def _open(self, is_ours: Callable[[Entry], bool]) -> None:
+        for folder in (self.directory, self.directory / DELIVERED):
+            for debris in folder.glob(f"{TEMPORARY_PREFIX}*.json-*"):  # of a process that was killed
+                debris.unlink()
+        self._delivered = {entry.seq: entry for entry in read_entries(self.directory / DELIVERED)}
+        for entry in [*self._delivered.values()]:
+            if entry.files and not (self.root / entry.files[-1].path).exists():  # so it can't be queued once more
+                self._path(entry.seq, DELIVERED).unlink()
+                del self._delivered[entry.seq]
+        for seq in self._delivered:  # where a process was killed between the two
+            self._path(seq).unlink(missing_ok=True)
+        waiting = read_entries(self.directory)
+        self._entries = {entry.seq: entry for entry in waiting if is_ours(entry)}
+        self.left_alone = [entry for entry in waiting if entry.seq not in self._entries]
+        for entry in self._entries.values():
+            entry.reason, entry.refused, entry.auth = "", False, False  # a new start is a new chance
+        self._next_seq = count(max([entry.seq for entry in waiting] + [*self._delivered], default=0) + 1)
+        links = self.directory / LINKS
+        for name in os.listdir(links) if links.is_dir() else ():
+            if not (name.isdecimal() and any(entry.seq == int(name) for entry in waiting)):
+                shutil.rmtree(links / name, ignore_errors=True)  # of a process that died before it added their entry
 
-    def add(self, kind: Kind, step: int, body: Any, *, seq: int | None = None) -> Entry:
+    def add(self, entry: Entry) -> None:
         """Append an entry; it survives the process when this returns, unless `catch_up` says otherwise.
 
-        Metrics, which come often and are best effort, survive a kill but not a power cut.
+        Metrics, which come often and are best effort, survive a kill but not a power cut. The files of a checkpoint may
+        be deleted from now on, but for those that `unlinked_files` names.
         """
-        entry = Entry(self.new_seq() if seq is None else seq, kind, step, body, parts={})
-        self.save(entry)
-        with self._mutex:
+        with self.changed:
+            entry.seq = next(self._next_seq)
+            if entry.kind == "checkpoint":
+                self._link_files(entry)
+            self._write(entry)
             self._entries[entry.seq] = entry
-        return entry
+            self.changed.notify_all()
 
     def save(self, entry: Entry) -> None:
         """Write down what has changed in an entry."""
-        if self._closed:
-            raise UploadError(f"The upload queue {self.directory} is closed.")
-        try:
-            data, waits = msgspec.json.encode(entry), entry.kind != "metrics"
-            write_bytes_durably(self._path(entry.seq), data, mode=PRIVATE_FILE, waits_for_disk=waits)
-        except OSError as error:
-            with self._mutex:
-                self._unwritten.add(entry.seq)
-                self._refuse(error)
+        self._write(entry)
+        with self.changed:
+            if not self.holds(entry):  # by now
+                self._unlink(self._path(entry.seq))
 
-    def fail(self, entry: Entry, reason: str, *, auth: bool) -> None:
+    def refuse(self, entry: Entry) -> None:
         """`entry` can't be delivered in this attempt; it stays for the next one."""
-        entry.failure, entry.auth = reason, auth
+        entry.refused = True
         self.save(entry)
+        with self.changed:
+            self.changed.notify_all()
+
+    def finish(self, entry: Entry) -> None:
+        """`entry` was delivered. A checkpoint, or the end of a run, is remembered, so that it is not sent again."""
+        if entry.kind in ("checkpoint", "terminal"):
+            self._write(entry, DELIVERED)
+            with self.changed:
+                for older in self.delivered(entry.kind):
+                    if older.files and (older.run_id, older.files[-1].path) == (entry.run_id, entry.files[-1].path):
+                        del self._delivered[older.seq]
+                        self._unlink(self._path(older.seq, DELIVERED))
+                self._delivered[entry.seq] = entry
+        self.remove(entry)
 
     def remove(self, entry: Entry) -> None:
-        """`entry` was delivered, or is given up for good."""
-        with self._mutex:
-            if self._closed:
-                raise UploadError(f"The upload queue {self.directory} is closed.")
-            self._entries.pop(entry.seq, None)
-            self._drop_file(entry.seq)
-        if entry.kind == "checkpoint":
-            self.release(entry.seq)
+        """Forget `entry`, which was delivered or is given up for good."""
+        with self.changed:
+            if self._entries.pop(entry.seq, None) is not None:
+                self._unlink(self._path(entry.seq))
+                shutil.rmtree(self._links(entry), ignore_errors=True)
+            self.changed.notify_all()
 
-    def _drop_file(self, seq: int) -> None:
-        try:
-            self._path(seq).unlink(missing_ok=True)
-        except OSError as error:
-            self._unwritten.add(seq)
-            self._refuse(error)
+    def entries(self, *kinds: Kind) -> list[Entry]:
+        """The entries of `kinds` that wait and are ours, oldest first; of all kinds where none is given."""
+        with self.changed:
+            return [entry for entry in self._entries.values() if not kinds or entry.kind in kinds]
 
-    def entries(self, kind: Kind | None = None) -> list[Entry]:
-        """The entries that wait, oldest first."""
-        with self._mutex:
-            return [entry for entry in self._entries.values() if kind in (None, entry.kind)]
+    def delivered(self, kind: Kind) -> list[Entry]:
+        """The entries of `kind` that were delivered, by whichever process."""
+        with self.changed:
+            return [entry for entry in self._delivered.values() if entry.kind == kind]
 
-    def head(self, kind: Kind) -> Entry | None:
-        """The oldest entry of `kind` that can be tried."""
-        return next((entry for entry in self.entries(kind) if entry.failure is None), None)
+    def holds(self, entry: Entry) -> bool:
+        """Whether `entry` still waits; a newer one may have replaced it."""
+        with self.changed:
+            return entry.seq in self._entries
 
-    def drop_oldest(self, kind: Kind, *, keep: int) -> int:
-        """Remove the oldest entries of `kind` beyond the newest `keep`; returns how many these were."""
-        waiting = self.entries(kind)
-        oldest = waiting[: max(len(waiting) - keep, 0)]
-        for entry in oldest:
-            self.remove(entry)
-        return len(oldest)
+    def head(self, *kinds: Kind) -> Entry | None:
+        """The oldest entry of `kinds` that can be tried."""
+        return next((entry for entry in self.entries(*kinds) if not entry.refused), None)
 
-    def add_receipt(self, receipt: Receipt) -> None:
-        """Remember a delivery beyond the life of its entry; the newest 1024 are kept."""
-        self._receipts[receipt.key] = receipt
-        try:
-            write_bytes_durably(self._receipt_path(receipt.key), msgspec.json.encode(receipt), mode=PRIVATE_FILE)
-        except OSError as error:
-            self._refuse(error)
+    def location(self, entry: Entry, file: File) -> Path:
+        """Where a file is sent from: its link, or where it lies itself."""
+        link = self._links(entry) / file.layout
+        return link if link.exists() else self.root / file.path
 
-    def receipt(self, key: str) -> Receipt | None:
-        """The receipt of that key, by whichever process of the run."""
-        if key not in self._receipts:
-            path = self._receipt_path(key)
-            try:
-                receipt = msgspec.json.decode(read_own(path, limit=LARGEST_DESCRIPTION_BYTES), type=Receipt)
-            except FileNotFoundError:
-                return None
-            except (OSError, ValueError, RecursionError) as error:
-                log.warning(
-                    "the receipt %s cannot be read, so that what it is about may be sent again: %s", path, error
-                )
-                return None
-            self._receipts[key] = receipt
-        return self._receipts[key]
+    def files_outside(self, entry: Entry, roots: Iterable[str | os.PathLike[str]]) -> list[str]:
+        """The files of an entry that lie neither in the run's folder nor in one of `roots`, links followed.
 
-    def link_files(self, seq: int, main: Path, files: Iterable[Path]) -> Path:
-        """A folder of hard links to `files`, for the entry `seq`; `remove` drops it.
-
-        Retention deletes checkpoints whether they have arrived or not, and a link keeps the bytes at no cost. Files in
-        the folder of `main` and below keep their layout.
-
-        Raises:
-            OSError: A file is missing, or the file system has no hard links, or is another one than the queue's.
+        The queue may have come with a folder from elsewhere. What it names there must not leave this machine.
         """
-        folder = self.directory / LINKS / _name(seq)
-        try:
-            for file in dict.fromkeys(files):
-                link = folder / layout_of(file, main)
-                link.parent.mkdir(parents=True, exist_ok=True)
-                os.link(os.path.realpath(file), link)
-        except OSError:
-            self.release(seq)
-            raise
-        return folder
+        allowed = [os.path.realpath(folder) for folder in (self.root, *roots)]
+        places = {file.path: Path(os.path.realpath(self.location(entry, file))) for file in entry.files}
+        return [path for path, place in places.items() if not any(place.is_relative_to(folder) for folder in allowed)]
 
-    def release(self, seq: int) -> None:
-        """Drop the links of the entry `seq`."""
-        shutil.rmtree(self.directory / LINKS / _name(seq), ignore_errors=True)
-
-    def describe(self, description: Description) -> None:
-        """Write down whose queue it is, for the next start and for commands; `read_description` gives it back."""
-        data = msgspec.json.format(msgspec.json.encode(description, order="sorted")) + b"\n"
-        write_bytes_durably(self.directory / ABOUT, data, mode=PRIVATE_FILE)
+    def unlinked_files(self) -> set[Path]:
+        """The files of checkpoints that wait and must not be deleted, since no link could be made to them."""
+        waiting = [entry for entry in self.entries("checkpoint") if not self._links(entry).is_dir()]
+        return {self.root / file.path for entry in waiting for file in entry.files}
 
     def catch_up(self) -> OSError | None:
         """Write what the disk has refused so far; returns why that cannot be done, None where nothing is missing."""
-        with self._mutex:
+        with self.changed:
             if self._refusal is None or self._closed:
                 return self._refusal
-            waiting, self._unwritten, self._refusal = self._unwritten, set(), None
-            for seq in waiting:
-                if seq in self._entries:
-                    self.save(self._entries[seq])
-                else:
-                    self._drop_file(seq)
-            for key in [key for key in self._receipts if not self._receipt_path(key).exists()]:
-                self.add_receipt(self._receipts[key])
-            self._has_logged = self._refusal is not None
+            self._refusal = None
+            alone = {entry.seq for entry in self.left_alone}
+            for path in _entry_files(self.directory):
+                if int(path.stem) not in {*self._entries, *alone}:
+                    self._unlink(path)
+            for entry in self._delivered.values():
+                if not self._path(entry.seq, DELIVERED).exists():
+                    self._write(entry, DELIVERED)
+            for entry in self._entries.values():
+                if self._refusal is None:
+                    self.save(entry)
             return self._refusal
 
     def close(self) -> None:
@@ -491,54 +363,50 @@ class Queue:
         self._closed = True
         self._lock.release()
 
-    def _path(self, seq: int) -> Path:
-        return self.directory / f"{_name(seq)}.json"
+    def _path(self, seq: int, folder: str = "") -> Path:
+        return self.directory / folder / f"{seq:09d}.json"
 
-    def _receipt_path(self, key: str) -> Path:
-        digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
-        return self.directory / DELIVERED / f"{digest[:40]}.json"
+    def _links(self, entry: Entry) -> Path:
+        return self.directory / LINKS / f"{entry.seq:09d}"
 
-    def _refuse(self, error: OSError) -> None:
-        if not self._has_logged:
-            self._has_logged = True
-            log.error("the upload queue %s cannot be written: %s", self.directory, error.strerror)
-        self._refusal = error
+    def _link_files(self, entry: Entry) -> None:
+        """Make hard links to the files of a checkpoint, which keep the bytes at no cost.
 
-    def _sweep(self) -> None:
-        """Remove what a killed process left half-written, and receipts beyond the newest."""
-        delivered = self.directory / DELIVERED
-        receipts = sorted(delivered.glob("*.json"), key=lambda path: path.lstat().st_mtime_ns)
-        ours = [*self.directory.glob(f"{TEMPORARY_PREFIX}*.json-*"), *delivered.glob(f"{TEMPORARY_PREFIX}*.json-*")]
-        for path in (*ours, *receipts[:-MAX_RECEIPTS]):
-            path.unlink()
-
-    def _drop_links(self) -> None:
-        """Of a process that died before it added their entry."""
-        links = self.directory / LINKS
-        for name in os.listdir(links) if links.is_dir() else ():
-            if not (name.isdecimal() and int(name) in self._entries):
-                shutil.rmtree(links / name, ignore_errors=True)
-
-
-def queue_of_run(directory: Path, run_id: str) -> Path:
-    """The queue for a run's uploads: `directory`, or the first of ``uploads-2`` and so on that no other run waits in.
-
-    Uploads of another run that failed stay where they are; nothing of them is sent under this run's name.
-    """
-    for number in count(1):
-        place = directory if number == 1 else directory.with_name(f"{directory.name}-{number}")
+        Retention deletes checkpoints whether they have arrived or not.
+        """
+        links = self._links(entry)
         try:
-            other = read_description(place).run_id
-        except UploadError:
-            return place
-        if other == run_id or not any(_entry_files(place)):
-            return place
-        log.warning(
-            "%s holds uploads of run %r; those of %r go to the folder of the next number. `genlight uploads retry %s` "
-            "delivers the others",
-            *(place, other, run_id, shlex.quote(str(place))),
-        )
-    raise AssertionError("numbers have no end")
+            for file in entry.files:
+                (links / file.layout).parent.mkdir(parents=True, exist_ok=True)
+                os.link(os.path.realpath(self.root / file.path), links / file.layout)
+        except OSError as error:  # on another file system than the queue, or on one without hard links
+            shutil.rmtree(links, ignore_errors=True)
+            path, reason = self.root / entry.files[-1].path, error.strerror or error
+            log.warning(
+                "%s can't be kept from being deleted, but by `Checkpoint`, until it is uploaded: %s", path, reason
+            )
+
+    def _write(self, entry: Entry, folder: str = "") -> None:
+        if self._closed:
+            raise UploadError(f"The upload queue {self.directory} is closed.")
+        data, waits = msgspec.json.encode(entry), entry.kind != "metrics"
+        with self._noting_refusal():
+            write_bytes_durably(self._path(entry.seq, folder), data, mode=PRIVATE_FILE, waits_for_disk=waits)
+
+    def _unlink(self, path: Path) -> None:
+        with self._noting_refusal():
+            if not self._closed:
+                path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _noting_refusal(self) -> Iterator[None]:
+        """What the disk refuses stays in memory until `catch_up`."""
+        try:
+            yield
+        except OSError as error:
+            if self._refusal is None:
+                log.error("the upload queue %s cannot be written: %s", self.directory, error.strerror)  # noqa: TRY400
+            self._refusal = error
 
 
 def read_entries(directory: str | os.PathLike[str]) -> list[Entry]:
@@ -555,9 +423,6 @@ def read_entries(directory: str | os.PathLike[str]) -> list[Entry]:
             data = read_own(path, limit=LARGEST_ENTRY_BYTES)
             if data.strip():
                 entry = msgspec.json.decode(data, type=Entry)
-                entry.body = msgspec.convert(
-                    entry.body, Artifact if entry.kind in ("checkpoint", "sample") else Message
-                )
                 if entry.seq != int(path.stem):
                     raise ValueError(f"it says that it is number {entry.seq}")
                 entries.append(entry)
@@ -570,26 +435,9 @@ def read_entries(directory: str | os.PathLike[str]) -> list[Entry]:
 
 
 def count_waiting(run: str | os.PathLike[str]) -> int:
-    """How many uploads wait in the queues of the run whose folder is `run`, by their names alone."""
-    return sum(len(_entry_files(place)) for place in Path(run).glob(f"{QUEUE_DIRECTORY}*"))
-
-
-def read_description(directory: str | os.PathLike[str]) -> Description:
-    """Whose queue lies at `directory`.
-
-    Raises:
-        UploadError: There is no queue, or the description is damaged.
-    """
-    path = Path(directory) / ABOUT
-    try:
-        return msgspec.json.decode(read_own(path, limit=LARGEST_DESCRIPTION_BYTES), type=Description)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UploadError(f"{directory} is not an upload queue: {path.name} cannot be read ({error}).") from error
+    """How many uploads wait in the queue of the run whose folder is `run`, by their names alone."""
+    return len(_entry_files(Path(run, QUEUE_DIRECTORY)))
 
 
 def _entry_files(directory: Path) -> list[Path]:
     return [path for path in directory.glob("*.json") if path.stem.isdecimal()]
-
-
-def _name(seq: int) -> str:
-    return f"{seq:09d}"

@@ -307,7 +307,7 @@ def test_a_checkpoint_an_evaluation_and_metrics_of_each_epoch_follow_each_other(
         return {"score": 10 * state.epoch}
 
     hooks = [MetricsHook(), EvaluationHook(evaluate), CheckpointHook(interval=2)]  # in any order
-    logger = EventLogger(run_id="r", save_dir=str(tmp_path))
+    logger = EventLogger(tmp_path / "events.jsonl", run_id="r")
     run(Learns(), hooks, steps=8, callbacks=[Checkpoint(tmp_path / "c")], logger=logger)
 
     second, fourth = (str(tmp_path / "c" / f"step-{step:08d}.json") for step in (4, 8))

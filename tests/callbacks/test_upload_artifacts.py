@@ -137,7 +137,7 @@ class Stops(pl.Callback):
     ],
 )
 def test_the_event_and_the_terminal_message_of_a_failure_say_the_same(fit, chaos, tmp_path, error, text, category):
-    events = EventLogger(run_id="run-1", save_dir=tmp_path)
+    events = EventLogger(tmp_path / "events.jsonl", run_id="run-1")
     with pytest.raises((type(error), SystemExit)):
         fit(callbacks=[Stops(error)], logger=events)
 
@@ -152,7 +152,7 @@ def test_the_event_and_the_terminal_message_of_a_failure_say_the_same(fit, chaos
 
 def test_a_refused_upload_is_told_in_the_event_as_in_the_terminal_message(fit, chaos, tmp_path):
     chaos.control(script=["422"], script_paths="/checkpoint?")
-    events = EventLogger(run_id="run-1", save_dir=tmp_path)
+    events = EventLogger(tmp_path / "events.jsonl", run_id="run-1")
     with pytest.raises(UploadError):
         fit(logger=events, checkpoint_url=f"{chaos.url}/checkpoint?")
 
@@ -181,7 +181,7 @@ def test_what_another_run_left_in_the_shared_folder_waits_beside_the_next_run(fi
     chaos.control(tokens=None)
     fit(run_id="run-2")
     assert {message["run_id"] for message in chaos.messages("/checkpoint")} == {"run-2"}
-    assert "holds uploads of run 'run-1'" in caplog.text
+    assert "uploads of run 'run-1' to file store and endpoint wait in" in caplog.text
     assert chaos.messages("/terminal")[-1]["run_id"] == "run-2"
 
 
@@ -376,7 +376,7 @@ def test_what_retention_removes_in_an_outage_is_sent_all_the_same(chaos, tmp_pat
     )
     with contextlib.closing(uploader):
         trainer.fit(Line(), DataLoader(TensorDataset(torch.ones(64, 2)), batch_size=4))
-        assert uploader.settle(60.0).ok
+        assert uploader.settle(60.0) is None
 
     assert waiting == [1, 2, 3, 4]
     assert [path.name for path in own.glob("*.json")] == ["step-00000006.json"]
@@ -439,7 +439,7 @@ def test_a_given_uploader_is_neither_settled_nor_closed(chaos, tmp_path, fit):
     config = UploadConfig(run_id="r", queue_dir=tmp_path / "queue", metrics_url=f"{chaos.url}/metrics")
     with Uploader(config) as uploader:
         fit(uploader=uploader)
-        assert uploader.settle().ok
+        assert uploader.settle() is None
     assert len(chaos.messages("/metrics")) == 3
     assert chaos.messages("/terminal") == []
 

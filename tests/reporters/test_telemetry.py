@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import pytest
 
 from genlight.adapter.contract.exceptions import EventLogError
 from genlight.reporters import telemetry
-from genlight.reporters.events.jsonl_file import LineFile
+from genlight.reporters.events.json_lines import LineFile
 from genlight.reporters.telemetry import make_run_id, read_events, telemetry_path, write_event
 
 KEYS = {
@@ -91,7 +92,7 @@ def test_artifacts_hold_paths_numbers_and_names_that_are_not_utf8(path: Path) ->
 
     write_event(**HEARTBEAT, artifacts=artifacts, path=path)
 
-    assert read_events(path)[0]["artifacts"] == {"checkpoint": "/c/1", "best": [None, 2.0**70, None], "odd": "\\udcff"}
+    assert read_events(path)[0]["artifacts"] == {"checkpoint": "/c/1", "best": [None, 2**70, None], "odd": "\\udcff"}
 
 
 def test_the_path_is_the_argument_then_the_environment_then_the_default(tmp_path: Path, monkeypatch) -> None:
@@ -171,14 +172,14 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_a_file_that_holds_something_else_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine\n")
 
-    with pytest.raises(EventLogError, match="is not a JSON object"):
+    with pytest.raises(EventLogError, match="holds something else"):
         write_event(**HEARTBEAT, path=tmp_path / "notes.txt")
     assert (tmp_path / "notes.txt").read_text() == "mine\n"
 
 
 def test_a_file_that_another_writer_keeps_is_an_error_that_names_the_process(path: Path, monkeypatch) -> None:
     monkeypatch.setattr("genlight.reporters.telemetry.TRIES", 2)
-    with LineFile(path), pytest.raises(EventLogError, match=f"written by process {os.getpid()}"):
+    with contextlib.closing(LineFile(path)), pytest.raises(EventLogError, match=f"written by process {os.getpid()}"):
         write_event(**HEARTBEAT, path=path)
 
 
@@ -194,7 +195,7 @@ def test_a_file_that_another_writer_keeps_is_an_error_that_names_the_process(pat
         ({"suggestions": "one text"}, TypeError, "`suggestions`"),
         ({"suggestions": [1]}, TypeError, r"`suggestions\[0\]`"),
         ({"artifacts": [1]}, TypeError, "`artifacts`"),
-        ({"artifacts": {"a": {"b": object()}}}, TypeError, r"`artifacts\.a\.b`"),
+        ({"artifacts": {"a": {"b": object()}}}, TypeError, "received a object"),
         ({"error": 3}, TypeError, "`error`"),
     ],
 )

@@ -12,19 +12,16 @@ from hypothesis import given, strategies as st
 
 from genlight.adapter.contract.exceptions import UploadError
 from genlight.reporters.uploads import UploadConfig, Uploader
-from genlight.reporters.uploads.queue import Artifact, Entry, Queue, files_outside, read_description, read_entries
-from genlight.reporters.uploads.targets import Shipment, open_target
+from genlight.reporters.uploads.queue import Queue, read_entries
 
 NOWHERE = "http://127.0.0.1:9"
 
 
-def _file(path, layout):
-    return {"path": str(path), "name": "x", "layout": layout, "size_bytes": 6, "mtime_ns": 0}
-
-
-def _body(path="checkpoints/step.json", layout="step.json", **more):
-    facts = {"local_path": "x", "files": [_file(path, layout)], "subject": 0, "subject_bytes": 6, "main": "x"}
-    return facts | more
+def _entry(path="checkpoints/step.json", layout="step.json", to=("endpoint",), **more):
+    """The fields of an entry, as somebody else would write them."""
+    file = {"path": str(path), "layout": layout, "size_bytes": 6, "mtime_ns": 0}
+    return {"run_id": "theirs", "owner": "they", "kind": "checkpoint", "step": 1, "to": to, "local_path": "x",
+            "files": [file], **more}  # fmt: skip
 
 
 @pytest.fixture
@@ -40,16 +37,14 @@ def secret(tmp_path):
 def foreign(tmp_path):
     """Writes a queue as somebody else would; returns the run's folder."""
 
-    def write(*bodies, **description):
+    def write(*entries):
         run = tmp_path / "run"
         (run / "uploads").mkdir(parents=True)
         (run / "checkpoints").mkdir()
         (run / "checkpoints" / "step.json").write_text("record")
-        for number, body in enumerate(bodies, start=1):
-            entry = msgspec.json.encode(Entry(number, "checkpoint", 1, body))
-            (run / "uploads" / f"{number:09d}.json").write_bytes(entry)
-        about = {"run_id": "theirs", "owner": "they", "targets": [], "starts": 1, "stores_files": False, **description}
-        (run / "uploads" / "about.json").write_text(json.dumps(about))
+        (run / "uploads" / "lock").touch()
+        for number, entry in enumerate(entries, start=1):
+            (run / "uploads" / f"{number:09d}.json").write_bytes(msgspec.json.encode({"seq": number, **entry}))
         return run
 
     return write
@@ -66,12 +61,13 @@ def _all_files(folder):
 def sent(foreign, genlight_uploads, tmp_path, monkeypatch):
     """Retries what a foreign queue holds, to a folder; returns what was said, and the files in that folder."""
 
-    def retry(*bodies, prepare=lambda run: None, arguments=()):
-        run = foreign(*bodies)
+    def retry(*entries, prepare=lambda run: None, arguments=()):
+        target = f"file://{tmp_path / 'deep' / 'out'}"
+        run = foreign(*({**entry, "to": [target, "endpoint"]} for entry in entries))
         prepare(run)
         monkeypatch.setenv("TRAINER_UPLOAD_CHECKPOINT_URL", NOWHERE)
-        target = f"file://{tmp_path / 'deep' / 'out'}"
-        _, _, err = genlight_uploads("retry", run, *SOON, "--set", f'uploads.targets=["{target}"]', *arguments)
+        targets = f'uploads.targets=["{target}"]'
+        _, _, err = genlight_uploads("retry", run, *SOON, "--set", targets, *arguments)
         return err, _all_files(tmp_path / "deep")
 
     return retry
@@ -79,35 +75,35 @@ def sent(foreign, genlight_uploads, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("layout", ["../../../planted", "/tmp/planted-by-genlight-test", "a/../../b", "", ".", "x\0"])
 def test_a_layout_that_leads_out_of_the_target_writes_nothing(sent, layout):
-    err, files = sent(_body(layout=layout))
+    err, files = sent(_entry(layout=layout))
     assert "000000001.json is damaged" in err
     assert files == []
 
 
 def test_a_file_outside_of_the_run_is_not_sent(sent, secret):
-    err, files = sent(_body(secret), _body("../home/id_rsa"))
+    err, files = sent(_entry(secret), _entry("../home/id_rsa"))
     assert "outside" in err
     assert files == []
 
 
 def test_nor_is_one_that_a_link_in_the_run_leads_to(sent, secret):
-    _, files = sent(_body("checkpoints/link"), prepare=lambda run: (run / "checkpoints" / "link").symlink_to(secret))
+    _, files = sent(_entry("checkpoints/link"), prepare=lambda run: (run / "checkpoints" / "link").symlink_to(secret))
     assert files == []
 
 
 def test_a_folder_of_ones_own_may_be_named(sent, secret):
-    _, files = sent(_body(secret), arguments=("--set", f"checkpoints_dir={secret.parent}"))
+    _, files = sent(_entry(secret), arguments=("--set", f"checkpoints_dir={secret.parent}"))
     assert len(files) == 1
 
 
 def test_a_pipe_among_the_files_is_not_waited_for(sent):
-    _, files = sent(_body("checkpoints/pipe"), prepare=lambda run: os.mkfifo(run / "checkpoints" / "pipe"))
+    _, files = sent(_entry("checkpoints/pipe"), prepare=lambda run: os.mkfifo(run / "checkpoints" / "pipe"))
     assert files == []
 
 
 def test_what_the_run_names_as_its_targets_is_not_sent_to(foreign, genlight_uploads, tmp_path, monkeypatch):
     loot = tmp_path / "loot"
-    run = foreign(_body(), targets=[f"file://{loot}"])
+    run = foreign(_entry(to=[f"file://{loot}"]))
     monkeypatch.setenv("TRAINER_UPLOAD_CHECKPOINT_URL", NOWHERE)
     code, _, err = genlight_uploads("retry", run, *SOON)
     assert code == 2
@@ -118,19 +114,21 @@ def test_what_the_run_names_as_its_targets_is_not_sent_to(foreign, genlight_uplo
 
 
 def test_an_uploader_sends_nothing_from_outside_of_the_runs_folders(foreign, tmp_path, secret):
-    run, loot = foreign(_body(secret)), tmp_path / "loot"
+    loot = tmp_path / "loot"
+    run = foreign(_entry(secret, to=[f"file://{loot}"]))
     config = UploadConfig(run_id="theirs", queue_dir=run / "uploads", targets=[f"file://{loot}"])
     with Uploader(config) as uploader:
-        (left,) = uploader.settle(0.1).undelivered
+        left = uploader.settle(0.1)
     assert "lies outside of the run's folders" in str(left)
     assert not loot.exists()
 
 
 def test_checkpoints_that_the_job_keeps_elsewhere_are_sent(foreign, tmp_path, secret):
-    run, loot = foreign(_body(secret)), tmp_path / "loot"
+    loot = tmp_path / "loot"
+    run = foreign(_entry(secret, to=[f"file://{loot}"]))
     config = UploadConfig(run_id="theirs", queue_dir=run / "uploads", targets=[f"file://{loot}"], roots=[secret.parent])
     with Uploader(config) as uploader:
-        assert uploader.settle(30).ok
+        assert uploader.settle(30) is None
     assert _all_files(loot) == ["theirs/checkpoints/step.json"]
 
 
@@ -141,9 +139,7 @@ def test_links_are_removed_below_the_queues_own_folder_alone(foreign, tmp_path, 
     (tmp_path / "home" / "held" / "x").mkdir(parents=True)
     (tmp_path / "home" / "held" / "x" / "y").write_text("")
     (run / "uploads" / "held").mkdir()
-    (run / "uploads" / f"{1:09d}.json").write_text(
-        json.dumps({"seq": 1, "kind": "sample", "step": 1, "body": _body(main=name)})
-    )
+    (run / "uploads" / f"{1:09d}.json").write_text(json.dumps({"seq": 1, **_entry(kind="sample", local_path=name)}))
     before = _all_files(tmp_path / "home")
     with contextlib.closing(Queue(run / "uploads")) as queue:
         queue.remove(queue.entries()[0])
@@ -152,13 +148,17 @@ def test_links_are_removed_below_the_queues_own_folder_alone(foreign, tmp_path, 
 
 @pytest.mark.parametrize("run_id", ["../../escaped", "..", "/abs", "a/b"])
 def test_a_run_id_cannot_lead_out_of_a_target(tmp_path, run_id):
-    (tmp_path / "file").write_text("x")
-    target = open_target(f"file://{tmp_path}/deep/target")
-    target.deliver(Shipment(run_id, "checkpoints", "final", (("file", tmp_path / "file"),)))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "file").write_text("x")
+    config = UploadConfig(run_id, tmp_path / "run" / "uploads", targets=[f"file://{tmp_path}/deep/target"])
+    with Uploader(config) as uploader:
+        uploader.enqueue("checkpoint", tmp_path / "run" / "file", step=1)
+        assert uploader.settle(30) is None
     (arrived,) = _all_files(tmp_path / "deep")
     assert arrived.startswith("target/")
     assert len(arrived.split("/")) == 4
-    assert _all_files(tmp_path) == [f"deep/{arrived}", "file"]
+    outside = [path for path in _all_files(tmp_path) if not path.startswith("run/")]
+    assert outside == [f"deep/{arrived}"]
 
 
 def test_an_entry_of_more_bytes_than_are_read_is_told(foreign, tmp_path):
@@ -175,28 +175,24 @@ JSON = st.recursive(
     max_leaves=8,
 )
 PATHS = st.sampled_from(["../x", "/etc/passwd", "a", "a/b", "", ".", "\0", "a/../../b", "uploads/held/x/y"])
-FILES = st.fixed_dictionaries({"path": PATHS | JSON, "name": PATHS | JSON, "layout": PATHS | JSON,
-                               "size_bytes": JSON, "mtime_ns": JSON})  # fmt: skip
-BODIES = st.fixed_dictionaries(
-    {},
+FILES = st.fixed_dictionaries({"path": PATHS | JSON, "layout": PATHS | JSON, "size_bytes": JSON, "mtime_ns": JSON})
+KINDS = st.sampled_from(["metrics", "sample", "checkpoint", "terminal"])
+ENTRIES = st.fixed_dictionaries(
+    {"seq": st.just(1), "run_id": st.text(max_size=3) | JSON, "kind": KINDS | JSON, "step": st.just(1) | JSON},
     optional={
+        "to": st.lists(st.just("endpoint") | JSON, max_size=2) | JSON,
         "local_path": PATHS | JSON,
         "files": st.lists(FILES | JSON, max_size=2) | JSON,
-        "subject": st.integers(-3, 3) | JSON,
-        "subject_bytes": st.just(1) | JSON,
-        "main": PATHS | JSON,
-        "held": st.booleans() | JSON,
-        "metrics": JSON,
         "payload": JSON,
         "key": JSON,
+        "parts": st.dictionaries(st.sampled_from(["post", "put:0", "put:x"]), st.dictionaries(st.text(), JSON)) | JSON,
+        "refused": JSON,
     },
 )
-KINDS = st.sampled_from(["metrics", "sample", "checkpoint", "terminal"])
 
 
-@given(KINDS, BODIES, st.dictionaries(st.sampled_from(["post", "put:0", "put:x"]), st.dictionaries(st.text(), JSON)))
-def test_whatever_an_entry_says_is_used_or_named(tmp_path, kind, body, parts):
-    said = {"seq": 1, "kind": kind, "step": 1, "body": body, "parts": parts}
+@given(ENTRIES)
+def test_whatever_an_entry_says_is_used_or_named(tmp_path, said):
     (tmp_path / "000000001.json").write_bytes(_encoded(said))
     try:
         (entry,) = read_entries(tmp_path)
@@ -204,12 +200,8 @@ def test_whatever_an_entry_says_is_used_or_named(tmp_path, kind, body, parts):
         refusal = str(error)
     else:
         refusal = ""
-    if refusal:
-        assert str(tmp_path / "000000001.json") in refusal
-    elif kind in ("sample", "checkpoint"):
-        assert isinstance(entry.body, Artifact)
-        files_outside(entry.body, tmp_path, ())
-        assert all(".." not in file.layout.split("/") for file in entry.body.files)
+        assert all(".." not in file.layout.split("/") for file in entry.files)
+    assert not refusal or str(tmp_path / "000000001.json") in refusal
 
 
 @given(st.binary(max_size=200) | st.lists(JSON, max_size=3).map(lambda lines: b"\n".join(map(_encoded, lines)) + b"\n"))
@@ -217,13 +209,6 @@ def test_whatever_the_file_of_an_entry_holds_is_read_or_named(tmp_path, data):
     (tmp_path / "000000001.json").write_bytes(data)
     with contextlib.suppress(UploadError):
         assert [entry.seq for entry in read_entries(tmp_path)] in ([], [1])
-
-
-@given(st.binary(max_size=100) | JSON.map(lambda value: _encoded(value)))
-def test_whatever_a_description_holds_is_read_or_named(tmp_path, data):
-    (tmp_path / "about.json").write_bytes(data)
-    with contextlib.suppress(UploadError):
-        assert isinstance(read_description(tmp_path).run_id, str)
 
 
 def _encoded(value):

@@ -28,7 +28,7 @@ from genlight.adapter.run.ranks import RankFiles
 from genlight.adapter.run.run import log_of_failed_start
 from genlight.callbacks.stop.sources import cancel_file_is_set
 from genlight.reporters.events.event_log import EventLog
-from genlight.reporters.uploads.queue import Description, Queue, read_entries
+from genlight.reporters.uploads.queue import Queue, read_entries
 
 NOT_REGULAR = "it is not a regular file"
 
@@ -336,14 +336,6 @@ def test_a_planted_link_is_never_written_through(config_of, tmp_path, victim, na
     link.symlink_to(victim)
     with pytest.raises((StartupContractError, EventLogError, UploadError, OSError), match="symbolic link"):
         _begin(config)
-
-
-def test_a_planted_description_of_the_queue_is_replaced_and_not_followed(tmp_path, victim):
-    (tmp_path / "uploads").mkdir()
-    (tmp_path / "uploads" / "about.json").symlink_to(victim)
-    with contextlib.closing(Queue(tmp_path / "uploads")) as queue:
-        queue.describe(Description("r"))
-    assert not (tmp_path / "uploads" / "about.json").is_symlink()
 
 
 @pytest.mark.parametrize("name", [".lock", "metrics/events.jsonl", "uploads/000000001.json"])

@@ -13,7 +13,7 @@ from genlight.adapter.contract.exceptions import AuthError
 from genlight.adapter.inputs.http import Download, Transport, download
 from genlight.adapter.plumbing.failures import safe_text
 from genlight.adapter.plumbing.http import build_client
-from genlight.reporters.uploads import TerminalPayload, UploadConfig, Uploader
+from genlight.reporters.uploads import UploadConfig, Uploader
 
 TOKEN = "c4nary-0f-th3-r3fus4l"
 
@@ -51,7 +51,7 @@ def refusing_server():
 def test_a_401_names_the_variable_that_holds_the_token_and_shows_its_address(refusing_server, tmp_path, token, advice):
     config = UploadConfig("r", tmp_path / "queue", token=token, terminal_url=f"{refusing_server}/m")
     with Uploader(config) as uploader:
-        error = uploader.deliver_terminal(TerminalPayload("completed", 1)).error()
+        error = uploader.deliver_terminal("completed", 1)
     environ = {"TRAINER_TOKEN_ORIGINS": refusing_server, "TRAINER_CAPABILITY_TOKEN": TOKEN}
 
     assert f"HTTP 401 from {refusing_server}/m; {advice}" in safe_text(error, environ=environ)
@@ -70,13 +70,11 @@ def test_an_upload_target_that_cannot_be_reached_is_called_that_and_is_tried_aga
     record = tmp_path / "run" / "final.json"
     record.parent.mkdir()
     record.write_text("{}")
-    config = UploadConfig(
-        "r", tmp_path / "run" / "uploads", targets=[f"ftp://127.0.0.1:{port}/x"], backoff_base_s=0.01, backoff_cap_s=0.1
-    )
+    config = UploadConfig("r", tmp_path / "run" / "uploads", targets=[f"ftp://127.0.0.1:{port}/x"])
     with Uploader(config) as uploader:
-        uploader.enqueue_checkpoint(record, step=1)
+        uploader.enqueue("checkpoint", record, step=1)
         error = None
         while error is None or "not sent before the deadline" in str(error):
-            error = uploader.settle(0.2).error()
+            error = uploader.settle(0.2)
 
-    assert f"the upload target ftp://127.0.0.1:{port}/x cannot be reached: Connection refused" in str(error)
+    assert f"ftp://127.0.0.1:{port}/x cannot be used: Connection refused" in str(error)

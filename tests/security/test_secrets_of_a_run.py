@@ -203,7 +203,10 @@ def test_a_job_goes_on_with_a_renewed_credential_and_not_with_another_learning_r
 
 def fit_config(job, does, events):
     trained = {"run_id": "r", "max_steps": 4, "hyperparams": {**HYPERPARAMS, "does": f"said = repr(p); {does}"}}
-    logger = {"class_path": "genlight.reporters.EventLogger", "init_args": {"run_id": "r", "save_dir": str(events)}}
+    logger = {
+        "class_path": "genlight.reporters.EventLogger",
+        "init_args": {"run_id": "r", "path": str(events / "events.jsonl")},
+    }
     config = {
         "trainer": {"max_steps": 4, "accelerator": "cpu", "logger": logger, "enable_progress_bar": False},
         "model": {

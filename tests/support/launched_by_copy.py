@@ -25,7 +25,7 @@ def main(strategy: str, folder: Path, plugins: list[DurableCheckpointIO]) -> dic
         devices=2,
         accelerator="cpu",
         max_steps=4,
-        logger=EventLogger(save_dir=folder, run_id="copies"),
+        logger=EventLogger(folder / "events.jsonl", run_id="copies"),
         callbacks=[Checkpoint(folder / "made", every_n_steps=2), JobProgress(), StopRequests(), WatchHangs(folder)],
         plugins=plugins,
         enable_progress_bar=False,

@@ -248,7 +248,7 @@ def _fit(trainer: Transformer, batches: Any, device: str, steps: int, **more: An
             accelerator="gpu" if on_cuda else "cpu",
             precision="bf16-mixed",
             callbacks=callbacks,
-            logger=EventLogger(run_id="device", save_dir=folder),
+            logger=EventLogger(folder / "events.jsonl", run_id="device"),
         )
 
 

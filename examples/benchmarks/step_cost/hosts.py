@@ -103,7 +103,7 @@ def standard_set(folder: Path, *, every: int = 10) -> list[pl.Callback]:
 def standard(batches: Alternation, folder: Path, *more: pl.Callback, every: int = 10, **settings: Any) -> None:
     """The trainer class in genlight, with what a job gets."""
     callbacks = [*standard_set(folder, every=every), *more]
-    hosted(batches, folder, callbacks=callbacks, logger=EventLogger(run_id="cost", save_dir=str(folder)), **settings)
+    hosted(batches, folder, callbacks=callbacks, logger=EventLogger(folder / "events.jsonl", run_id="cost"), **settings)
 
 
 def with_progress(screen: type[io.StringIO]) -> Callable[[Alternation, Path], None]:

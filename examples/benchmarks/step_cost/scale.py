@@ -77,7 +77,7 @@ def many_steps(steps: int, *, metric_every: int = 100) -> list[dict[str, float]]
     batches = Milestones(steps // PARTS)
     with tempfile.TemporaryDirectory() as folder:
         callbacks = standard_set(Path(folder), every=metric_every)
-        logger = EventLogger(run_id="scale", save_dir=folder)
+        logger = EventLogger(folder / "events.jsonl", run_id="scale")
         _fit(batches, Path(folder), steps + 1, callbacks=callbacks, logger=logger)
     return [
         {"step": end[0], "step_us": round((end[1] - begin[1]) / batches.part * 1e6, 3), "memory_mb": round(end[2], 1)}

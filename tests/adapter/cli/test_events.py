@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import threading
+from unittest import mock
 
 import pytest
 from pyarrow import csv, parquet
@@ -29,7 +30,10 @@ def call(*arguments):
 
 def write_run(path, *, ends=True):
     ticks = iter(range(1_700_000_000_000_000_000, 1_700_000_099_000_000_000, 1_000_000_000))
-    with EventLog(path, run_id="digits", clock=lambda: next(ticks)) as log:
+    with (
+        mock.patch("genlight.reporters.events.event_log.time_ns", side_effect=ticks),
+        EventLog(path, run_id="digits") as log,
+    ):
         log.started()
         log.metric(name="train/loss", value=0.123456789, step=10)
         log.metric(name="train/lr", value=float("nan"), step=10)

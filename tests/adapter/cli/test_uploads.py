@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from genlight.reporters.uploads import TerminalPayload, UploadConfig, Uploader
+from genlight.reporters.uploads import UploadConfig, Uploader
 from support.upload_server import TOKEN
 
 
@@ -30,8 +30,8 @@ def left_over(tmp_path):
     )
     with Uploader(config) as uploader:
         uploader.enqueue_metrics({"train/loss": 0.5}, 3)
-        uploader.enqueue_checkpoint(record, [data], step=3)
-        uploader.deliver_terminal(TerminalPayload("failed", 3, str(record), error="upload: away"), 0.05)
+        uploader.enqueue("checkpoint", record, [data], step=3)
+        uploader.deliver_terminal("failed", 3, str(record), "upload: away", deadline_s=0.05)
     return run
 
 

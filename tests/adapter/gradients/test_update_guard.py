@@ -191,14 +191,14 @@ def test_it_is_told_once_and_their_number_at_the_end_also_after_a_resume(tmp_pat
         return [event["value"] for event in found]
 
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=6)
-    logger = EventLogger(save_dir=tmp_path, run_id="r")
+    logger = EventLogger(tmp_path / "events.jsonl", run_id="r")
     fit(tmp_path, Normalized, bad=(1, 5, 6), steps=6, callbacks=[checkpoint], logger=logger)
     assert told() == [2.0]
     assert next(m for m in caplog.messages if "left out" in m and "at step" in m).startswith(
         "a loss or gradient was not finite at step 2, and its update was left out"
     )
     caplog.clear()
-    logger = EventLogger(save_dir=tmp_path, run_id="r")
+    logger = EventLogger(tmp_path / "events.jsonl", run_id="r")
     saved = tmp_path / "c" / "step-00000006.json"
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=6)
     fit(tmp_path, Normalized, bad=(1, 5, 6), callbacks=[checkpoint], ckpt_path=saved, logger=logger)

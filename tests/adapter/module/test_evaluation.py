@@ -135,7 +135,7 @@ def test_val_check_interval_evaluates_within_the_training_and_its_scores_reach_m
 
 
 def test_scores_of_a_validation_are_events_of_their_step_once(fit, evaluated, tmp_path):
-    logger = EventLogger(save_dir=tmp_path, run_id="r")
+    logger = EventLogger(tmp_path / "events.jsonl", run_id="r")
     settings = {"val_check_interval": 2, "check_val_every_n_epoch": None, "enable_checkpointing": True}
     fit(evaluated, [LogMetrics(1), Checkpoint(tmp_path / "c", every_n_steps=1)], steps=4, logger=logger, **settings)
 

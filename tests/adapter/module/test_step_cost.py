@@ -100,7 +100,7 @@ def fit(
         precision=precision,
         max_steps=steps,
         callbacks=callbacks,
-        logger=EventLogger(run_id="cost", save_dir=str(folder)) if events else False,
+        logger=EventLogger(folder / "events.jsonl", run_id="cost") if events else False,
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -109,7 +109,7 @@ def test_the_job_of_a_run_is_in_its_folder_and_goes_on_from_there(project, tmp_p
 
 def test_a_plain_fit_says_it_too(tmp_path, quiet):
     trainer = pl.Trainer(
-        **{**quiet, "enable_checkpointing": True, "logger": EventLogger(run_id="plain", save_dir=tmp_path)},
+        **{**quiet, "enable_checkpointing": True, "logger": EventLogger(tmp_path / "events.jsonl", run_id="plain")},
         max_steps=2,
         callbacks=[Checkpoint(tmp_path / "checkpoints")],
     )

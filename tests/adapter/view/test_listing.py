@@ -120,8 +120,8 @@ def test_a_log_without_an_event_is_no_error(copy, content):
 
 def test_uploads_that_wait_are_counted(copy, capsys):
     folder = copy("done")
-    for name in ("uploads/000000003.json", "uploads-2/000000001.json", "uploads/about.json"):
-        (folder / name).parent.mkdir(exist_ok=True)
+    for name in ("uploads/000000003.json", "uploads/000000012.json", "uploads/delivered/000000001.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}")
     assert summary_of(folder).waiting_uploads == 2
     main(["ls", str(folder)])

@@ -28,7 +28,7 @@ from genlight.callbacks.checkpoint import (
 from genlight.callbacks.checkpoint.capture import Frozen
 from genlight.callbacks.checkpoint.contents import check_contents
 from genlight.callbacks.checkpoint.format.record import serialise_record
-from genlight.reporters.uploads.queue import pack
+from genlight.reporters.uploads.queue import Entry, pack
 from support.adapted_model import FROZEN_BYTES, Adapted
 
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming")  # all batches are the same
@@ -213,11 +213,12 @@ def test_an_upload_has_every_file_under_the_name_by_which_a_resume_asks_for_it(t
     train(Adapted(), 4, save_final=False)
     record = read_record(tmp_path / "c" / "step-00000004.json")
 
-    artifact = pack(tmp_path, record.path, [record.path.parent / file.path for file in record.files])
+    files = pack(tmp_path, record.path, [record.path.parent / file.path for file in record.files])
+    entry = Entry(run_id="r", kind="checkpoint", step=4, to=("endpoint",), files=files)
 
-    assert [file.name for file in artifact.files[:-1]] == [record.file_name(file) for file in record.files]
-    assert [file.layout for file in artifact.files[:-1]] == [file.path for file in record.files]
-    assert artifact.files[-1].name == record.path.name
+    assert [entry.name_in_store(file) for file in files[:-1]] == [record.file_name(file) for file in record.files]
+    assert [file.layout for file in files[:-1]] == [file.path for file in record.files]
+    assert entry.name_in_store(files[-1]) == record.path.name
 
 
 def test_a_tensor_that_two_files_hold_is_a_broken_checkpoint(train, tmp_path):

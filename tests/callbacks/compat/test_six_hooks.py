@@ -386,7 +386,7 @@ def test_a_function_evaluates_at_its_cadence_with_the_model_in_eval_mode(run, tm
         modes.append((trainer.global_step, trainer.model.training, torch.is_grad_enabled()))
         return {"accuracy": trainer.global_step / 10}
 
-    logger = EventLogger(run_id="r", save_dir=str(tmp_path))
+    logger = EventLogger(tmp_path / "events.jsonl", run_id="r")
     _, module = run([EvalCallback(evaluate, 2)], steps=5, logger=logger)
 
     assert modes == [(2, False, False), (4, False, False)]
@@ -464,7 +464,7 @@ def test_wandb_that_is_not_installed_is_said_with_what_to_install(monkeypatch) -
 
 
 def test_metrics_of_a_module_that_logs_nothing_reach_its_loggers(fit_plain, tmp_path: Path) -> None:
-    logger = EventLogger(run_id="r", save_dir=str(tmp_path))
+    logger = EventLogger(tmp_path / "events.jsonl", run_id="r")
     fit_plain([CallbackList([LoggingCallback(2)], defaults=False)], steps=4, logger=logger)
 
     logged = [event for event in read_log(tmp_path / "events.jsonl") if event.get("name") == "loss"]

@@ -114,7 +114,7 @@ def test_a_fault_has_one_event_when_it_begins_and_one_when_it_ends(fit, path: Pa
     def go(trainer, state):
         state["optimizer"].param_groups[0]["lr"] = 0.01
 
-    logger = EventLogger(run_id="r", save_dir=str(tmp_path))
+    logger = EventLogger(tmp_path / "events.jsonl", run_id="r")
     callbacks = [Hears(), Diagnosis(5, path=path)]
     fit(Planted(within(11, 20, stop, go)), callbacks, steps=40, batches=batches(40), logger=logger)
 

@@ -41,7 +41,7 @@ def fit(tmp_path, values, *callbacks, **options):
 
 
 def test_it_is_said_once_with_the_step_and_reported_as_an_event(tmp_path, caplog):
-    logger = EventLogger(save_dir=tmp_path, run_id="r")
+    logger = EventLogger(tmp_path / "events.jsonl", run_id="r")
     fit(tmp_path, [1.0] * 5 + [float("inf")] + [1.0] * 9, WatchNonfinite(every_n_steps=2), logger=logger)
     (told,) = [r.getMessage() for r in caplog.records if "not finite" in r.getMessage()]
     assert told.startswith("the metric 'loss' is not finite at step 6; all was finite at step 4.")

@@ -58,7 +58,7 @@ def fit(folder: Path, *callbacks: pl.Callback, steps: int = 40) -> Path:
     module = ContractModule(Slow(), TrainingJobSpec(run_id="r", max_steps=steps))
     pl.Trainer(
         accelerator="cpu",
-        logger=EventLogger(run_id="r", save_dir=str(folder)),
+        logger=EventLogger(folder / "events.jsonl", run_id="r"),
         callbacks=list(callbacks),
         max_steps=steps,
         max_epochs=-1,

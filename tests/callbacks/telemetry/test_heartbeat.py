@@ -83,7 +83,7 @@ def test_it_beats_at_its_cadence_with_what_the_contract_lists(fit, path: Path) -
 
 
 def test_it_works_with_any_module_and_sends_its_figures_to_every_logger(fit_plain, path: Path, tmp_path: Path) -> None:
-    logger = EventLogger(run_id="r", save_dir=str(tmp_path))
+    logger = EventLogger(tmp_path / "events.jsonl", run_id="r")
     fit_plain([Heartbeat(2, path=path)], steps=4, logger=logger)
 
     events = read_events(path)

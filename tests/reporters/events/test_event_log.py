@@ -30,9 +30,10 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
-def test_a_whole_attempt_reads_back_line_by_line(path):
+def test_a_whole_attempt_reads_back_line_by_line(path, monkeypatch):
     ticks = itertools.count(1_700_000_000_000_000_000, 1_000_000)
-    with EventLog(path, run_id="r", clock=lambda: next(ticks)) as log:
+    monkeypatch.setattr("genlight.reporters.events.event_log.time_ns", lambda: next(ticks))
+    with EventLog(path, run_id="r") as log:
         log.started()
         log.metric(name="train/loss", value=0.5, step=1)
         log.checkpoint(path=Path("/c/step-1"), step=1)
@@ -122,12 +123,12 @@ def test_a_torn_last_line_is_cut_off_and_never_glued_to_the_next(path, tail, who
     ("content", "message"),
     [
         (b"a shopping list", "does not hold JSON lines"),
-        (b"eggs\nmilk\n", "is not a JSON object"),
-        (b'["a"]\n', "is not a JSON object"),
-        (b'{"a":"\xff"}\n', "is not a JSON object"),
-        (b'{"event":"heartbeat"}\n', "is not an event log of trainer_event.v1"),
-        (b'{"schema_version":"trainer_event.v2","seq":3}\n', "is not an event log of trainer_event.v1"),
-        (b'{"schema_version":"trainer_event.v1","seq":"3"}\n', "is not an event log of trainer_event.v1"),
+        (b"eggs\nmilk\n", "holds something else"),
+        (b'["a"]\n', "holds something else"),
+        (b'{"a":"\xff"}\n', "holds something else"),
+        (b'{"event":"heartbeat"}\n', "holds something else"),
+        (b'{"schema_version":"trainer_event.v2","seq":3}\n', "holds something else"),
+        (b'{"schema_version":"trainer_event.v1","seq":"3"}\n', "holds something else"),
     ],
 )
 def test_a_file_that_is_no_event_log_is_refused_and_left_as_it_was(path, content, message):
@@ -342,12 +343,12 @@ def test_a_value_that_json_has_no_number_for_is_null_with_its_name(path, value, 
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ({"value": "1.5"}, TypeError, "metric 'a'. Expected a number, but received '1.5'"),
+        ({"value": "1.5"}, TypeError, "metric 'a'. Expected one number, but received str: '1.5' is a text"),
         ({"value": None}, TypeError, "metric 'a'. Expected one number, but received NoneType"),
         ({"value": 1j}, TypeError, "Expected one number, but received complex"),
         ({"value": torch.zeros(2)}, TypeError, "Expected one number, but received Tensor"),
         ({"value": np.zeros(2)}, TypeError, "Expected one number, but received ndarray"),
-        ({"value": 10**400}, ValueError, "an integer of 1329 bits"),
+        ({"value": 10**400}, TypeError, "received int: int too large to convert to float"),
         ({"name": 3}, TypeError, "Invalid `name`. Expected a string"),
         ({"name": ""}, ValueError, "Invalid `name`. Expected a non-empty string"),
         ({"step": 1.5}, TypeError, "Invalid `step`. Expected an integer >= 0"),
@@ -390,9 +391,12 @@ def test_a_run_id_that_is_no_text_is_refused(path, run_id):
     assert not path.exists()
 
 
-def test_a_run_id_that_utf8_cannot_hold_is_refused(path):
-    with pytest.raises(ValueError, match="Invalid `run_id`"):
-        EventLog(path, run_id="\ud800")
+def test_a_run_id_that_utf8_cannot_hold_is_spelled_out(path):
+    for attempt in (1, 2):
+        with EventLog(path, run_id="\ud800") as log:
+            assert (log.run_id, log.attempt) == ("\\ud800", attempt)
+            log.started()
+    assert validate_events(path) == []
 
 
 @pytest.mark.parametrize(
@@ -416,8 +420,8 @@ def test_a_failure_says_its_category_in_its_text(path, given, error, category):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"error": "boom", "category": "weather"}, "Invalid `category`. Expected one of auth, canceled"),
-        ({"error": "boom", "category": "canceled"}, "Invalid `error`. Expected 'canceled'"),
+        ({"error": "boom", "category": "weather"}, "`error` 'weather:boom' does not say its `category` 'weather'"),
+        ({"error": "boom", "category": "canceled"}, "`error` 'boom' does not say its `category` 'canceled'"),
     ],
 )
 def test_a_failure_that_contradicts_itself_is_refused(path, given, message):

@@ -70,7 +70,7 @@ def path(tmp_path):
 def make_trainer(tmp_path: Path, *callbacks: Callback, logger=None, **options) -> pl.Trainer:
     options = {"max_steps": 6, "max_epochs": -1, "limit_val_batches": 0} | options
     return pl.Trainer(
-        logger=logger or EventLogger(run_id="r", save_dir=tmp_path),
+        logger=logger or EventLogger(tmp_path / "events.jsonl", run_id="r"),
         callbacks=list(callbacks),
         enable_checkpointing=any(isinstance(callback, Checkpoint | ModelCheckpoint) for callback in callbacks),
         default_root_dir=tmp_path,
@@ -266,7 +266,7 @@ def test_metrics_at_a_step_whose_checkpoint_is_reported_are_left_out_with_one_wa
     with caplog.at_level(logging.WARNING):
         make_trainer(tmp_path, LogEpochAsStep()).fit(Line())
     assert not [event for event in sound_events(path) if event.get("name") == "late"]
-    assert caplog.text.count("metrics late of step 2") == 1
+    assert caplog.text.count("metrics late are left out of") == 1
 
 
 def test_an_attached_logger_adds_metrics_and_leaves_the_rest_to_the_owner(tmp_path, path):
@@ -322,7 +322,7 @@ class Logging(BoringModel):
 
 pl.Trainer(
     accelerator="cpu", devices=2, strategy="ddp", max_steps=4, limit_val_batches=0, log_every_n_steps=1,
-    logger=EventLogger(run_id="r", save_dir=sys.argv[1]), default_root_dir=sys.argv[1],
+    logger=EventLogger(f"{sys.argv[1]}/events.jsonl", run_id="r"), default_root_dir=sys.argv[1],
     callbacks=[Checkpoint(f"{sys.argv[1]}/checkpoints")], enable_progress_bar=False,
 ).fit(Logging())
 """
@@ -344,9 +344,8 @@ def test_nothing_is_opened_before_the_first_use(path):
     assert not path.exists()
 
 
-def test_the_path_is_relative_to_the_save_dir_and_the_run_names_its_checkpoints(tmp_path):
-    logger = EventLogger("logs/e.jsonl", run_id="r", save_dir=tmp_path)
-    assert logger.path == tmp_path / "logs" / "e.jsonl"
+def test_checkpoints_of_lightning_lie_beside_the_log_and_are_named_for_the_run(tmp_path):
+    logger = EventLogger(tmp_path / "e.jsonl", run_id="r")
     assert (logger.save_dir, logger.name, logger.version) == (str(tmp_path), "genlight", "r")
 
 
@@ -381,9 +380,8 @@ def test_it_is_configured_from_a_lightning_cli_yaml(tmp_path, path, monkeypatch)
           logger:
             class_path: genlight.reporters.events.event_logger.EventLogger
             init_args:
-              path: events.jsonl
+              path: {tmp_path}/events.jsonl
               run_id: from-yaml
-              save_dir: {tmp_path}
         """
     )
     LightningCLI(Line, args=["fit", "--config", str(config)], save_config_kwargs={"overwrite": True})
@@ -409,5 +407,5 @@ def test_texts_are_left_to_the_loggers_that_take_them(tmp_path, path, caplog):
     assert not [event for event in events if event.get("name") in ("phase", "shapes")]
     assert "warm-up" in Path(csv_logger.log_dir, "metrics.csv").read_text()
     assert [record.message for record in caplog.records if "not numbers" in record.message] == [
-        f"metrics phase, shapes are not numbers, so they are left out of {path}"
+        f"metrics phase, shapes are left out of {path}: they are not numbers"
     ]

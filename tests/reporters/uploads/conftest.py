@@ -7,8 +7,11 @@ import signal
 
 import pytest
 
+from genlight.adapter.plumbing.retry import RetryPolicy
 from genlight.reporters.uploads import UploadConfig, Uploader
 from support.upload_server import TOKEN, Chaos, start_server, stop_server
+
+AT_ONCE = RetryPolicy(1_000_000, first_delay_s=0.004, longest_delay_s=0.05, longest_retry_after_s=3600.0)
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +47,7 @@ def chaos(start_chaos):
 
 @pytest.fixture
 def config_for(tmp_path):
-    """An `UploadConfig` that sends everything to a server, tries again at once and gives a busy machine time."""
+    """An `UploadConfig` that sends everything to a server and gives a busy machine time."""
 
     def build(chaos, **changes):
         settings = {
@@ -54,8 +57,6 @@ def config_for(tmp_path):
             "queue_dir": tmp_path / "run" / "uploads",
             "deadline_s": 120.0,
             "timeout_s": 60.0,
-            "backoff_base_s": 0.004,
-            "backoff_cap_s": 0.05,
         }
         for kind in ("metrics", "checkpoint", "sample", "terminal"):
             settings[f"{kind}_url"] = f"{chaos.url}/{kind}"
@@ -67,8 +68,9 @@ def config_for(tmp_path):
 
 @pytest.fixture
 def uploader_for(config_for, monkeypatch):
-    """A started `Uploader`; all are closed at the end of the test."""
+    """A started `Uploader` that tries again at once; all are closed at the end of the test."""
     monkeypatch.setattr("genlight.reporters.uploads.uploader.METRICS_GRACE_S", 60.0)
+    monkeypatch.setattr("genlight.reporters.uploads.uploader.RETRIES", AT_ONCE)
     opened = []
 
     def build(chaos, *, start=True, **changes):

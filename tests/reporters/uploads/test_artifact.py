@@ -2,13 +2,11 @@
 
 import contextlib
 import os
-from pathlib import Path
 
-import msgspec
 import pytest
 
 from genlight.adapter.contract.exceptions import UploadError
-from genlight.reporters.uploads.queue import LINKS, Artifact, Queue, pack
+from genlight.reporters.uploads.queue import LINKS, Entry, Queue, pack
 
 
 @pytest.fixture
@@ -23,37 +21,30 @@ def run(tmp_path):
     return write
 
 
-def names(artifact):
-    return [(file.name, file.layout) for file in artifact.files]
+def checkpoint(files, step=1):
+    return Entry(run_id="r", kind="checkpoint", step=step, to=("endpoint",), local_path=files[-1].path, files=files)
 
 
-def test_names_are_those_within_the_checkpoints_folder_and_the_record_is_last(run):
+def test_files_are_known_by_their_layout_and_the_record_is_last(run):
     root = run("c/final.json", "c/final~1/model.bin", "c/final~1/trainer/lora.bin")
-    artifact = pack(root, root / "c/final.json", [root / "c/final~1"])
-    assert names(artifact) == [
-        ("model.bin", "final~1/model.bin"),
-        ("trainer/lora.bin", "final~1/trainer/lora.bin"),
-        ("final.json", "final.json"),
-    ]
-    assert artifact.subject == 2
-    assert msgspec.convert(msgspec.to_builtins(artifact), Artifact) == artifact
+    files = pack(root, root / "c/final.json", [root / "c/final~1", root / "c/final.json", root / "c/final~1/model.bin"])
+    assert [file.layout for file in files] == ["final~1/model.bin", "final~1/trainer/lora.bin", "final.json"]
+    assert checkpoint(files).subject == 2
 
 
-def test_a_checkpoint_that_is_a_folder_has_its_files_and_no_single_subject(run):
-    root = run("c/epoch=1.ckpt/a/b", "c/epoch=1.ckpt/meta")
-    artifact = pack(root, root / "c/epoch=1.ckpt", [])
-    assert [name for name, _ in names(artifact)] == ["meta", "a/b"]
-    assert (artifact.subject, artifact.local_path) == (None, "c/epoch=1.ckpt")
+def test_a_folder_that_is_reported_has_no_single_subject(run):
+    root = run("c/step.json", "c/step/a/b", "c/step/meta")
+    entry = checkpoint(pack(root, root / "c/step.json", [root / "c/step"]))
+    entry.local_path = "c/step"
+    assert entry.subject is None
 
 
 def test_a_file_from_elsewhere_keeps_its_own_name_and_its_absolute_path(run, tmp_path_factory):
     root = run("c/step.json")
     other = tmp_path_factory.mktemp("other") / "extra.bin"
     other.touch()
-    artifact = pack(root, root / "c/step.json", [], primary=other)
-    assert (artifact.files[0].path, artifact.files[0].name) == (str(other), "extra.bin")
-    assert artifact.local_path == str(other)
-    assert artifact.files[artifact.subject].path == str(other)
+    first, _ = pack(root, root / "c/step.json", [other])
+    assert (first.path, first.layout) == (str(other), "extra.bin")
 
 
 def test_two_files_of_one_name_in_the_store_are_refused(run):
@@ -70,48 +61,53 @@ def test_a_missing_file_is_an_error_that_names_it(run):
 
 def test_a_change_of_a_file_is_noticed(run):
     root = run("c/step.json")
-    (file,) = pack(root, root / "c/step.json", []).files
-    assert file.is_unchanged(root)
+    before = checkpoint(pack(root, root / "c/step.json", []))
+    assert before.identity == checkpoint(pack(root, root / "c/step.json", [])).identity
     os.utime(root / "c/step.json", ns=(1, 1))
-    assert not file.is_unchanged(root)
-    (root / "c/step.json").unlink()
-    assert not file.is_unchanged(root)
+    assert before.identity != checkpoint(pack(root, root / "c/step.json", [])).identity
 
 
 def test_links_keep_the_bytes_in_their_layout_until_the_entry_is_removed(run):
     root = run("c/step.json", "c/step/a/b", "elsewhere.bin")
-    files = [root / "c/step/a/b", root / "elsewhere.bin", root / "c/step.json"]
+    files = pack(root, root / "c/step.json", [root / "c/step/a/b", root / "elsewhere.bin"])
     with contextlib.closing(Queue(root / "uploads")) as queue:
-        entry = queue.add("checkpoint", 1, pack(root, root / "c/step.json", files))
-        folder = queue.link_files(entry.seq, root / "c/step.json", files)
+        queue.add(entry := checkpoint(files))
+        assert queue.unlinked_files() == set()
         for file in files:
-            file.unlink()
-        assert (folder / "step/a/b").read_text() == "c/step/a/b"
-        assert (folder / "elsewhere.bin").read_text() == "elsewhere.bin"
+            (root / file.path).unlink()
+        assert [queue.location(entry, file).read_text() for file in files] == [
+            "c/step/a/b",
+            "elsewhere.bin",
+            "c/step.json",
+        ]
         queue.remove(entry)
     assert os.listdir(root / "uploads" / LINKS) == []
 
 
 def test_what_can_only_be_linked_in_part_is_not_linked_at_all(run):
-    root = run("c/step.json")
-    with contextlib.closing(Queue(root / "uploads")) as queue, pytest.raises(OSError, match="No such file"):
-        queue.link_files(1, root / "c/step.json", [root / "c/step.json", root / "c/gone"])
-    assert os.listdir(root / "uploads" / LINKS) == []
+    root = run("c/step.json", "c/gone")
+    files = pack(root, root / "c/step.json", [root / "c/gone"])
+    (root / "c/gone").unlink()
+    with contextlib.closing(Queue(root / "uploads")) as queue:
+        queue.add(checkpoint(files))
+        assert os.listdir(root / "uploads" / LINKS) == []
+        assert queue.unlinked_files() == {root / "c/step.json", root / "c/gone"}
 
 
 def test_links_of_a_process_that_was_killed_before_it_queued_them_are_dropped(
     chaos, uploader_for, write_checkpoint, tmp_path
 ):
     record, files = write_checkpoint(1)
-    with contextlib.closing(Queue(tmp_path / "run" / "uploads")) as queue:
-        orphan = queue.link_files(7, Path(record), [Path(record)])
+    orphan = tmp_path / "run" / "uploads" / LINKS / "000000007"
+    orphan.mkdir(parents=True)
+    os.link(record, orphan / record.name)
     uploader = uploader_for(chaos, start=False)
-    uploader.enqueue_checkpoint(record, files, step=1)
+    uploader.enqueue("checkpoint", record, files, step=1)
     uploader.close()
     assert not orphan.exists()
     record.unlink()
     uploader = uploader_for(chaos)
-    assert uploader.settle().ok
+    assert uploader.settle() is None
     assert chaos.messages("/checkpoint")[0]["local_path"] == str(record)
     assert os.listdir(tmp_path / "run" / "uploads" / LINKS) == []
 
@@ -122,7 +118,7 @@ def test_where_nothing_can_be_kept_the_files_themselves_are_queued(
     uploader = uploader_for(chaos)
     (tmp_path / "run" / "uploads" / LINKS).write_text("stands in the way")
     record, files = write_checkpoint(1)
-    uploader.enqueue_checkpoint(record, files, step=1)
-    assert uploader.settle().ok
+    uploader.enqueue("checkpoint", record, files, step=1)
+    assert uploader.settle() is None
     assert len(chaos.files()) == 3
     assert "can't be kept from being deleted" in caplog.text

@@ -17,14 +17,15 @@ CLIENT = textwrap.dedent(
     """
     import json, logging, sys
     from pathlib import Path
-    from genlight.reporters.uploads import UploadConfig, Uploader
+    from genlight.adapter.plumbing.retry import RetryPolicy
+    from genlight.reporters.uploads import UploadConfig, Uploader, uploader as uploader_module
 
+    uploader_module.RETRIES = RetryPolicy(1_000_000, first_delay_s=0.002, longest_delay_s=0.02)
     logging.disable(logging.CRITICAL)
     url, run, count = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     config = UploadConfig(
         run_id="run-1", owner="me", token="t", queue_dir=run / "uploads", sample_url=url + "/sample",
-        checkpoint_url=url + "/checkpoint", file_store_url=url, timeout_s=0.25, backoff_base_s=0.002,
-        backoff_cap_s=0.02,
+        checkpoint_url=url + "/checkpoint", file_store_url=url, timeout_s=0.25,
     )
     done = run / "queued"
     uploader = Uploader(config)
@@ -33,15 +34,15 @@ CLIENT = textwrap.dedent(
     for step in range(queued, count):  # a resumed run may queue its last step once more
         path = run / "files" / f"{step}.bin"
         if step % 2:
-            uploader.enqueue_checkpoint(path, step=step)
+            uploader.enqueue("checkpoint", path, step=step)
         else:
-            uploader.enqueue_sample(path, step=step)
+            uploader.enqueue("sample", path, step=step)
         fresh = run / "queued.new"
         fresh.write_text(str(step + 1))
         fresh.replace(done)
     result = uploader.settle(150)
     uploader.close()
-    sys.exit(0 if result.ok else 9)
+    sys.exit(0 if result is None else 9)
     """
 )
 
@@ -111,8 +112,8 @@ def test_memory_stays_flat_while_large_files_are_sent(chaos, tmp_path):
     with Uploader(config) as uploader:
         tracemalloc.start()
         try:
-            uploader.enqueue_checkpoint(big, step=1)
-            assert uploader.settle(120).ok
+            uploader.enqueue("checkpoint", big, step=1)
+            assert uploader.settle(120) is None
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()

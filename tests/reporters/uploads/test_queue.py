@@ -1,8 +1,6 @@
 """The queue on disk: what survives, what is left out, what is never written."""
 
 import json
-import os
-import random
 import subprocess
 import sys
 import textwrap
@@ -12,21 +10,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from genlight.adapter.contract.exceptions import UploadError
-from genlight.reporters.uploads.queue import (
-    LOCK,
-    MAX_RECEIPTS,
-    Artifact,
-    ArtifactFile,
-    Description,
-    Message,
-    Queue,
-    Receipt,
-    UploadedFile,
-    queue_of_run,
-    read_description,
-    read_entries,
-)
+from genlight.adapter.contract.exceptions import StartupContractError, UploadError
+from genlight.reporters.uploads.queue import DELIVERED, LOCK, Entry, File, Queue, UploadedFile, read_entries
 
 
 @pytest.fixture
@@ -42,18 +27,22 @@ def open_queue(tmp_path):
         queue.close()
 
 
-def artifact(name="a"):
-    """One file, called `name`."""
-    return Artifact(name, (ArtifactFile(name, name, name, 1, 1),), 0, 1, name)
+def entry(kind, step, name="a"):
+    """An entry of a file called `name`, or of metrics with the step as their value."""
+    if kind == "metrics":
+        return Entry(run_id="r", kind=kind, step=step, to=("endpoint",), payload={"metrics": {"a": step}}, key="key")
+    files = (File(name, name, 1, 1),)
+    return Entry(run_id="r", kind=kind, step=step, to=("endpoint",), local_path=name, files=files)
 
 
-def metrics(value):
-    return Message({"metrics": {"a": value}}, "key")
+def add(queue, *arguments):
+    queue.add(added := entry(*arguments))
+    return added
 
 
 def _names(entries):
-    """The value of metrics, or the name of a file, of each entry."""
-    return [entry.body.payload["metrics"]["a"] if entry.kind == "metrics" else entry.body.main for entry in entries]
+    """The step of metrics, or the name of a file, of each entry."""
+    return [entry.step if entry.kind == "metrics" else entry.local_path for entry in entries]
 
 
 def _files(queue):
@@ -62,48 +51,54 @@ def _files(queue):
 
 def test_entries_and_their_progress_survive_the_process(open_queue):
     queue = open_queue()
-    first = queue.add("checkpoint", 1, artifact("1"))
-    second = queue.add("checkpoint", 2, artifact("2"))
+    (queue.root / "1").touch()
+    first, second = add(queue, "checkpoint", 1, "1"), add(queue, "checkpoint", 2, "2")
     second.parts["put:0"] = UploadedFile("x", "0", 1)
     queue.save(second)
-    queue.remove(first)
-    queue.add_receipt(Receipt("terminal", sha256="3"))
+    queue.finish(first)
     queue.close()
     again = open_queue()
-    (entry,) = again.entries()
-    assert (entry.seq, entry.step, entry.parts) == (2, 2, {"put:0": UploadedFile("x", "0", 1)})
-    assert again.receipt("terminal") == Receipt("terminal", sha256="3")
-    assert again.receipt("another") is None
-    assert again.add("sample", 5, artifact()).seq == 3
+    (waiting,) = again.entries()
+    assert (waiting.seq, waiting.step, waiting.parts) == (2, 2, {"put:0": UploadedFile("x", "0", 1)})
+    assert _names(again.delivered("checkpoint")) == ["1"]
+    assert again.delivered("terminal") == []
+    assert add(again, "sample", 5).seq == 3
 
 
 def test_a_failure_lasts_as_long_as_the_attempt(open_queue):
     queue = open_queue()
-    entry = queue.add("checkpoint", 1, artifact())
-    queue.fail(entry, "HTTP 400", auth=False)
+    failed = add(queue, "checkpoint", 1)
+    failed.reason = "HTTP 400"
+    queue.refuse(failed)
     assert queue.head("checkpoint") is None
-    assert read_entries(queue.directory)[0].failure == "HTTP 400"
+    assert read_entries(queue.directory)[0].reason == "HTTP 400"
     queue.close()
-    assert open_queue().head("checkpoint").failure is None
+    assert open_queue().head("checkpoint").reason == ""
 
 
 def test_an_empty_file_as_a_power_cut_leaves_it_is_no_entry(open_queue):
     queue = open_queue()
-    queue.add("metrics", 1, metrics(1))
-    queue.add("metrics", 2, metrics(2))
+    add(queue, "metrics", 1)
+    add(queue, "metrics", 2)
     queue.close()
     _files(queue)[1].write_bytes(b"")
-    again = open_queue()
-    again.add("metrics", 3, metrics(3))
+    add(open_queue(), "metrics", 3)
     assert _names(read_entries(queue.directory)) == [1, 3]
 
 
 @pytest.mark.parametrize(
-    "damage", [b'{"seq":1,"ki', b"\0" * 20, b'{"seq":2,"kind":"metrics","step":1,"body":{"metrics":{}}}']
+    "damage",
+    [
+        b'{"seq":1,"ki',
+        b"\0" * 20,
+        b'{"seq":2,"kind":"metrics","step":1,"run_id":"r","to":["endpoint"]}',
+        b'{"seq":1,"kind":"metrics","step":1,"run_id":"r","to":[]}',
+        b'{"seq":1,"kind":"sample","step":1,"run_id":"r","to":["endpoint"]}',
+    ],
 )
 def test_a_damaged_entry_is_an_error_that_names_the_file(open_queue, damage):
     queue = open_queue()
-    queue.add("metrics", 1, metrics(1))
+    add(queue, "metrics", 1)
     queue.close()
     (path,) = _files(queue)
     path.write_bytes(damage)
@@ -115,9 +110,10 @@ def test_a_damaged_entry_is_an_error_that_names_the_file(open_queue, damage):
 
 def test_entries_of_more_than_nine_digits_stay_in_order(open_queue):
     queue = open_queue()
-    for seq in (999_999_999, 1_000_000_000):
-        queue.add("sample", 1, artifact(str(seq)), seq=seq)
-    assert _names(read_entries(queue.directory)) == ["999999999", "1000000000"]
+    queue._next_seq = iter([999_999_999, 1_000_000_000])
+    for name in ("first", "second"):
+        add(queue, "sample", 1, name)
+    assert _names(read_entries(queue.directory)) == ["first", "second"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -132,18 +128,18 @@ def test_a_reopened_queue_holds_what_the_open_one_held(operations):
                 entries = queue.entries()
                 chosen = entries[number % len(entries)] if entries else None
                 if operation == "add":
-                    queue.add("sample", number, artifact(str(number)))
+                    add(queue, "sample", number, str(number))
                 elif operation == "reopen":
-                    fresh = {"failure": None, "auth": False}
-                    before = [msgspec.to_builtins(entry) | fresh for entry in entries]
+                    fresh = {"refused": False}
+                    before = [msgspec.to_builtins(each) | fresh for each in entries]
                     queue.close()
                     queue = Queue(folder)
-                    assert [msgspec.to_builtins(entry) | fresh for entry in queue.entries()] == before
+                    assert [msgspec.to_builtins(each) | fresh for each in queue.entries()] == before
                 elif chosen is not None and operation == "part":
                     chosen.parts[f"put:{number}"] = UploadedFile(None, str(number), 1)
                     queue.save(chosen)
                 elif chosen is not None and operation == "fail":
-                    queue.fail(chosen, "why", auth=False)
+                    queue.refuse(chosen)
                 elif chosen is not None:
                     queue.remove(chosen)
         finally:
@@ -155,45 +151,45 @@ def test_threads_that_add_and_remove_share_a_queue(open_queue):
 
     def work():
         for step in range(40):
-            entry = queue.add("sample", step, artifact())
+            added = add(queue, "sample", step)
             if step % 2:
-                queue.remove(entry)
+                queue.remove(added)
 
     threads = [threading.Thread(target=work) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len({entry.seq for entry in queue.entries()}) == len(read_entries(queue.directory)) == 60
+    assert len({each.seq for each in queue.entries()}) == len(read_entries(queue.directory)) == 60
 
 
 def test_what_a_full_disk_refused_is_held_and_written_once_there_is_room(open_queue, full_disk):
     queue = open_queue()
-    sent, gone, _ = (queue.add("metrics", step, metrics(step)) for step in (1, 2, 3))
+    (queue.root / "4").touch()
+    sent, gone, _ = (add(queue, "metrics", step) for step in (1, 2, 3))
     with full_disk():
         sent.parts["post"] = None
         queue.save(sent)
         queue.remove(gone)
-        queue.add("checkpoint", 4, artifact("4"))
-        queue.add_receipt(Receipt("k"))
+        queue.finish(add(queue, "checkpoint", 4, "4"))
+        add(queue, "checkpoint", 5, "5")
         assert "File too large" in str(queue.catch_up())
         held = _names(queue.entries())
-        assert held == [1, 3, "4"]
-        assert queue.receipt("k") == Receipt("k")
+        assert held == [1, 3, "5"]
+        assert _names(queue.delivered("checkpoint")) == ["4"]
         assert _names(read_entries(queue.directory)) == [1, 3]
-    queue.add("metrics", 5, metrics(5))
+    add(queue, "metrics", 6)
 
     assert queue.catch_up() is None
-    assert _names(read_entries(queue.directory)) == _names(queue.entries()) == [*held, 5]
+    assert _names(read_entries(queue.directory)) == _names(queue.entries()) == [*held, 6]
     assert read_entries(queue.directory)[0].parts == {"post": None}
-    queue.close()
-    assert open_queue().receipt("k") == Receipt("k")
+    assert _names(read_entries(queue.directory / DELIVERED)) == ["4"]
 
 
 def test_what_a_full_disk_refused_is_written_at_the_latest_when_the_queue_is_closed(open_queue, full_disk):
     queue = open_queue()
     with full_disk():
-        queue.add("metrics", 1, metrics(1))
+        add(queue, "metrics", 1)
     queue.close()
     assert _names(read_entries(queue.directory)) == [1]
 
@@ -201,13 +197,13 @@ def test_what_a_full_disk_refused_is_written_at_the_latest_when_the_queue_is_clo
 WRITER = textwrap.dedent(
     """
     import sys
-    from genlight.reporters.uploads.queue import Artifact, ArtifactFile
-    from genlight.reporters.uploads.queue import Message, Queue
+    from genlight.reporters.uploads.queue import Entry, File, Queue
 
-    sample = Artifact("x" * 200, (ArtifactFile("a", "a", "a", 1, 1),), 0, 1, "a")
     queue = Queue(sys.argv[1])
     for step in range(int(sys.argv[2]), 10**9):
-        queue.add(*(("metrics", step, Message({"x" * 200: 1.0}, "key")) if step % 3 else ("sample", step, sample)))
+        kind = "metrics" if step % 3 else "sample"
+        fields = {"payload": {"x" * 200: 1.0}, "files": () if step % 3 else (File("a", "a", 1, 1),)}
+        queue.add(Entry(run_id="r", kind=kind, step=step, to=("endpoint",), **fields))
         print(step, flush=True)
     """
 )
@@ -224,7 +220,7 @@ def test_what_was_added_before_a_kill_is_there_after_it(tmp_path):
         writer.wait()
         writer.stdout.close()
         step = max([step, *seen]) + 1
-        steps = [entry.step for entry in read_entries(tmp_path)]
+        steps = [each.step for each in read_entries(tmp_path)]
         assert steps[:step] == list(range(step))
         step = len(steps)  # one more may have been written than was told
     (tmp_path / ".tmp-000000001.json-1-x").touch()
@@ -244,7 +240,7 @@ def test_files_of_others_in_the_folder_of_a_queue_stay(tmp_path):
 def test_a_queue_is_open_in_one_process_at_a_time_and_free_after_a_kill(tmp_path):
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), "0"], stdout=subprocess.PIPE)
     writer.stdout.readline()
-    with pytest.raises(UploadError, match="in use by another run"):
+    with pytest.raises(StartupContractError, match="in use by another run"):
         Queue(tmp_path)
     writer.kill()
     writer.wait()
@@ -253,49 +249,49 @@ def test_a_queue_is_open_in_one_process_at_a_time_and_free_after_a_kill(tmp_path
     assert (tmp_path / LOCK).exists()
 
 
-def test_the_description_tells_whose_queue_it_is(open_queue, tmp_path):
+def test_what_was_delivered_is_remembered_for_as_long_as_it_could_be_queued_again(open_queue):
     queue = open_queue()
-    queue.describe(Description("r", "me"))
-    assert read_description(queue.directory).run_id == "r"
-    with pytest.raises(UploadError, match="not an upload queue"):
-        read_description(tmp_path)
-
-
-def test_the_newest_receipts_are_kept(open_queue):
-    queue = open_queue()
-    folder = queue.directory / "delivered"
-    for number in range(MAX_RECEIPTS + 2):
-        (folder / f"{number}.json").touch()
-        os.utime(folder / f"{number}.json", ns=(number, number))
+    for name in ("kept", "pruned"):
+        (queue.root / name).touch()
+        queue.finish(add(queue, "checkpoint", 1, name))
+    queue.finish(add(queue, "checkpoint", 2, "kept"))
+    queue.finish(add(queue, "sample", 2, "kept"))
+    assert [each.step for each in read_entries(queue.directory / DELIVERED)] == [1, 2]  # the newer one of "kept"
+    (queue.root / "pruned").unlink()
     queue.close()
-    open_queue()
-    assert sorted(int(path.stem) for path in folder.iterdir()) == list(range(2, MAX_RECEIPTS + 2))
+    assert _names(open_queue().delivered("checkpoint")) == ["kept"]
+    assert _names(read_entries(queue.directory / DELIVERED)) == ["kept"]
 
 
-def test_a_receipt_that_cannot_be_read_counts_as_none(open_queue, caplog):
+def test_what_was_delivered_and_is_still_there_as_waiting_is_not_sent_again(open_queue):
+    """As a kill between the two leaves it."""
     queue = open_queue()
-    queue.add_receipt(Receipt("k"))
+    (queue.root / "a").touch()
+    queue.finish(delivered := add(queue, "checkpoint", 1))
+    queue.save(delivered)
     queue.close()
-    (path,) = (queue.directory / "delivered").iterdir()
-    path.write_bytes(random.Random(0).randbytes(30))
-    assert open_queue().receipt("k") is None
-    assert str(path) in caplog.text
+    (queue.directory / "000000001.json").write_bytes((queue.directory / DELIVERED / "000000001.json").read_bytes())
+    assert open_queue().entries() == read_entries(queue.directory) == []
 
 
 def test_every_file_of_the_queue_is_json(open_queue):
     queue = open_queue()
-    queue.add("metrics", 1, metrics(float("nan")))
-    assert json.loads(_files(queue)[0].read_text())["body"]["payload"] == {"metrics": {"a": None}}
+    entry_of_nan = entry("metrics", 1)
+    entry_of_nan.payload = {"metrics": {"a": float("nan")}}
+    queue.add(entry_of_nan)
+    assert json.loads(_files(queue)[0].read_text())["payload"] == {"metrics": {"a": None}}
 
 
-def test_a_run_gets_the_first_folder_in_which_no_other_run_waits(tmp_path, caplog):
-    first = tmp_path / "uploads"
-    assert queue_of_run(first, "a") == first
-    queue = Queue(first)
-    queue.describe(Description("a"))
-    assert queue_of_run(first, "b") == first
-    queue.add("metrics", 1, metrics(1))
+def test_entries_that_are_none_of_ours_stay_as_they_are(open_queue, full_disk, tmp_path):
+    queue = open_queue()
+    (queue.root / "a").touch()
+    add(queue, "checkpoint", 1)
     queue.close()
-    assert queue_of_run(first, "b") == tmp_path / "uploads-2"
-    assert queue_of_run(first, "a") == first
-    assert "genlight uploads" in caplog.text
+    before = sorted(path for path in queue.directory.rglob("0*"))
+    other = Queue(queue.directory, lambda each: each.run_id == "q")
+    with full_disk():
+        other.add(Entry(run_id="q", kind="metrics", step=1, to=("endpoint",)))
+    assert _names(other.left_alone) == ["a"]
+    other.remove(*other.entries())
+    other.close()
+    assert sorted(path for path in queue.directory.rglob("0*")) == before

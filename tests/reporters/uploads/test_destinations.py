@@ -1,9 +1,11 @@
 """Destinations beside the contract's: file systems of fsspec and a Hugging Face repository."""
 
 import base64
+import errno
 import http.server
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -13,24 +15,23 @@ import fsspec
 import pytest
 
 from genlight.adapter.contract.exceptions import UploadError
-from genlight.reporters.uploads.targets import FsspecTarget, HuggingFaceTarget, Shipment, open_target
-from genlight.reporters.uploads.wire import Interrupted, Refused, TryAgain
+from genlight.reporters.uploads import UploadConfig
+from genlight.reporters.uploads.destinations import open_target
 
 
 @pytest.fixture
-def shipment(tmp_path):
+def files(tmp_path):
     model, record = tmp_path / "model.bin", tmp_path / "step-00000003.json"
     model.write_bytes(b"weights")
     record.write_text("{}")
-    files = (("step-00000003/model.bin", model), ("step-00000003.json", record))
-    return Shipment("run-1", "checkpoints", "step-00000003", files)
+    return [("run-1/step-00000003/model.bin", model), ("run-1/step-00000003.json", record)]
 
 
-def test_a_folder_gets_the_files_in_their_layout(shipment, tmp_path):
-    target = open_target(f"file://{tmp_path}/archive")
-    target.deliver(shipment)
-    target.deliver(shipment)
-    archive = tmp_path / "archive" / "run-1" / "checkpoints"
+def test_a_folder_gets_the_files_in_their_layout(files, tmp_path):
+    deliver = open_target(f"file://{tmp_path}/archive")
+    deliver(files, "")
+    deliver(files, "")
+    archive = tmp_path / "archive" / "run-1"
     assert sorted(p.relative_to(archive).as_posix() for p in archive.rglob("*") if p.is_file()) == [
         "step-00000003.json",
         "step-00000003/model.bin",
@@ -38,28 +39,69 @@ def test_a_folder_gets_the_files_in_their_layout(shipment, tmp_path):
     assert (archive / "step-00000003" / "model.bin").read_bytes() == b"weights"
 
 
-def test_an_object_store_gets_the_same(shipment):
-    FsspecTarget("memory://bucket/prefix").deliver(shipment)
-    stored = fsspec.filesystem("memory").cat("/bucket/prefix/run-1/checkpoints/step-00000003/model.bin")
+def test_an_object_store_gets_the_same(files):
+    open_target("memory://bucket/prefix")(files, "")
+    stored = fsspec.filesystem("memory").cat("/bucket/prefix/run-1/step-00000003/model.bin")
     assert stored == b"weights"
 
 
-def test_a_file_that_is_gone_is_final(shipment, tmp_path):
-    shipment.files[0][1].unlink()
-    with pytest.raises(Refused, match=r"model\.bin is gone"):
-        FsspecTarget(f"file://{tmp_path}/archive").deliver(shipment)
+@pytest.fixture
+def send(chaos, uploader_for, write_checkpoint, tmp_path):
+    """Queues a checkpoint for a target, which `prepare` may change, as its files; returns the uploader."""
+
+    def queued(prepare=lambda record, files: None):
+        uploader = uploader_for(chaos, start=False, targets=[f"file://{tmp_path}/archive"], file_store_url=None)
+        record, files = write_checkpoint(3)
+        uploader.enqueue("checkpoint", record, files, step=3)
+        prepare(record, files)
+        uploader.start()
+        return uploader
+
+    return queued
 
 
-def test_a_fault_of_the_file_system_may_pass(shipment, tmp_path):
-    (tmp_path / "archive").write_text("a file where a folder must be")
-    with pytest.raises(TryAgain, match="file://"):
-        FsspecTarget(f"file://{tmp_path}/archive").deliver(shipment)
+def test_a_file_that_is_gone_is_final(send, tmp_path):
+    def lose(record, files):
+        shutil.rmtree(tmp_path / "run" / "uploads" / "links")
+        files[0].unlink()
+
+    assert "model.safetensors is gone" in str(send(lose).settle())
 
 
-def test_closing_stops_between_two_files(shipment, tmp_path):
-    stopped = Shipment(shipment.run_id, shipment.folder, shipment.title, shipment.files, lambda: True)
-    with pytest.raises(Interrupted):
-        FsspecTarget(f"file://{tmp_path}/archive").deliver(stopped)
+def test_a_fault_of_the_file_system_may_pass(send, tmp_path):
+    uploader = send(lambda *_: (tmp_path / "archive").write_text("a file where a folder must be"))
+    while "archive cannot be used: " not in str(uploader.settle(0.1)):
+        assert not uploader.failure
+    (tmp_path / "archive").unlink()
+    assert uploader.settle() is None
+
+
+def test_a_target_that_may_not_be_written_is_final(send, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.put_file", refuse)
+    left = send().settle()
+    assert "archive cannot be used: Permission denied" in str(left)
+    assert left.auth
+
+
+def test_closing_stops_between_two_files(chaos, uploader_for, write_checkpoint, tmp_path):
+    uploader = uploader_for(chaos, start=False, targets=[f"file://{tmp_path}/archive"], file_store_url=None)
+    record, files = write_checkpoint(3)
+    uploader.enqueue("checkpoint", record, files, step=3)
+    put = []
+
+    def closing(files, title):
+        put.append(next(files))
+        uploader._closing.set()
+        put.extend(files)
+
+    uploader._delivery._targets = dict.fromkeys(uploader._delivery._targets, closing)
+    uploader.start()
+    uploader._threads["checkpoint"].join(60)
+    assert len(put) == 1
+    assert len(uploader.queue.entries()) == 1
 
 
 def test_a_scheme_whose_package_is_missing_is_an_error_that_names_it():
@@ -67,22 +109,22 @@ def test_a_scheme_whose_package_is_missing_is_an_error_that_names_it():
         open_target("s3://key:secret@bucket/prefix")
 
 
-@pytest.mark.parametrize("url", ["", "bucket", "://x", "hf://", "hf://only-a-name", "hf://a/b/c", "nothing://x"])
-def test_what_is_no_target_is_refused(url):
-    with pytest.raises(ValueError, match="Invalid upload target"):
-        open_target(url)
+@pytest.mark.parametrize("url", ["", "bucket", "://x", "hf://", "hf://only-a-name", "hf://a/b/c"])
+def test_what_is_no_target_is_refused(url, tmp_path):
+    with pytest.raises(ValueError, match="Invalid `targets`"):
+        UploadConfig(run_id="r", queue_dir=tmp_path, targets=[url])
 
 
-def test_a_repository_may_name_its_branch():
-    assert open_target("hf://me/model").name == "hf://me/model@main"
-    assert open_target("hf://me/model@dev").name == "hf://me/model@dev"
+def test_a_scheme_that_nothing_knows_is_refused():
+    with pytest.raises(ValueError, match="Invalid upload target 'nothing://x'"):
+        open_target("nothing://x")
 
 
 def test_an_uploader_sends_to_every_target_and_then_the_message(chaos, uploader_for, write_checkpoint, tmp_path):
     uploader = uploader_for(chaos, targets=[f"file://{tmp_path}/archive"], file_store_url=None)
     record, files = write_checkpoint(3)
-    uploader.enqueue_checkpoint(record, files, step=3)
-    assert uploader.settle().ok
+    uploader.enqueue("checkpoint", record, files, step=3)
+    assert uploader.settle() is None
     archive = tmp_path / "archive" / "run-1" / "checkpoints"
     for file in (record, *files):
         assert (archive / file.relative_to(record.parent)).read_bytes() == file.read_bytes()
@@ -93,8 +135,8 @@ def test_a_target_works_without_any_endpoint(chaos, uploader_for, write_checkpoi
     urls = dict.fromkeys(("metrics_url", "checkpoint_url", "sample_url", "terminal_url", "file_store_url", "token"))
     uploader = uploader_for(chaos, targets=[f"file://{tmp_path}/archive"], **urls)
     record, files = write_checkpoint(3)
-    uploader.enqueue_checkpoint(record, files, step=3)
-    assert uploader.settle().ok
+    uploader.enqueue("checkpoint", record, files, step=3)
+    assert uploader.settle() is None
     assert (tmp_path / "archive" / "run-1" / "checkpoints" / record.name).exists()
     assert chaos.requests() == []
 
@@ -144,15 +186,19 @@ DELIVER = textwrap.dedent(
     """
     import sys
     from pathlib import Path
-    from genlight.reporters.uploads.wire import Refused, TryAgain
-    from genlight.reporters.uploads.targets import Shipment, open_target
+    from genlight.adapter.plumbing.retry import TransientError
+    from genlight.reporters.uploads.destinations import Refused
+    from genlight.reporters.uploads.destinations import open_target
 
     folder = Path(sys.argv[1])
-    files = (("step-00000003/model.bin", folder / "model.bin"), ("step-00000003.json", folder / "step-00000003.json"))
+    names = ("step-00000003/model.bin", "step-00000003.json")
+    files = [(f"run-1/checkpoints/{name}", folder / Path(name).name) for name in names]
     try:
-        open_target("hf://me/model").deliver(Shipment("run-1", "checkpoints", "step-00000003", files))
-    except (Refused, TryAgain) as error:
+        open_target("hf://me/model" + sys.argv[2])(files, "run-1: checkpoint step-00000003")
+    except (Refused, TransientError) as error:
         print(type(error).__name__, getattr(error, "auth", ""), error.reason)
+    except Exception as error:  # which counts as one that may pass
+        print(type(error).__name__)
     """
 )
 
@@ -161,16 +207,16 @@ DELIVER = textwrap.dedent(
 def deliver_to_hub(hub, tmp_path):
     """In a process of its own: huggingface_hub reads its endpoint once, at import."""
 
-    def deliver():
+    def deliver(branch="", endpoint=f"http://127.0.0.1:{hub.server_port}"):
         environment = os.environ | {
-            "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+            "HF_ENDPOINT": endpoint,
             "HF_TOKEN": "hf_own",
             "HF_HOME": str(tmp_path / "hf"),
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
         }
         done = subprocess.run(
-            [sys.executable, "-c", DELIVER, str(tmp_path)], env=environment, capture_output=True, text=True
+            [sys.executable, "-c", DELIVER, str(tmp_path), branch], env=environment, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
@@ -178,8 +224,10 @@ def deliver_to_hub(hub, tmp_path):
     return deliver
 
 
-def test_a_repository_gets_one_commit_with_all_files_under_its_own_token(shipment, hub, deliver_to_hub):
+def test_a_repository_gets_one_commit_with_all_files_under_its_own_token(files, hub, deliver_to_hub):
     assert deliver_to_hub() == ""
+    assert deliver_to_hub("@dev") == ""
+    assert len([path for path, *_ in hub.seen if "/commit/dev" in path]) == 1
     commits = [body for path, body, _ in hub.seen if "/commit/main" in path]
     assert len(commits) == 1
     header, *files = [json.loads(line) for line in commits[0].splitlines()]
@@ -192,14 +240,12 @@ def test_a_repository_gets_one_commit_with_all_files_under_its_own_token(shipmen
 
 
 @pytest.mark.parametrize(
-    ("status", "outcome"), [(403, "Refused True HTTP 403 from hf://me/model@main"), (400, "Refused False HTTP 400")]
+    ("status", "outcome"), [(403, "Refused True HTTP 403 from hf://me/model"), (400, "Refused False HTTP 400")]
 )
-def test_a_repository_that_refuses_is_final(shipment, hub, deliver_to_hub, status, outcome):
+def test_a_repository_that_refuses_is_final(files, hub, deliver_to_hub, status, outcome):
     hub.fails = [(status, {"error": "no"})] * 9
     assert deliver_to_hub().startswith(outcome)
 
 
-def test_a_hub_that_is_away_may_come_back(shipment):
-    target = HuggingFaceTarget("me/model", endpoint="http://127.0.0.1:9")
-    with pytest.raises(TryAgain, match=r"hf://me/model@main: \w+"):
-        target.deliver(shipment)
+def test_a_hub_that_is_away_may_come_back(files, deliver_to_hub):
+    assert deliver_to_hub(endpoint="http://127.0.0.1:9") == "ConnectError"

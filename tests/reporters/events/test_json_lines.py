@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import gc
+import json
 import os
 import random
 import signal
@@ -19,7 +20,7 @@ import pytest
 
 from genlight.adapter.contract.exceptions import EventLogError
 from genlight.reporters.events.event_log import EventLog
-from genlight.reporters.events.jsonl_file import LineFile
+from genlight.reporters.events.json_lines import LineFile, encode_json
 from genlight.reporters.events.reader import read_events
 from genlight.reporters.events.validation import validate_events
 
@@ -313,6 +314,11 @@ def test_new_directories_are_durable_with_their_names(tmp_path, monkeypatch):
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", record)
-    with LineFile(tmp_path / "a" / "b" / "events.jsonl"):
-        pass
+    LineFile(tmp_path / "a" / "b" / "events.jsonl").close()
     assert synced == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")]
+
+
+def test_json_is_compact_sorted_and_utf8():
+    value = {"step": 3, "metrics": {"b": 1.5, "a": float("-inf")}, "path": ["/runs/\udcff/final.json"]}
+    assert encode_json(value) == b'{"metrics":{"a":null,"b":1.5},"path":["/runs/\\\\udcff/final.json"],"step":3}'
+    assert json.loads(encode_json({"\u2028": 1.0})) == {"\u2028": 1.0}

@@ -1,0 +1,258 @@
+"""Files of JSON lines, which one process writes at a time and any may read: whole lines only.
+
+The lock is on the file itself, so there is no lock file to go stale. A line reaches the kernel in one ``write``:
+a killed process leaves either all of it or nothing. What a full disk or a power cut tore is cut off, never continued,
+and no reader takes it for a line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...adapter.contract.exceptions import EventLogError
+from ...adapter.plumbing.durable import fsync_directory, write_all
+from ...adapter.plumbing.file_lock import FileLock, LockHeldError, NoLocksError
+
+__all__ = [
+    "LONGEST_LINE",
+    "LineFile",
+    "Position",
+    "decode_line",
+    "decode_object",
+    "encode_json",
+    "storable",
+    "whole_lines",
+]
+
+LONGEST_LINE = 16 << 20
+"""Bytes of a line that is read: no run writes nearly as many, and a log may come from elsewhere."""
+StrPath = str | os.PathLike[str]
+_encode = msgspec.json.Encoder(order="sorted").encode
+decode_object = msgspec.json.Decoder(dict[str, Any]).decode
+"""The JSON object on a line. Raises ValueError, or RecursionError for one that is nested too deeply."""
+
+
+def encode_json(value: object) -> bytes:
+    """Compact JSON with sorted keys; a number that is not finite is null, and texts are made `storable`."""
+    try:
+        return _encode(value)
+    except UnicodeEncodeError:
+        return _encode(storable(msgspec.to_builtins(value)))
+
+
+def storable(value: Any) -> Any:
+    """Texts, lists and objects with half surrogate pairs, which UTF-8 has no bytes for, spelled out."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {storable(key): storable(item) for key, item in value.items()}
+    return [storable(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def decode_line(path: StrPath, number: int, line: bytes, decode: Callable[[bytes], Any] = decode_object) -> Any:
+    """What `decode` makes of a line of the file at `path`.
+
+    Raises:
+        EventLogError: It can't decode it; names the line.
+    """
+    try:
+        return decode(line)
+    except (ValueError, RecursionError) as error:
+        raise EventLogError(
+            f"line {number} of event log {os.fspath(path)!s} is broken: {error}; `genlight events FILE --check` lists "
+            "every fault"
+        ) from error
+
+
+class Position(msgspec.Struct):
+    """How far a follower has read: which file, whole lines, and where the last of them ends."""
+
+    file: tuple[int, int] | None = None
+    """Device and inode; None before the first line was read."""
+    line: int = 0
+    offset: int = 0
+
+    def is_of(self, path: StrPath) -> bool:
+        """Whether the file at `path` is the one that was read, as far as it was read, and no newer one."""
+        try:
+            status = os.stat(path)
+        except OSError:
+            return self.file is None
+        return self.file in (None, (status.st_dev, status.st_ino)) and status.st_size >= self.offset
+
+
+def whole_lines(path: StrPath, position: Position) -> Iterator[bytes]:
+    """The lines beyond `position`, which moves along, as far as they end with a newline: the rest may come any time.
+
+    Raises:
+        EventLogError: The file is absent or unreadable, or a line has more than 16 MiB.
+    """
+    try:
+        file = open(path, "rb")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise EventLogError(f"cannot read event log {os.fspath(path)!s}: {error.strerror}") from error
+    with file:
+        status = os.fstat(file.fileno())
+        position.file = status.st_dev, status.st_ino
+        file.seek(position.offset)
+        while line := file.readline(LONGEST_LINE + 1):
+            if len(line) > LONGEST_LINE:
+                raise EventLogError(
+                    f"line {position.line + 1} of event log {os.fspath(path)!s} has more than {LONGEST_LINE >> 20} "
+                    "MiB, which no run writes; cut it out, or use another log"
+                )
+            if not line.endswith(b"\n"):
+                return
+            position.line += 1
+            position.offset += len(line)
+            yield line
+
+
+class LineFile:
+    """Appends whole lines to a file that this process alone may write.
+
+    Not thread-safe but for `sync`: the caller serialises `append` and `close`. In a forked child the file is closed,
+    so that a data loader worker that outlives its parent cannot keep the lock, and so is a copy of it.
+
+    Attributes:
+        path: The file.
+        last: The last whole line that was there when it was opened, decoded; None where there was none.
+        size: Bytes of the file.
+        lines: Lines that were appended since it was opened.
+
+    Args:
+        path: The file; it and its directories are created when absent.
+        decode: Decodes that last line; raises a ValueError for a file that holds something else.
+        tries: How often to try for the lock, 50 ms apart, where other writers hold it for a line only.
+
+    Raises:
+        EventLogError: The file is locked by another writer, cannot be opened, or holds something else.
+    """
+
+    def __init__(self, path: StrPath, decode: Callable[[bytes], Any] = decode_object, *, tries: int = 1) -> None:
+        self.path = Path(path)
+        self.lines, self._torn = 0, False
+        try:
+            _make_directories(self.path.parent)
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+            self._lock: FileLock | None = FileLock(self.path, flags, 0o644, tries=tries)
+        except LockHeldError as error:
+            by = f"process {error.pid}" if error.pid else "another process"
+            raise EventLogError(f"{path} is being written by {by}; stop it, or write to another file") from error
+        except OSError as error:
+            why = (
+                f"its file system has no locks, {error.strerror}" if isinstance(error, NoLocksError) else error.strerror
+            )
+            raise EventLogError(f"cannot open {path}: {why}") from error
+        try:
+            line, self.size = _last_whole_line(self._descriptor)
+            self.last = None if line is None else decode(line)
+            if self.size != os.fstat(self._descriptor).st_size:
+                self._cut_off()
+                os.fsync(self._descriptor)
+            if not self.size:  # with lines in it, the process that began the file has made its name durable
+                fsync_directory(self.path.parent)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise EventLogError(f"cannot open {path}: {error.strerror}") from error
+            if isinstance(error, (ValueError, RecursionError)):
+                raise EventLogError(f"{path} holds something else: {error}; write to another file") from error
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_lock": None}  # which is that of one open file in one process
+
+    @property
+    def _descriptor(self) -> int:
+        return -1 if self._lock is None else self._lock.descriptor
+
+    @property
+    def closed(self) -> bool:
+        """Whether `append` would be refused."""
+        return self._descriptor < 0
+
+    def append(self, line: bytes) -> None:
+        """Write a line, which ends with its newline, whole or not at all.
+
+        Raises:
+            EventLogError: The file is closed, or the line could not be written; the file then ends with the one before.
+        """
+        if self.closed:
+            raise EventLogError(f"{self.path} is closed in process {os.getpid()}")
+        if self._torn:
+            self._cut_off()
+        before = self.size, self.lines
+        try:
+            write_all(self._descriptor, line)
+            self.size, self.lines = self.size + len(line), self.lines + 1
+        except BaseException as error:
+            # Also for a KeyboardInterrupt that lands between a write and its bookkeeping.
+            self.size, self.lines = before
+            self._torn = True
+            with contextlib.suppress(EventLogError):  # the next append tries again, or reports that it cannot
+                self._cut_off()
+            if isinstance(error, OSError):
+                raise EventLogError(f"cannot write to {self.path}: {error.strerror}") from error
+            raise
+
+    def sync(self) -> None:
+        """Make every line so far durable.
+
+        Raises:
+            EventLogError: The device refused; what it holds of the last lines is unknown.
+        """
+        try:
+            os.fdatasync(self._descriptor)
+        except OSError as error:
+            raise EventLogError(f"cannot make {self.path} durable: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Give up the file and its lock; a second call does nothing."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def _cut_off(self) -> None:
+        try:
+            os.ftruncate(self._descriptor, self.size)
+        except OSError as error:
+            raise EventLogError(f"cannot cut a torn line off {self.path}: {error.strerror}") from error
+        self._torn = False
+
+
+def _make_directories(directory: Path) -> None:
+    """Create `directory` and make every new name on the way durable."""
+    if directory.is_dir():
+        return
+    _make_directories(directory.parent)
+    try:
+        directory.mkdir(exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, f"{directory} is not a directory") from None
+    fsync_directory(directory.parent)
+
+
+def _last_whole_line(descriptor: int) -> tuple[bytes | None, int]:
+    """The last line that was written whole, and where it ends."""
+    if not os.fstat(descriptor).st_size:
+        return None, 0
+    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content:
+        end = content.rfind(b"\n") + 1
+        while end:
+            start = content.rfind(b"\n", 0, end - 1) + 1
+            line = content[start:end]
+            # JSON escapes NUL: a bare one is a block that never reached the disk before the power went.
+            if b"\0" not in line:
+                return line, end
+            end = start
+        if content[:1] not in {b"{", b"\0"}:
+            raise ValueError("it does not hold JSON lines")
+    return None, 0
