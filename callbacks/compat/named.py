@@ -21,7 +21,7 @@ from ...adapter.plumbing.redaction import without_secrets
 from ..checkpoint.policy import Checkpoint
 from ..early_stopping import EarlyStopping
 from ..health.diagnosis import Diagnosis
-from ..health.faults import Reading
+from ..health.rules import Reading
 from ..hook.cadence import crossed
 from ..hook.events import callbacks_of, log_to_loggers, run_state_of
 from ..job_progress import JobProgress

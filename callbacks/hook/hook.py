@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import GenlightError, HookOrderError, TrainingCanceled
 from ..checkpoint.format.record import CheckpointRecord
-from ..health.faults import Fault
+from ..health.rules import Fault
 from .events import callbacks_of, run_state_of
 from .run_context import RunContext
 
