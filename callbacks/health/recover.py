@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import msgspec
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import RecoveryError
@@ -436,7 +437,9 @@ def _restore_callbacks(
 
 def _require_equal(pl_module: Any, expected: Any, path: Path) -> None:
     """Refuse a state that is not that of the checkpoint: a class may not expect ``load_state_dict`` within a run."""
-    saved, now = digests_of(expected), digests_of(_plain(pl_module.state_payload()))
+    payload = pl_module.state_payload()
+    on_host = tree_map(lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, payload)
+    saved, now = digests_of(expected), digests_of(on_host)
     where = next((path for path in {**saved, **now} if saved.get(path) != now.get(path)), None)
     if where is not None:
         raise RecoveryError(
@@ -444,12 +447,3 @@ def _require_equal(pl_module: Any, expected: Any, path: Path) -> None:
             f"after `load_state_dict` of {type(pl_module.plugin).__name__} was called within a run. Restore the whole "
             "payload there, or leave 'roll_back' out of the ladder; the run can be resumed from that checkpoint"
         )
-
-
-def _plain(value: Any) -> Any:
-    """A tree in host memory, with lists for tuples, as a checkpoint holds it."""
-    if isinstance(value, Mapping):
-        return {name: _plain(member) for name, member in value.items()}
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
-        return value.cpu()
-    return [_plain(member) for member in value] if isinstance(value, list | tuple) else value
