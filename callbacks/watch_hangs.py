@@ -16,8 +16,7 @@ from typing_extensions import override
 
 from ..adapter.contract.exceptions import ThreadLimitError, TrainingHungError
 from ..adapter.plumbing.threads import started
-from .hook.hook import Hook, ending_the_run
-from .hook.run_context import RunContext
+from .hook.hook import Hook, RunContext, ending_the_run
 
 __all__ = ["WatchHangs"]
 

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import Logger
 
 from ...callbacks.checkpoint.policy import savers_of
 from ...callbacks.hook.events import run_state_of
-from ...callbacks.hook.run_context import join_run
+from ...callbacks.hook.hook import join_run
 from ...reporters.events.event_logger import EventLogger
 from ..contract.exceptions import TrainingCanceled
 from ..plumbing.redaction import without_secrets

@@ -21,7 +21,7 @@ from ...adapter.contract.exceptions import EvaluationError
 from ...adapter.plumbing.redaction import hide_secrets
 from ..checkpoint.format.record import CheckpointRecord
 from ..checkpoint.policy import savers_of
-from ..hook.cadence import NEVER, Pace, StepCadence, crossed
+from ..hook.cadence import NEVER, Pace, crossed, step_cadence
 from ..hook.events import callbacks_of, publish_scores
 from ..hook.hook import Hook, skippable
 from ..stop.stop_requests import StopRequests
@@ -71,7 +71,6 @@ class EvaluateCommand(Hook):
     """
 
     writes = ("eval_scores",)
-    every_n_steps = StepCadence()
     _of_this_process = frozenset({"_running", "_waiting"})
     _running: tuple[CheckpointRecord, ScoreCommand] | None = None
     _waiting: CheckpointRecord | None = None
@@ -101,7 +100,7 @@ class EvaluateCommand(Hook):
         if wrong:
             raise ValueError(f"Invalid arguments of EvaluateCommand: {', '.join(wrong)}.")
         self.command = arguments
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
         self.time_limit_s = time_limit_s
         self.critical = critical
         self._step = 0

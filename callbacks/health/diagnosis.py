@@ -15,7 +15,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ...adapter.plumbing.devices import gather_results, host_group
-from ..hook.cadence import StepCadence, crossed, next_multiple
+from ..hook.cadence import crossed, next_multiple, step_cadence
 from ..hook.events import FIGURES_FIELD, fire, publish_figures
 from ..hook.hook import Hook
 from ..telemetry.run_events import RunEvents
@@ -65,7 +65,6 @@ class Diagnosis(Hook):
 
     ranks: Literal["zero", "all"] = "all"
     writes = (FIGURES_FIELD,)
-    check_interval = StepCadence()
     _of_this_process = frozenset({"_probe", "_group"})
     _probe: Probe | None = None
     _group: dist.ProcessGroup | None = None
@@ -86,7 +85,7 @@ class Diagnosis(Hook):
         wrong += [] if scenario else ["`scenario` '' (expected a non-empty string)"]
         if wrong:
             raise ValueError(f"Invalid arguments of Diagnosis: {', '.join(wrong)}.")
-        self.check_interval = check_interval
+        self.check_interval = step_cadence("check_interval", check_interval)
         self.trace_modules = trace_modules
         self._limits = limits
         self._history = History()

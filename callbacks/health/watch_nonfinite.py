@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import NonfiniteError
 from ..finite import are_finite
-from ..hook.cadence import Boundaries, StepCadence
+from ..hook.cadence import Boundaries, step_cadence
 from ..hook.events import log_to_loggers
 from ..hook.hook import Hook, ending_the_run, skippable
 from .readings import scaled_by
@@ -46,13 +46,12 @@ class WatchNonfinite(Hook):
     """
 
     ranks: Literal["zero", "all"] = "all"
-    every_n_steps = StepCadence()
 
     def __init__(self, policy: Policy = "warn", *, every_n_steps: int = 10) -> None:
         if policy not in get_args(Policy):
             raise ValueError(f"Invalid `policy`. Expected 'warn' or 'stop', but received {policy!r}.")
         self.policy = policy
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
         self._boundaries = Boundaries(self)
         self._seen_finite_at = 0
         self._has_spoken = False

@@ -19,8 +19,7 @@ from ...adapter.plumbing.devices import host_group
 from ..checkpoint.policy import savers_of
 from ..hook.cadence import Pace, steps_within
 from ..hook.events import run_state_of
-from ..hook.hook import Hook, skippable
-from ..hook.run_context import RunContext
+from ..hook.hook import Hook, RunContext, skippable
 from ..lightning_internals import signal_connector
 from .data_workers import protect_workers, release_workers
 from .signals import REASON_OF_SIGNAL, StopSignals

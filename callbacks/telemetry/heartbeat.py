@@ -13,7 +13,7 @@ import torch
 from typing_extensions import override
 
 from ...adapter.plumbing.devices import memory_of
-from ..hook.cadence import NEVER, StepCadence, crossed
+from ..hook.cadence import NEVER, crossed, step_cadence
 from ..hook.events import FIGURES_FIELD, publish_figures
 from ..hook.hook import Hook, skippable
 from .flops import StepFlops
@@ -67,7 +67,6 @@ class Heartbeat(Hook):
     """
 
     writes = (FIGURES_FIELD,)
-    interval_steps = StepCadence()
     _of_this_process = frozenset({"_flops"})
     _has_nvml = False
     _flops: StepFlops | None = None
@@ -82,7 +81,7 @@ class Heartbeat(Hook):
     ) -> None:
         if not scenario:
             raise ValueError("Invalid `scenario`. Expected a non-empty string, but received ''.")
-        self.interval_steps = interval_steps
+        self.interval_steps = step_cadence("interval_steps", interval_steps)
         self.count_flops = count_flops
         self.events = RunEvents(scenario, path)
         self._set_up_at = time.monotonic()
