@@ -205,9 +205,7 @@ def test_rubbish_is_one_clear_error(tmp_path, body, said) -> None:
 
 
 def test_a_command_that_does_not_exist(tmp_path) -> None:
-    with pytest.raises(
-        EvaluationError, match=r"command .* cannot be started: .*No such .*'/nowhere/score'"
-    ):
+    with pytest.raises(EvaluationError, match=r"command .* cannot be started: .*No such .*'/nowhere/score'"):
         run_score_command(["/nowhere/score"], time_limit_s=PATIENCE_S)
 
 
