@@ -26,15 +26,16 @@ __all__ = ["Diagnosis"]
 
 log = logging.getLogger(__name__)
 
+
 TIMED_STEPS = 4
-"""How many steps before a check are timed, and their batches looked at."""
+"""How many steps before a check are timed."""
 
 
 class Diagnosis(Hook):
     """Reports when training goes wrong: one ``diagnostic`` event when a fault begins, and one when it ends.
 
     At its cadence it reads the gradients that the update uses (averaged, unscaled, clipped), the size of the update,
-    the losses of all steps since the last check, and times and batches of the last steps. All ranks exchange their
+    the losses of all steps since the last check, the times of the last few and the batch. All ranks exchange their
     readings and reach the same verdict. Faults:
 
     - ``nonfinite_loss``, ``nonfinite_gradients``: with the first module that gave such a value, forward or backward, in
@@ -106,12 +107,12 @@ class Diagnosis(Hook):
     @override
     def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Count from the step that is completed now."""
-        self._detach()
+        self._close()
         self._last_check = self._step = trainer.global_step
         if self.check_interval:
             most = min(self.check_interval, LOSSES_KEPT)
             self._probe = Probe(trainer, pl_module, most_losses=most, traces=self.trace_modules)
-            self._prepare(stride=1)
+            self._watch_next(stride=1)
 
     @override
     def on_train_batch_end(
@@ -120,22 +121,23 @@ class Diagnosis(Hook):
         if self._probe is None:
             return
         step = trainer.global_step
-        self._probe.step_ended(step, outputs, batch)
         stride, self._step = max(1, step - self._step), step
+        is_due = crossed(self._last_check, step, self.check_interval)
+        self._probe.step_ended(step, outputs, batch, compares_batch=is_due or self._steps_left() <= stride)
         try:
-            if crossed(self._last_check, step, self.check_interval):
+            if is_due:
                 self._last_check = step
                 self._check(trainer, outputs)
         finally:
-            self._prepare(stride)
+            self._watch_next(stride)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._detach()
+        self._close()
 
     @override
     def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._detach()
+        self._close()
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -145,17 +147,19 @@ class Diagnosis(Hook):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._history = msgspec.convert(state_dict["history"], History)
 
-    def _prepare(self, stride: int) -> None:
-        """Begin to look, where the next check is near; a step counts as `stride`."""
-        assert self._probe is not None
-        left = next_multiple(self._step, self.check_interval) - self._step
-        if left <= TIMED_STEPS * stride:
-            self._probe.attach(is_last=left <= stride)
+    def _steps_left(self) -> int:
+        return next_multiple(self._step, self.check_interval) - self._step
 
-    def _detach(self) -> None:
-        if self._probe is not None:
-            self._probe.detach()
-            self._probe = None
+    def _watch_next(self, stride: int) -> None:
+        """Watch the next step, where the check is near; a step counts as `stride`."""
+        left = self._steps_left()
+        if self._probe is not None and left <= TIMED_STEPS * stride:
+            self._probe.watch_next(is_checked=left <= stride)
+
+    def _close(self) -> None:
+        probe, self._probe = self._probe, None
+        if probe is not None:
+            probe.close()
 
     def _check(self, trainer: pl.Trainer, outputs: Any) -> None:
         assert self._probe is not None

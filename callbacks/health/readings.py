@@ -10,13 +10,13 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 import xxhash
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -54,14 +54,14 @@ def _within_step(method: _Method) -> _Method:
 
 
 class Probe:
-    """Reads the steps of this rank before a check: losses of all, times and batches of the last few, the last update.
+    """Reads the steps of this rank before a check: losses of all, times of the last few, all else of the last one.
 
     - The update is read in hooks that torch's own optimizers call in their ``step``. So gradients are those that are
       used: averaged over ranks, unscaled, clipped. An update that a gradient scaler leaves out is not seen.
-    - A time is that from one update to the last gradient before the next. Ranks leave the update together, as it needs
-      the gradients of all, and wait for each other again once the last gradient is there. In between are the update,
-      callbacks, data, forward and backward of this rank alone. Of sharded modules, whose ranks also meet in between, it
-      says little.
+    - A time is that from the end of a step to the last gradient of the next. Ranks leave the update together, as it
+      needs the gradients of all, and wait for each other again once the last gradient is there. In between are
+      callbacks, data, forward and backward of this rank alone. Sharded modules, whose ranks also meet in between, are
+      not timed.
     - Of all modules without children the outputs are read, and the gradients that come back to them; each is one
       reduction on its device. The gradient at an output comes out of the backward of what follows: where it is the
       first that is not finite, the module that was passed just before is named.
@@ -76,7 +76,6 @@ class Probe:
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, *, most_losses: int, traces: bool) -> None:
         self._trainer = trainer
         self._device = trainer.strategy.root_device
-        self._traces = traces
         given: Sequence[Any] = trainer.optimizers
         optimizers = [optimizer for optimizer in given if isinstance(optimizer, Optimizer)]
         self._optimizers = with_step_hooks(optimizers)
@@ -86,9 +85,8 @@ class Probe:
         self._first: Any = next(iter(named.values()), None)
         """The parameter whose gradient comes last: the first that a forward uses."""
         self._parts = [(name, part) for name, part in module.named_modules() if name and not any(part.children())]
+        self._timer: list[RemovableHandle] = []
         self._handles: list[RemovableHandle] = []
-        self._traced: list[RemovableHandle] = []
-        self._node: Node | None = None
         self._failures: list[Exception] = []
         """Exceptions within a step."""
         self._losses: deque[tuple[int, torch.Tensor]] = deque(maxlen=most_losses)
@@ -97,48 +95,50 @@ class Probe:
         self._spans: list[tuple[_Moment, _Moment]] = []
         self._seen: list[tuple[tuple[int, bool, str], torch.Tensor]] = []
         """Step, whether in the backward, and module, with the largest magnitude of what it gave."""
-        self._forget_update(reads_next=False)
-        if traces:
-            self._trace_modules()
+        self._traced = self._trace_modules() if traces else []
 
-    def attach(self, *, is_last: bool) -> None:
-        """Watch the next step: its time and its batch, and in the last one before a check its update and modules."""
-        self._forget_update(reads_next=is_last)
-        if is_last:
-            self._trace_modules()
-        if self._handles:
-            return
-        self._spans, self._began = [], None
-        for optimizer in self._optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_update))
-            self._handles.append(optimizer.register_step_post_hook(self._after_update))
-        if isinstance(self._first, DTensor):  # FSDP 2 gives it its gradient, and calls these hooks, by itself
-            hook = self._first.register_post_accumulate_grad_hook(self._note_last_gradient)  # type: ignore[no-untyped-call]
-            self._handles.append(hook)
-        elif self._first is not None and self._first.is_leaf:
+    def watch_next(self, *, is_checked: bool) -> None:
+        """Time the next step, and where it `is_checked` watch its update and its modules, too."""
+        if not self._timer and self._first is not None and self._first.is_leaf and not isinstance(self._first, DTensor):
             # A hook of the node: one of the parameter could be the class's own, and would be refused under DDP. A
             # parameter holds its node weakly.
             self._node = get_gradient_edge(self._first).node
-            self._handles.append(self._node.register_hook(self._note_last_gradient))
-
-    def _trace_modules(self) -> None:
+            self._timer = [self._node.register_hook(self._note_last_gradient)]
+        self._began = self._now()
+        if not is_checked or self._handles:
+            return
+        self._is_updated = False
+        self._norms: list[tuple[list[str], torch.Tensor]] = []
+        """Names of parameters, and L2 norms of their gradients."""
+        self._before: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
+        """Of each optimizer some of its weights, and samples of them before the update."""
+        self._changes: list[torch.Tensor] = []
+        """Norms of what the update changed of samples."""
+        self._weights: list[torch.Tensor] = []
+        """Norms of these samples before it."""
+        self._rates: list[float] = []
+        for optimizer in self._optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_update))
+            self._handles.append(optimizer.register_step_post_hook(self._after_update))
         if not self._traced:
-            for name, part in self._parts:
-                self._traced.append(part.register_forward_hook(functools.partial(self._note_output, name)))
+            self._handles += self._trace_modules()
 
-    def detach(self) -> None:
+    def _trace_modules(self) -> list[RemovableHandle]:
+        return [part.register_forward_hook(functools.partial(self._note_output, name)) for name, part in self._parts]
+
+    def close(self) -> None:
         """Leave optimizers, modules and parameters as they were."""
-        for handle in (*self._handles, *self._traced):
+        for handle in (*self._timer, *self._handles, *self._traced):
             handle.remove()
-        self._handles, self._traced, self._node = [], [], None
 
-    def step_ended(self, step: int, outputs: Any, batch: Any) -> None:
-        """Take over what a step gave."""
+    @_within_step
+    def step_ended(self, step: int, outputs: Any, batch: Any, *, compares_batch: bool) -> None:
+        """Take over what a step gave; of `batch`, whether it is that of the next step or of another rank."""
         loss = _loss_of(outputs)
         if isinstance(loss, torch.Tensor | int | float):
             # A copy: what a trainer writes its next loss to would change this one.
             self._losses.append((step, torch.as_tensor(loss).detach().mean().clone()))
-        if self._handles:
+        if compares_batch:
             self._batches.append(fingerprint(batch, self._device))
 
     def read(self, step: int, outputs: Any) -> Reading:
@@ -155,9 +155,10 @@ class Probe:
             self._losses.clear()
             self._failures.clear()
             self._seen.clear()
-            self.detach()
-            if self._traces:
-                self._trace_modules()
+            self._spans.clear()
+            for handle in (*self._timer, *self._handles):
+                handle.remove()
+            self._timer, self._handles = [], []
 
     def _reading(self, step: int, outputs: Any) -> Reading:
         latent = _latent(self._trainer, outputs)
@@ -172,11 +173,9 @@ class Probe:
             batches=_stacked([number for numbers in self._batches for number in numbers], self._device),
         )
         norms = dict.fromkeys(self._names.values(), 0.0) if self._is_updated else {}
-        norms.update(
-            zip((name for names, _ in self._norms for name in names), map(_or_nan, read["norms"]), strict=True)
-        )
+        names = [name for names, _ in self._norms for name in names]
+        norms.update(zip(names, map(_or_nan, read["norms"]), strict=True))
         weights, changes = math.hypot(*read["weights"]), math.hypot(*read["changes"])
-        spans = [_between(*span) for span in self._spans]
         return Reading(
             step=step,
             gradient_norms=norms,
@@ -185,30 +184,14 @@ class Probe:
             rate=max(self._rates, default=math.nan),
             latent=None if latent is None else (latent[0], _deviation(latent[0], read["latent"])),
             origin=_origin([key for key, _ in self._seen], read["seen"]),
-            ranks=[(platform.node(), statistics.median(spans) if spans else math.nan)],
+            ranks=[(platform.node(), statistics.median(map(_between, self._spans)) if self._spans else math.nan)],
             batches=[tuple(read["batches"]) if len(read["batches"]) == 2 else ()],
         )
 
     # The hooks, which torch calls within a step.
 
-    def _forget_update(self, *, reads_next: bool) -> None:
-        self._reads_update = reads_next
-        self._is_updated = False
-        self._norms: list[tuple[list[str], torch.Tensor]] = []
-        """Names of parameters, and L2 norms of their gradients."""
-        self._before: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
-        """Of each optimizer some of its weights, and samples of them before the update."""
-        self._changes: list[torch.Tensor] = []
-        """Norms of what the update changed of samples."""
-        self._weights: list[torch.Tensor] = []
-        """Norms of these samples before it."""
-        self._rates: list[float] = []
-
     @_within_step
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._began = self._now()
-        if not self._reads_update:
-            return
         self._is_updated = True
         self._rates += [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         used = [p for p in parameters_of(optimizer) if id(p) in self._names and p.grad is not None]
@@ -250,15 +233,13 @@ class Probe:
             return
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.layout == torch.strided:
-                self._note(name, tensor, in_backward=False)
+                self._note(tensor, name=name, in_backward=False)
                 if tensor.requires_grad:
-                    tensor.register_hook(functools.partial(self._note_gradient, name))  # type: ignore[no-untyped-call]
+                    hook = functools.partial(self._note, name=name, in_backward=True)
+                    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     @_within_step
-    def _note_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        self._note(name, gradient, in_backward=True)
-
-    def _note(self, name: str, tensor: torch.Tensor, *, in_backward: bool) -> None:
+    def _note(self, tensor: torch.Tensor, *, name: str, in_backward: bool) -> None:
         # The largest magnitude, nan where there is one; a sum of squares could overflow.
         if tensor.numel():
             largest: torch.Tensor = torch.linalg.vector_norm(tensor.detach(), float("inf")).double()
@@ -339,13 +320,12 @@ def _norms(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tenso
     return _stacked(norms, device)[0]
 
 
-def _between(began: _Moment, ended: _Moment) -> float:
-    if isinstance(began, torch.Event):
-        assert isinstance(ended, torch.Event)
+def _between(span: tuple[_Moment, _Moment]) -> float:
+    began, ended = span
+    if isinstance(began, torch.Event) and isinstance(ended, torch.Event):
         ended.synchronize()
         return float(began.elapsed_time(ended)) / 1000
-    assert isinstance(ended, float)
-    return ended - began
+    return cast("float", ended) - cast("float", began)
 
 
 def fingerprint(batch: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
