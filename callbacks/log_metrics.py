@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
-from .hook.cadence import StepCadence, next_multiple, suppressed
+from .hook.cadence import next_multiple, step_cadence, suppressed
 from .hook.events import FIGURES_FIELD, publish_metrics, run_state_of
 from .hook.hook import Hook, skippable
 from .lightning_internals import logger_connector, set_callback_metrics
@@ -55,10 +55,9 @@ class LogMetrics(Hook):
     critical = True
     optional_reads = ("eval_scores", FIGURES_FIELD)
     writes = ("loss_stats",)
-    every_n_steps = StepCadence()
 
     def __init__(self, every_n_steps: int = 10) -> None:
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
         self._unsent_scores: Mapping[str, float] = {}
         self._unsent_figures: Mapping[str, float] = {}
         self._waited = (0.0, 0.0)

@@ -20,7 +20,7 @@ from ..reporters.uploads.destinations import target_fault
 from .checkpoint.format.record import CheckpointRecord, read_record
 from .checkpoint.policy import savers_of, wait_after_failure
 from .checkpoint.selection import enqueue, find_checkpoint, never_queued
-from .hook.cadence import Boundaries, StepCadence
+from .hook.cadence import Boundaries, step_cadence
 from .hook.events import callbacks_of
 from .hook.hook import Hook
 
@@ -53,7 +53,6 @@ class UploadArtifacts(Hook):
         ValueError: Neither `uploader` nor `run_id` is given, a number is out of range, or a URL is none.
     """
 
-    metric_every = StepCadence()
     _of_this_process = frozenset({"_given", "_uploader"})
     _given: Uploader | None = None
     _uploader: Uploader | None = None
@@ -69,7 +68,7 @@ class UploadArtifacts(Hook):
         critical: bool = True,
     ) -> None:
         self.critical = critical
-        self.metric_every = metric_every
+        self.metric_every = step_cadence("metric_every", metric_every)
         self._given = self._uploader = uploader
         targets = targets if isinstance(targets, str) else tuple(targets)
         self._settings: dict[str, Any] = {"run_id": run_id, "owner": owner, "targets": targets}

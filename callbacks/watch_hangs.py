@@ -16,8 +16,7 @@ from typing_extensions import override
 
 from ..adapter.contract.exceptions import TrainingHungError
 from ..adapter.plumbing.threads import started
-from .hook.hook import Hook
-from .hook.run_context import RunContext
+from .hook.hook import Hook, RunContext
 
 __all__ = ["WatchHangs"]
 

@@ -23,7 +23,7 @@ from ..adapter.plumbing.durable import (
     temporary_name,
     write_bytes_durably,
 )
-from .hook.cadence import Boundaries, StepCadence, suppressed
+from .hook.cadence import Boundaries, step_cadence, suppressed
 from .hook.events import fire, run_state_of, timed
 from .hook.hook import Hook, skippable
 
@@ -87,7 +87,6 @@ class WriteSamples(Hook):
 
     optional_reads = ("loss_stats", "latest_checkpoint_uri")
     writes = ("latest_sample_uris",)
-    every_n_steps = StepCadence()
 
     def __init__(
         self,
@@ -99,7 +98,7 @@ class WriteSamples(Hook):
         critical: bool = True,
     ) -> None:
         self.directory = Path(directory).absolute()
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
         self.requests = [dict(request) for request in requests]
         self.seed = seed
         self.critical = critical

@@ -1,4 +1,4 @@
-"""Leaves out updates that `Recover`, or the policy ``skip`` of `WatchNonfinite`, decides against.
+"""Leaves out updates that `Recover` decides against.
 
 A loss that is nan or infinite makes all gradients of its backward call nan. They are averaged over the ranks and
 accumulated like others, so that every rank sees them, and the update that they belong to is left out on all of them,
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -20,45 +20,18 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from ...callbacks.finite import are_finite
-from ...callbacks.health.faults import as_maximum, from_maximum
 from ...callbacks.health.recover import Recover
-from ...callbacks.health.watch_nonfinite import WatchNonfinite
 from ...callbacks.hook.events import callbacks_of
 from ...callbacks.optimizer_state import parameters_of
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 from .step_part import BackwardCall, StepPart
 
-__all__ = ["UpdateGuard", "UpdateJudge", "update_guard"]
+__all__ = ["UpdateGuard", "update_guard"]
 
 
-class UpdateJudge(Protocol):
-    """Decides about updates: `Recover` or `WatchNonfinite`, of which the guard needs this and no more."""
-
-    called_by: str
-    """How an error names what asks for it."""
-    judges_losses: bool
-    """Whether a loss that is finite can be a fault."""
-    judges_norms: bool
-    """Whether gradients that are finite can be a fault."""
-    rate_factor: float
-    """By what the learning rate of each update is multiplied."""
-
-    def may_update(self, loss: float | None, gradient_norm: float | None) -> bool:
-        """Whether an update is made; asked with the same figures on all ranks.
-
-        Args:
-            loss: The largest loss of the backward calls of this step so far; None where nobody judges losses.
-            gradient_norm: L2 norm of all gradients; None where nobody judges norms and all are finite. Of both
-                ``nan`` says that one is not finite.
-        """
-        ...
-
-    def note_loss(self, loss: float | None, *, is_scaled: bool) -> None:
-        """A step has ended, of which this is the largest loss on this rank; ``nan`` where one is not finite.
-
-        `is_scaled` says that a gradient scaler leaves out updates, about which nobody was asked.
-        """
+SKIPPER = "`Recover` (`on_nonfinite: skip` of a job)"
+"""How an error names what leaves out updates."""
 
 
 class UpdateGuard(StepPart):
@@ -68,7 +41,7 @@ class UpdateGuard(StepPart):
 
     Args:
         discovered: What the trainer built.
-        judge: Decides about updates.
+        recover: Decides about updates.
         group: Process group of the ranks.
         shared: Ids of the optimizers that all ranks step alike; empty on a single rank.
         rank_local: Ids of the parameters whose gradients are each rank's own.
@@ -82,7 +55,7 @@ class UpdateGuard(StepPart):
     def __init__(
         self,
         discovered: Discovered,
-        judge: UpdateJudge,
+        recover: Recover,
         *,
         group: dist.ProcessGroup | None = None,
         shared: Collection[int] = (),
@@ -90,24 +63,29 @@ class UpdateGuard(StepPart):
         scales: bool = False,
     ) -> None:
         self._scales = scales
-        self.may_skip = judge.called_by
-        _check_can_skip(discovered, f"`{self.may_skip}`")
-        self._judge = judge
+        self.may_skip = SKIPPER
+        _check_can_skip(discovered)
+        self._recover = recover
         self._group = group
         self._shared = shared
         self._rank_local = rank_local
         self._modules = [found.value for found in discovered.modules]
+        self._optimizers = [found.value for found in discovered.optimizers]
         self._saved: list[tuple[Tensor, Tensor]] = []
         self._losses: list[Tensor] = []
-        self._has_left_out = False
+        """Of the backward calls since the last update; the first `_losses_before` of them are of earlier steps."""
+        self._losses_before = 0
+        self._has_asked = self._has_left_out = False
         self._rates: list[tuple[dict[str, Any], Any]] = []
-        """The rates of the update that is being made, where the judge has changed them."""
+        """The rates of the update that is being made, where `Recover` has lowered them."""
 
     @override
     @torch.no_grad()
     def begin(self, step: int) -> None:
-        self._losses.clear()
-        self._has_left_out = False
+        if self._has_asked or not self._recover.judges_losses:
+            self._losses.clear()
+        self._losses_before = len(self._losses)
+        self._has_asked = self._has_left_out = False
         buffers = {id(b): b for module in self._modules for b in module.buffers() if not isinstance(b, DTensor)}
         if [id(buffer) for buffer, _ in self._saved] != list(buffers):
             self._saved = [(buffer, torch.empty_like(buffer)) for buffer in buffers.values()]
@@ -131,7 +109,7 @@ class UpdateGuard(StepPart):
     def before_update(self, optimizer: Optimizer) -> bool:
         if not self._scales and not self._is_to_be_made(optimizer):
             return False
-        factor = self._judge.rate_factor
+        factor = self._recover.rate_factor
         if factor != 1.0:  # of which schedules see nothing
             self._rates = [(group, group["lr"]) for group in optimizer.param_groups]
             for group, rate in self._rates:
@@ -147,31 +125,39 @@ class UpdateGuard(StepPart):
     def _is_to_be_made(self, optimizer: Optimizer) -> bool:
         """Whether the update of `optimizer` is made, on all ranks alike."""
         parameters = list(parameters_of(optimizer))
-        gradients = [_dense(p.grad) for p in parameters if p.grad is not None]
+        gradients = [
+            p.grad if p.grad.layout == torch.strided else p.grad.coalesce().values()
+            for p in parameters
+            if p.grad is not None
+        ]
         is_finite = are_finite(gradients)
-        norm = _norm(gradients) if is_finite and self._judge.judges_norms else None
-        loss = self._loss() if self._judge.judges_losses else None
-        figures = [as_maximum(norm if is_finite else math.nan), as_maximum(loss)]
-        is_shared = id(optimizer) in self._shared
-        if is_shared and (self._judge.judges_losses or any(map(self._is_of_this_rank, parameters))):
-            figures = self._largest(figures, parameters[0])
-        may_update = self._judge.may_update(from_maximum(figures[1]), from_maximum(figures[0]))
+        needs_loss = self._recover.judges_losses or not is_finite
+        loss = self._largest_loss(self._losses) if needs_loss else None
+        if id(optimizer) in self._shared and (needs_loss or any(map(self._is_of_this_rank, parameters))):
+            sound, loss = self._over_ranks([0.0 if is_finite else math.nan, loss])
+            is_finite = sound == 0
+        return self._ask(is_finite=is_finite, loss=loss)
+
+    def _ask(self, *, is_finite: bool, loss: float | None) -> bool:
+        self._has_asked = True
+        may_update = self._recover.may_update(is_finite=is_finite, loss=loss)
         self._has_left_out = self._has_left_out or not may_update
         return may_update
 
-    def _loss(self) -> float | None:
-        """The largest loss of the backward calls of this step; ``nan`` where one is not finite."""
-        if not self._losses:
+    def _largest_loss(self, losses: list[Tensor]) -> float | None:
+        """The largest of `losses`; ``nan`` where one is not finite."""
+        if not losses:
             return None
-        losses = torch.stack([loss.reshape(()).float() for loss in self._losses])
-        largest, are_sound = torch.stack([losses.max(), losses.isfinite().all()]).tolist()
+        numbers = torch.stack([loss.reshape(()).float() for loss in losses])
+        largest, are_sound = torch.stack([numbers.max(), numbers.isfinite().all()]).tolist()
         return float(largest) if are_sound else math.nan
 
-    def _largest(self, values: list[float], like: Tensor) -> list[float]:
-        """The largest of all ranks, one by one."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=like.device)
+    def _over_ranks(self, values: list[float | None]) -> list[float | None]:
+        """The largest of all ranks, one by one; ``nan`` where a rank has that, None where all have None."""
+        sent = [-math.inf if value is None else math.inf if math.isnan(value) else value for value in values]
+        tensor = torch.tensor(sent, dtype=torch.float64, device=next(parameters_of(self._optimizers[0])).device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
-        return tensor.tolist()
+        return [None if each == -math.inf else math.nan if each == math.inf else each for each in tensor.tolist()]
 
     def _is_of_this_rank(self, parameter: Tensor) -> bool:
         """Whether other ranks do not see what this one sees of a gradient, which is averaged otherwise."""
@@ -181,8 +167,9 @@ class UpdateGuard(StepPart):
     @torch.no_grad()
     def end(self) -> None:
         """A step ends: its running statistics are those from before it, where it was not finite."""
-        loss = self._loss()
-        self._judge.note_loss(loss, is_scaled=self._scales)
+        loss = self._largest_loss(self._losses[self._losses_before :])
+        if self._scales:
+            self._ask(is_finite=True, loss=self._over_ranks([loss])[0] if self._shared else loss)
         if self._has_left_out or (loss is not None and math.isnan(loss)):
             for buffer, copy in self._saved:
                 buffer.copy_(copy)
@@ -197,46 +184,33 @@ def update_guard(
     rank_local: Collection[int],
     scales: bool,
 ) -> UpdateGuard | None:
-    """The guard that `Recover` or `WatchNonfinite` of `trainer` asks for, if any; arguments are those of `UpdateGuard`.
+    """The guard that `Recover` of `trainer` asks for, if any; arguments are those of `UpdateGuard`.
 
     Raises:
-        ContractError: As `UpdateGuard` does; or ranks would not make all updates alike, as `Recover` needs it.
+        ContractError: As `UpdateGuard` does; or ranks would not make all updates alike, as the ladder needs it.
     """
-    callbacks = callbacks_of(trainer)
-    judge: Recover | WatchNonfinite | None = next((c for c in callbacks if isinstance(c, Recover)), None)
-    if judge is None:
-        judge = next((c for c in callbacks if isinstance(c, WatchNonfinite) and c.policy == "skip"), None)
-    if judge is None:
+    recover = next((each for each in callbacks_of(trainer) if isinstance(each, Recover)), None)
+    if recover is None:
         return None
     own = [found.path for found in discovered.optimizers if id(found.value) not in shared]
-    if isinstance(judge, Recover) and trainer.world_size > 1 and own:  # whose faults would be told by one rank alone
+    if trainer.world_size > 1 and own and {*recover.ladder} != {"skip"}:  # whose faults would be told by one rank alone
         raise ContractError(
-            f"`Recover` needs updates that all ranks make alike, and those of {', '.join(own)} are each rank's own "
-            "(`rank_local`). Use `on_nonfinite: skip`, or one device."
+            f"`lower_lr` and `roll_back` need updates that all ranks make alike, and those of {', '.join(own)} are "
+            "each rank's own (`rank_local`). Use `on_nonfinite: skip`, or one device."
         )
-    return UpdateGuard(discovered, judge, group=group, shared=shared, rank_local=rank_local, scales=scales)
+    return UpdateGuard(discovered, recover, group=group, shared=shared, rank_local=rank_local, scales=scales)
 
 
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient if gradient.layout == torch.strided else gradient.coalesce().values()
-
-
-def _norm(gradients: list[Tensor]) -> float:
-    """L2 norm of all gradients; of sharded ones that of this rank's part."""
-    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    return float(torch.nn.utils.get_total_norm(local)) if local else 0.0
-
-
-def _check_can_skip(discovered: Discovered, what: str) -> None:
+def _check_can_skip(discovered: Discovered) -> None:
     instead = "Use `on_nonfinite: stop`, or leave such updates out in `train_step`."
     if not discovered.optimizers:
         raise ContractError(
-            f"{what} needs an optimizer, in the state or on the trainer, whose updates can be left out; "
+            f"{SKIPPER} needs an optimizer, in the state or on the trainer, whose updates can be left out; "
             f"this trainer has none. {instead}"
         )
     refused = [found.path for found in discovered.optimizers if isinstance(found.value, LBFGS)]
     if refused:
         raise ContractError(
-            f"{what} cannot leave out an update of {', '.join(refused)}: LBFGS evaluates the loss "
+            f"{SKIPPER} cannot leave out an update of {', '.join(refused)}: LBFGS evaluates the loss "
             f"several times within it. {instead}"
         )

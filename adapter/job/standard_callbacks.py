@@ -40,9 +40,14 @@ def _samples(job: Settings) -> dict[str, Any]:
 
 
 def _nonfinite(job: Settings) -> dict[str, Any] | None:
-    if job.on_nonfinite == "warn" and job.callbacks.get("Recover", False) is not False:  # which reports them itself
-        return None
+    if job.on_nonfinite == "skip" or (job.on_nonfinite == "warn" and job.callbacks.get("Recover", False)):
+        return None  # `Recover` reports them itself
     return {"policy": job.on_nonfinite, "every_n_steps": job.metric_every or 50}
+
+
+def _recovery(job: Settings) -> dict[str, Any] | None:
+    # An update that is made ends an incident; after so many others in a row nothing is trained any more.
+    return {"ladder": ["skip"], "good_steps": 1, "max_attempts": 100} if job.on_nonfinite == "skip" else None
 
 
 def _checkpoints(job: Settings) -> dict[str, Any]:
@@ -65,8 +70,10 @@ STANDARD_CALLBACKS: Mapping[str, StandardCallback] = {
     "JobProgress": StandardCallback("shows progress on the terminal", lambda _: {}, in_fit=True),
     "Goodput": StandardCallback("measures which share of the time training took", lambda _: {}),
     "SystemMonitor": StandardCallback("records the load of CPU, memory and GPU", lambda _: {}),
-    "WatchNonfinite": StandardCallback("does what `on_nonfinite` says", _nonfinite),
-    "Recover": StandardCallback("recovers from faults: skips updates, lowers the learning rate, rolls back"),
+    "WatchNonfinite": StandardCallback("warns or stops as `on_nonfinite` says", _nonfinite),
+    "Recover": StandardCallback(
+        "skips faulty updates with `on_nonfinite: skip`; lowers the rate and rolls back as its `ladder` says", _recovery
+    ),
     "WatchHangs": StandardCallback(
         "writes the stacks of all threads when no step ends for a long time",
         lambda job: {"directory": job.artifacts_dir / "hangs"},

@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 
 from ...callbacks.checkpoint.policy import savers_of
 from ...callbacks.hook.events import run_state_of
-from ...callbacks.hook.run_context import join_run
+from ...callbacks.hook.hook import join_run
 from ...callbacks.lightning_internals import set_run_of_logger
 from ...reporters.events.event_logger import EventLogger
 from ..contract.exceptions import TrainingCanceled

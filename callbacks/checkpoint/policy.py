@@ -24,10 +24,9 @@ from typing_extensions import override
 from ...adapter.contract.exceptions import BrokenCheckpointError, GenlightError, StartupContractError
 from ...adapter.contract.run_state import RunState
 from ...adapter.plumbing.run_metadata import metadata_of_module
-from ..hook.cadence import Boundaries, Pace, StepCadence, crossed, suppressed
+from ..hook.cadence import Boundaries, Pace, crossed, step_cadence, suppressed
 from ..hook.events import awaits_module_hook, callbacks_of, fire, run_state_of
-from ..hook.hook import Hook, ending_the_run, skippable
-from ..hook.run_context import RunContext
+from ..hook.hook import Hook, RunContext, ending_the_run, skippable
 from ..lightning_internals import checkpoint_connector
 from .capture import CONTRACT_KEY, Frozen, frozen_in
 from .export import keep_configurations
@@ -127,7 +126,6 @@ class Checkpoint(Hook, LightningCheckpoint):
     ranks: Literal["zero", "all"] = "all"
     optional_reads = ("stop_reason", "loss_stats", "eval_scores", "rolls_back")
     writes = ("latest_checkpoint_uri",)
-    every_n_steps, every_n_epochs = StepCadence(), StepCadence()
     _of_this_process = frozenset({"_channel", "_run_state"})
     _channel = ALONE
     _run_state: RunState | None = None
@@ -156,7 +154,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         if weights not in ("all", "trained"):
             raise ValueError(f"Invalid `weights`. Expected 'all' or 'trained', but received {weights!r}.")
         self.dirpath = None if dirpath is None else local_path(dirpath)
-        self.every_n_steps, self.every_n_epochs, self.every_minutes = every_n_steps, every_n_epochs, every_minutes
+        self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
+        self.every_n_epochs, self.every_minutes = every_n_epochs, every_minutes
         self.retention = Retention(keep_last, keep_best, monitor, mode)
         self.save_final, self.asynchronous, self.critical = save_final, asynchronous, on_error == "stop"
         self.replace_existing, self.weights = replace_existing, weights

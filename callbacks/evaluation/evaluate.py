@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import ContractError, EvaluationError
 from ...adapter.plumbing.devices import gather_results, isolated_random_numbers
-from ..hook.cadence import Boundaries, StepCadence
+from ..hook.cadence import Boundaries, step_cadence
 from ..hook.events import publish_scores, timed
 from ..hook.hook import Hook, skippable
 
@@ -41,12 +41,11 @@ class Evaluate(Hook):
 
     ranks: Literal["zero", "all"] = "all"
     writes = ("eval_scores",)
-    every_n_steps = StepCadence()
     _not_events = Hook._not_events | {"on_fit_start"}
     # A trainer that cannot be evaluated at all is refused, also where a failing evaluation would be forgiven.
 
     def __init__(self, every_n_steps: int, *, critical: bool = False, average: bool = False) -> None:
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
         self.critical = critical
         self.average = average
         self._boundaries = Boundaries(self)

@@ -21,9 +21,9 @@ from ...adapter.contract.exceptions import EvaluationError
 from ...adapter.plumbing.redaction import hide_secrets
 from ..checkpoint.format.record import CheckpointRecord
 from ..checkpoint.policy import savers_of
-from ..hook.cadence import NEVER, Pace, StepCadence, crossed
+from ..hook.cadence import NEVER, Pace, crossed, step_cadence
 from ..hook.events import callbacks_of, publish_scores
-from ..hook.hook import Hook, skippable
+from ..hook.hook import Hook, judge, skippable
 from ..stop.stop_requests import StopRequests
 
 __all__ = ["EvaluateCommand"]
@@ -32,19 +32,16 @@ LONGEST_OUTPUT = 1 << 20
 """Bytes of standard output, or of standard error, after which a command is killed."""
 POLL_S = 0.05
 """About how often a running command is polled, in seconds; between two steps."""
-GRACE_S = 2.0
-"""How long a command may take to heed SIGTERM, in seconds; SIGKILL follows."""
 QUOTED = 500
 """Characters of a command's output that an error quotes, from its end."""
 
-_OF_A_RANK = frozenset(
-    (
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
-        *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
-        *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
-    )
+_OF_A_RANK = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_"),
+    *("SLURM_STEP_", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+    *("PMI_", "PMIX_", "OMPI_"),
 )
-_PREFIXES_OF_A_RANK = ("TORCHELASTIC_", "SLURM_STEP_", "PMI_", "PMIX_", "OMPI_")
+"""What the names of variables begin with that make a process a rank."""
 
 
 class EvaluateCommand(Hook):
@@ -65,15 +62,14 @@ class EvaluateCommand(Hook):
         critical: Whether a failure ends the run.
 
     Raises:
-        ValueError: An argument makes no sense; all that do are named.
+        ValueError: An argument makes no sense.
         EvaluationError: At the start: no `Checkpoint` callback writes what it could score. While training: the command
             cannot be started, fails, takes too long, or prints no scores.
     """
 
     writes = ("eval_scores",)
-    every_n_steps = StepCadence()
     _of_this_process = frozenset({"_running", "_waiting"})
-    _running: tuple[CheckpointRecord, ScoreCommand] | None = None
+    _running: ScoreCommand | None = None
     _waiting: CheckpointRecord | None = None
     _not_events = Hook._not_events | {"on_fit_start"}
     # A run in which nothing could ever be scored is refused, also where a failing evaluation would be forgiven.
@@ -86,29 +82,21 @@ class EvaluateCommand(Hook):
         time_limit_s: float = 300.0,
         critical: bool = False,
     ) -> None:
-        wrong = []
         try:
             arguments = shlex.split(command) if isinstance(command, str) else [str(part) for part in command]
         except ValueError as error:
-            arguments = [""]
-            wrong.append(f"`command` {command!r} ({error})")
-        if not arguments or (not wrong and not arguments[0]):
-            wrong.append(f"`command` {command!r} (expected a program and its arguments)")
-        if every_n_steps < 0:
-            wrong.append(f"`every_n_steps` {every_n_steps} (expected a number >= 0)")
+            raise ValueError(f"Invalid `command` {command!r}: {error}.") from error
+        if not arguments or not arguments[0]:
+            raise ValueError(f"Invalid `command`. Expected a program and its arguments, but received {command!r}.")
         if not 0 < time_limit_s < math.inf:
-            wrong.append(f"`time_limit_s` {time_limit_s} (expected a number of seconds > 0)")
-        if wrong:
-            raise ValueError(f"Invalid arguments of EvaluateCommand: {', '.join(wrong)}.")
+            raise ValueError(f"Invalid `time_limit_s`. Expected a number of seconds > 0, but received {time_limit_s}.")
         self.command = arguments
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
         self.time_limit_s = time_limit_s
         self.critical = critical
         self._step = 0
         self._begun_step: int | None = None
         self._pace = Pace(POLL_S)
-        self._has_failed = False
-        """Whether training has failed, after which a checkpoint may still become durable."""
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -123,18 +111,12 @@ class EvaluateCommand(Hook):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._running = self._waiting = self._begun_step = None
-        self._has_failed = False
-        self._step = trainer.global_step
-        self.next_due_step = 0
+        self._end()
+        self._step, self._begun_step = trainer.global_step, None
 
     @override
     def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._step = trainer.global_step
-        records = (self._running[0] if self._running is not None else None, self._waiting)
-        if any(record is not None and record.step > self._step for record in records):
-            self._end()  # its scores would be taken for those of the step that comes again
-            self._begun_step = None
+        self.on_train_start(trainer, pl_module)  # scores of undone steps would be taken for those of steps that come
 
     @override
     def on_checkpoint_durable(
@@ -143,7 +125,7 @@ class EvaluateCommand(Hook):
         is_due = crossed(self._step, record.step, self.every_n_steps)
         self._step = max(self._step, record.step)
         is_last = record.final and self.every_n_steps > 0 and record.step != self._begun_step
-        if (is_due or is_last) and not self._has_failed:
+        if (is_due or is_last) and not trainer.interrupted:
             self._waiting = record
             self._begin_next()
 
@@ -158,51 +140,34 @@ class EvaluateCommand(Hook):
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         stops = [callback for callback in callbacks_of(trainer) if isinstance(callback, StopRequests)]
-        errors: list[EvaluationError] = []
-        while self._running is not None and all(stop.requested() is None for stop in stops):
-            try:
-                self._report(trainer)
-            except EvaluationError as error:
-                errors.append(error)
-            time.sleep(POLL_S)
-        self._end()
-        if errors:
-            raise errors[0]
+        try:
+            while self._running is not None and all(stop.requested() is None for stop in stops):
+                try:
+                    self._report(trainer)
+                except EvaluationError as error:  # others may wait
+                    judge(self, "on_fit_end", error)
+                time.sleep(POLL_S)
+        finally:
+            self._end()
 
     @override
     def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._has_failed = True
-        self._end()
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().teardown(trainer, pl_module, stage)
         self._end()
 
     def _begin_next(self) -> None:
-        if self._running is not None or self._waiting is None:
-            return
-        record, self._waiting = self._waiting, None
-        self._begun_step = record.step
-        command = ScoreCommand([*self.command, str(record.path)], time_limit_s=self.time_limit_s)
-        self._running = record, command
-        self.next_due_step = 0
+        if self._running is None and self._waiting is not None:
+            record, self._waiting = self._waiting, None
+            self._begun_step = record.step
+            self._running = ScoreCommand(self.command, record, time_limit_s=self.time_limit_s)
+            self.next_due_step = 0
 
     def _report(self, trainer: pl.Trainer) -> None:
         """Report the scores of a command that has ended, and begin the next one."""
-        if self._running is None:
-            return
-        record, command = self._running
-        try:
-            scores = command.poll()
-        except EvaluationError as error:
-            self._running = None
-            self._begin_next()
-            raise EvaluationError(f"{error} (checkpoint of step {record.step})") from error
-        if scores is None:
+        command = self._running
+        if command is None or not command.is_over():
             return
         try:
-            publish_scores(trainer, scores, record.step)
+            publish_scores(trainer, command.scores(), command.record.step)
         finally:
             self._running = None  # retention leaves the checkpoint until its score is known
             self._begin_next()
@@ -211,12 +176,12 @@ class EvaluateCommand(Hook):
         """End what runs, and forget what waits; returns once no process is left."""
         running, self._running, self._waiting = self._running, None, None
         if running is not None:
-            running[1].end()
+            running.end()
 
     def _files_in_use(self) -> Collection[Path]:
         """The files that retention must keep; asked in the thread that writes."""
         waiting, running = self._waiting, self._running
-        return [record.path for record in (waiting, running[0] if running else None) if record is not None]
+        return [record.path for record in (waiting, running.record if running else None) if record is not None]
 
 
 class ScoreCommand:
@@ -225,107 +190,84 @@ class ScoreCommand:
     It gets no standard input, and none of the variables that make a process a rank of this run.
 
     Args:
-        arguments: Program and arguments; no shell reads them.
-        time_limit_s: After how many seconds it is ended.
+        command: Program and arguments; no shell reads them.
+        record: The checkpoint to score, whose path is the last argument.
+        time_limit_s: After how many seconds it is over.
 
     Raises:
         EvaluationError: It could not be started.
     """
 
-    def __init__(self, arguments: Sequence[str], *, time_limit_s: float) -> None:
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in _OF_A_RANK and not name.startswith(_PREFIXES_OF_A_RANK)
-        }
+    def __init__(self, command: Sequence[str], record: CheckpointRecord, *, time_limit_s: float) -> None:
+        self.record = record
         self._time_limit_s = time_limit_s
         self._ends_at = time.monotonic() + time_limit_s
+        self._what = f"the evaluation command for the checkpoint of step {record.step}"
         self._output, self._errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - `_close`
         try:
             self._process = subprocess.Popen(
-                arguments,
+                [*command, str(record.path)],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._errors,
-                env=environment,
+                env={name: value for name, value in os.environ.items() if not name.startswith(_OF_A_RANK)},
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
             self._close()
-            raise EvaluationError(f"the evaluation command {arguments[0]!r} cannot be started: {error}") from error
+            raise EvaluationError(f"{self._what} cannot be started: {error}") from error
 
-    def has_ended(self) -> bool:
-        """Whether it has, without reaping it: as long as it is not, no other process group can get its number."""
-        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    def is_over(self) -> bool:
+        """Whether it has ended, or took too long or printed too much; else it is to be asked again."""
+        return self._has_ended() or time.monotonic() >= self._ends_at or self._printed() > LONGEST_OUTPUT
 
-    def poll(self) -> dict[str, float] | None:
-        """The scores, once it has ended, which is to be asked for until then; None while it runs.
+    def scores(self) -> dict[str, float]:
+        """The scores of a command that is over: the JSON object of numbers in its last line.
 
         Raises:
-            EvaluationError: It failed, took too long, printed too much, or printed no scores.
+            EvaluationError: It failed, was over before it ended, or printed no scores.
         """
-        has_ended, problem = self.has_ended(), ""
-        if max(os.fstat(file.fileno()).st_size for file in (self._output, self._errors)) > LONGEST_OUTPUT:
-            problem = f"printed more than {LONGEST_OUTPUT:,} bytes"
-        elif not has_ended and time.monotonic() >= self._ends_at:
-            problem = f"did not end within {self._time_limit_s:g} s and was killed"
-        elif not has_ended:
-            return None
+        has_ended, printed = self._has_ended(), self._printed()
         self._kill()
-        with self._output, self._errors:
-            if self._process.returncode and not problem:
-                problem = _ending(self._process.returncode)
-            if problem:
-                said = hide_secrets(_end_of(self._errors, 16 * QUOTED)).strip()[-QUOTED:]
-                raise EvaluationError(f"the evaluation command {problem}{f': {said}' if said else ''}")
-            return parse_scores(_end_of(self._output, LONGEST_OUTPUT))
+        said = hide_secrets(_end_of(self._errors)).strip()[-QUOTED:]
+        output = _end_of(self._output).strip()
+        self._close()
+        if printed > LONGEST_OUTPUT:
+            raise EvaluationError(f"{self._what} printed more than {LONGEST_OUTPUT:,} bytes")
+        if not has_ended:
+            raise EvaluationError(f"{self._what} did not end within {self._time_limit_s:g} s and was killed: {said}")
+        if self._process.returncode:
+            raise EvaluationError(f"{self._what} ended with exit code {self._process.returncode}: {said}")
+        try:
+            return msgspec.json.decode(output.rpartition("\n")[2], type=dict[str, float])
+        except (msgspec.DecodeError, RecursionError) as error:
+            what = f"{hide_secrets(output)[-QUOTED:]!r} ({str(error)[:QUOTED]})" if output else "nothing"
+            raise EvaluationError(
+                f"{self._what} printed {what}; its last line must be a JSON object of finite numbers, such as "
+                '{"val/loss": 0.25}'
+            ) from error
 
     def end(self) -> None:
         """End it; returns once no process of it is left."""
         self._kill()
         self._close()
 
+    def _has_ended(self) -> bool:
+        """Whether it has, without reaping it: as long as it is not, no other process group can get its number."""
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def _printed(self) -> int:
+        return max(os.fstat(file.fileno()).st_size for file in (self._output, self._errors))
+
+    def _kill(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)  # also what the command left behind
+        self._process.wait()
+
     def _close(self) -> None:
         self._output.close()
         self._errors.close()
 
-    def _kill(self) -> None:
-        if not self.has_ended():
-            os.killpg(self._process.pid, signal.SIGTERM)
-            killed_at = time.monotonic() + GRACE_S
-            while not self.has_ended() and time.monotonic() < killed_at:
-                time.sleep(POLL_S)
-        os.killpg(self._process.pid, signal.SIGKILL)  # also what the command left behind
-        self._process.wait()
 
-
-def parse_scores(text: str) -> dict[str, float]:
-    """The scores in what a command printed: a JSON object of numbers as its last line.
-
-    Raises:
-        EvaluationError: There is none, or a value is not a finite number.
-    """
-    said = text.strip()
-    try:
-        return msgspec.json.decode(said.rpartition("\n")[2], type=dict[str, float])
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-        what = f"{hide_secrets(said)[-QUOTED:]!r} ({str(error)[:QUOTED]})" if said else "nothing"
-        raise EvaluationError(
-            f"the evaluation command printed {what}; its last line must be a JSON object of finite numbers, such as "
-            '{"val/loss": 0.25}'
-        ) from error
-
-
-def _ending(code: int) -> str:
-    if code > 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
-
-
-def _end_of(file: IO[bytes], most: int) -> str:
-    size = os.fstat(file.fileno()).st_size
-    file.seek(max(0, size - most))
-    return file.read(most).decode(errors="replace")
+def _end_of(file: IO[bytes]) -> str:
+    file.seek(max(0, os.fstat(file.fileno()).st_size - LONGEST_OUTPUT))
+    return file.read(LONGEST_OUTPUT).decode(errors="replace")

@@ -6,35 +6,36 @@ import functools
 import logging
 import os
 import time
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import msgspec
 import torch.distributed as dist
 from typing_extensions import override
 
 from ...adapter.plumbing.devices import gather_results, host_group
-from ..hook.cadence import StepCadence, crossed, next_multiple
+from ..hook.cadence import crossed, next_multiple, step_cadence
 from ..hook.events import FIGURES_FIELD, fire, publish_figures
 from ..hook.hook import Hook
 from ..telemetry.run_events import RunEvents
-from .faults import LOSSES_KEPT, Fault, FaultLog, History, Limits, Reading
-from .readings import Probe, merged
-from .rules import find_faults
+from .readings import Probe
+from .rules import LOSSES_KEPT, Case, Fault, History, Reading, find_faults
 
 __all__ = ["Diagnosis"]
 
 log = logging.getLogger(__name__)
 
+
 TIMED_STEPS = 4
-"""How many steps before a check are timed, and their batches looked at."""
+"""How many steps before a check are timed."""
 
 
 class Diagnosis(Hook):
     """Reports when training goes wrong: one ``diagnostic`` event when a fault begins, and one when it ends.
 
     At its cadence it reads the gradients that the update uses (averaged, unscaled, clipped), the size of the update,
-    the losses of all steps since the last check, and times and batches of the last steps. All ranks exchange their
+    the losses of all steps since the last check, the times of the last few and the batch. All ranks exchange their
     readings and reach the same verdict. Faults:
 
     - ``nonfinite_loss``, ``nonfinite_gradients``: with the first module that gave such a value, forward or backward, in
@@ -65,7 +66,6 @@ class Diagnosis(Hook):
 
     ranks: Literal["zero", "all"] = "all"
     writes = (FIGURES_FIELD,)
-    check_interval = StepCadence()
     _of_this_process = frozenset({"_probe", "_group"})
     _probe: Probe | None = None
     _group: dist.ProcessGroup | None = None
@@ -80,101 +80,100 @@ class Diagnosis(Hook):
         scenario: str = "trainer",
         path: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.limits = Limits(gradient_min_norm, latent_std_min)
-        numbers = {"check_interval": check_interval, **asdict(self.limits)}
+        limits = {"gradient_min_norm": gradient_min_norm, "latent_std_min": latent_std_min}
+        numbers = {"check_interval": check_interval, **limits}
         wrong = [f"`{name}` {value} (expected a number >= 0)" for name, value in numbers.items() if not value >= 0]
         wrong += [] if scenario else ["`scenario` '' (expected a non-empty string)"]
         if wrong:
             raise ValueError(f"Invalid arguments of Diagnosis: {', '.join(wrong)}.")
-        self.check_interval = check_interval
+        self.check_interval = step_cadence("check_interval", check_interval)
         self.trace_modules = trace_modules
-        self.history = History()
-        self.fault_log = FaultLog()
+        self._limits = limits
+        self._history = History()
         self._events = RunEvents(scenario, path)
-        self._began_at: dict[str, float] = {}
         self._train_began_at = time.monotonic()
 
     @property
     def faults(self) -> dict[str, Fault]:
         """The faults that have begun and not ended, by kind; the same on all ranks."""
-        return dict(self.fault_log.active)
+        return dict(self._history.active)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._train_began_at = time.monotonic()
         self._group = host_group() if trainer.world_size > 1 else None
-        self._begin(trainer, pl_module)
+        self.on_roll_back(trainer, pl_module)
 
-    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    @override
+    def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Count from the step that is completed now."""
-        self._detach()
+        self._close()
         self._last_check = self._step = trainer.global_step
-        traces = self.trace_modules and self.check_interval > 0
-        self._probe = Probe(trainer, pl_module, most_losses=min(self.check_interval, LOSSES_KEPT), traces=traces)
-        self._prepare(stride=1)
+        if self.check_interval:
+            most = min(self.check_interval, LOSSES_KEPT)
+            self._probe = Probe(trainer, pl_module, most_losses=most, traces=self.trace_modules)
+            self._watch_next(stride=1)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self.check_interval or self._probe is None:
+        if self._probe is None:
             return
         step = trainer.global_step
-        self._probe.step_ended(step, outputs, batch)
         stride, self._step = max(1, step - self._step), step
+        is_due = crossed(self._last_check, step, self.check_interval)
+        self._probe.step_ended(step, outputs, batch, compares_batch=is_due or self._steps_left() <= stride)
         try:
-            if crossed(self._last_check, step, self.check_interval):
+            if is_due:
                 self._last_check = step
-                self._check(trainer, pl_module, outputs)
+                self._check(trainer, outputs)
         finally:
-            self._prepare(stride)
-
-    @override
-    def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin(trainer, pl_module)
+            self._watch_next(stride)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._detach()
+        self._close()
 
     @override
     def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._detach()
+        self._close()
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"history": self.history.state_dict(), "faults": self.fault_log.state_dict()}
+        return {"history": msgspec.to_builtins(self._history)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.history.load_state_dict(state_dict["history"])
-        self.fault_log.load_state_dict(state_dict["faults"])
+        self._history = msgspec.convert(state_dict["history"], History)
 
-    def _prepare(self, stride: int) -> None:
-        """Begin to look, where the next check is near; a step counts as `stride`."""
-        assert self._probe is not None
-        if not self.check_interval:
-            return
-        left = next_multiple(self._step, self.check_interval) - self._step
-        if left <= TIMED_STEPS * stride:
-            self._probe.attach(is_last=left <= stride)
+    def _steps_left(self) -> int:
+        return next_multiple(self._step, self.check_interval) - self._step
 
-    def _detach(self) -> None:
-        if self._probe is not None:
-            self._probe.detach()
+    def _watch_next(self, stride: int) -> None:
+        """Watch the next step, where the check is near; a step counts as `stride`."""
+        left = self._steps_left()
+        if self._probe is not None and left <= TIMED_STEPS * stride:
+            self._probe.watch_next(is_checked=left <= stride)
 
-    def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any) -> None:
+    def _close(self) -> None:
+        probe, self._probe = self._probe, None
+        if probe is not None:
+            probe.close()
+
+    def _check(self, trainer: pl.Trainer, outputs: Any) -> None:
         assert self._probe is not None
         read = functools.partial(self._probe.read, self._step, outputs)
         everyone = [(read(), None)] if trainer.world_size == 1 else gather_results(read, self._group)
-        readings = [reading for reading, _ in everyone if reading is not None]
-        shares_data = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1) < trainer.world_size
-        self.judge(trainer, merged(readings, shares_data=shares_data))
+        reading = Reading.of_ranks([of_rank for of_rank, _ in everyone if of_rank is not None])
+        if (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1) < trainer.world_size:
+            reading = replace(reading, batches=reading.batches[:1])  # ranks get equal batches on purpose
+        self.judge(trainer, reading)
 
     def judge(self, trainer: pl.Trainer, reading: Reading) -> None:
         """Report the faults that begin or end with a reading of all ranks."""
-        changed = self.fault_log.update(find_faults(reading, self.history, self.limits), reading.step)
-        self.history.add(reading)
+        changed = self._history.note_faults(find_faults(Case(reading, self._history, **self._limits)))
+        self._history.add(reading)
         for fault in changed:
             self._report(trainer, fault)
 
@@ -182,26 +181,18 @@ class Diagnosis(Hook):
         fire(trainer, "on_fault", fault)
         if not trainer.is_global_zero:
             return
-        now = time.monotonic()
-        began_at = self._began_at.pop(fault.kind, self._train_began_at)
-        if not fault.is_over:
-            self._began_at[fault.kind] = now
         publish_figures(trainer, {f"diagnosis/{fault.kind}": 0.0 if fault.is_over else 1.0})
         if fault.is_over:
             log.info("%s is over at step %d; it began at step %d", fault.kind, trainer.global_step, fault.step)
         else:
             log.warning("step %d: %s. %s", fault.step, fault.text, " ".join(fault.suggestions))
+        state = "ends" if fault.is_over else "begins"
         self._events.write(
             trainer,
             event="diagnostic",
             success=fault.is_over,
-            duration_sec=now - (began_at if fault.is_over else self._train_began_at),
+            duration_sec=time.monotonic() - self._train_began_at,
             error="" if fault.is_over else fault.text,
             suggestions=() if fault.is_over else fault.suggestions,
-            artifacts={
-                "fault": fault.kind,
-                "state": "ends" if fault.is_over else "begins",
-                "began_at_step": fault.step,
-                **fault.figures,
-            },
+            artifacts={"fault": fault.kind, "state": state, "began_at_step": fault.step, **fault.figures},
         )

@@ -2,121 +2,80 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
 import time
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
 
 import lightning.pytorch as pl
+import msgspec
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import RecoveryError
 from ...reporters.events.event import ROLLED_BACK_METRIC
+from ..checkpoint.capture import CONTRACT_KEY
+from ..checkpoint.codec.state_tree import format_path
+from ..checkpoint.format.record import CheckpointRecord
 from ..checkpoint.policy import Checkpoint, savers_of
+from ..checkpoint.rank_state import digests_of, gradients_of_rank, restore_gradients, restore_rng_of_rank
+from ..checkpoint.selection import WRITER, list_checkpoints, newest_valid, own_records
+from ..checkpoint.storage import delete_checkpoint
 from ..checkpoint.store import require_shared_directory
 from ..hook.cadence import rewind
 from ..hook.events import FIGURES_FIELD, callbacks_of, fire, log_to_loggers, publish_figures, run_state_of
 from ..hook.hook import Hook, ending_the_run
+from ..lightning_internals import checkpoint_connector
 from ..telemetry.run_events import run_id_of
-from .faults import (
-    FAULT_KINDS,
-    RUNGS,
-    Fault,
-    History,
-    Rung,
-    as_maximum,
-    from_maximum,
-)
 from .readings import scaled_by
-from .roll_back import Target, abandon_later, last_good_checkpoint, restore
-from .rules import faults_of_update, reading_of_update
+from .rules import Case, Fault, History, Reading, find_faults
 from .watch_nonfinite import WatchNonfinite
 
-__all__ = ["Attempt", "Ladder", "Recover"]
+__all__ = ["Recover"]
 
 log = logging.getLogger(__name__)
 
+Rung = Literal["skip", "lower_lr", "roll_back"]
 
-@dataclass(frozen=True)
-class Attempt:
-    """One rung that was taken."""
+RULES_OF_FAULTS = {"nonfinite": ("nonfinite_loss", "nonfinite_gradients"), "loss_spike": ("loss_spike",)}
+"""The faults that a run can recover from, with the rules that find them."""
+ALL_PARAMETERS = "all parameters"
+"""How a message names the gradients of an update."""
 
-    number: int
-    """From 1, within its incident."""
-    rung: Rung
-    step: int
-    """The step in which the fault was found."""
-    fault: str
-    """The finding, in words."""
+Target = tuple[int, Path]
+"""Step and record of a checkpoint."""
+_OF_THE_DATA = ("run_id", "epoch", "minibatch_index", "latest_checkpoint_uri")
+"""Facts of the run state that do not go back."""
 
 
-class Ladder:
-    """Climbs a rung with each fault, and begins again at the bottom when an incident is over.
+@dataclass
+class _Progress:
+    """The state of `Recover`, saved in checkpoints.
 
     An incident begins with a fault and is over once `good_steps` steps have been trained beyond the furthest step in
     which it showed; a roll-back has to come that far again first. So a run that meets the same fault again and again
-    climbs, and cannot go in circles.
-
-    Args:
-        rungs: From the bottom; the last one is taken again where attempts are left.
-        max_attempts: How many rungs an incident may take.
-        good_steps: How many steps without a fault end it.
+    climbs the ladder, and cannot go in circles.
     """
 
-    def __init__(self, rungs: Sequence[Rung], max_attempts: int, good_steps: int) -> None:
-        self.rungs = tuple(rungs)
-        self.max_attempts = max_attempts
-        self.good_steps = good_steps
-        self.attempts: list[Attempt] = []
-        """Of the incident that is not over."""
-        self.taken: Counter[str] = Counter()
-        """How often each rung was taken, in all incidents."""
-        self.first_step = 0
-        """The earliest step in which the incident showed."""
-        self.ends_at = 0
-        """The step after which the incident is over, if no fault comes."""
-
-    def climb(self, step: int, fault: str) -> Attempt | None:
-        """The rung for a fault, in words, of `step`; None once all attempts are used up."""
-        if len(self.attempts) >= self.max_attempts:
-            return None
-        self.first_step = min(self.first_step, step) if self.attempts else step
-        self.ends_at = max(step + self.good_steps, self.ends_at if self.attempts else 0)
-        number = len(self.attempts) + 1
-        attempt = Attempt(number, self.rungs[min(number, len(self.rungs)) - 1], step, fault)
-        self.attempts.append(attempt)
-        self.taken[attempt.rung] += 1
-        return attempt
-
-    def hold_until(self, step: int) -> None:
-        """Have the incident last for `good_steps` beyond `step` at least."""
-        self.ends_at = max(self.ends_at, step + self.good_steps)
-
-    def good_step(self, step: int) -> tuple[Attempt, ...]:
-        """Count a step without a fault; the attempts of the incident that it ends, if it ends one."""
-        if not self.attempts or step < self.ends_at:
-            return ()
-        over, self.attempts = tuple(self.attempts), []
-        return over
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state for `load_state_dict`: plain data."""
-        return {
-            "attempts": [asdict(attempt) for attempt in self.attempts],
-            "taken": dict(self.taken),
-            "first_step": self.first_step,
-            "ends_at": self.ends_at,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what a checkpoint holds."""
-        self.attempts = [Attempt(**saved) for saved in state["attempts"]]
-        self.taken = Counter(cast("Mapping[str, int]", state["taken"]))
-        self.first_step, self.ends_at = state["first_step"], state["ends_at"]
+    attempts: list[tuple[Rung, int]] = field(default_factory=list)
+    """The rungs of the incident that is not over, each with the step of its fault."""
+    taken: dict[str, int] = field(default_factory=dict)
+    """How often each rung was taken, in all incidents."""
+    began_at: int = 0
+    """The earliest step whose gradients were in an update with a fault of this incident."""
+    ends_at: int = 0
+    """The step after which the incident is over, if no fault comes."""
+    window_began_at: int = 1
+    """The first step whose gradients are in the next update."""
+    rate_factor: float = 1.0
+    lowered_until: int = 0
+    history: History = field(default_factory=History)
 
 
 class Recover(Hook):
@@ -144,14 +103,15 @@ class Recover(Hook):
     ``trainer/rolled_back_to_step``, after which later steps are logged again. The state is part of every checkpoint: a
     resumed run continues on the same rung and gives the same weights as an uninterrupted one.
 
-    It works with a trainer class in a `ContractModule`. Costs: the device is synchronized at each update, buffers are
-    copied in each step, and several ranks reduce a number in each step. With 16-mixed, an overflow handled by the
-    scaler is not a fault; a loss that is not finite is.
+    It works with a trainer class in a `ContractModule`. With accumulated gradients a fault is found in the step of
+    their update, and the update of the whole window is skipped. Costs: the device is synchronized at each update,
+    buffers are copied in each step, and with ``loss_spike`` several ranks reduce a number at each update. With
+    16-mixed, an overflow handled by the scaler is not a fault; a loss that is not finite is.
 
     Args:
         ladder: The rungs in order: ``skip``, ``lower_lr`` and ``roll_back``. A rung may be repeated or left out.
-        faults: What counts as a fault: ``nonfinite`` (a loss or gradient is nan or infinite), ``loss_spike`` and
-            ``exploding_gradients``, with the rules of `Diagnosis`. The last two can also occur in a healthy run.
+        faults: What counts as a fault: ``nonfinite`` (a loss or gradient is nan or infinite), and ``loss_spike``, with
+            the rule of `Diagnosis`, which can also occur in a healthy run.
         lr_factor: Factor for the learning rate.
         lower_lr_steps: Number of steps with the lowered rate.
         good_steps: Number of steps without a fault that end an incident.
@@ -167,7 +127,6 @@ class Recover(Hook):
     writes = ("rolls_back", FIGURES_FIELD)
     _of_this_process = frozenset({"_trainer"})
     _trainer: pl.Trainer | None = None
-    called_by = "Recover"
 
     def __init__(
         self,
@@ -179,40 +138,43 @@ class Recover(Hook):
         good_steps: int = 100,
         max_attempts: int = 5,
     ) -> None:
-        wrong = _argument_faults(
-            ladder,
-            faults,
-            counts={"lower_lr_steps": lower_lr_steps, "good_steps": good_steps, "max_attempts": max_attempts},
-            lr_factor=lr_factor,
-        )
+        counts = {"lower_lr_steps": lower_lr_steps, "good_steps": good_steps, "max_attempts": max_attempts}
+        wrong = [*_unknown("ladder", ladder, get_args(Rung)), *_unknown("faults", faults, RULES_OF_FAULTS)]
+        wrong += [f"`{name}` {value} (expected a number >= 1)" for name, value in counts.items() if value < 1]
+        if not isinstance(ladder, str) and 1 <= max_attempts < len(ladder):
+            wrong.append(f"`max_attempts` {max_attempts} (expected at least the {len(ladder)} rungs of `ladder`)")
+        if not 0 < lr_factor < 1:
+            wrong.append(f"`lr_factor` {lr_factor} (expected a number between 0 and 1)")
         if wrong:
             raise ValueError(f"Invalid arguments of Recover: {', '.join(wrong)}.")
+        self.ladder = cast("tuple[Rung, ...]", tuple(ladder))
         self.faults = tuple(faults)
         self.lr_factor = lr_factor
         self.lower_lr_steps = lower_lr_steps
-        self._arguments = (cast("Sequence[Rung]", ladder), max_attempts, good_steps)
-        self.judges_losses = "loss_spike" in faults
-        self.judges_norms = "exploding_gradients" in faults
+        self.good_steps = good_steps
+        self.max_attempts = max_attempts
+        self._rules = [rule for kind in faults for rule in RULES_OF_FAULTS[kind]]
         self._train_began_at = time.monotonic()
         self._begin()
 
     def _begin(self) -> None:
         """Begin a run, without a fault so far."""
-        self.ladder = Ladder(*self._arguments)
-        self.history = History()
-        self.rate_factor = 1.0
-        """By what learning rates are multiplied now."""
-        self._lowered_until = 0
-        self._leaves_out_next = False
-        """Whether the next update has a gradient of a step in which a fault was found and no update was due."""
+        self._progress = _Progress()
+        self._found: Fault | None = None
+        """Of the step that runs."""
+        self._reading: Reading | None = None
+        """Of its last update."""
         self._target: Target | None = None
-        self._forget_step()
 
-    def _forget_step(self) -> None:
-        self._found: list[Fault] = []
-        self._loss: float | None = None
-        self._norm: float | None = None
-        self._has_left_out = False
+    @property
+    def judges_losses(self) -> bool:
+        """Whether a loss that is finite can be a fault."""
+        return "loss_spike" in self.faults
+
+    @property
+    def rate_factor(self) -> float:
+        """By what the learning rate of each update is multiplied."""
+        return self._progress.rate_factor
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -222,8 +184,7 @@ class Recover(Hook):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        alike = [callback for callback in callbacks_of(trainer) if isinstance(callback, Recover)]
-        wrong = _start_faults(trainer, pl_module, self.ladder.rungs, self.faults, is_alone=len(alike) == 1)
+        wrong = list(self._misfits(trainer, pl_module))
         if wrong:
             raise RecoveryError(f"Recover cannot be used here: {'; '.join(wrong)}")
 
@@ -234,70 +195,74 @@ class Recover(Hook):
         run_state_of(trainer).rolls_back = False
         run_id_of(trainer)  # by which checkpoints are distinguished from those of other runs
         saver, channel = _saver_of(trainer), getattr(pl_module, "rank_channel", None)
-        if "roll_back" in self.ladder.rungs and saver is not None and channel is not None and channel.size > 1:
+        if "roll_back" in self.ladder and saver is not None and channel is not None and channel.size > 1:
             require_shared_directory(channel, saver.directory)  # every rank reads what it goes back to
 
-    # What the guard of updates asks, within a step.
+    def may_update(self, *, is_finite: bool, loss: float | None) -> bool:
+        """Whether an update is made; the guard of updates asks it within a step, with the same figures on all ranks.
 
-    def may_update(self, loss: float | None, gradient_norm: float | None) -> bool:
-        """Whether an update is made; asked with the same figures on all ranks."""
+        Args:
+            is_finite: Whether all gradients of the update are.
+            loss: The largest loss that led to it, ``nan`` where one is not finite; None where nobody looked.
+        """
         assert self._trainer is not None
-        if self._leaves_out_next:
-            self._leaves_out_next, self._has_left_out = False, True
-            return False
-        found = self._faults_of(self._trainer.global_step + 1, loss, gradient_norm)
-        self._found += found
-        self._norm = gradient_norm if self._norm is None else max(self._norm, gradient_norm or 0.0)
-        self._has_left_out = self._has_left_out or bool(found)
+        step = self._trainer.global_step + 1
+        losses = [] if loss is None else [(step, loss)]
+        self._reading = Reading(step, {} if is_finite else {ALL_PARAMETERS: math.nan}, losses)
+        found = find_faults(Case(self._reading, self._progress.history), self._rules)
+        self._found = self._found or next(iter(found), None)
         return not found
-
-    def _faults_of(self, step: int, loss: float | None, gradient_norm: float | None) -> list[Fault]:
-        reading = reading_of_update(step, loss, gradient_norm)
-        return faults_of_update(reading, self.history, self.faults)
-
-    def note_loss(self, loss: float | None, *, is_scaled: bool) -> None:
-        """A step has ended, of which this is the largest loss on this rank; ``nan`` where one is not finite."""
-        self._loss = loss
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.global_step
-        loss = self._loss if trainer.world_size == 1 else _of_all_ranks(trainer, self._loss)
-        found = {fault.kind: fault for fault in (*self._faults_of(step, loss, None), *self._found)}
-        if found and not self._has_left_out:
-            # Gradients that wait for the end of a window; a scaler leaves out its updates by itself.
-            self._leaves_out_next = not scaled_by(trainer, pl_module)
-        if not self._has_left_out and not found:
-            self.history.add(reading_of_update(step, loss if self.judges_losses else None, self._norm))
-        self._forget_step()
-        if found:
-            self._climb(trainer, next(iter(found.values())))  # a loss that is not finite has such gradients
-        elif over := self.ladder.good_step(step):
+        progress, step = self._progress, trainer.global_step
+        fault, self._found = self._found, None
+        reading, self._reading = self._reading, None
+        if fault is not None:
+            self._climb(trainer, fault)
+        elif progress.attempts and step >= progress.ends_at:
             publish_figures(trainer, {"recover/attempt": 0.0})
             if trainer.is_global_zero:
-                log.info("recovered at step %d, after: %s", step, _tried(over))
-        if self._lowered_until and step >= self._lowered_until:
-            self._raise_rate(trainer)
+                log.info("recovered at step %d, after: %s", step, _tried(progress))
+            progress.attempts = []
+        if reading is not None:
+            progress.window_began_at = step + 1
+            if fault is None:
+                progress.history.add(reading)
+        if progress.lowered_until and step >= progress.lowered_until:
+            progress.rate_factor, progress.lowered_until = 1.0, 0
+            publish_figures(trainer, {"recover/lr_factor": 1.0})
 
     def _climb(self, trainer: pl.Trainer, fault: Fault) -> None:
-        step = trainer.global_step
-        attempt = self.ladder.climb(step, fault.text)
-        if attempt is None:
-            raise ending_the_run(RecoveryError(_given_up(self.ladder, step, fault.text)))
-        figures = {"recover/attempt": float(attempt.number), f"recover/{attempt.rung}": self.ladder.taken[attempt.rung]}
+        progress, step, attempt = self._progress, trainer.global_step, len(self._progress.attempts) + 1
+        if attempt > self.max_attempts:
+            raise ending_the_run(
+                RecoveryError(
+                    f"training could not be recovered: {fault.text}, at step {step}, after {attempt - 1} attempts "
+                    f"since step {progress.attempts[0][1]}: {_tried(progress)}. Mend the cause, such as a learning "
+                    "rate that is too high or broken data, and resume from a checkpoint"
+                )
+            )
+        rung = self.ladder[min(attempt, len(self.ladder)) - 1]
+        began_at = progress.window_began_at
+        progress.began_at = min(progress.began_at, began_at) if progress.attempts else began_at
+        progress.ends_at = max(progress.ends_at, step + self.good_steps)
+        progress.attempts.append((rung, step))
+        progress.taken[rung] = progress.taken.get(rung, 0) + 1
+        figures = {"recover/attempt": float(attempt), f"recover/{rung}": progress.taken[rung]}
         what = "The update is skipped"
-        if attempt.rung == "lower_lr":
-            self.rate_factor *= self.lr_factor
-            self._lowered_until = step + self.lower_lr_steps
-            self.ladder.hold_until(self._lowered_until)
-            figures["recover/lr_factor"] = self.rate_factor
-            what += f", and the learning rate is multiplied by {self.rate_factor:.4g} until step {self._lowered_until}"
-        if attempt.rung == "roll_back":
+        if rung == "lower_lr":
+            progress.rate_factor *= self.lr_factor
+            progress.lowered_until = until = step + self.lower_lr_steps
+            progress.ends_at = max(progress.ends_at, until + self.good_steps)
+            figures["recover/lr_factor"] = progress.rate_factor
+            what += f", and the learning rate is multiplied by {progress.rate_factor:.4g} until step {until}"
+        if rung == "roll_back":
             saver = _saver_of(trainer)
             assert saver is not None
-            self._target = last_good_checkpoint(trainer, saver, self.ladder.first_step)
+            self._target = _last_good_checkpoint(trainer, saver, progress.began_at)
             run_state_of(trainer).rolls_back = self._target is not None
             if self._target is None:
                 what += ", because there is no good checkpoint from before the incident"
@@ -305,7 +270,7 @@ class Recover(Hook):
                 what = f"Training rolls back to step {self._target[0]} and skips the batches since then"
         publish_figures(trainer, figures)
         if trainer.is_global_zero:
-            log.warning("step %d: %s. %s (attempt %d)", step, fault.text, what, attempt.number)
+            log.warning("step %d: %s. %s (attempt %d)", step, fault.text, what, attempt)
 
     @override
     def on_roll_back_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -316,14 +281,14 @@ class Recover(Hook):
         assert saver is not None
         step, saved_at = trainer.global_step, target[1].stat().st_mtime
         log_to_loggers(trainer, {ROLLED_BACK_METRIC: float(target[0])}, step)
-        restore(trainer, pl_module, target, keeps=self)
-        self._leaves_out_next = False
+        _restore(trainer, pl_module, target, keeps=self)
+        self._progress.window_began_at = min(self._progress.window_began_at, target[0] + 1)
         for callback in callbacks_of(trainer):
             if isinstance(callback, Hook):
                 rewind(callback, trainer.global_step)
         fire(trainer, "on_roll_back")
         if trainer.is_global_zero:
-            abandon_later(trainer, saver, target[0])
+            _abandon_later(trainer, saver, target[0])
             log.warning(
                 "rolled back from step %d to step %d; the batches of these %d steps are skipped",
                 *(step, target[0], step - target[0]),
@@ -334,62 +299,45 @@ class Recover(Hook):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "ladder": self.ladder.state_dict(),
-            "history": self.history.state_dict(),
-            "rate_factor": self.rate_factor,
-            "lowered_until": self._lowered_until,
-            "leaves_out_next": self._leaves_out_next,
-        }
+        return cast("dict[str, Any]", msgspec.to_builtins(self._progress))
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.ladder.load_state_dict(state_dict["ladder"])
-        self.history.load_state_dict(state_dict["history"])
-        self.rate_factor, self._lowered_until = state_dict["rate_factor"], state_dict["lowered_until"]
-        self._leaves_out_next = state_dict["leaves_out_next"]
+        self._progress = msgspec.convert(state_dict, _Progress)
 
-    def _raise_rate(self, trainer: pl.Trainer) -> None:
-        self.rate_factor, self._lowered_until = 1.0, 0
-        publish_figures(trainer, {"recover/lr_factor": 1.0})
-
-
-def _of_all_ranks(trainer: pl.Trainer, loss: float | None) -> float | None:
-    """The largest loss of all ranks, ``nan`` where one is not finite; the same on all."""
-    largest = torch.tensor(as_maximum(loss), dtype=torch.float64, device=trainer.strategy.root_device)
-    return from_maximum(trainer.strategy.reduce(largest, reduce_op="max").item())
-
-
-def _tried(attempts: Sequence[Attempt]) -> str:
-    return ", ".join(f"{attempt.rung} at step {attempt.step}" for attempt in attempts)
-
-
-def _given_up(ladder: Ladder, step: int, text: str) -> str:
-    return (
-        f"training could not be recovered: {text}, at step {step}, after {len(ladder.attempts)} attempts since step "
-        f"{ladder.attempts[0].step}: {_tried(ladder.attempts)}. Mend the cause, such as a learning rate that is too "
-        "high or broken data, and resume from a checkpoint"
-    )
-
-
-def _argument_faults(
-    ladder: Sequence[str],
-    faults: Sequence[str],
-    *,
-    counts: dict[str, int],
-    lr_factor: float,
-) -> list[str]:
-    """The faults in the arguments of `Recover`, each with what was expected."""
-    wrong = [*_unknown("ladder", ladder, RUNGS), *_unknown("faults", faults, FAULT_KINDS)]
-    wrong += [f"`{name}` {value} (expected a number >= 1)" for name, value in counts.items() if value < 1]
-    if not isinstance(ladder, str) and 1 <= counts["max_attempts"] < len(ladder):
-        wrong.append(f"`max_attempts` {counts['max_attempts']} (expected at least the {len(ladder)} rungs of `ladder`)")
-    if not 0 < lr_factor < 1:
-        wrong.append(f"`lr_factor` {lr_factor} (expected a number between 0 and 1)")
-    return wrong
+    def _misfits(self, trainer: pl.Trainer, pl_module: Any) -> Iterator[str]:
+        """Why this run cannot be recovered, each with the way out."""
+        if getattr(pl_module, "discovered", None) is None:
+            yield f"it needs a trainer class in a ContractModule, and {type(pl_module).__name__} is not one"
+            return
+        if sum(isinstance(callback, Recover) for callback in callbacks_of(trainer)) > 1:
+            yield "there is more than one Recover callback; keep one of them"
+        if any(isinstance(each, WatchNonfinite) and each.policy == "stop" for each in callbacks_of(trainer)):
+            yield "`on_nonfinite: stop` (WatchNonfinite) conflicts with it; use `warn`"
+        scaled = scaled_by(trainer, pl_module)
+        if scaled and self.judges_losses:
+            yield f"loss_spike cannot be detected with {scaled}; use bf16-mixed, or `faults: [nonfinite]`"
+        for found in pl_module.discovered.optimizers if "lower_lr" in self.ladder else ():
+            if any(group.get("lr") is None for group in found.value.param_groups):
+                yield f"'lower_lr' needs a learning rate, and {found.path} has none in a group; leave that rung out"
+        if "roll_back" not in self.ladder:
+            return
+        if _saver_of(trainer) is None:
+            yield (
+                "'roll_back' needs checkpoints, and no `Checkpoint` callback saves any during training; give it a "
+                "cadence (`checkpoint_every` of a job), or leave that rung out"
+            )
+        if isinstance(trainer.strategy, ModelParallelStrategy):
+            yield "'roll_back' does not support sharded parameters (ModelParallelStrategy); leave that rung out"
+        if callable(getattr(pl_module.plugin, "rollout", None)):
+            yield "'roll_back' does not support trainers with a `rollout`: environments cannot go back; leave it out"
 
 
-def _unknown(name: str, given: Sequence[str], known: Sequence[str]) -> Iterator[str]:
+def _tried(progress: _Progress) -> str:
+    return ", ".join(f"{rung} at step {step}" for rung, step in progress.attempts)
+
+
+def _unknown(name: str, given: Sequence[str], known: Collection[str]) -> Iterator[str]:
     expected = ", ".join(known)
     if isinstance(given, str) or not given:
         yield f"`{name}` {given!r} (expected a list of at least one of {expected})"
@@ -402,45 +350,100 @@ def _saver_of(trainer: pl.Trainer) -> Checkpoint | None:
     return next((each for each in savers_of(trainer) if each.saves_while_training), None)
 
 
-def _start_faults(
-    trainer: pl.Trainer, pl_module: Any, rungs: Collection[str], faults: Collection[str], *, is_alone: bool
-) -> list[str]:
-    """Why a run cannot be recovered, each with the way out.
+def _last_good_checkpoint(trainer: pl.Trainer, saver: Checkpoint, before: int) -> Target | None:
+    """The newest checkpoint of this run before step `before` that proves whole and has finite weights. Collective."""
+    saver.wait(trainer)
+    target: Target | None = None
+    if trainer.is_global_zero:
+
+        def is_good(record: CheckpointRecord) -> bool:
+            return _is_of_run(record, trainer, saver) and record.finite_weights is not False and record.step < before
+
+        record, warnings = newest_valid(saver.directory, accept=is_good, knows_types=True)
+        for warning in warnings:
+            log.warning("%s", warning)
+        target = None if record is None else (record.step, record.path)
+    shared: Target | None = trainer.strategy.broadcast(target)
+    return shared
+
+
+def _abandon_later(trainer: pl.Trainer, saver: Checkpoint, step: int) -> None:
+    """Remove the checkpoints that this run saved after `step`, so that no start resumes from them. On rank zero."""
+    for record in own_records(list_checkpoints(saver.directory)):
+        if record.step > step and _is_of_run(record, trainer, saver):
+            delete_checkpoint(record.path)
+
+
+def _is_of_run(record: CheckpointRecord, trainer: pl.Trainer, saver: Checkpoint) -> bool:
+    return record.writer == WRITER and record.run_id == (saver.run.run_id or run_state_of(trainer).run_id)
+
+
+def _restore(trainer: pl.Trainer, pl_module: Any, target: Target, *, keeps: pl.Callback) -> None:
+    """Restore the state of a checkpoint, without rewinding the data. Collective.
+
+    Weights, optimizers, schedulers, scalers, the state of the trainer class, random states, gradients of an open
+    accumulation window, callbacks and the step counter are restored as by a resume. Loaders keep their position, with
+    the counters of batches and epochs: the batches since the checkpoint are skipped.
 
     Args:
-        trainer: The trainer of the run, set up.
-        pl_module: Its module.
-        rungs: Of the ladder.
-        faults: What is recovered from.
-        is_alone: Whether there is no second `Recover`.
+        trainer: The trainer, between two steps of genlight's loop.
+        pl_module: The module that hosts a trainer class.
+        target: The checkpoint.
+        keeps: The callback whose state stays as it is.
+
+    Raises:
+        BrokenCheckpointError: The checkpoint is no longer whole.
+        RecoveryError: The restored state differs from the checkpoint; names the value.
     """
-    if getattr(pl_module, "discovered", None) is None:
-        return [f"it needs a trainer class in a ContractModule, and {type(pl_module).__name__} is not one"]
-    wrong = [] if is_alone else ["there is more than one Recover callback; keep one of them"]
-    watches = (each for each in callbacks_of(trainer) if isinstance(each, WatchNonfinite) and each.policy != "warn")
-    wrong += [f"`on_nonfinite: {each.policy}` (WatchNonfinite) conflicts with it; use `warn`" for each in watches]
-    scaled = scaled_by(trainer, pl_module)
-    sized = [kind for kind in faults if kind != "nonfinite"]
-    if scaled and sized:
-        wrong.append(
-            f"{' and '.join(sized)} cannot be detected with {scaled}; use bf16-mixed, or `faults: [nonfinite]`"
-        )
-    if "lower_lr" in rungs:
-        wrong += [
-            f"'lower_lr' needs a learning rate, and a parameter group of {found.path} has none; leave that rung out"
-            for found in pl_module.discovered.optimizers
-            if any(group.get("lr") is None for group in found.value.param_groups)
-        ]
-    return [*wrong, *(_roll_back_faults(trainer, pl_module) if "roll_back" in rungs else ())]
+    step, path = target
+    connector, given = checkpoint_connector(trainer), trainer.ckpt_path
+    data = {name: getattr(run_state_of(trainer), name) for name in _OF_THE_DATA}
+    connector.resume_start(path)
+    checkpoint = connector._loaded_checkpoint
+    try:
+        connector.restore_model()
+        connector.restore_precision_plugin_state()
+        connector.restore_optimizers_and_schedulers()
+        _restore_callbacks(trainer, pl_module, checkpoint, keeps)
+        pl_module.restore_trainer()
+    finally:
+        connector._loaded_checkpoint, connector._ckpt_path = {}, given
+    for name, fact in data.items():
+        setattr(run_state_of(trainer), name, fact)
+    pl_module.step_result = None
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop.roll_back_to(step)
+    trainer.should_stop = False  # what asked for it has seen steps that are undone
+    parts = checkpoint[CONTRACT_KEY]
+    _require_equal(pl_module, parts.get("state", {}), path)
+    gradients = gradients_of_rank(parts.get("gradients", []), trainer.global_rank, trainer.world_size)
+    restore_gradients(pl_module, gradients, clears_others=True)
+    restore_rng_of_rank(parts["rng"], trainer.global_rank)
+    pl_module.feed_callback_metrics()
 
 
-def _roll_back_faults(trainer: pl.Trainer, pl_module: Any) -> Iterator[str]:
-    if _saver_of(trainer) is None:
-        yield (
-            "'roll_back' needs checkpoints, and no `Checkpoint` callback saves any during training; give it a cadence "
-            "(`checkpoint_every` of a job), or leave that rung out"
+def _restore_callbacks(
+    trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any], keeps: pl.Callback
+) -> None:
+    states: Mapping[str, Any] = checkpoint.get("callbacks", {})
+    for callback in callbacks_of(trainer):
+        if callback is keeps:
+            continue
+        if not isinstance(callback, Checkpoint):  # of which a roll-back puts the parts back by itself
+            callback.on_load_checkpoint(trainer, pl_module, checkpoint)
+        if state := states.get(callback.state_key):
+            callback.load_state_dict(copy.deepcopy(state))
+
+
+def _require_equal(pl_module: Any, expected: Any, path: Path) -> None:
+    """Refuse a state that is not that of the checkpoint: a class may not expect ``load_state_dict`` within a run."""
+    payload = pl_module.state_payload()
+    on_host = tree_map(lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, payload)
+    saved, now = digests_of(expected), digests_of(on_host)
+    where = next((path for path in {**saved, **now} if saved.get(path) != now.get(path)), None)
+    if where is not None:
+        raise RecoveryError(
+            f"the roll-back to {path.stem} is not exact: {format_path(('state', *where))} differs from the checkpoint, "
+            f"after `load_state_dict` of {type(pl_module.plugin).__name__} was called within a run. Restore the whole "
+            "payload there, or leave 'roll_back' out of the ladder; the run can be resumed from that checkpoint"
         )
-    if isinstance(trainer.strategy, ModelParallelStrategy):
-        yield "'roll_back' does not support sharded parameters (ModelParallelStrategy); leave that rung out"
-    if callable(getattr(pl_module.plugin, "rollout", None)):
-        yield "'roll_back' does not support trainers with a `rollout`: environments cannot go back; leave that rung out"

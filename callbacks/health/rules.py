@@ -1,18 +1,21 @@
-"""The rules: from what a check has read to the faults that there are. Each is a function of plain numbers."""
+"""From what a check has read to the faults that there are: plain data, and one rule for each kind of fault."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from .faults import FAULT_KINDS, Fault, History, Limits, Reading
+__all__ = ["LOSSES_KEPT", "Case", "Fault", "History", "Reading", "find_faults"]
 
-__all__ = ["faults_of_update", "find_faults", "reading_of_update"]
-
-MOST_NAMES = 5
+LOSSES_KEPT = 256
+NORMS_KEPT = 20
 NORMS_FOR_MEDIAN = 5
+COOL_DOWN_CHECKS = 2
+"""After how many checks in a row without it a fault is over."""
+MOST_NAMES = 5
 EXPLODES_BY = 100.0
 """How many times the usual largest norm is one that explodes."""
 SMALLEST_EXPLOSION = 1.0
@@ -25,6 +28,7 @@ SMALLEST_UPDATE, LARGEST_UPDATE = 1e-8, 0.3
 """Shares of the weights' norm: an update below the one changes nothing, one above the other too much."""
 SPIKE_DEVIATIONS = 8.0
 """How many standard deviations above the median a loss is a spike."""
+LOSSES_FOR_SPREAD = 32
 SMALLEST_SPREAD = 0.01
 """Share of the median loss that counts as its spread at least, where losses hardly vary."""
 STRAGGLER_FACTOR = 2.0
@@ -34,341 +38,351 @@ STRAGGLES_BY_S = 0.002
 
 
 @dataclass(frozen=True)
+class Reading:
+    """One check, of one rank or over all of them. A number is ``nan`` where it is not finite, or not known."""
+
+    step: int
+    gradient_norms: Mapping[str, float] = field(default_factory=dict)
+    """L2 norm of each parameter's gradient as its update used it, 0.0 where it had none; empty without an update.
+
+    Of a sharded parameter that of the rank where it is largest.
+    """
+    losses: Sequence[tuple[int, float]] = ()
+    """Steps since the last check with their loss, the largest of all ranks."""
+    update_ratio: float = math.nan
+    """Norm of the update over norm of the weights, of samples of them."""
+    rate: float = math.nan
+    """Learning rate with which the update was made; the highest of all groups."""
+    latent: tuple[str, float] | None = None
+    """Name and value of a metric for the spread of latent values, a variance as its root."""
+    origin: tuple[int, bool, str] | None = None
+    """Step, whether in the backward, and name of the first module that gave a value that is not finite."""
+    ranks: Sequence[tuple[str, float]] = ()
+    """Of each rank its host, and its seconds from one update to the last gradient before the next."""
+    batches: Sequence[tuple[float, ...]] = ()
+    """Of each rank numbers for its last batches that are equal for equal batches; none where a batch does not say."""
+
+    @property
+    def largest_norm(self) -> float:
+        """The largest gradient norm; ``nan`` where one is."""
+        return _largest(*self.gradient_norms.values())
+
+    @classmethod
+    def of_ranks(cls, readings: Sequence[Reading]) -> Reading:
+        """The reading over all ranks; of what ranks have in common that of the first."""
+        norms: dict[str, float] = {}
+        losses: dict[int, float] = {}
+        for reading in readings:
+            for name, norm in reading.gradient_norms.items():
+                norms[name] = _largest(norms.get(name, 0.0), norm)
+            for step, loss in reading.losses:
+                losses[step] = _largest(losses.get(step, -math.inf), loss)
+        return replace(
+            readings[0],
+            gradient_norms=norms,
+            losses=sorted(losses.items()),
+            # The earliest; what is wrong forward is wrong backward in the same step.
+            origin=min((reading.origin for reading in readings if reading.origin is not None), default=None),
+            ranks=[each for reading in readings for each in reading.ranks],
+            batches=[each for reading in readings for each in reading.batches],
+        )
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong."""
+
+    kind: str
+    """``vanishing_gradients``, ``loss_spike`` and so on."""
+    text: str
+    suggestions: tuple[str, ...]
+    figures: Mapping[str, Any]
+    """The numbers behind it."""
+    step: int
+    """The check at which it was found."""
+    is_over: bool = False
+
+
+@dataclass
+class History:
+    """The memory of earlier checks, saved in checkpoints: for the rules, and of the faults that are not over."""
+
+    losses: list[float] = field(default_factory=list)
+    largest_norms: list[float] = field(default_factory=list)
+    checks_without_gradient: dict[str, int] = field(default_factory=dict)
+    rate: float | None = None
+    rate_has_fallen: bool = False
+    slow_rank: int | None = None
+    active: dict[str, Fault] = field(default_factory=dict)
+    """The faults that have begun and not ended, by kind, as each was when it began."""
+    clean_checks: dict[str, int] = field(default_factory=dict)
+
+    def add(self, reading: Reading) -> None:
+        """Take over `reading`, once the rules have judged it."""
+        self.losses = [*self.losses, *(loss for _, loss in reading.losses if loss == loss)][-LOSSES_KEPT:]
+        norms = [norm for norm in reading.gradient_norms.values() if norm == norm]
+        self.largest_norms = [*self.largest_norms, *([max(norms)] if norms else [])][-NORMS_KEPT:]
+        for name, norm in reading.gradient_norms.items():
+            self.checks_without_gradient[name] = 0 if norm else self.checks_without_gradient.get(name, 0) + 1
+        self.slow_rank = _slow_rank(reading)
+        if reading.rate == reading.rate:
+            self.rate_has_fallen = self.rate_has_fallen or (self.rate is not None and reading.rate < self.rate)
+            self.rate = reading.rate
+
+    def note_faults(self, found: Sequence[Fault]) -> list[Fault]:
+        """Take over what a check has found.
+
+        Returns:
+            The faults that begin, and those that are over, as each was when it began.
+        """
+        now = {fault.kind: fault for fault in found}
+        begins = [fault for kind, fault in now.items() if kind not in self.active]
+        self.active.update((fault.kind, fault) for fault in begins)
+        self.clean_checks = {kind: 0 if kind in now else self.clean_checks.get(kind, 0) + 1 for kind in self.active}
+        over = [kind for kind, checks in self.clean_checks.items() if checks >= COOL_DOWN_CHECKS]
+        return [*begins, *(replace(self.active.pop(kind), is_over=True) for kind in over)]
+
+
+@dataclass(frozen=True)
 class Case:
-    """The figures that a rule judges by."""
+    """The figures that rules judge by; the numbers are limits that a run may set."""
 
-    reading: Reading
-    history: History
-    limits: Limits
-
-
-Rule = Callable[[Case], Fault | None]
+    now: Reading
+    before: History
+    gradient_min_norm: float = 1e-8
+    latent_std_min: float = 1e-6
 
 
-def find_faults(
-    reading: Reading, history: History, limits: Limits, *, rules: Sequence[Rule] | None = None
-) -> Iterator[Fault]:
-    """The faults of this check, by all rules in their order, or by those of `rules`."""
-    case = Case(reading, history, limits)
-    for rule in RULES if rules is None else rules:
-        fault = rule(case)
-        if fault is not None:
-            yield replace(fault, step=reading.step)
+Found = Iterator[tuple[str, dict[str, Any]]]
+"""Of a fault, if there is one, what it is in words, and the figures behind it."""
+Rule = Callable[[Case], Found]
+
+RULES: dict[str, tuple[Rule, tuple[str, ...]]] = {}
+"""The rule for each kind of fault, and what to try then."""
 
 
-def nonfinite_loss(case: Case) -> Fault | None:
-    """A loss that is nan or infinite, in any step since the last check."""
-    step = next((step for step, loss in case.reading.losses if math.isnan(loss)), None)
-    if step is None:
-        return None
-    return Fault(
-        "nonfinite_loss",
-        f"the loss is not finite since step {step}{_origin(case.reading)}",
-        (
-            "Lower the learning rate, or warm it up for longer.",
-            "Look for a division by zero, a logarithm or a root of a value <= 0, or an overflow of fp16.",
-            *_how_to_find_origin(case.reading),
-        ),
-        {"first_step": step, **_origin_figures(case.reading)},
-    )
-
-
-def nonfinite_gradients(case: Case) -> Fault | None:
-    """A gradient that is nan or infinite when its update is made."""
-    bad = [name for name, norm in case.reading.gradient_norms.items() if not math.isfinite(norm)]
-    if not bad:
-        return None
-    return Fault(
-        "nonfinite_gradients",
-        f"gradients are not finite: {_listed(bad)}{_origin(case.reading)}",
-        (
-            "Leave such an update out: `if torch.isfinite(loss): optimizer.step()`.",
-            "Clip gradients, and lower the learning rate.",
-            *_how_to_find_origin(case.reading),
-        ),
-        {"parameters": bad[:MOST_NAMES], "count": len(bad), **_origin_figures(case.reading)},
-    )
-
-
-def vanishing_gradients(case: Case) -> Fault | None:
-    """Even the largest gradient is next to nothing."""
-    largest = _largest_norm(case.reading)
-    if largest is None or largest >= case.limits.gradient_min_norm:
-        return None
-    return Fault(
-        "vanishing_gradients",
-        f"the largest gradient has a norm of {largest:.3g}, below {case.limits.gradient_min_norm:.3g}",
-        (
-            "Check that the loss depends on the parameters: no `detach()`, `no_grad()` or constant in between.",
-            "Look for saturated activations; normalise layers, or initialise them differently.",
-        ),
-        {"largest_norm": largest, "gradient_min_norm": case.limits.gradient_min_norm},
-    )
-
-
-def exploding_gradients(case: Case) -> Fault | None:
-    """A gradient is very large, or far larger than gradients of this run were."""
-    largest = _largest_norm(case.reading)
-    if largest is None:
-        return None
-    usual = (
-        statistics.median(case.history.largest_norms) if len(case.history.largest_norms) >= NORMS_FOR_MEDIAN else None
-    )
-    limit = LARGEST_NORM
-    if usual:
-        limit = min(limit, max(usual * EXPLODES_BY, SMALLEST_EXPLOSION))
-    if largest <= limit:
-        return None
-    name = max(case.reading.gradient_norms, key=lambda name: _or_zero(case.reading.gradient_norms[name]))
-    before = "" if usual is None else f"; the largest was {usual:.3g} before"
-    return Fault(
-        "exploding_gradients",
-        f"the gradient of {name!r} has a norm of {largest:.3g}{before}",
-        ("Clip gradients (`torch.nn.utils.clip_grad_norm_`).", "Lower the learning rate, or warm it up for longer."),
-        {"parameter": name, "largest_norm": largest, "usual_largest_norm": usual, "limit": limit},
-    )
-
-
-def dead_parameters(case: Case) -> Fault | None:
-    """Parameters that an optimizer holds get no gradient for several checks."""
-    dead = [
-        name
-        for name, norm in case.reading.gradient_norms.items()
-        if not norm and case.history.checks_without_gradient.get(name, 0) + 1 >= DEAD_CHECKS
+def find_faults(case: Case, kinds: Collection[str] = RULES.keys()) -> list[Fault]:
+    """The faults of these `kinds` that there are."""
+    return [
+        Fault(kind, text, suggestions, figures, case.now.step)
+        for kind, (rule, suggestions) in RULES.items()
+        if kind in kinds
+        for text, figures in rule(case)
     ]
-    # Where nothing has a gradient, that it vanishes says it all.
-    if not dead or len(dead) == len(case.reading.gradient_norms):
-        return None
-    return Fault(
-        "dead_parameters",
-        f"no gradient for {DEAD_CHECKS} checks: {_listed(dead)}",
-        (
-            "Check that the forward uses them, and that nothing detaches them from the loss.",
-            "Of a ReLU that never fires: lower the learning rate, or use LeakyReLU or GELU.",
-            "Parameters that are not to be trained: `requires_grad_(False)`.",
-        ),
-        {"parameters": dead[:MOST_NAMES], "count": len(dead)},
-    )
 
 
-def update_size(case: Case) -> Fault | None:
-    """An update changes the weights by far too much, or by nothing."""
-    ratio = case.reading.update_ratio
-    if ratio is None or not math.isfinite(ratio) or not case.reading.highest_rate:
-        return None
-    figures = {"update_ratio": ratio, "learning_rate": case.reading.highest_rate}
-    if ratio > LARGEST_UPDATE:
-        return Fault(
-            "large_updates",
-            f"an update changes the weights by {ratio:.3g} of their norm, above {LARGEST_UPDATE:.3g}",
-            ("Lower the learning rate; about 0.001 of the norm a step is usual.", "Clip gradients."),
-            figures,
-        )
-    largest = _largest_norm(case.reading)
-    if ratio < SMALLEST_UPDATE and largest is not None and largest >= case.limits.gradient_min_norm:
-        return Fault(
-            "small_updates",
-            f"an update changes the weights by {ratio:.3g} of their norm, below {SMALLEST_UPDATE:.3g}",
-            (
-                "Raise the learning rate.",
-                "Weights in bf16 or fp16 lose small updates in rounding: keep them in fp32 (`bf16-mixed`).",
-            ),
-            figures,
-        )
-    return None
+def _rule(*suggestions: str) -> Callable[[Rule], Rule]:
+    def note(rule: Rule) -> Rule:
+        RULES[rule.__name__] = rule, suggestions
+        return rule
+
+    return note
 
 
-def loss_spike(case: Case) -> Fault | None:
-    """A loss far above those before, by median and median absolute deviation."""
-    spread = case.history.spread()
-    if spread is None:
-        return None
-    median, deviation = spread
-    limit = median + SPIKE_DEVIATIONS * max(deviation, SMALLEST_SPREAD * abs(median))
-    spikes = [(step, loss) for step, loss in case.reading.losses if loss > limit]
-    if not spikes:
-        return None
-    step, loss = max(spikes, key=lambda spike: spike[1])
-    return Fault(
-        "loss_spike",
-        f"the loss of step {step} is {loss:.4g}; the median before was {median:.4g}",
-        (
-            "Look at the batch of that step: a broken or very long sample is the usual cause.",
-            "Clip gradients, or lower the learning rate.",
-        ),
-        {"spike_step": step, "loss": loss, "median": median, "deviation": deviation, "limit": limit},
-    )
-
-
-def zero_learning_rate(case: Case) -> Fault | None:
-    """Updates are made with a rate of 0."""
-    if case.reading.highest_rate is None or case.reading.highest_rate > 0:
-        return None
-    return Fault(
-        "zero_learning_rate",
-        "the learning rate is 0: updates change nothing",
-        ("Check the schedule: its number of steps, its warm-up, and that it is stepped once for each update.",),
-        {"learning_rate": case.reading.highest_rate},
-    )
-
-
-def rising_learning_rate(case: Case) -> Fault | None:
-    """The rate rises again after it has fallen."""
-    rate, before = case.reading.highest_rate, case.history.rate
-    if rate is None or before is None or rate <= before or not case.history.rate_has_fallen:
-        return None
-    return Fault(
-        "rising_learning_rate",
-        f"the learning rate rises after it had fallen: from {before:.4g} to {rate:.4g}",
-        (
-            "Check the schedule: its number of steps, and that a resume restores its state.",
-            "Where it rises on purpose (warm restarts), this can be left as it is.",
-        ),
-        {"learning_rate": rate, "learning_rate_before": before},
-    )
-
-
-def latent_collapse(case: Case) -> Fault | None:
-    """Latent values no longer differ."""
-    if case.reading.latent is None or not case.reading.latent[1] < case.limits.latent_std_min:
-        return None
-    name, deviation = case.reading.latent
-    return Fault(
-        "latent_collapse",
-        f"latent values have collapsed: the standard deviation that {name!r} reports is {deviation:.3g}",
-        (
-            "Weaken the regularisation of the latent space (KL weight, free bits), or warm it up.",
-            "Check that the decoder cannot do without the latent values.",
-        ),
-        {"metric": name, "latent_std": deviation, "latent_std_min": case.limits.latent_std_min},
-    )
-
-
-def straggler(case: Case) -> Fault | None:
-    """One rank takes longer than the others, which wait for it, at two checks in a row."""
-    slow = _slow_rank(case.reading.step_seconds)
-    before = _slow_rank(case.history.step_seconds)
-    if slow is None or before is None or slow[0] != before[0]:
-        return None
-    rank, slowest, others = slow
-    host = case.reading.hosts[rank] if rank < len(case.reading.hosts) else "unknown"
-    return Fault(
-        "straggler",
-        f"rank {rank} on {host} takes {slowest * 1000:.4g} ms a step, the others {others * 1000:.4g} ms",
-        (
-            f"Look at what else runs on {host}, and at the clocks and temperature of its device.",
-            "Look at the data of that rank: a slow disk, longer samples, fewer workers.",
-        ),
-        {"rank": rank, "host": host, "step_seconds": slowest, "step_seconds_of_others": others},
-    )
-
-
-def repeated_data(case: Case) -> Fault | None:
-    """The same batch comes twice in a row, or to all ranks."""
-    if not case.reading.repeats_batch and not case.reading.ranks_share_batch:
-        return None
-    to_all = case.reading.ranks_share_batch
-    return Fault(
-        "repeated_data",
-        "all ranks train on the same batch" if to_all else "the same batch comes twice in a row",
-        (
-            "Check that the sampler divides the data among ranks (`DistributedSampler`, `dataset.shard` of a job)."
-            if to_all
-            else "Check the loader: one seed for all batches, an iterator that is made again, a data set of one batch.",
-        ),
-        {"twice_in_a_row": case.reading.repeats_batch, "on_all_ranks": to_all},
-    )
-
-
-RULES: tuple[Rule, ...] = (
-    nonfinite_loss,
-    nonfinite_gradients,
-    vanishing_gradients,
-    exploding_gradients,
-    dead_parameters,
-    update_size,
-    loss_spike,
-    zero_learning_rate,
-    rising_learning_rate,
-    latent_collapse,
-    straggler,
-    repeated_data,
+@_rule(
+    "Lower the learning rate, or warm it up for longer.",
+    "Look for a division by zero, a logarithm or a root of a value <= 0, or an overflow of fp16.",
+    "Where no module is named: run again from an earlier checkpoint with `trace_modules=True`.",
 )
+def nonfinite_loss(case: Case) -> Found:
+    """A loss that is nan or infinite, in any step since the last check."""
+    step = _first_broken_step(case.now)
+    if step is not None:
+        origin, figures = _origin(case.now)
+        yield f"the loss is not finite since step {step}{origin}", {"first_step": step, **figures}
 
 
-_RULES_OF_UPDATES = {
-    "nonfinite": (nonfinite_loss, nonfinite_gradients),
-    "loss_spike": (loss_spike,),
-    "exploding_gradients": (exploding_gradients,),
-}
-_ALL = "all parameters"
-"""How a figure names the gradient of everything that an optimizer updates."""
+@_rule(
+    "Leave such an update out: `if torch.isfinite(loss): optimizer.step()`.",
+    "Clip gradients, and lower the learning rate.",
+    "Where no module is named: run again from an earlier checkpoint with `trace_modules=True`.",
+)
+def nonfinite_gradients(case: Case) -> Found:
+    """A gradient that is nan or infinite when its update is made."""
+    bad = [name for name, norm in case.now.gradient_norms.items() if math.isnan(norm)]
+    if bad:
+        origin, figures = _origin(case.now)
+        yield f"gradients are not finite: {_listed(bad)}{origin}", {**_named(bad), **figures}
 
 
-def reading_of_update(step: int, loss: float | None, gradient_norm: float | None) -> Reading:
-    """The reading of an update before it is made; None is what nobody has measured."""
-    return Reading(
-        step=step,
-        losses=() if loss is None else ((step, loss),),
-        gradient_norms={} if gradient_norm is None else {_ALL: gradient_norm},
+@_rule(
+    "Check that the loss depends on the parameters: no `detach()`, `no_grad()` or constant in between.",
+    "Look for saturated activations; normalise layers, or initialise them differently.",
+)
+def vanishing_gradients(case: Case) -> Found:
+    """Even the largest gradient is next to nothing."""
+    largest, least = case.now.largest_norm, case.gradient_min_norm
+    if largest < least:
+        figures = {"largest_norm": largest, "gradient_min_norm": least}
+        yield f"the largest gradient has a norm of {largest:.3g}, below {least:.3g}", figures
+
+
+@_rule("Clip gradients (`torch.nn.utils.clip_grad_norm_`).", "Lower the learning rate, or warm it up for longer.")
+def exploding_gradients(case: Case) -> Found:
+    """A gradient is very large, or far larger than gradients of this run were."""
+    norms, largest, limit = case.now.gradient_norms, case.now.largest_norm, LARGEST_NORM
+    enough = len(case.before.largest_norms) >= NORMS_FOR_MEDIAN
+    usual = statistics.median(case.before.largest_norms) if enough else 0.0
+    if usual:
+        limit = min(limit, max(EXPLODES_BY * usual, SMALLEST_EXPLOSION))
+    if largest > limit:
+        name = max(norms, key=norms.__getitem__)
+        figures = {"parameter": name, "largest_norm": largest, "limit": limit}
+        yield f"the gradient of {name!r} has a norm of {largest:.3g}, above {limit:.3g}", figures
+
+
+@_rule(
+    "Check that the forward uses them, and that nothing detaches them from the loss.",
+    "Of a ReLU that never fires: lower the learning rate, or use LeakyReLU or GELU.",
+    "Parameters that are not to be trained: `requires_grad_(False)`.",
+)
+def dead_parameters(case: Case) -> Found:
+    """Parameters that an optimizer holds get no gradient for several checks."""
+    without = [name for name, norm in case.now.gradient_norms.items() if not norm]
+    dead = [name for name in without if case.before.checks_without_gradient.get(name, 0) + 1 >= DEAD_CHECKS]
+    # Where nothing has a gradient, that it vanishes says it all.
+    if 0 < len(dead) < len(case.now.gradient_norms):
+        yield f"no gradient for {DEAD_CHECKS} checks: {_listed(dead)}", _named(dead)
+
+
+@_rule("Lower the learning rate; about 0.001 of the norm a step is usual.", "Clip gradients.")
+def large_updates(case: Case) -> Found:
+    """An update changes the weights by far too much."""
+    if case.now.update_ratio > LARGEST_UPDATE and case.now.rate > 0:
+        yield _about_update(case.now, f"above {LARGEST_UPDATE}")
+
+
+@_rule(
+    "Raise the learning rate.",
+    "Weights in bf16 or fp16 lose small updates in rounding: keep them in fp32 (`bf16-mixed`).",
+)
+def small_updates(case: Case) -> Found:
+    """An update changes the weights by nothing, though there are a rate and gradients."""
+    has_gradients = case.now.largest_norm >= case.gradient_min_norm
+    if case.now.update_ratio < SMALLEST_UPDATE and case.now.rate > 0 and has_gradients:
+        yield _about_update(case.now, f"below {SMALLEST_UPDATE}")
+
+
+@_rule(
+    "Look at the batch of that step: a broken or very long sample is the usual cause.",
+    "Clip gradients, or lower the learning rate.",
+)
+def loss_spike(case: Case) -> Found:
+    """A loss far above those before, by median and median absolute deviation.
+
+    The factor of the standard deviation is 1.4826 for normally distributed values (Rousseeuw and Croux 1993).
+    """
+    if len(case.before.losses) < LOSSES_FOR_SPREAD or not case.now.losses:
+        return
+    median = statistics.median(case.before.losses)
+    deviation = 1.4826 * statistics.median(abs(loss - median) for loss in case.before.losses)
+    limit = median + SPIKE_DEVIATIONS * max(deviation, SMALLEST_SPREAD * abs(median))
+    step, loss = max(case.now.losses, key=lambda each: each[1] if each[1] > limit else -math.inf)
+    if loss > limit:
+        figures = {"spike_step": step, "loss": loss, "median": median, "limit": limit}
+        yield f"the loss of step {step} is {loss:.4g}; the median before was {median:.4g}", figures
+
+
+@_rule("Check the schedule: its number of steps, its warm-up, and that it is stepped once for each update.")
+def zero_learning_rate(case: Case) -> Found:
+    """Updates are made with a rate of 0."""
+    if case.now.rate == 0:
+        yield "the learning rate is 0: updates change nothing", {"learning_rate": 0.0}
+
+
+@_rule(
+    "Check the schedule: its number of steps, and that a resume restores its state.",
+    "Where it rises on purpose (warm restarts), this can be left as it is.",
+)
+def rising_learning_rate(case: Case) -> Found:
+    """The rate rises again after it has fallen."""
+    rate, before = case.now.rate, case.before.rate
+    if case.before.rate_has_fallen and before is not None and rate > before:
+        figures = {"learning_rate": rate, "learning_rate_before": before}
+        yield f"the learning rate rises after it had fallen: from {before:.4g} to {rate:.4g}", figures
+
+
+@_rule(
+    "Weaken the regularisation of the latent space (KL weight, free bits), or warm it up.",
+    "Check that the decoder cannot do without the latent values.",
+)
+def latent_collapse(case: Case) -> Found:
+    """Latent values no longer differ."""
+    name, deviation = case.now.latent or ("", math.nan)
+    if deviation < case.latent_std_min:
+        figures = {"metric": name, "latent_std": deviation, "latent_std_min": case.latent_std_min}
+        yield f"latent values have collapsed: the standard deviation that {name!r} reports is {deviation:.3g}", figures
+
+
+@_rule(
+    "Look at what else runs on that host, and at the clocks and temperature of its device.",
+    "Look at the data of that rank: a slow disk, longer samples, fewer workers.",
+)
+def straggler(case: Case) -> Found:
+    """One rank takes longer than the others, which wait for it, at two checks in a row."""
+    rank = _slow_rank(case.now)
+    if rank is not None and rank == case.before.slow_rank:
+        (host, seconds), others = case.now.ranks[rank], _median_of_others(case.now, rank)
+        figures = {"rank": rank, "host": host, "step_seconds": seconds, "step_seconds_of_others": others}
+        yield f"rank {rank} on {host} takes {1000 * seconds:.4g} ms a step, the others {1000 * others:.4g} ms", figures
+
+
+@_rule(
+    "Check the loader: one seed for all batches, an iterator that is made again, a data set of one batch.",
+    "Check that the sampler divides the data among ranks (`DistributedSampler`, `dataset.shard` of a job).",
+)
+def repeated_data(case: Case) -> Found:
+    """The same batch comes twice in a row, or to all ranks."""
+    if len(case.now.batches) > 1 and () not in case.now.batches and len({each[-1] for each in case.now.batches}) == 1:
+        yield "all ranks train on the same batch", {"on_all_ranks": True}
+    elif any(len(each) == 2 and each[0] == each[1] for each in case.now.batches):
+        yield "the same batch comes twice in a row", {"on_all_ranks": False}
+
+
+def _largest(*values: float) -> float:
+    """The largest number; nan where one of them is, or where there is none."""
+    return math.nan if any(map(math.isnan, values)) else max(values, default=math.nan)
+
+
+def _first_broken_step(reading: Reading) -> int | None:
+    return next((step for step, loss in reading.losses if math.isnan(loss)), None)
+
+
+def _origin(reading: Reading) -> tuple[str, dict[str, Any]]:
+    """Which module was the first, if that is known: once weights are nan, all modules of later steps give nan."""
+    if reading.origin is None or reading.origin[0] > (_first_broken_step(reading) or reading.step):
+        return "", {}
+    step, in_backward, name = reading.origin
+    what = (
+        "gradient that is not finite comes out of the backward" if in_backward else "output that is not finite is that"
     )
+    return f"; the first {what} of {name!r} in step {step}", {"origin": name, "origin_step": step}
 
 
-def faults_of_update(reading: Reading, history: History, kinds: Collection[str]) -> list[Fault]:
-    """The faults of `kinds` that an update with this reading would have."""
-    rules = [rule for kind in FAULT_KINDS if kind in kinds for rule in _RULES_OF_UPDATES[kind]]
-    return list(find_faults(reading, history, Limits(), rules=rules))
+def _about_update(reading: Reading, limit: str) -> tuple[str, dict[str, Any]]:
+    text = f"an update changes the weights by {reading.update_ratio:.3g} of their norm, {limit}"
+    return text, {"update_ratio": reading.update_ratio, "learning_rate": reading.rate}
 
 
-def _slow_rank(step_seconds: Sequence[float | None]) -> tuple[int, float, float] | None:
-    """The slowest rank, its seconds and the median of the others, where it is far slower than they are."""
-    measured = [(seconds, rank) for rank, seconds in enumerate(step_seconds) if seconds is not None]
+def _slow_rank(reading: Reading) -> int | None:
+    """The slowest rank, where it is far slower than the others are."""
+    measured = [(seconds, rank) for rank, (_, seconds) in enumerate(reading.ranks) if not math.isnan(seconds)]
     if len(measured) < 2:
         return None
     slowest, rank = max(measured)
-    others = statistics.median(seconds for seconds, other in measured if other != rank)
-    is_slow = slowest >= STRAGGLER_FACTOR * others and slowest - others >= STRAGGLES_BY_S
-    return (rank, slowest, others) if is_slow else None
+    others = _median_of_others(reading, rank)
+    return rank if slowest >= STRAGGLER_FACTOR * others and slowest - others >= STRAGGLES_BY_S else None
 
 
-def _largest_norm(reading: Reading) -> float | None:
-    """The largest gradient norm; None without an update, or where one is not finite."""
-    norms = reading.gradient_norms.values()
-    return max(norms) if norms and all(map(math.isfinite, norms)) else None
+def _median_of_others(reading: Reading, rank: int) -> float:
+    others = (seconds for other, (_, seconds) in enumerate(reading.ranks) if other != rank)
+    return statistics.median(seconds for seconds in others if not math.isnan(seconds))
 
 
-def _or_zero(norm: float) -> float:
-    return norm if math.isfinite(norm) else 0.0
+def _named(names: Sequence[str]) -> dict[str, Any]:
+    return {"parameters": list(names[:MOST_NAMES]), "count": len(names)}
 
 
-def _listed(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - MOST_NAMES} more" if len(listed) > MOST_NAMES else ""
-    return ", ".join(map(repr, listed[:MOST_NAMES])) + more
-
-
-def _origin(reading: Reading) -> str:
-    if reading.forward_origin is not None:
-        said = f"; the first output that is not finite is that of {reading.forward_origin!r}"
-    elif reading.backward_origin is not None:
-        said = f"; the first gradient that is not finite comes out of the backward of {reading.backward_origin!r}"
-    else:
-        return ""
-    weights = "" if reading.weights_are_finite else "; weights were not finite before that update"
-    return f"{said} in step {reading.origin_step}{weights}"
-
-
-def _origin_figures(reading: Reading) -> Mapping[str, object]:
-    return {
-        "forward_origin": reading.forward_origin,
-        "backward_origin": reading.backward_origin,
-        "origin_step": reading.origin_step,
-        "weights_are_finite": reading.weights_are_finite,
-    }
-
-
-def _how_to_find_origin(reading: Reading) -> tuple[str, ...]:
-    """Once the weights are nan every module gives nan: which one was the first can be seen in its own step alone."""
-    if reading.weights_are_finite and (reading.forward_origin or reading.backward_origin):
-        return ()
-    return ("To learn which module was the first: run again from an earlier checkpoint with `trace_modules=True`.",)
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(map(repr, names[:MOST_NAMES])) + more

@@ -6,16 +6,16 @@ import math
 import numbers
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 __all__ = [
     "NEVER",
     "Boundaries",
     "Pace",
-    "StepCadence",
     "crossed",
     "next_multiple",
     "rewind",
+    "step_cadence",
     "steps_within",
     "suppressed",
 ]
@@ -24,26 +24,17 @@ NEVER = sys.maxsize
 """The `next_due_step` of a hook that waits for something else than a step."""
 
 
-class StepCadence:
-    """An attribute of a hook: after how many steps it acts again; 0 turns that off. It is read when the hook acts.
+def step_cadence(name: str, every: Any) -> int:
+    """The argument `name` of a hook, after how many steps it acts again; 0 turns that off.
 
     Raises:
-        ValueError: Something else than a whole number from 0 on is assigned.
+        ValueError: It is something else than a whole number from 0 on.
     """
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    if TYPE_CHECKING:
-        # Not a method when running: Python then takes the value from the hook itself, without a call.
-        def __get__(self, hook: Any, owner: type | None = None) -> int: ...
-
-    def __set__(self, hook: Any, every: Any) -> None:
-        is_whole = isinstance(every, numbers.Integral) and not isinstance(every, bool)
-        if not (is_whole and every >= 0):
-            expected = "a number" if is_whole else "a whole number"
-            raise ValueError(f"Invalid `{self._name}`. Expected {expected} >= 0, but received {every!r}.")
-        vars(hook)[self._name] = every
+    is_whole = isinstance(every, numbers.Integral) and not isinstance(every, bool)
+    if not (is_whole and every >= 0):
+        expected = "a number" if is_whole else "a whole number"
+        raise ValueError(f"Invalid `{name}`. Expected {expected} >= 0, but received {every!r}.")
+    return int(every)
 
 
 class Boundaries:

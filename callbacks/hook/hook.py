@@ -15,28 +15,35 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Protocol, TypeVar
 
 import lightning.pytorch as pl
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import GenlightError, HookOrderError, TrainingCanceled
+from ...adapter.contract.run_state import RunState
 from ..checkpoint.format.record import CheckpointRecord
-from ..health.faults import Fault
+from ..health.rules import Fault
 from .events import callbacks_of, run_state_of
-from .run_context import RunContext
+
+if TYPE_CHECKING:
+    from ...adapter.plumbing.failures import Failure
+    from ...reporters.events.event_log import EventLog
+    from ..checkpoint.format.record import RecordMeta
+    from ..stop.sources import StopSources
 
 __all__ = [
     "HOOK_EVENTS",
     "Hook",
+    "RunContext",
     "ending_the_run",
     "in_order",
+    "join_run",
     "judge",
     "listeners",
     "order_callbacks",
@@ -50,21 +57,8 @@ log = logging.getLogger(__name__)
 RUN_STATE_KEY = "genlight_run_state"
 """Where a checkpoint holds the run state."""
 
-FIELDS_OF_THE_LOOP = frozenset(
-    {
-        "run_id",
-        "attempt",
-        "agent_step",
-        "epoch",
-        "update_epoch",
-        "minibatch_index",
-        "stop_rollout",
-        "stop_update_epoch",
-        "rollout_stats",
-        "loss_stats",
-        "stop_reason",
-    }
-)
+FIELDS_OF_HOOKS = frozenset({"eval_scores", "latest_checkpoint_uri", "latest_sample_uris", "latest_wandb_uri"})
+FIELDS_OF_THE_LOOP = frozenset(RunState.__dataclass_fields__) - FIELDS_OF_HOOKS
 """Fields of the run state that the loop itself writes, so that a hook may read them without another that writes."""
 
 FIELDS_OF_THE_ATTEMPT = frozenset({"attempt", "stop_reason", "rolls_back"})
@@ -76,6 +70,25 @@ _ORDERED_ATTRIBUTE = "_genlight_callbacks_ordered"
 _SKIPPABLE_ATTRIBUTE = "_genlight_is_skippable"
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class RunContext(Protocol):
+    """The session of ``genlight run`` or ``genlight fit``, as callbacks see it. Any other fit has none."""
+
+    stop: StopSources
+    """Everything that can ask the run to stop."""
+    record: RecordMeta | None
+    """Metadata of the run for every checkpoint record; None where it is not known beforehand."""
+    event_log: EventLog | None
+    """The log of this attempt, open, on rank zero; None where an `EventLogger` keeps its own."""
+
+    def first_cause(self, own: Failure) -> Failure:
+        """The failure to report where this rank fails: its own, or an earlier one of another rank that caused it."""
+        ...
+
+    def end_now(self, error: BaseException) -> NoReturn:
+        """Report a failure from a thread that watches the training, and end the process."""
+        ...
 
 
 class Hook(pl.Callback):
@@ -99,7 +112,6 @@ class Hook(pl.Callback):
 
     _inside_event: bool = False
     _failures: Counter[str] | None = None
-    _reported: Counter[str] | None = None
 
     _of_this_process: ClassVar[frozenset[str]] = frozenset()
     """Attributes that a copy, or a process that gets this hook by pickle, begins without, as the class has them."""
@@ -234,7 +246,7 @@ HOOK_EVENTS = tuple(name for name in vars(Hook) if name.startswith("on_") and no
 
 def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """`method` under the failure and rank policy of its hook."""
-    is_setup, is_last = name == "setup", name in ("teardown", "on_exception")
+    is_setup = name == "setup"
 
     @functools.wraps(method)
     def event(self: Hook, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> Any:
@@ -252,8 +264,6 @@ def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             return None
         finally:
             self._inside_event = False
-            if is_last:
-                report_failures(self)
 
     return event
 
@@ -266,18 +276,10 @@ def ending_the_run(error: Exception) -> Exception:
 
 def judge(hook: Hook, event: str, error: Exception) -> None:
     """Raise `error` again if it ends the run, and note it otherwise."""
-    if isinstance(error, TrainingCanceled):
-        raise error
     # Or it comes from a critical hook that this one fired an event for.
-    if hook.critical or hasattr(error, _ENDS_RUN_ATTRIBUTE):
-        setattr(error, _ENDS_RUN_ATTRIBUTE, True)
-        raise error
-    _note_failure(hook, event, error)
-
-
-def _note_failure(hook: Hook, event: str, error: Exception) -> None:
-    if hook._failures is None:
-        hook._failures = Counter()
+    if hook.critical or isinstance(error, TrainingCanceled) or hasattr(error, _ENDS_RUN_ATTRIBUTE):
+        raise ending_the_run(error)
+    hook._failures = hook._failures or Counter()
     hook._failures[event] += 1
     if hook._failures[event] == 1:
         is_ours = isinstance(error, GenlightError)  # its words say what to do, and where it was raised says nothing
@@ -291,11 +293,10 @@ def _note_failure(hook: Hook, event: str, error: Exception) -> None:
 
 
 def report_failures(hook: Hook) -> None:
-    """Log what was only counted while training, unless that was done already."""
-    if hook._failures and hook._failures != hook._reported:
+    """Log what was only counted while training."""
+    if hook._failures:
         counts = ", ".join(f"{event} {count} times" for event, count in sorted(hook._failures.items()))
         log.warning("%s failed: %s", hook.label, counts)
-        hook._reported = hook._failures.copy()
 
 
 def order_callbacks(trainer: pl.Trainer) -> None:
@@ -325,7 +326,10 @@ def in_order(hooks: Sequence[Hook]) -> list[Hook]:
     try:
         graph.prepare()
     except CycleError as error:
-        raise HookOrderError(_describe_cycle([hooks[position] for position in reversed(error.args[1])])) from None
+        labels = ", ".join(hooks[position].label for position in reversed(error.args[1]))
+        raise HookOrderError(
+            f"hooks wait for each other: {labels}; each reads what the next one writes. Drop a read or a write"
+        ) from None
     ordered: list[Hook] = []
     ready: list[int] = []
     while graph.is_active():
@@ -352,19 +356,6 @@ def _predecessors(position: int, hooks: Sequence[Hook]) -> set[int]:
             if writer != position and (not both_update or writer < position):
                 before.add(writer)
     return before
-
-
-def _describe_cycle(cycle: Sequence[Hook]) -> str:
-    """In words, hooks each of which waits for the next; the last one is the first again."""
-    steps = [
-        f"{hook.label} reads {_shared_fields(hook, writer)} of {writer.label}"
-        for hook, writer in itertools.pairwise(cycle)
-    ]
-    return "hooks wait for each other: " + ", ".join(steps) + "; drop one of these reads or writes"
-
-
-def _shared_fields(reader: Hook, writer: Hook) -> list[str]:
-    return sorted({*reader.reads, *reader.optional_reads}.intersection(writer.writes))
 
 
 def listeners(trainer: pl.Trainer, event: str) -> list[Callable[..., Any]]:
@@ -402,3 +393,11 @@ def skipping_hook(listener: Callable[..., Any]) -> Hook | None:
 def _is_own(callback: pl.Callback, event: str) -> bool:
     plain = {getattr(pl.Callback, event, None), getattr(Hook, event), None}
     return event in vars(callback) or getattr(type(callback), event, None) not in plain
+
+
+def join_run(trainer: pl.Trainer, run: RunContext) -> None:
+    """Hand `run` to each callback and logger of `trainer` that has a method ``join_run``."""
+    for part in [*callbacks_of(trainer), *trainer.loggers]:
+        join = getattr(part, "join_run", None)
+        if join is not None:
+            join(run)

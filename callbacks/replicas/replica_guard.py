@@ -16,7 +16,7 @@ from typing_extensions import override
 from ...adapter.contract.exceptions import ReplicaDriftError
 from ...adapter.plumbing.devices import LateCopy, gather_objects, host_group
 from ..checkpoint.codec.state_tree import wrapped_tensors
-from ..hook.cadence import Boundaries, StepCadence
+from ..hook.cadence import Boundaries, step_cadence
 from ..hook.hook import Hook
 from ..optimizer_state import named_values, settings_and_counters
 from .digest import digest_of_all
@@ -56,12 +56,11 @@ class ReplicaGuard(Hook):
 
     critical = True
     ranks = "all"
-    every_n_steps = StepCadence()
 
     def __init__(self, every_n_steps: int | None = None) -> None:
         self.doubles = every_n_steps is None
         """Whether replicas are compared at steps that double, and with each checkpoint."""
-        self.every_n_steps = every_n_steps or 0
+        self.every_n_steps = step_cadence("every_n_steps", every_n_steps or 0)
         self._boundaries = Boundaries(self)
         self._first_step = self._next_double = 0
         self._compared_step = 0

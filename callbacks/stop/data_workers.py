@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from ..lightning_internals import require_names
 from .signals import REASON_OF_SIGNAL
 
-__all__ = ["protect_workers", "release_workers", "start_workers"]
+__all__ = ["protected_workers", "start_workers"]
 
 _ENTRY = "_get_iterator"
 """The factory by which a loader makes its workers, however it is called; a kind of loader may have one of its own."""
@@ -34,52 +34,32 @@ PATIENCE_S = 10.0
 """How long a worker may take to end by its loader, once the iterator is gone."""
 
 _Start = Callable[[DataLoader[Any]], Iterator[Any]]
-
 _start: _Start = getattr(DataLoader, _ENTRY)
-_replaced: dict[type[DataLoader[Any]], _Start] = {}
-_spans = 0
 
 
-def protect_workers() -> None:
-    """Have `start_workers` make the workers of every torch data loader of this process, until `release_workers`.
+@contextlib.contextmanager
+def protected_workers() -> Iterator[None]:
+    """Have `start_workers` make the workers of every torch data loader of this process, for the length of a block.
 
-    Also those of kinds that make their iterators themselves, as torchdata's ``StatefulDataLoader``.
+    Also those of kinds that make their iterators themselves, as torchdata's ``StatefulDataLoader``. Workers that run
+    when the block ends stay as they are. A block within a block does nothing.
     """
-    global _spans
-    _spans += 1
-    setattr(DataLoader, _ENTRY, start_workers)
-    setattr(DataLoader, "__init_subclass__", classmethod(_protect_new))  # noqa: B010 - a name that it inherits
-    _protect_kinds(DataLoader)
+    kinds = {kind: vars(kind)[_ENTRY] for kind in _kinds(DataLoader) if _ENTRY in vars(kind)}
+    if isinstance(kinds[DataLoader], functools.partialmethod):
+        kinds = {}
+    for kind, start in kinds.items():
+        setattr(kind, _ENTRY, functools.partialmethod(start_workers, start))
+    try:
+        yield
+    finally:
+        for kind, start in kinds.items():
+            setattr(kind, _ENTRY, start)
 
 
-def release_workers() -> None:
-    """End what `protect_workers` began; workers that run stay as they are."""
-    global _spans
-    _spans -= 1
-    if not _spans:
-        setattr(DataLoader, _ENTRY, _start)
-        del DataLoader.__init_subclass__
-        for kind, own in _replaced.items():
-            setattr(kind, _ENTRY, own)
-        _replaced.clear()
-
-
-def _protect_new(kind: type[DataLoader[Any]], /, **options: Any) -> None:
-    super(DataLoader, kind).__init_subclass__(**options)
-    _protect(kind)
-
-
-def _protect_kinds(base: type[DataLoader[Any]]) -> None:
+def _kinds(base: type[DataLoader[Any]]) -> Iterator[type[DataLoader[Any]]]:
+    yield base
     for kind in base.__subclasses__():
-        _protect(kind)
-        _protect_kinds(kind)
-
-
-def _protect(kind: type[DataLoader[Any]]) -> None:
-    own = vars(kind).get(_ENTRY)
-    if own is not None and kind not in _replaced:
-        _replaced[kind] = own
-        setattr(kind, _ENTRY, lambda loader: start_workers(loader, own))
+        yield from _kinds(kind)
 
 
 def start_workers(loader: DataLoader[Any], start: _Start = _start) -> Iterator[Any]:
@@ -113,11 +93,10 @@ def _signals_held_back(loader: DataLoader[Any]) -> Iterator[None]:
     if method == "forkserver":  # it would hand the mask on to every process that it ever makes
         yield
         return
+    if method == "spawn":  # starts a helper first, after which Python 3.11 lets signals through
+        resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, REASON_OF_SIGNAL)
     try:
-        if method == "spawn":  # starts a helper first, after which Python 3.11 lets signals through
-            resource_tracker.ensure_running()
-            signal.pthread_sigmask(signal.SIG_BLOCK, REASON_OF_SIGNAL)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -127,17 +106,11 @@ def _begin(leash: Connection, init: Callable[[int], None] | None, worker: int) -
     """In the main thread of a new worker, before anything of the user's."""
     for number in REASON_OF_SIGNAL:
         # Neither ignored nor blocked: programs that a worker starts would inherit that, and never end on SIGTERM.
-        signal.signal(number, lambda *_: _end_if_let_go(leash))
+        signal.signal(number, lambda *_: None)
     threading.Thread(target=_end_with, args=(leash, os.getppid()), name="genlight-leash", daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, REASON_OF_SIGNAL)
     if init is not None:
         init(worker)
-
-
-def _end_if_let_go(leash: Connection) -> None:
-    """Handles a stop signal, which is the training process's affair until that closes the other end of the leash."""
-    if leash.poll():
-        os._exit(0)
 
 
 def _end_with(leash: Connection, parent: int) -> None:

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from ...adapter.cluster.time_limit import announces_time_limit, job_end_time_s, stop_grace_s
-from ...adapter.contract.exceptions import StopReason, ThreadLimitError
+from ...adapter.contract.exceptions import StopReason
 from ...adapter.plumbing.threads import started
 
 __all__ = ["REASON_OF_SIGNAL", "StopSignals", "exit_on_signal"]
@@ -134,12 +134,7 @@ class StopSignals:
         self._wakeup_fd = writable
         watch = threading.Thread(target=self._read_arrivals, args=(readable,), name="stop-signals", daemon=True)
         self._watch = watch  # before it looks whether it still is the one
-        try:
-            started(watch)
-        except ThreadLimitError:  # the handlers are enough where the main thread returns to Python
-            self._watch = None
-            os.close(readable)
-            self.end_watch()
+        started(watch)
 
     def _read_arrivals(self, readable: int) -> None:
         with open(readable, "rb", buffering=0) as arrivals:
@@ -174,12 +169,10 @@ def exit_on_signal(exit_code: int) -> None:
 
 def _say(number: int, what_next: str) -> None:
     """One line on standard error, written past Python's streams: a signal may have come while one of them is locked."""
-    name = signal.Signals(number).name
-    is_key = number == signal.SIGINT and os.isatty(2)
-    again = "press Ctrl-C again to end it now" if is_key else "a second signal ends it now"
-    line = f"{name}: {what_next}; {again}\n"
+    begin = "\n" if os.isatty(2) else ""  # below a progress bar, and the ^C that a terminal shows
+    line = f"{begin}{signal.Signals(number).name}: {what_next}; a second signal ends it now\n"
     with contextlib.suppress(OSError):  # nobody reads it
-        os.write(2, (f"\n{line}" if is_key else line).encode())
+        os.write(2, line.encode())
 
 
 def _do_nothing() -> None:

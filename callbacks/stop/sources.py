@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast, get_args
 
@@ -32,21 +32,10 @@ class Deadline:
     Args:
         max_runtime_s: Limit in seconds since the run began; None means no limit.
         age_s: How long ago the run began; None takes the start of the process.
-        ends_at_s: When the machine is taken away, in seconds since 1970; None takes ``SLURM_JOB_END_TIME`` from
-            `environ`.
-        environ: None takes the process's own environment.
     """
 
-    def __init__(
-        self,
-        max_runtime_s: float | None = None,
-        *,
-        age_s: float | None = None,
-        ends_at_s: float | None = None,
-        environ: Mapping[str, str] | None = None,
-    ) -> None:
-        now = time.monotonic()
-        ends_at_s = job_end_time_s(environ) if ends_at_s is None else ends_at_s
+    def __init__(self, max_runtime_s: float | None = None, *, age_s: float | None = None) -> None:
+        now, ends_at_s = time.monotonic(), job_end_time_s()
         self._limit_s = max_runtime_s
         ends = [now - (process_age_s() if age_s is None else age_s) + max_runtime_s] if max_runtime_s else []
         ends += [now + ends_at_s - time.time()] if ends_at_s is not None else []
@@ -59,15 +48,14 @@ class Deadline:
         self._unmeasured_s = 0.0 if self.at is None else min(UNMEASURED_SHARE * (self.at - now), UNMEASURED_MOST_S)
         self._looked_at: float | None = None
         self._gap_s = 0.0
-        self._delay_s = 0.0
 
     @property
     def margin_s(self) -> float:
-        """How long before the end to stop: a save, and the time until the next look is heeded; long steps delay it."""
+        """How long before the end to stop: a save, the time to the next look, and as much until the ranks agree."""
         if not self.saves:
             return 0.0
         save_s = self._unmeasured_s if self.save_s is None else SAVE_MARGIN * self.save_s
-        return max(save_s, 0.0) + self._gap_s + self._delay_s
+        return max(save_s, 0.0) + 2 * self._gap_s
 
     def is_over(self, now: float) -> bool:
         """Whether to stop at `now`, on the clock of ``time.monotonic``."""
@@ -89,10 +77,6 @@ class Deadline:
             return
         if self.at is None or (other.at is not None and other.at < self.at):
             self.at, self._unmeasured_s = other.at, other._unmeasured_s
-
-    def note_delay(self, seconds: float) -> None:
-        """The run would have stopped so much later than the last look, because ranks had to agree first."""
-        self._delay_s = max(seconds, _FORGETTING * self._delay_s)
 
 
 class StopSources:
@@ -180,17 +164,12 @@ def cancel_file_is_set(path: Path) -> bool:
     What is not a regular file, such as a pipe that would be waited for, counts as one that cannot be read.
     """
     try:
-        descriptor = open_regular(path)
+        with open(open_regular(path), "rb") as file:
+            text = file.read(64)
     except FileNotFoundError:
         return False
     except OSError:
         return True
-    try:
-        text = os.read(descriptor, 64)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
     return text.decode(errors="replace").strip().lower() in _TRUE
 
 

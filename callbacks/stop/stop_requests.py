@@ -19,11 +19,10 @@ from ...adapter.plumbing.devices import host_group
 from ..checkpoint.policy import savers_of
 from ..hook.cadence import Pace, steps_within
 from ..hook.events import run_state_of
-from ..hook.hook import Hook, skippable
-from ..hook.run_context import RunContext
+from ..hook.hook import Hook, RunContext, skippable
 from ..lightning_internals import signal_connector
-from .data_workers import protect_workers, release_workers
-from .signals import REASON_OF_SIGNAL, StopSignals
+from .data_workers import protected_workers
+from .signals import StopSignals
 from .sources import StopSources
 
 __all__ = ["Agreement", "StopRequests"]
@@ -58,15 +57,12 @@ class Agreement:
         self.due_step = 0
         """The step at whose end a round begins, or is read."""
         self._began_at = clock()
-        self.took_s = 0.0
-        """From the beginning of the last round until it was read."""
 
     def now(self, number: int) -> int:
         """Agree on the numbers of this moment; waits for all ranks."""
         self._begin(number, trains=True)
         agreed = self._read()
-        self._distance = 1
-        self.took_s = 0.0  # ranks do not start at the same time
+        self._distance = 1  # ranks do not start at the same time
         return agreed
 
     def after_step(self, step: int, say: Callable[[], int]) -> int:
@@ -109,7 +105,6 @@ class Agreement:
         assert self._work is not None
         self._work.wait()
         self._work = None
-        self.took_s = self._clock() - self._began_at
         agreed, negative_distance, someone_trains = self._numbers.tolist()
         self._distance = -negative_distance
         self._is_over = agreed != 0 or not someone_trains
@@ -152,8 +147,10 @@ class StopRequests(Hook):
     critical = True
     ranks: Literal["zero", "all"] = "all"
     writes = ("stop_reason",)
-    _of_this_process = frozenset({"_agreement"})
+    _of_this_process = frozenset({"_agreement", "_undo"})
     _agreement: Agreement | None = None
+    _undo = ExitStack()
+    """What `teardown` undoes; of an object once that is set up."""
     poll_s = 0.05
     """How often files are looked at; a look costs more than the rest of a step's checks."""
 
@@ -171,12 +168,7 @@ class StopRequests(Hook):
         self._requested: StopReason | None = None
         self._next_poll = 0.0
         self._pace = Pace(self.poll_s)
-        self._undo = ExitStack()
         self._has_fitted = False
-
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_undo": ExitStack()}
 
     @override
     def join_run(self, run: RunContext) -> None:
@@ -202,7 +194,7 @@ class StopRequests(Hook):
             self._wake()
         return self._requested
 
-    def _stops(self) -> bool:
+    def _stops(self) -> bool:  # a method, which copies can hold
         return self.requested() is not None
 
     def _wake(self) -> None:
@@ -211,19 +203,17 @@ class StopRequests(Hook):
 
     def _code(self) -> int:
         """The number that stands for what this rank was asked."""
-        if self._agreement is not None:
-            self.sources.deadline.note_delay(self._agreement.took_s)
         return _REASONS.index(self.requested())
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._undo = ExitStack()
         if stage == "fit":
             if self._has_fitted:
                 self._forget_last_fit()
             self._has_fitted = True
             self._take_signals(trainer)
-            protect_workers()
-            self._undo.callback(release_workers)
+            self._undo.enter_context(protected_workers())
         add_cancel_check = getattr(pl_module, "add_cancel_check", None)
         if add_cancel_check is not None:
             self._undo.callback(add_cancel_check(self._stops))
@@ -282,41 +272,19 @@ class StopRequests(Hook):
             self.sources.signals.forget()
 
     def _take_signals(self, trainer: pl.Trainer) -> None:
-        """Handle signals from now on, and keep Lightning's handlers out.
+        """Handle signals from now on, unless another part of the program does for this callback.
 
-        Those talk to other ranks from inside the signal, which hangs where these do something else at the moment.
+        Lightning's handlers stay out: those talk to other ranks from inside the signal, which hangs where these do
+        something else at the moment.
         """
-        early = self._undo.enter_context(ExitStack())
         connector = signal_connector(trainer)
-        signals = self.sources.signals
-        if not signals.are_handled:
-            early.enter_context(signals.installed())
-            _after_teardown(connector, signals.end_watch)
-        register = connector.register_signal_handlers
-
-        def register_and_take() -> None:
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, REASON_OF_SIGNAL)
-            try:
-                early.close()  # Lightning puts back what it finds, when it has ended
-                register()
-                signals.install()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-        connector.register_signal_handlers = register_and_take  # type: ignore[method-assign]
+        connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
         self._undo.callback(vars(connector).pop, "register_signal_handlers", None)
-
-
-def _after_teardown(connector: Any, action: Callable[[], None]) -> None:
-    """Do something once Lightning has put the handlers back that it found."""
-    put_back = connector.teardown
-
-    def put_back_and_act() -> None:
-        vars(connector).pop("teardown", None)
-        put_back()
-        action()
-
-    connector.teardown = put_back_and_act
+        owner = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+        if isinstance(owner, StopSignals):
+            self.sources.signals = owner
+        else:
+            self._undo.enter_context(self.sources.signals.installed())
 
 
 def _raise_if_stopped(trainer: pl.Trainer, *_: Any) -> None:

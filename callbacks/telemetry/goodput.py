@@ -37,20 +37,13 @@ class Goodput(Hook):
 
     optional_reads = ("eval_scores",)  # reported after what evaluation holds training up by
     writes = (FIGURES_FIELD,)
-    _of_this_process = frozenset(
-        {"_began_at", "_start_up_s", "_spent", "_waited_s", "_next_at", "_held_since", "_has_reported"}
-    )
 
     def __init__(self, every_s: float = 10.0) -> None:
         if not every_s > 0:  # nan is not
             raise ValueError(f"Invalid `every_s`. Expected a positive number of seconds, but received {every_s!r}.")
         self.every_s = every_s
-        self._began_at = self._next_at = time.monotonic()
-        self._has_reported = False
-        self._start_up_s = 0.0
-        self._waited_s: float | None = None
         self._spent: dict[str, float] = {}
-        self._held_since: dict[str, float] = {}
+        self._held_since = 0.0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -72,14 +65,13 @@ class Goodput(Hook):
         if now >= self._next_at or (is_last and self._has_reported):
             self._has_reported = True
             self._next_at = now + self.every_s
-            publish_figures(trainer, self.seconds(trainer))
+            publish_figures(trainer, self._seconds(trainer, now))
         self.next_due_step = step + LOOK_EVERY_STEPS
         if trainer.max_steps > step:
             self.next_due_step = min(self.next_due_step, trainer.max_steps)
 
-    def seconds(self, trainer: pl.Trainer, now: float | None = None) -> dict[str, float]:
-        """The seconds that this attempt has spent so far, by the names of the metrics."""
-        now = time.monotonic() if now is None else now
+    def _seconds(self, trainer: pl.Trainer, now: float) -> dict[str, float]:
+        """The seconds that this attempt has spent until `now`, by the names of the metrics."""
         spent = dict(self._spent)
         if self._waited_s is not None:
             spent["data_wait"] = (data_wait_s(trainer) or 0.0) - self._waited_s
@@ -93,24 +85,19 @@ class Goodput(Hook):
 
     @override
     def on_rollout_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._held_since["rollout"] = time.monotonic()
+        self._held_since = time.monotonic()
 
     @override
     def on_rollout_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._release(trainer, pl_module, "rollout")
+        self.on_time_spent(trainer, pl_module, "rollout", time.monotonic() - self._held_since)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._held_since["evaluation"] = time.monotonic()
+        self._held_since = time.monotonic()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._release(trainer, pl_module, "evaluation")
-
-    def _release(self, trainer: pl.Trainer, pl_module: pl.LightningModule, what: str) -> None:
-        since = self._held_since.pop(what, None)
-        if since is not None:
-            self.on_time_spent(trainer, pl_module, what, time.monotonic() - since)
+        self.on_time_spent(trainer, pl_module, "evaluation", time.monotonic() - self._held_since)
 
 
 def data_wait_s(trainer: pl.Trainer) -> float | None:

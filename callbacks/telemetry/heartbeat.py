@@ -1,40 +1,68 @@
-"""Says at a cadence how fast training goes and what it costs."""
+"""Reports at a cadence how fast training goes and what it costs."""
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import time
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import psutil
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from ...adapter.plumbing.devices import memory_of
-from ..hook.cadence import NEVER, StepCadence, crossed
+from ..hook.cadence import NEVER, crossed, step_cadence
 from ..hook.events import FIGURES_FIELD, publish_figures
 from ..hook.hook import Hook, skippable
-from .flops import StepFlops
 from .run_events import RunEvents
 from .system_monitor import read_nvml
 
 __all__ = ["Heartbeat"]
 
+log = logging.getLogger(__name__)
 
-@dataclass
-class _Counts:
-    """The training done in a span of time."""
 
-    began_at: float
+class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what torch's own counter counts, by its formulas: products, convolutions and attention.
+
+    Unlike `torch.utils.flop_counter.FlopCounterMode` it puts no hooks on modules and gradients, which others of the run
+    may translate or forbid, and a formula that fails ends the count and not the step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops: int | None = 0
+        """None once a formula has failed."""
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(getattr(func, "overloadpacket", None))
+        if formula is not None and self.flops is not None:
+            try:
+                self.flops += int(formula(*args, **(kwargs or {}), out_val=out))
+            except Exception as error:  # noqa: BLE001  # whatever a formula of torch does not foresee
+                self.flops = None
+                log.warning("the operations of a step cannot be counted: %s: %s", type(error).__name__, error)
+        return out
+
+
+class _Mark(NamedTuple):
+    """A moment of training."""
+
+    at: float
     """On the clock of ``time.monotonic``."""
     step: int
-    """Completed steps when it began."""
-    batches: int = 0
-
-    def steps_per_sec(self, step: int, now: float) -> float:
-        return (step - self.step) / max(now - self.began_at, 1e-9)
+    batches: int
 
 
 class Heartbeat(Hook):
@@ -67,10 +95,8 @@ class Heartbeat(Hook):
     """
 
     writes = (FIGURES_FIELD,)
-    interval_steps = StepCadence()
-    _of_this_process = frozenset({"_flops"})
-    _has_nvml = False
-    _flops: StepFlops | None = None
+    _of_this_process = frozenset({"_counter"})
+    _counter: _FlopCounter | None = None
 
     def __init__(
         self,
@@ -82,12 +108,11 @@ class Heartbeat(Hook):
     ) -> None:
         if not scenario:
             raise ValueError("Invalid `scenario`. Expected a non-empty string, but received ''.")
-        self.interval_steps = interval_steps
+        self.interval_steps = step_cadence("interval_steps", interval_steps)
         self.count_flops = count_flops
         self.events = RunEvents(scenario, path)
         self._set_up_at = time.monotonic()
-        self._first_step_s: float | None = None
-        self._window = self._attempt = _Counts(self._set_up_at, 0)
+        self._window = self._attempt = _Mark(self._set_up_at, 0, 0)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -96,19 +121,29 @@ class Heartbeat(Hook):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._first_step_s = None
-        self._attempt = _Counts(time.monotonic(), trainer.global_step)
-        self._window = _Counts(self._attempt.began_at, self._attempt.step)
+        self._first_step_s: float | None = None
         self._has_nvml = trainer.strategy.root_device.type == "cuda"
-        self._flops = StepFlops() if self.count_flops else None
+        self._flops: int | None = None
+        """Operations of a step whose batch has the shapes below; None while that is not known."""
+        self._shapes: list[object] = []
+        self._counts_next = self.count_flops and self.interval_steps > 0
+        self._batches = 0
+        self.on_roll_back(trainer, pl_module)
+
+    @override
+    def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Of the attempt, too: what was undone is not progress, and would count twice.
+        self._window = self._attempt = _Mark(time.monotonic(), trainer.global_step, self._batches)
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        # The second step: the first one may do what later ones do not.
-        if self._flops is not None and self._flops.is_wanted and self._attempt.batches and self.interval_steps:
-            self._flops.begin(batch)
+        if self._counts_next and self._batches:  # the first step may do what later ones do not
+            self._counts_next = False
+            self._shapes = _shapes_of(batch)
+            self._counter = _FlopCounter()
+            self._counter.__enter__()  # type: ignore[no-untyped-call]
 
     @skippable
     @override
@@ -118,57 +153,55 @@ class Heartbeat(Hook):
         if not self.interval_steps:
             self.next_due_step = NEVER
             return
-        if self._flops is not None:
-            self._flops.end()
-        self._window.batches += 1
-        self._attempt.batches += 1
+        counter = self._end_count()
+        if counter is not None:
+            self._flops = counter.flops or None  # a trainer that does nothing that torch counts may do anything else
+        self._batches += 1
         if self._first_step_s is None:
             self._first_step_s = time.monotonic() - self._set_up_at
-        step = trainer.global_step
-        if crossed(self._window.step, step, self.interval_steps):
-            if self._flops is not None:
-                self._flops.look_at(batch)
+        if crossed(self._window.step, trainer.global_step, self.interval_steps):
+            if self.count_flops and self._shapes != _shapes_of(batch):
+                self._counts_next = True
             self._beat(trainer)
 
     @override
-    def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Of the attempt, too: what was undone is not progress, and would count twice.
-        self._attempt = _Counts(time.monotonic(), trainer.global_step)
-        self._window = _Counts(self._attempt.began_at, self._attempt.step)
-
-    @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._abandon_count()
+        self._end_count()
 
     @override
     def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._abandon_count()
+        self._end_count()
 
-    def _abandon_count(self) -> None:
-        if self._flops is not None:
-            self._flops.end(failed=True)
+    def _end_count(self) -> _FlopCounter | None:
+        counter, self._counter = self._counter, None
+        if counter is not None:
+            counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return counter
 
     def _beat(self, trainer: pl.Trainer) -> None:
-        now, step = time.monotonic(), trainer.global_step
-        window, attempt = self._window, self._attempt
-        self._window = _Counts(now, step)
-        steps_per_sec = window.steps_per_sec(step, now)
-        flops = self._flops_per_sec(trainer, window.batches / max(now - window.began_at, 1e-9))
-        watts = self._watts(trainer.strategy.root_device)
-        if watts is None:
-            watts = _metric(trainer, "watts_estimate", "power_watts")
+        window, attempt, now = self._window, self._attempt, _Mark(time.monotonic(), trainer.global_step, self._batches)
+        self._window = now
+        seconds, device = max(now.at - window.at, 1e-9), trainer.strategy.root_device
+        steps_per_sec = (now.step - window.step) / seconds
+        flops = None if self._flops is None else self._flops * (now.batches - window.batches) / seconds
+        flops = _metric(trainer, "flops_estimate", "flops") if flops is None else flops
+        watts = None
+        if self._has_nvml:
+            watts = read_nvml(lambda: torch.cuda.power_draw(device) / 1000, "the power of the GPU")
+            self._has_nvml = watts is not None
+        watts = _metric(trainer, "watts_estimate", "power_watts") if watts is None else watts
         figures = {
             "steps_per_sec": steps_per_sec,
-            "attempt_steps_per_sec": attempt.steps_per_sec(step, now),
+            "attempt_steps_per_sec": (now.step - attempt.step) / max(now.at - attempt.at, 1e-9),
             "flops_per_sec": flops,
             "watts": watts,
-            **_memory(trainer.strategy.root_device),
+            **_memory(device),
         }
         self.events.write(
             trainer,
             event="heartbeat",
             success=True,
-            duration_sec=now - attempt.began_at,
+            duration_sec=now.at - attempt.at,
             ttfi_sec=self._first_step_s,
             throughput_steps_per_sec=steps_per_sec,
             flops_estimate=flops,
@@ -176,20 +209,12 @@ class Heartbeat(Hook):
             flops_per_watt=flops / watts if flops is not None and watts else None,
             artifacts=figures,
         )
-        sent = {f"perf/{name}": value for name, value in figures.items() if value is not None}
-        publish_figures(trainer, sent)
+        publish_figures(trainer, {f"perf/{name}": value for name, value in figures.items() if value is not None})
 
-    def _watts(self, device: torch.device) -> float | None:
-        """The mean over NVML's last second at most; None where nothing says it, which is not asked again."""
-        if not self._has_nvml:
-            return None
-        watts = read_nvml(lambda: torch.cuda.power_draw(device) / 1000, "the power of the GPU")
-        self._has_nvml = watts is not None
-        return watts
 
-    def _flops_per_sec(self, trainer: pl.Trainer, batches_per_sec: float) -> float | None:
-        per_step = None if self._flops is None else self._flops.per_step
-        return _metric(trainer, "flops_estimate", "flops") if per_step is None else per_step * batches_per_sec
+def _shapes_of(batch: Any) -> list[object]:
+    """The shapes of the tensors and arrays of a batch; the row counts of Arrow batches."""
+    return [getattr(leaf, "shape", getattr(leaf, "num_rows", None)) for leaf in tree_leaves(batch)]
 
 
 def _metric(trainer: pl.Trainer, *names: str) -> float | None:
@@ -200,10 +225,8 @@ def _metric(trainer: pl.Trainer, *names: str) -> float | None:
 
 def _memory(device: torch.device) -> dict[str, float | None]:
     of_device = memory_of(device)
-    if of_device is not None:
-        return {"memory_bytes": of_device[0], "peak_memory_bytes": of_device[1]}
-    with open("/proc/self/statm", encoding="ascii") as file:
-        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    # Linux counts the peak in KiB, and a little late.
-    peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-    return {"memory_bytes": resident, "peak_memory_bytes": peak}
+    if of_device is None:
+        resident = psutil.Process().memory_info().rss
+        # Linux counts the peak in KiB, and a little late.
+        of_device = resident, max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return {"memory_bytes": of_device[0], "peak_memory_bytes": of_device[1]}

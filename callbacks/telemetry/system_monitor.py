@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -42,8 +43,10 @@ class SystemMonitor(Hook):
     """
 
     writes = (FIGURES_FIELD,)
-    _of_this_process = frozenset({"_machine"})
-    _machine: _Machine | None = None
+    _of_this_process = frozenset({"_process"})
+    _process: psutil.Process | None = None
+    """Remembers when its load was asked for."""
+    _gpus: Sequence[int] = ()
 
     def __init__(self, every_s: float = 10.0) -> None:
         if not 0 < every_s < math.inf:
@@ -55,10 +58,12 @@ class SystemMonitor(Hook):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         device = trainer.strategy.root_device
-        gpus = _gpus_of_this_machine(trainer, device) if device.type == "cuda" else ()
-        self._machine = _Machine(trainer.default_root_dir, gpus)
+        self._gpus = _gpus_of_this_machine(trainer, device) if device.type == "cuda" else ()
         self._pace = Pace(self.every_s)
         self._next_at = time.monotonic() + self.every_s
+        psutil.cpu_percent()  # the share since the last call: this one begins the first interval
+        self._process = psutil.Process()
+        self._process.cpu_percent()
 
     @skippable
     @override
@@ -67,67 +72,46 @@ class SystemMonitor(Hook):
     ) -> None:
         self.next_due_step = self._pace.next_look(trainer.global_step)
         now = time.monotonic()
-        if now >= self._next_at and self._machine is not None:
+        if now >= self._next_at:
             self._next_at = now + self.every_s
-            publish_figures(trainer, self._machine.read())
+            figures = self._read(trainer.default_root_dir)
+            publish_figures(trainer, {f"system/{name}": float(value) for name, value in figures.items()})
 
-
-class _Machine:
-    """The figures that can be read on this machine.
-
-    Args:
-        directory: Where the run writes.
-        gpus: Indices of CUDA devices.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str], gpus: tuple[int, ...]) -> None:
-        self._directory = os.path.abspath(directory)
-        self._gpus = gpus
-        self._process = psutil.Process()
-        psutil.cpu_percent()  # the share since the last call: this one begins the first interval
-        self._process.cpu_percent()
-
-    def read(self) -> dict[str, float]:
+    def _read(self, directory: str) -> dict[str, float]:
         memory = psutil.virtual_memory()
+        process = self._process = self._process or psutil.Process()
         figures: dict[str, float] = {
             "cpu_percent": psutil.cpu_percent(),
             "memory_percent": memory.percent,
             "memory_used_bytes": memory.used,
-            "process_cpu_percent": self._process.cpu_percent(),
-            "process_memory_bytes": self._process.memory_info().rss,
+            "process_cpu_percent": process.cpu_percent(),
+            "process_memory_bytes": process.memory_info().rss,
+            # A run may have written nothing yet.
+            "disk_free_bytes": psutil.disk_usage(directory if os.path.exists(directory) else os.curdir).free,
         }
-        directory = self._directory
-        while not os.path.exists(directory):  # of a run that has written nothing yet
-            directory = os.path.dirname(directory)
-        figures["disk_free_bytes"] = psutil.disk_usage(directory).free
         for gpu in self._gpus:
-            figures |= self._of_gpu(gpu)
-        return {f"system/{name}": float(value) for name, value in figures.items()}
+            load = read_nvml(functools.partial(_load_of, gpu), f"the load of GPU {gpu}")
+            self._gpus = [other for other in self._gpus if other != gpu or load is not None]
+            figures |= load or {}
+        return figures
 
-    def _of_gpu(self, gpu: int) -> dict[str, float]:
-        def load() -> dict[str, float]:
-            return {
-                f"gpu{gpu}_utilization_percent": torch.cuda.utilization(gpu),
-                f"gpu{gpu}_memory_used_bytes": torch.cuda.device_memory_used(gpu),
-                f"gpu{gpu}_power_watts": torch.cuda.power_draw(gpu) / 1000,
-                f"gpu{gpu}_temperature_celsius": torch.cuda.temperature(gpu),
-            }
 
-        figures = read_nvml(load, f"the load of GPU {gpu}")
-        if figures is None:
-            self._gpus = tuple(other for other in self._gpus if other != gpu)
-        return figures or {}
+def _load_of(gpu: int) -> dict[str, float]:
+    return {
+        f"gpu{gpu}_utilization_percent": torch.cuda.utilization(gpu),
+        f"gpu{gpu}_memory_used_bytes": torch.cuda.device_memory_used(gpu),
+        f"gpu{gpu}_power_watts": torch.cuda.power_draw(gpu) / 1000,
+        f"gpu{gpu}_temperature_celsius": torch.cuda.temperature(gpu),
+    }
 
 
 def read_nvml(read: Callable[[], _Figures], what: str) -> _Figures | None:
     """The result of `read`, which asks NVML; None where it cannot, which is logged and need not be tried again."""
     try:
         return read()
-    except ModuleNotFoundError:
-        log.info("%s is unknown: pip install 'genlight[nvml]'", what)
     except Exception as error:  # noqa: BLE001  # NVML's own errors, whose class only that package has
-        log.info("%s is unknown: %s", what, error)
-    return None
+        log.info("%s is unknown: %s (`pip install 'genlight[nvml]'` installs what reads it)", what, error)
+        return None
 
 
 def _gpus_of_this_machine(trainer: pl.Trainer, device: torch.device) -> tuple[int, ...]:

@@ -8,14 +8,12 @@ from hypothesis import given, strategies as st
 
 from genlight.adapter.contract.exceptions import TrainingCanceled
 from genlight.callbacks import Checkpoint, Hook, WriteSamples
-from genlight.callbacks.hook.cadence import Boundaries, StepCadence
+from genlight.callbacks.hook.cadence import Boundaries
 from genlight.callbacks.hook.events import run_state_of
 
 
 class Waits:
     """What `Boundaries` knows of a hook."""
-
-    every_n_steps = StepCadence()
 
     def __init__(self, every):
         self.every_n_steps = every

@@ -60,7 +60,7 @@ def check_a_diagnosis_names_the_module_and_the_step(folder):
     fit(Poisoned(), "one", steps=12, callbacks=[Diagnosis(5, path=path, trace_modules=True)])
     found = next(event for event in read_events(path) if event["artifacts"].get("fault") == "nonfinite_loss")
     assert (found["step"], found["artifacts"]["first_step"]) == (10, 7)
-    assert found["artifacts"]["forward_origin"].endswith("3")
+    assert found["artifacts"]["origin"].endswith("3")
 
 
 def check_memory_of_snapshots_is_pinned_in_the_size_that_is_asked_for():

@@ -28,7 +28,7 @@ class Sharded(Fragile):
 def sharded(name: str, *rungs: str) -> dict:
     """What this rank knows after a training with FSDP 2."""
     strategy = RANK.strategy("sharded", save_distributed_checkpoint=False)
-    recover = Recover(rungs, ["nonfinite", "loss_spike", "exploding_gradients"])
+    recover = Recover(rungs, ["nonfinite", "loss_spike"])
     batches = Batches({5} if RANK.number == 1 else (), seed=RANK.number)
     error = ""
     with RANK.group(f"store {name}"):
@@ -43,7 +43,7 @@ def sharded(name: str, *rungs: str) -> dict:
             )
         except RecoveryError as raised:
             error = str(raised)
-    return {"ladder": recover.ladder.state_dict(), "next": batches.next, "calls": 0, "error": error, "digest": ""}
+    return {"ladder": recover.state_dict(), "next": batches.next, "calls": 0, "error": error, "digest": ""}
 
 
 def outcome(name: str, faults: object, *, steps: int = STEPS, resumes: bool = False, kinds=("nonfinite",)) -> dict:
@@ -66,7 +66,7 @@ def outcome(name: str, faults: object, *, steps: int = STEPS, resumes: bool = Fa
         except RecoveryError as raised:
             error = str(raised)
     return {
-        "ladder": recover.ladder.state_dict(),
+        "ladder": recover.state_dict(),
         "next": batches.next,
         "calls": trainer.calls,
         "error": error,

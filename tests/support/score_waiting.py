@@ -17,6 +17,6 @@ class WaitsForScores(Hook):
 
     def on_train_batch_start(self, *_):
         end = time.monotonic() + PATIENCE_S
-        while self.evaluate._running is not None and not self.evaluate._running[1].has_ended():
+        while self.evaluate._running is not None and not self.evaluate._running.is_over():
             assert time.monotonic() < end
             time.sleep(0.01)

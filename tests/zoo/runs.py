@@ -205,7 +205,7 @@ def on_two_ranks(folder: Path, jobs: Sequence[dict[str, Any]], *, timeout_s: flo
     Args:
         folder: Where the ranks meet and leave their results.
         jobs: Each has ``key`` and ``name``, and may have ``strategy`` (``ddp``, ``fsdp`` or ``torch's own``),
-            ``precision``, ``sharding`` (the arguments of FSDP2Strategy), ``on_nonfinite``, and ``interrupted``, after
+            ``precision``, ``sharding`` (the arguments of FSDP2Strategy), ``skips``, and ``interrupted``, after
             how many steps to save and go on in a new run, ``durable`` to save in genlight's format, and ``looks`` for a
             callback that looks after each backward call.
         timeout_s: After this long the ranks are ended, on a loaded machine too.
@@ -244,14 +244,14 @@ def _run_job(job: dict[str, Any], rank: int, world_size: int, folder: Path) -> W
 
     import lightning.pytorch as pl
 
-    from genlight.callbacks import Checkpoint, WatchNonfinite
+    from genlight.callbacks import Checkpoint, Recover
     from genlight.callbacks.checkpoint import newest_valid
 
     class LooksAfterBackward(pl.Callback):
         def on_after_backward(self, trainer: Any, pl_module: Any) -> None: ...
 
     checkpoints = folder / f"{job['key']} checkpoints"
-    callbacks: list[Any] = [WatchNonfinite(job["on_nonfinite"])] if "on_nonfinite" in job else []
+    callbacks: list[Any] = [Recover(["skip"], good_steps=1)] if job.get("skips") else []
     callbacks += [Checkpoint(checkpoints)] if job.get("durable") else []
     callbacks += [LooksAfterBackward()] if job.get("looks") else []
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from zoo import runs, small as zoo
 
-from genlight.callbacks import WatchNonfinite
+from genlight.callbacks import Recover
 
 # It computes in half precision itself: two half batches round otherwise than a whole one.
 TOLERANCE = {"OwnScaler": 1e-3}
@@ -81,7 +81,7 @@ def two_ranks(tmp_path_factory):
     # Last of all, because it leaves the ranks out of step.
     last = [{"key": "looking on one rank", "name": "LookingOnOneRank"}]
     jobs += [{"key": "overflow", "name": "OverflowOnOneRank", "precision": "16-mixed"}]
-    skipping = {"name": "OverflowOnOneRank", "on_nonfinite": "skip"}
+    skipping = {"name": "OverflowOnOneRank", "skips": True}
     jobs += [{"key": f"skip {strategy}", "strategy": strategy, **skipping} for strategy in ("ddp", "fsdp")]
     jobs += [{"key": "fsdp bf16-mixed", "name": "Base", "strategy": "fsdp", "precision": "bf16-mixed"}]
     jobs += [{"key": f"interrupted {key}", "interrupted": 2, **INTERRUPTED[key]} for key in INTERRUPTED]
@@ -205,7 +205,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(two_ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_loss_that_is_infinite_on_one_rank_skips_the_update_on_all_where_that_is_asked_for(two_ranks, strategy):
-    module, _ = runs.hosted_run("OverflowOnOneRank", callbacks=[WatchNonfinite("skip")])
+    module, _ = runs.hosted_run("OverflowOnOneRank", callbacks=[Recover(["skip"], good_steps=1)])
     expected = runs.weights(module.contract_state, module.plugin)
 
     for rank in two_ranks:

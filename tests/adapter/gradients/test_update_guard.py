@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from zoo.runs import precision_of
 
-from genlight.adapter import ContractError, ContractModule, NonfiniteError, StepResult, TrainingJobSpec
-from genlight.callbacks import Checkpoint, WatchNonfinite
+from genlight.adapter import ContractError, ContractModule, RecoveryError, StepResult, TrainingJobSpec
+from genlight.callbacks import Checkpoint, Recover
 from genlight.reporters import EventLogger, read_events
 
 BAD = 3
@@ -115,11 +115,11 @@ class Spoils(Normalized):
         return super().train_step(batch, state, ctx)
 
 
-def fit(tmp_path, trainer_class, *, bad=(BAD,), steps=STEPS, callbacks=(), watch=None, ckpt_path=None, **more):
+def fit(tmp_path, trainer_class, *, bad=(BAD,), steps=STEPS, callbacks=(), recover=None, ckpt_path=None, **more):
     trainer = pl.Trainer(
         accelerator="cpu",
         max_steps=steps,
-        callbacks=[watch or WatchNonfinite("skip", every_n_steps=2), *callbacks],
+        callbacks=[recover or Recover(["skip"], good_steps=1, max_attempts=100), *callbacks],
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=tmp_path,
@@ -185,43 +185,35 @@ def test_a_run_resumed_between_a_bad_batch_and_its_update_ends_bit_equal_too(tmp
     assert_equal(resumed, through)
 
 
-def test_it_is_told_once_and_their_number_at_the_end_also_after_a_resume(tmp_path, caplog):
+def test_each_is_told_and_their_number_also_after_a_resume(tmp_path, caplog):
     def told():
-        found = [e for e in read_events(tmp_path / "events.jsonl") if e.get("name") == "trainer/nonfinite_step"]
-        return [event["value"] for event in found]
+        found = [e for e in read_events(tmp_path / "events.jsonl") if e.get("name") == "recover/skip"]
+        return [(event["step"], event["value"]) for event in found]
 
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=6)
     logger = EventLogger(tmp_path / "events.jsonl", run_id="r")
     fit(tmp_path, Normalized, bad=(1, 5, 6), steps=6, callbacks=[checkpoint], logger=logger)
-    assert told() == [2.0]
-    assert next(m for m in caplog.messages if "left out" in m and "at step" in m).startswith(
-        "a loss or gradient was not finite at step 2, and its update was left out"
-    )
-    caplog.clear()
+    assert told() == [(2, 1.0), (6, 2.0)]
+    assert "step 2: the loss is not finite since step 2. The update is skipped (attempt 1)" in caplog.messages
     logger = EventLogger(tmp_path / "events.jsonl", run_id="r")
     saved = tmp_path / "c" / "step-00000006.json"
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=6)
     fit(tmp_path, Normalized, bad=(1, 5, 6), callbacks=[checkpoint], ckpt_path=saved, logger=logger)
-    assert told() == [2.0]
-    assert [m for m in caplog.messages if "left out" in m] == ["updates left out because they were not finite: 3"]
+    assert told()[-1] == (7, 3.0)
+    assert "attempt 2" in caplog.text  # of the incident that the checkpoint was saved in
 
 
-def test_weights_that_are_not_finite_all_the_same_end_the_run(tmp_path):
-    with pytest.raises(NonfiniteError, match=r"weights '.*' are not finite at step \d.* learning rate"):
-        fit(tmp_path, Spoils, bad=())
+@pytest.mark.parametrize(("trainer_class", "bad"), [(Normalized, (0, 3, 4, 5, 6, 7)), (Spoils, ())])
+def test_a_run_that_trains_nothing_any_more_ends(tmp_path, trainer_class, bad):
+    with pytest.raises(RecoveryError, match=r"after 3 attempts since step \d: skip at step .* learning rate"):
+        fit(tmp_path, trainer_class, bad=bad, recover=Recover(["skip"], good_steps=1, max_attempts=3))
 
 
-def test_a_run_that_trains_nothing_any_more_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr("genlight.callbacks.health.watch_nonfinite.MOST_IN_A_ROW", 3)
-    with pytest.raises(NonfiniteError, match="the last 3 updates before step 6 were left out"):
-        fit(tmp_path, Normalized, bad=(0, 3, 4, 5, 7))
-
-
-def test_in_fp16_the_scaler_leaves_them_out_and_its_own_overflows_are_not_told(tmp_path, caplog):
-    watch = WatchNonfinite("skip", every_n_steps=1)
-    state = fit(tmp_path, Normalized, watch=watch, **precision_of("16-mixed"))
+def test_in_fp16_the_scaler_leaves_them_out_and_its_own_overflows_are_not_told(tmp_path):
+    recover = Recover(["skip"], good_steps=1, max_attempts=100)
+    state = fit(tmp_path, Normalized, recover=recover, **precision_of("16-mixed"))
     assert all(torch.isfinite(tensor).all() for tensor in state["model"].state_dict().values())
-    assert watch.state_dict()["left_out"] == 1
+    assert recover.state_dict()["taken"] == {"skip": 1}
 
 
 @pytest.mark.parametrize(
@@ -231,30 +223,3 @@ def test_in_fp16_the_scaler_leaves_them_out_and_its_own_overflows_are_not_told(t
 def test_what_cannot_leave_out_an_update_is_refused(tmp_path, trainer_class, words):
     with pytest.raises(ContractError, match=words):
         fit(tmp_path, trainer_class)
-
-
-class Plain(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_a_lightning_module_of_another_kind_is_refused(tmp_path):
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_steps=1,
-        callbacks=[WatchNonfinite("skip")],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
-    with pytest.raises(ContractError, match="Plain is not one"):
-        trainer.fit(Plain(), Batches())

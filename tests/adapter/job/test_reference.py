@@ -86,6 +86,7 @@ def test_what_is_said_to_run_in_a_job_is_what_runs_there(tmp_path):
         type(each).__name__ for each in instantiate(config)[0].callbacks if type(each).__module__.startswith("genlight")
     ]
     said = [name for name, callback in STANDARD_CALLBACKS.items() if callback.arguments]
+    said.remove("Recover")  # which `on_nonfinite: skip` brings
     assert said == run
 
 
@@ -98,7 +99,11 @@ def test_a_job_that_recovers_reports_values_that_are_not_finite_once(tmp_path):
         return {type(each).__name__: each for each in trainer.callbacks}
 
     made = callbacks_of(good_steps=7)
-    assert made["Recover"].ladder.good_steps == 7
+    assert made["Recover"].good_steps == 7
+    assert "WatchNonfinite" not in made
+    job["on_nonfinite"] = "skip"
+    made = callbacks_of(max_attempts=7)
+    assert (made["Recover"].ladder, made["Recover"].good_steps, made["Recover"].max_attempts) == (("skip",), 1, 7)
     assert "WatchNonfinite" not in made
     with pytest.raises(StartupContractError, match=r"`callbacks` block of the job cannot be used.*lr_factor"):
         callbacks_of(lr_factor=2)

@@ -614,8 +614,8 @@ def test_a_run_that_is_to_stop_where_something_is_not_finite_ends_with_step_and_
 def test_a_run_that_skips_what_is_not_finite_completes_with_finite_weights(write_job, caplog):
     job = write_job(trainer=":Learns", metric_every=2, max_steps=6, on_nonfinite="skip")
     assert run(job) == 0
-    assert [e["value"] for e in events(job) if e.get("name") == "trainer/nonfinite_step"] == [3.0]
-    assert "updates left out because they were not finite: 1" in caplog.messages
+    assert [(e["step"], e["value"]) for e in events(job) if e.get("name") == "recover/skip"] == [(3, 1.0)]
+    assert "step 3: the loss is not finite since step 3. The update is skipped (attempt 1)" in caplog.messages
     assert read_record(job.parent / "out" / "checkpoints" / "final.json").finite_weights is True
 
 

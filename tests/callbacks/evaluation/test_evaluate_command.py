@@ -9,13 +9,14 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
 from genlight.adapter import EvaluationError
 from genlight.callbacks import Checkpoint, EvaluateCommand, Hook, LogMetrics
-from genlight.callbacks.evaluation.evaluate_command import ScoreCommand, parse_scores
+from genlight.callbacks.evaluation.evaluate_command import ScoreCommand
 from genlight.callbacks.hook.events import run_state_of
 from support.score_waiting import WaitsForScores
 
@@ -30,10 +31,10 @@ def program(folder: Path, body: str) -> list[str]:
 
 
 def run_score_command(arguments: list[str], *, time_limit_s: float) -> dict[str, float]:
-    command = ScoreCommand(arguments, time_limit_s=time_limit_s)
-    while (scores := command.poll()) is None:
+    command = ScoreCommand(arguments, SimpleNamespace(step=1, path=Path("step-1.json")), time_limit_s=time_limit_s)
+    while not command.is_over():
         time.sleep(0.01)
-    return scores
+    return command.scores()
 
 
 class Heard(Hook):
@@ -119,13 +120,13 @@ def test_a_failure_is_forgiven(fit, counting_trainer, tmp_path, caplog) -> None:
         )
     assert trainer.global_step == 6
     assert evaluate.failures["on_train_batch_end"] > 2
-    assert "ended with exit code 3: token (checkpoint of step 1)" in caplog.text
+    assert "the evaluation command for the checkpoint of step 1 ended with exit code 3: token" in caplog.text
 
 
 def test_a_critical_failure_ends_the_run(fit, counting_trainer, tmp_path) -> None:
     evaluate = EvaluateCommand(program(tmp_path, "os.kill(os.getpid(), 9)"), critical=True)
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=1)
-    with pytest.raises(EvaluationError, match=r"was killed by SIGKILL \(checkpoint of step "):
+    with pytest.raises(EvaluationError, match=r"for the checkpoint of step \d ended with exit code -9"):
         fit(counting_trainer(), [evaluate, WaitsForScores(evaluate), checkpoint], enable_checkpointing=True)
 
 
@@ -195,7 +196,7 @@ def test_what_a_command_leaves_behind_does_not_hold_up_its_scores(tmp_path) -> N
         ("sys.stdout.buffer.write(bytes(range(256)))", "must be a JSON object"),
         ("raise ValueError('no such layer')", "ended with exit code 1: (.|\n)*ValueError: no such layer"),
         ("while True: print('x' * 1000)", "printed more than 1,048,576 bytes"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "ended with exit code -11"),
     ],
 )
 def test_rubbish_is_one_clear_error(tmp_path, body, said) -> None:
@@ -204,19 +205,33 @@ def test_rubbish_is_one_clear_error(tmp_path, body, said) -> None:
 
 
 def test_a_command_that_does_not_exist(tmp_path) -> None:
-    with pytest.raises(EvaluationError, match=r"the evaluation command '/nowhere/score' cannot be started: .*No such"):
+    with pytest.raises(EvaluationError, match=r"command .* cannot be started: .*No such .*'/nowhere/score'"):
         run_score_command(["/nowhere/score"], time_limit_s=PATIENCE_S)
 
 
-def test_scores_are_the_last_line_of_the_output() -> None:
-    assert parse_scores('loading\n{"a": 1}\n\n') == {"a": 1.0}
+@pytest.mark.parametrize(("command", "words"), [([], "Expected a program"), ("score 'it", "No closing quotation")])
+def test_a_command_without_a_program_or_an_end_is_refused(command, words) -> None:
+    with pytest.raises(ValueError, match=f"Invalid `command`.*{words}"):
+        EvaluateCommand(command)
 
 
-def test_every_wrong_argument_is_named() -> None:
-    with pytest.raises(ValueError, match=r"`command`.*`every_n_steps` -1.*`time_limit_s` 0"):
-        EvaluateCommand([], every_n_steps=-1, time_limit_s=0)
-    with pytest.raises(ValueError, match=r"No closing quotation"):
-        EvaluateCommand("score 'it")
+def test_a_checkpoint_that_waits_is_scored_although_the_one_before_failed_at_the_end(
+    fit, counting_trainer, tmp_path
+) -> None:
+    command = program(
+        tmp_path,
+        """
+        step = json.load(open(sys.argv[1]))["step"]
+        time.sleep(0.5)
+        print(json.dumps({"step": step}) if step == 3 else "rubbish")
+        """,
+    )
+    evaluate, heard = EvaluateCommand(command), Heard()
+    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=2)
+    fit(counting_trainer(), [evaluate, checkpoint, heard], steps=3, enable_checkpointing=True)
+
+    assert heard.scores == [(3, {"step": 3.0})]
+    assert sum(evaluate.failures.values()) == 1
 
 
 def test_without_checkpoints_it_is_refused(fit, counting_trainer) -> None:

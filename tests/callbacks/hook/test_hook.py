@@ -481,8 +481,7 @@ def test_a_cycle_is_an_error_at_start_that_names_all_that_take_part_and_nobody_e
     with pytest.raises(HookOrderError) as caught:
         train(hooks)
 
-    assert "First reads ['a'] of Second" in str(caught.value)
-    assert "Second reads ['b'] of First" in str(caught.value)
+    assert "First, Second, First" in str(caught.value) or "Second, First, Second" in str(caught.value)
     assert "Bystander" not in str(caught.value)
 
 

@@ -13,14 +13,13 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from genlight.callbacks.stop import data_workers
-from genlight.callbacks.stop.data_workers import protect_workers, release_workers, start_workers
+from genlight.callbacks.stop.data_workers import protected_workers
 
 
 @pytest.fixture
 def protected():
-    protect_workers()
-    yield
-    release_workers()
+    with protected_workers():
+        yield
 
 
 class Doing(Dataset):
@@ -52,24 +51,11 @@ def test_batches_are_those_of_an_unprotected_loader_and_the_loader_stays_as_it_w
     loader = loader_of(facts, num_workers=2, worker_init_fn=note_worker)
     torch.manual_seed(3)
     expected = list(loader)
-    protect_workers()
     torch.manual_seed(3)
-    try:
+    with protected_workers():
         assert list(loader) == expected
-    finally:
-        release_workers()
     assert expected[1][3] == "1"
     assert loader.worker_init_fn is note_worker
-
-
-def test_loaders_are_torchs_own_again_after_the_last_span():
-    before = DataLoader._get_iterator
-    protect_workers()
-    protect_workers()
-    release_workers()
-    assert DataLoader._get_iterator is start_workers
-    release_workers()
-    assert DataLoader._get_iterator is before
 
 
 def signalled(index):
@@ -102,26 +88,13 @@ def test_workers_of_a_loader_that_makes_its_iterators_itself_heed_none_either(ki
     assert list(kind(Doing(signalled), batch_size=None, num_workers=1)) == list(range(8))
 
 
-def test_nor_do_those_of_a_kind_of_loader_that_is_defined_later(protected):
-    class Later(Forked):
-        def _get_iterator(self):
-            return _MultiProcessingDataLoaderIter(self)
-
-    assert list(Later(Doing(signalled), batch_size=None, num_workers=1)) == list(range(8))
-
-
-def test_kinds_of_loaders_are_their_own_again_after_the_last_span():
-    own = [vars(kind)["_get_iterator"] for kind in (Forked, Extended)]
-    protect_workers()
-
-    class Later(Forked):
-        def _get_iterator(self):
-            return _MultiProcessingDataLoaderIter(self)
-
-    release_workers()
-    assert [vars(kind)["_get_iterator"] for kind in (Forked, Extended)] == own
-    assert vars(Later)["_get_iterator"].__qualname__.endswith("Later._get_iterator")
-    assert "__init_subclass__" not in vars(DataLoader)
+def test_kinds_of_loaders_are_their_own_again_after_the_outer_block():
+    own = [vars(kind)["_get_iterator"] for kind in (DataLoader, Forked, Extended)]
+    with protected_workers():
+        with protected_workers():
+            pass
+        assert all(vars(kind)["_get_iterator"] not in own for kind in (DataLoader, Forked, Extended))
+    assert [vars(kind)["_get_iterator"] for kind in (DataLoader, Forked, Extended)] == own
 
 
 def terminate_a_program(_):
@@ -154,7 +127,7 @@ held = []
 
 
 def leave_workers_behind():
-    protect_workers()
+    protected_workers().__enter__()
     held.append(iter(loader_of(int, persistent_workers=True)))
     next(held[0])
 

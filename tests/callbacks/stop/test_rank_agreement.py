@@ -167,18 +167,6 @@ def test_what_is_agreed_on_at_once_is_the_largest_number(ranks):
     assert [rank.agreed for rank in ranks(ask)] == [1, 1]
 
 
-def test_how_long_it_takes_until_a_number_is_heeded_is_known(ranks):
-    def train(rank):
-        rank.agreement.now(0)
-        for step in range(1, 21):
-            rank.now += rank.step_s
-            rank.agreement.after_step(step, lambda: 0)
-        rank.agreed = rank.agreement.took_s
-        rank.agreement.leave()
-
-    assert [rank.agreed for rank in ranks(train, step_s=(1.0, 3.0))] == [1.0, 3.0]
-
-
 SECONDS = st.floats(0, 1000)
 
 
