@@ -238,12 +238,13 @@ def _fit(trainer: Transformer, batches: Any, device: str, steps: int, **more: An
     """A run with what a job gets, under bf16-mixed."""
     module = ContractModule(trainer, TrainingJobSpec(run_id="device", max_steps=steps))
     on_cuda = torch.device(device).type == "cuda"
-    with tempfile.TemporaryDirectory() as folder:
-        callbacks = standard_set(Path(folder), every=more.get("every", METRIC_EVERY)) + more.get("callbacks", [])
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        callbacks = standard_set(folder, every=more.get("every", METRIC_EVERY)) + more.get("callbacks", [])
         fit(
             module,
             batches,
-            Path(folder),
+            folder,
             steps=steps,
             accelerator="gpu" if on_cuda else "cpu",
             precision="bf16-mixed",
