@@ -310,8 +310,10 @@ def _listed(path: Path) -> Listed | None:
 
 
 def _begins_as_record(path: Path) -> bool:
+    """Whether the file at `path` begins as a record does, or is what is left of one that was cut off."""
     with os.fdopen(open_regular(path), "rb") as file:
-        return file.read(len(RECORD_MARKER)) == RECORD_MARKER
+        beginning = file.read(len(RECORD_MARKER))
+    return bool(beginning) and RECORD_MARKER.startswith(beginning)
 
 
 def is_checkpoint_file(path: Path) -> bool:

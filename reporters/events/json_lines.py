@@ -13,13 +13,15 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ...adapter.contract.exceptions import EventLogError
 from ...adapter.plumbing.durable import fsync_directory, write_all
-from ...adapter.plumbing.file_lock import FileLock, LockHeldError, NoLocksError
+
+if TYPE_CHECKING:
+    from ...adapter.plumbing.file_lock import FileLock
 
 __all__ = [
     "LONGEST_LINE",
@@ -138,6 +140,9 @@ class LineFile:
     """
 
     def __init__(self, path: StrPath, decode: Callable[[bytes], Any] = decode_object, *, tries: int = 1) -> None:
+        # Here, so that files are read where no locks are, as on another system.
+        from ...adapter.plumbing.file_lock import FileLock, LockHeldError, NoLocksError
+
         self.path = Path(path)
         self.lines, self._torn = 0, False
         try:

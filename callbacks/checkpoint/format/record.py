@@ -298,9 +298,9 @@ class CheckpointRecord(RecordMeta):
         named, folder = (self.trainer_checkpoint or {}).get("primary_path"), self.trainer_folder
         if folder is None or not isinstance(named, (str, os.PathLike)) or not is_path(os.fspath(named)):
             return None
-        # An older runtime's is where it was when that named it; the folder may have been moved since.
-        inside = Path(named).name if self.is_old and os.path.isabs(named) else named
-        path = Path(os.path.abspath(folder / inside))
+        if self.is_old and os.path.isabs(named):  # where it was when that named it; the folder may have been moved
+            named = f"{named}/".rpartition(f"/{folder.name}/")[2]
+        path = Path(os.path.abspath(folder / named))
         return path if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)) else None
 
     @property

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from genlight.adapter.contract.exceptions import BrokenCheckpointError, UnstorableStateError
+from genlight.adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, UnstorableStateError
 from genlight.callbacks.checkpoint import RecordMeta, load, read_record, save, stage, verify
 
 
@@ -116,25 +116,28 @@ def test_an_unstorable_value_is_refused_by_path_and_nothing_is_written(tmp_path)
 
 
 def test_files_of_the_trainers_hook_belong_to_the_checkpoint(tmp_path):
-    elsewhere = tmp_path / "base.bin"
-    elsewhere.write_bytes(b"weights")
     staging = stage(tmp_path / "c" / "step-00000001.json")
     output = staging.folder("trainer")
     (output / "sub").mkdir()
     (output / "sub" / "lora.bin").write_bytes(b"lora")
-    (output / "link.bin").symlink_to(elsewhere)
     meta = RecordMeta(trainer_checkpoint={"primary_path": str(output / "sub" / "lora.bin"), "rank": 4})
 
     record = save(tmp_path / "c" / "step-00000001", {}, meta=meta, staging=staging)
 
     assert record.trainer_checkpoint == {"primary_path": "sub/lora.bin", "rank": 4}
     assert record.primary_path.read_bytes() == b"lora"
-    assert (record.trainer_folder / "link.bin").read_bytes() == b"weights"
-    assert not (record.trainer_folder / "link.bin").is_symlink()
-    assert {record.file_name(file) for file in record.files} >= {"trainer/sub/lora.bin", "trainer/link.bin"}
+    assert "trainer/sub/lora.bin" in {record.file_name(file) for file in record.files}
     record.primary_path.write_bytes(b"LORA")
     with pytest.raises(BrokenCheckpointError, match=r"sub/lora\.bin"):
         verify(record.path)
+
+
+def test_a_link_of_the_trainers_hook_is_refused_by_name_and_nothing_is_written(tmp_path):
+    staging = stage(tmp_path / "c" / "step-00000001.json")
+    (staging.folder("trainer") / "base.bin").symlink_to(tmp_path / "base")
+    with pytest.raises(CheckpointError, match=r"save_checkpoint left a link, base\.bin -> .*; write a file instead"):
+        save(tmp_path / "c" / "step-00000001", {}, staging=staging)
+    assert os.listdir(tmp_path / "c") == []
 
 
 @pytest.mark.parametrize(
