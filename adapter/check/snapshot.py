@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...callbacks.checkpoint.codec.state_tree import is_wrapper, wrapped_tensors
-from ...callbacks.checkpoint.codec.tensor_bytes import as_uint8
+from ...callbacks.checkpoint.codec.tensors import as_uint8
 from ...callbacks.optimizer_state import named_values
 from ..discovery.children import key_text, uncompiled
 from ..discovery.discover import Discovered, Found, discover, walk_both

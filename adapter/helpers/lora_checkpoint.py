@@ -80,7 +80,7 @@ def save_trainable_module_checkpoint(
 
     from ...callbacks.checkpoint import save
     from ...callbacks.checkpoint.codec.state_tree import encode
-    from ...callbacks.checkpoint.codec.tensor_table import TensorTable
+    from ...callbacks.checkpoint.codec.tensors import TensorTable
 
     directory = Path(output_dir)
     trainable = {name: value for name, value in module.named_parameters() if value.requires_grad}

@@ -13,7 +13,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from ...callbacks.checkpoint.codec.state_tree import encode
-from ...callbacks.checkpoint.codec.tensor_table import TensorTable
+from ...callbacks.checkpoint.codec.tensors import TensorTable
 from ...callbacks.hook.events import fire, run_state_of
 from ..contract.exceptions import ContractError, UnstorableStateError
 from ..contract.run_state import RunState

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         RecordMeta as RecordMeta,
         read_record as read_record,
     )
-    from .loading import load as load, load_weights as load_weights
     from .plugins import DurableCheckpointIO as DurableCheckpointIO
     from .policy import Checkpoint as Checkpoint, WritesTrainerFiles as WritesTrainerFiles
     from .rank_state import capture_rng as capture_rng, restore_rng as restore_rng
@@ -37,6 +36,6 @@ if TYPE_CHECKING:
         sweep as sweep,
         verify as verify,
     )
-    from .store import CheckpointStore as CheckpointStore, save as save
+    from .store import CheckpointStore as CheckpointStore, load as load, load_weights as load_weights, save as save
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

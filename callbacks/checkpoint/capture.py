@@ -8,7 +8,7 @@ a third of the time of copying into fresh memory, whose pages the kernel has to 
 accelerator the memory is pinned, so that the copies run at the speed of the bus and need one synchronisation for all.
 
 Frozen weights are parameters that require no gradient and that no optimizer holds, as the start of training finds them.
-They are written once in a run. Each later checkpoint has a hard link to that file, so that its folder is whole by
+They are written once in an attempt. Each later checkpoint has a hard link to that file, so that its folder is whole by
 itself: it can be removed, copied or moved without a look at the others. A file system without hard links gets them with
 every checkpoint. With ``weights="trained"`` they are left out, as long as they are what the class builds: the record
 says what their bytes were, and a resume takes them from the module, and from no other bytes than those. At each save
@@ -37,10 +37,17 @@ from ...adapter.plumbing.text import size_text
 from ..finite import are_finite
 from ..optimizer_state import parameters_of
 from .codec.state_tree import encode
-from .codec.tensor_bytes import bytes_of, content_digests
-from .codec.tensor_table import WEIGHTS, Entry, TensorTable, entry_of, is_plain, stored_as
+from .codec.tensors import (
+    WEIGHTS,
+    Entry,
+    TensorTable,
+    bytes_of,
+    content_digests,
+    is_plain,
+    stored_as,
+)
 from .contents import SlicedTensor, build_header
-from .format.record import FROZEN_FILE, MODEL_FILE, CheckpointRecord, LeftOut, RecordMeta
+from .format.record import FROZEN_FILE, MODEL_FILE, TRAINER_FOLDER, CheckpointRecord, LeftOut, RecordMeta
 from .storage import STATE_MARKER, Staging, naming_the_checkpoint
 
 __all__ = [
@@ -122,7 +129,8 @@ def capture(checkpoint: Mapping[str, Any], meta: RecordMeta, staging: Staging) -
     state = encode(contract.pop("state", {}), table, root="state")
     if CONTRACT_KEY in checkpoint:
         encoded[CONTRACT_KEY] = encode(contract, table, root=CONTRACT_KEY)
-    _check_json(meta.trainer_checkpoint)
+    if meta.trainer_checkpoint is not None:
+        meta = replace(meta, trainer_checkpoint=_as_stored(meta.trainer_checkpoint, staging))
     step = meta.step if meta.step is not None else int(checkpoint.get("global_step", 0))
     metadata = encode(getattr(checkpoint.get(_WEIGHTS), "_metadata", None), table, root="state_dict._metadata")
     content = {"format_version": 1, "weights_metadata": metadata, "checkpoint": {"$dict": list(encoded.items())}}
@@ -130,14 +138,20 @@ def capture(checkpoint: Mapping[str, Any], meta: RecordMeta, staging: Staging) -
     return Captured(meta, step, state, state_file, table.entries, table.slices, table.sharded_tensors, staging)
 
 
-def _check_json(value: Mapping[str, Any] | None) -> None:
-    """Check the result of the hook, which goes into the record as it is, where orchestrators read it."""
-    if value is None:
-        return
+def _as_stored(result: Mapping[str, Any], staging: Staging) -> Mapping[str, Any]:
+    """The result of the hook, which goes into the record as it is, where orchestrators read it.
+
+    Its ``primary_path`` is made to hold after the folder got its name, and wherever it is moved to.
+    """
+    named = result.get("primary_path")
+    if isinstance(named, (str, os.PathLike)):
+        path, output = Path(named), (staging.path / TRAINER_FOLDER).absolute()
+        result = {**result, "primary_path": str(path.relative_to(output) if path.is_relative_to(output) else path)}
     try:
-        json.dumps({**value, "primary_path": str(value.get("primary_path"))}, allow_nan=False)
+        json.dumps(dict(result), allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise UnstorableStateError("save_checkpoint()", f"{type(value).__name__} ({error})", "return JSON") from None
+        raise UnstorableStateError("save_checkpoint()", f"{type(result).__name__} ({error})", "return JSON") from None
+    return result
 
 
 def snapshot(captured: Captured, buffer: HostBuffer) -> Captured:
@@ -205,8 +219,7 @@ class Frozen:
     Args:
         tensors: What `frozen_in` found, at the start.
         leaves_out: Whether checkpoints leave out what is as the class built it.
-        loaded: The checkpoint that the training goes on from: only what it leaves out is as the class built it, and its
-            file is shared if it has the same bytes.
+        loaded: The checkpoint that the training goes on from: only what it leaves out is as the class built it.
     """
 
     def __init__(
@@ -222,9 +235,6 @@ class Frozen:
         if loaded is not None:
             built = set(loaded.left_out)
             self._left_out = {key: left for key, left in self._left_out.items() if left in built}
-            stored = {key: tensor for key, tensor in tensors.items() if key not in self._left_out}
-            file = _file_of(loaded, frozenset(stored))
-            self._file = file if file is not None and _has_the_bytes(file, stored) else None
 
     def divide(self, captured: Captured) -> Captured:
         """`captured` with its frozen weights set apart: left out, linked from the last checkpoint, or in one file.
@@ -280,16 +290,6 @@ def _identity_of(path: Path) -> tuple[int, int, int]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _has_the_bytes(file: FrozenFile, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether `file`, which was proven when it was loaded, is what writing `tensors` would give."""
-    hasher = xxhash.xxh3_128()
-    for _, entries in by_file(entry_of(FROZEN_FILE, key, tensor.detach()) for key, tensor in tensors.items()):
-        hasher.update(header_of(entries))
-        for entry in entries:
-            hasher.update(bytes_of(entry.source))
-    return hasher.hexdigest() == file.xxh3_128
-
-
 _ALIGNMENT = 64
 """Every tensor of a snapshot starts at a multiple of this many bytes."""
 _SPARE = 1 << 20
@@ -307,9 +307,6 @@ class HostBuffer:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._made_for = "cpu"
         """The kind of device that copies fast to this memory."""
-        self._layout: list[tuple[torch.dtype, torch.Size]] = []
-        self._targets: list[torch.Tensor] = []
-        """The parts of the memory that take tensors of `_layout`: most snapshots are like the one before."""
 
     @property
     def nbytes(self) -> int:
@@ -331,7 +328,6 @@ class HostBuffer:
         """Hold at least `nbytes` for copies from `device`."""
         if nbytes <= self.nbytes and device.type in ("cpu", self._made_for):
             return
-        self._layout, self._targets = [], []
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # before other memory is taken
         self._memory = torch.zeros(nbytes + _SPARE if nbytes else 0, dtype=torch.uint8, device="cpu")
         self._made_for = device.type
@@ -340,14 +336,10 @@ class HostBuffer:
 
     def _laid_out(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
         """A part of the memory for each of `tensors`, of its type and shape."""
-        layout = [(tensor.dtype, tensor.shape) for tensor in tensors]
         offsets = [0, *itertools.accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)]
         self.reserve(offsets[-1], device)
-        if layout != self._layout:
-            parts = zip(tensors, offsets[:-1], strict=True)
-            self._targets = [_like(tensor, self._memory[at : at + tensor.nbytes]) for tensor, at in parts]
-            self._layout = layout
-        return self._targets
+        parts = zip(tensors, offsets[:-1], strict=True)
+        return [_like(tensor, self._memory[at : at + tensor.nbytes]) for tensor, at in parts]
 
     def _pin(self, device: torch.device) -> None:
         """Pin the memory for `device`; it stays as it is where that is too much, or refused.

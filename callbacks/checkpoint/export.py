@@ -28,8 +28,8 @@ from torch import nn
 from ...adapter.contract.exceptions import CheckpointError
 from ...adapter.plumbing.durable import fsync_directory, fsync_file, temporary_name, write_bytes_durably
 from .capture import CONTRACT_KEY
-from .loading import Base, load, load_weights
 from .selection import find_checkpoint
+from .store import Base, load, load_weights
 
 __all__ = ["export_lightning", "export_pretrained", "export_safetensors", "keep_configurations", "read_base"]
 

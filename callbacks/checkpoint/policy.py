@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -27,7 +27,7 @@ from ...adapter.plumbing.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, Pace, crossed, step_cadence, suppressed
 from ..hook.events import awaits_module_hook, callbacks_of, fire, run_state_of
 from ..hook.hook import Hook, RunContext, ending_the_run, skippable
-from ..lightning_internals import checkpoint_connector
+from ..lightning_internals import checkpoint_connector, ddp_settings
 from .capture import CONTRACT_KEY, Frozen, frozen_in
 from .export import keep_configurations
 from .format.record import (
@@ -41,7 +41,7 @@ from .format.record import (
     step_name,
 )
 from .loader_position import forget_positions, keep_positions, put_positions_back, set_positions_aside
-from .plugins import give_back_plugin, install_plugin, rank_groups_of, url_faults
+from .plugins import install_plugin, rank_groups_of, url_faults
 from .rank_state import ResumeState, capture_parts, stands_between_batches
 from .selection import WRITER, Retention, add_score, best_first, is_named, list_checkpoints, own_records, to_delete
 from .sharded.rank_channel import ALONE, Channel
@@ -155,7 +155,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             raise ValueError(f"Invalid `weights`. Expected 'all' or 'trained', but received {weights!r}.")
         self.dirpath = None if dirpath is None else local_path(dirpath)
         self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
-        self.every_n_epochs, self.every_minutes = every_n_epochs, every_minutes
+        self.every_n_epochs, self.every_minutes = step_cadence("every_n_epochs", every_n_epochs), every_minutes
         self.retention = Retention(keep_last, keep_best, monitor, mode)
         self.save_final, self.asynchronous, self.critical = save_final, asynchronous, on_error == "stop"
         self.replace_existing, self.weights = replace_existing, weights
@@ -184,6 +184,11 @@ class Checkpoint(Hook, LightningCheckpoint):
             raise TypeError(
                 f"Checkpoint does not save under {type(trainer.strategy).__name__}, which has a format of its own that "
                 "no plugin writes. Use Lightning's ModelCheckpoint, or ModelParallelStrategy (FSDP 2) with Checkpoint."
+            )
+        if isinstance(trainer.strategy, DDPStrategy) and ddp_settings(trainer.strategy).start_method != "popen":
+            raise TypeError(
+                "Checkpoint does not save in processes that are spawned or forked, and hand their weights back when "
+                "they end. Use strategy='ddp', which starts the script once for each device."
             )
         self._store = install_plugin(trainer.strategy).store
         if faults := url_faults(trainer):
@@ -349,7 +354,6 @@ class Checkpoint(Hook, LightningCheckpoint):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
         forget_positions(trainer)
-        give_back_plugin(trainer)
 
     @override
     def join_run(self, run: RunContext) -> None:
@@ -373,12 +377,6 @@ class Checkpoint(Hook, LightningCheckpoint):
         own = [] if self.dirpath is None else own_records(list_checkpoints(self.directory))
         chosen = best_first(own, self.retention.monitor, self.retention.mode)[:1] or own[-1:]
         return "".join(str(record.path) for record in chosen)
-
-    @best_model_path.setter
-    def best_model_path(self, path: str) -> None:
-        # Lightning tells it in a process whose children have trained, and may train on there; no `setup` says where.
-        if path:
-            self.dirpath, self.replace_existing = Path(path).parent, True
 
     @property
     def saves_while_training(self) -> bool:

@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ...adapter.plumbing.devices import random_states, restore_random_states
 from .codec.state_tree import Path, decode, encode, format_path
-from .codec.tensor_bytes import content_digests
-from .codec.tensor_table import TensorTable
+from .codec.tensors import TensorTable, content_digests
 from .format.record import digest_of
 from .loader_position import warn_of_loaders_without_position
 from .sharded.rank_channel import Channel
@@ -314,6 +313,8 @@ def differences_of_ranks(tree: dict[str, Any], channel: Channel) -> list[list[Di
         UnstorableStateError: A value cannot be stored; names its path.
         CheckpointError: A container that differs between ranks holds a sharded tensor.
     """
+    if channel.size == 1:
+        return []
     digests = digests_of(tree)
     own = digest_of(json.dumps([[repr(path), digest] for path, digest in digests.items()]).encode())
     if len(set(channel.gather_everywhere(own))) == 1:

@@ -248,21 +248,8 @@ def to_delete(records: Sequence[CheckpointRecord], retention: Retention) -> list
     keep = {record.path for record in steps[-retention.keep_last :]}
     sound = [r for r in steps if r.finite_weights] or [r for r in steps if r.finite_weights is not False]
     keep |= {record.path for record in sound[-1:]}
-    keep |= {record.path for record in _best(steps, retention)}
+    keep |= {record.path for record in best_first(steps, retention.monitor, retention.mode)[: retention.keep_best]}
     return [record for record in steps if record.path not in keep]
-
-
-def _best(records: Sequence[CheckpointRecord], retention: Retention) -> list[CheckpointRecord]:
-    """The `keep_best` records with the best monitored value, best first; of equal ones the older."""
-    if retention.monitor is None:
-        return []
-    sign = 1.0 if retention.mode == "min" else -1.0
-    scored = []
-    for record in records:
-        value = record.metrics.get(retention.monitor)
-        if value is not None and math.isfinite(value):
-            scored.append((sign * value, record.step, record))
-    return [record for _, _, record in sorted(scored, key=lambda item: item[:2])[: retention.keep_best]]
 
 
 def monitored(records: Sequence[CheckpointRecord]) -> tuple[str | None, Literal["min", "max"] | None]:
@@ -281,7 +268,13 @@ def best_first(
     records: Sequence[CheckpointRecord], monitor: str | None, mode: Literal["min", "max"]
 ) -> list[CheckpointRecord]:
     """Those of `records` that have a finite score `monitor`, best first; of equal ones the older."""
-    return _best(records, Retention(keep_best=len(records), monitor=monitor, mode=mode))
+    sign = 1.0 if mode == "min" else -1.0
+    scored = []
+    for record in records:
+        value = record.metrics.get(monitor or "")
+        if value is not None and math.isfinite(value):
+            scored.append((sign * value, record.step, record))
+    return [record for _, _, record in sorted(scored, key=lambda item: item[:2])]
 
 
 def own_records(listed: Sequence[Listed]) -> list[CheckpointRecord]:

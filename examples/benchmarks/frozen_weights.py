@@ -23,7 +23,7 @@ import torch
 
 from genlight.callbacks.checkpoint import CheckpointStore, RecordMeta, verify
 from genlight.callbacks.checkpoint.capture import Frozen
-from genlight.callbacks.checkpoint.codec.tensor_bytes import content_digests
+from genlight.callbacks.checkpoint.codec.tensors import content_digests
 
 LAYERS = 24
 

@@ -11,25 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_flatten, tree_map
 
-from ....adapter.contract.exceptions import BrokenCheckpointError
-from ....adapter.plumbing.safe_open import open_regular
-from ..codec.tensor_bytes import bytes_of, element_type
-from ..contents import Box, SlicedTensor, StoredSlice, part_folder
-from ..format.record import CheckpointRecord, digest_of
+from ..contents import Box
+
+if TYPE_CHECKING:
+    from ..store import StoredSlices
 
 __all__ = [
     "Box",
-    "StoredSlices",
     "WholeTensor",
     "is_saved_by_this_rank",
     "is_sharded",
@@ -191,49 +187,3 @@ def unsharded(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, WholeTensor):
         return tensor.put_together()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-@dataclass(frozen=True)
-class StoredSlices:
-    """A sharded tensor of a checkpoint; its values are read when they are asked for."""
-
-    record: CheckpointRecord
-    tensor: SlicedTensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
-        return self.tensor.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Element type."""
-        return element_type(self.tensor.dtype)
-
-    def whole(self) -> torch.Tensor:
-        """All of it, put together from all slices."""
-        return self.read(Box((0,) * len(self.shape), self.shape))
-
-    def read(self, part: Box) -> torch.Tensor:
-        """The values of one part as they were saved, from the slices that have some of them.
-
-        Raises:
-            BrokenCheckpointError: They differ from what was saved.
-        """
-        result = torch.empty(part.shape, dtype=self.dtype, device="cpu")
-        for stored in self.tensor.slices:
-            common = stored.box.overlap(part)
-            if common is not None:
-                within(common, result, of=part).copy_(within(common, self._slice(stored), of=stored.box))
-        return result
-
-    def _slice(self, stored: StoredSlice) -> torch.Tensor:
-        """The values of one slice, proven."""
-        values = torch.empty(stored.box.shape, dtype=self.dtype, device="cpu")
-        data, name = bytes_of(values), f"{part_folder(stored.rank)}/{self.tensor.file}"
-        with os.fdopen(open_regular(self.record.path.parent / f"{self.record.folder}/{name}"), "rb") as file:
-            file.seek(stored.begin)
-            file.readinto(data)  # fewer bytes than there are have another digest
-        if digest_of(data) != stored.xxh3_128:
-            raise BrokenCheckpointError(self.record.name, f"{name} is not what was saved for {self.tensor.key}")
-        return values

@@ -13,7 +13,7 @@ import torch
 from genlight.adapter.cli import main
 from genlight.adapter.plumbing.counted_dict import CountedDict, uncounted
 from genlight.callbacks.checkpoint.codec.state_tree import encode
-from genlight.callbacks.checkpoint.codec.tensor_table import TensorTable
+from genlight.callbacks.checkpoint.codec.tensors import TensorTable
 
 TRAINER = """
 from genlight.adapter import StepResult

@@ -405,7 +405,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_costs_space_and_not_the_run(
     assert records(tmp_path / "c") == [
         f"{n}.json" for n in ("step-00000001", "step-00000003", "step-00000004", "final")
     ]
-    assert "Could not remove the old checkpoint" in caplog.text
+    assert "Could not remove the checkpoint" in caplog.text
 
 
 def test_a_fast_development_run_saves_nothing(tmp_path, make_trainer, make_net, make_loader):
@@ -441,6 +441,11 @@ def test_a_strategy_with_a_format_of_its_own_is_refused_with_the_way_out(tmp_pat
         Checkpoint(tmp_path).setup(trainer, make_net(), "fit")
 
 
+def test_processes_that_are_spawned_are_refused_with_the_way_out(tmp_path, make_trainer, make_net):
+    with pytest.raises(TypeError, match=r"does not save in processes that are spawned .* Use strategy='ddp'"):
+        Checkpoint(tmp_path).setup(make_trainer(strategy="ddp_spawn"), make_net(), "fit")
+
+
 @pytest.mark.parametrize(
     ("argument", "value", "text"),
     [
@@ -448,6 +453,9 @@ def test_a_strategy_with_a_format_of_its_own_is_refused_with_the_way_out(tmp_pat
         ("keep_last", 0, "Invalid `keep_last`. Expected a number >= 1, but received 0."),
         ("mode", "best", "Invalid `mode`. Expected 'min' or 'max', but received 'best'."),
         ("on_error", "x", "Invalid `on_error`. Expected 'stop' or 'continue', but received 'x'."),
+        ("every_n_epochs", -1, "Invalid `every_n_epochs`. Expected a number >= 0, but received -1."),
+        ("every_minutes", float("nan"), "Invalid `every_minutes`. Expected a number >= 0, but received nan."),
+        ("weights", "some", "Invalid `weights`. Expected 'all' or 'trained', but received 'some'."),
     ],
 )
 def test_constructor_refuses_what_makes_no_sense(argument, value, text):

@@ -52,10 +52,3 @@ def test_ranks_save_together_what_the_first_one_decides(tmp_path) -> None:
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert ranks[0] == ranks[1]
     assert ranks[0]["minutes"] == [12, 24]  # rank 1's clock stands still
-
-
-def test_arguments_that_make_no_sense_are_named() -> None:
-    with pytest.raises(ValueError, match=r"`every_n_epochs`.*-1"):
-        Checkpoint(every_n_epochs=-1)
-    with pytest.raises(ValueError, match=r"`every_minutes`.*nan"):
-        Checkpoint(every_minutes=float("nan"))

@@ -10,7 +10,6 @@ from genlight.adapter.cli import main
 from genlight.adapter.contract.exceptions import CheckpointError
 from genlight.adapter.contract.types import TrainingJobSpec
 from genlight.adapter.module.module import ContractModule
-from genlight.callbacks import Checkpoint
 from genlight.callbacks.checkpoint import list_checkpoints, load, load_weights, read_record, verify
 from genlight.callbacks.checkpoint.contents import check_contents
 from support.adapted_model import FROZEN_BYTES, Adapted
@@ -132,11 +131,6 @@ def test_without_a_base_it_is_said_what_is_missing_and_what_to_do(train, tmp_pat
     assert_equal(safetensors.torch.load_file(target), module.seen[2])
     assert main(["checkpoints", "verify", str(path)]) == 0
     assert "8 tensors left out" in capsys.readouterr().out
-
-
-def test_an_invalid_choice_is_refused():
-    with pytest.raises(ValueError, match=r"Invalid `weights`\. Expected 'all' or 'trained', but received 'some'"):
-        Checkpoint(weights="some")
 
 
 ADAPTER = '''

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from genlight.callbacks.checkpoint.codec.tensor_bytes import as_uint8, content_digests, device_digest
+from genlight.callbacks.checkpoint.codec.tensors import as_uint8, content_digests, device_digest
 
 TENSORS = {
     "seven floats": torch.randn(7),
@@ -50,7 +50,7 @@ def test_the_order_in_memory_does_not_count_but_that_of_the_values_does():
 def test_pieces_of_a_large_tensor_are_told_apart(monkeypatch):
     tensor = torch.randn(1000)
     whole = device_digest(tensor)
-    monkeypatch.setattr("genlight.callbacks.checkpoint.codec.tensor_bytes._CHUNK", 64)
+    monkeypatch.setattr("genlight.callbacks.checkpoint.codec.tensors._CHUNK", 64)
 
     assert torch.equal(device_digest(tensor), whole)
     assert not torch.equal(device_digest(torch.cat([tensor[128:256], tensor[:128], tensor[256:]])), whole)
@@ -59,7 +59,7 @@ def test_pieces_of_a_large_tensor_are_told_apart(monkeypatch):
 def test_threads_of_the_host_make_no_difference(monkeypatch):
     tensors = [torch.randn(size) for size in (3, 5000, 0, 700, 90_000)]
     alone = content_digests(tensors)
-    monkeypatch.setattr("genlight.callbacks.checkpoint.codec.tensor_bytes._WORTH_THREADS", 0)
+    monkeypatch.setattr("genlight.callbacks.checkpoint.codec.tensors._WORTH_THREADS", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
 
     assert content_digests(tensors) == alone

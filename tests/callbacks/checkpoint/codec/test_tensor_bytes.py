@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from genlight.callbacks.checkpoint.codec.tensor_bytes import bytes_of
+from genlight.callbacks.checkpoint.codec.tensors import bytes_of
 
 
 def test_a_tensor_whose_bytes_were_read_can_still_be_resized() -> None:

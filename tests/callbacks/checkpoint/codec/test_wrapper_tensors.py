@@ -12,7 +12,7 @@ from torch import Tensor
 from genlight.adapter.check.snapshot import snapshot
 from genlight.adapter.contract.exceptions import CheckpointError
 from genlight.callbacks.checkpoint.codec.state_tree import decode, encode, wrapped_tensors
-from genlight.callbacks.checkpoint.codec.tensor_table import TensorTable
+from genlight.callbacks.checkpoint.codec.tensors import TensorTable
 from genlight.callbacks.replicas.replica_guard import _replicated
 from support.resumed_fit import STEPS, Trains, fit
 

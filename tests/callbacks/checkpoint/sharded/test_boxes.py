@@ -16,17 +16,10 @@ from genlight.callbacks.checkpoint import CheckpointStore, load, read_record, sa
 from genlight.callbacks.checkpoint.capture import capture
 from genlight.callbacks.checkpoint.contents import Box, SlicedTensor, StoredSlice, make_whole
 from genlight.callbacks.checkpoint.format.record import CheckpointRecord, RecordMeta, digest_of
-from genlight.callbacks.checkpoint.loading import load_record
 from genlight.callbacks.checkpoint.sharded.rank_channel import Channel, RankGroups
-from genlight.callbacks.checkpoint.sharded.slices import (
-    StoredSlices,
-    WholeTensor,
-    keep_sharded,
-    whole,
-    within,
-)
+from genlight.callbacks.checkpoint.sharded.slices import WholeTensor, keep_sharded, whole, within
 from genlight.callbacks.checkpoint.storage import Staging, stage
-from genlight.callbacks.checkpoint.store import _write, require_shared_directory
+from genlight.callbacks.checkpoint.store import StoredSlices, _write, load_record, require_shared_directory
 
 
 def load_lazily(path):

@@ -1,19 +1,28 @@
-"""The tensors of a state tree: what is written where, and which of them are the same memory.
+"""The tensors of a state tree: what is written where, which of them are the same memory, their bytes, and digests.
 
 A tensor that is met again, with the same memory, shape and strides, is stored once and is one tensor again after
 loading. Other views of the same memory are stored with values of their own. A tensor of the model always has an entry
 of its own, so that ``model.safetensors`` is complete for other tools.
 
 A tensor that is sharded over the ranks has no entry, but a slice: the part of it that this rank holds.
+
+Bytes in host memory are hashed there (xxh3-128), at about the speed at which memory is read. Those of another device
+stay there: two sums of 64 bits over its words, each of which is mixed with its place first, and 16 bytes per tensor
+come back. A word that changes always changes the first sum; of several that change, one case in about 2**128 is
+missed.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
+import xxhash
 
 from ....adapter.contract.exceptions import UnstorableStateError
 from ..contents import RAW, TORCH_TYPES, Box, SlicedTensor
@@ -24,7 +33,19 @@ from .state_tree import Path, format_path
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["WEIGHTS", "Entry", "TensorTable", "entry_of", "is_plain", "stored_as"]
+__all__ = [
+    "WEIGHTS",
+    "Entry",
+    "TensorTable",
+    "as_uint8",
+    "bytes_of",
+    "content_digests",
+    "device_digest",
+    "element_type",
+    "entry_of",
+    "is_plain",
+    "stored_as",
+]
 
 WEIGHTS = ("checkpoint", "state_dict")
 """Where a checkpoint has the model's tensors, by their names."""
@@ -143,3 +164,110 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     dimensions = [(size, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
     extent = 1 + sum((size - 1) * step for size, step in dimensions)
     return extent == tensor.numel() and all(step > 0 for _, step in dimensions)
+
+
+def bytes_of(source: torch.Tensor) -> memoryview:
+    """The values of a tensor, in row-major order, as bytes.
+
+    A view of the source's own memory for a contiguous tensor of the host; a copy of this one tensor otherwise.
+    """
+    if source.numel() == 0:
+        return memoryview(b"")
+    # Not `numpy()`, for ever after which the storage cannot be resized: observers of torch.ao resize their buffers.
+    return np.from_dlpack(as_uint8(source.cpu().contiguous())).data
+
+
+def as_uint8(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory as a flat tensor of bytes."""
+    # Not `reshape`: a single element is contiguous with any stride, and keeps it.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def element_type(name: str) -> torch.dtype:
+    """The torch type called `name`.
+
+    Raises:
+        ValueError: This torch has no such type.
+    """
+    dtype = vars(torch).get(name)
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    raise ValueError(f"torch {torch.__version__} has no element type {name!r}")
+
+
+_CHUNK = 1 << 22
+"""Words that are mixed at once: what the sums need of a device's memory is a few times their size."""
+_WORTH_THREADS = 16 << 20
+"""Bytes of host memory."""
+_ODD = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+"""The multipliers of SplitMix64 (Steele, Lea and Flood, 2014), as signed numbers."""
+_LOW_BITS = {shift: (1 << (64 - shift)) - 1 for shift in (27, 30, 31)}
+
+
+def content_digests(sources: Sequence[torch.Tensor]) -> list[str]:
+    """A text for each tensor, which is equal for equal types, shapes and bytes on the same kind of device.
+
+    Waits for each device once.
+    """
+    found: list[str] = [""] * len(sources)
+    pending: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    on_host = [index for index, source in enumerate(sources) if source.is_cpu]
+    for index, source in enumerate(sources):
+        if not source.is_cpu:
+            pending.setdefault(source.device, []).append((index, device_digest(source)))
+    for index, digest in zip(on_host, _host_digests([sources[index] for index in on_host]), strict=True):
+        found[index] = digest
+    for device, numbers in pending.items():
+        read = torch.stack([number for _, number in numbers]).tolist()
+        for (index, _), (first, second) in zip(numbers, read, strict=True):
+            found[index] = f"{device.type}:{first % 2**64:016x}{second % 2**64:016x}"
+    return [f"{s.dtype} {list(s.shape)} {digest}" for s, digest in zip(sources, found, strict=True)]
+
+
+def _host_digests(sources: Sequence[torch.Tensor]) -> list[str]:
+    """In as many threads as torch may use, where that is worth their start: hashing lets others run meanwhile."""
+    threads = min(torch.get_num_threads(), len(sources))
+    if threads < 2 or sum(source.nbytes for source in sources) < _WORTH_THREADS:
+        return [_host_digest(source) for source in sources]
+    with ThreadPoolExecutor(threads, thread_name_prefix="genlight-digest") as pool:
+        return list(pool.map(_host_digest, sources))
+
+
+def _host_digest(source: torch.Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(bytes_of(source.detach().resolve_conj().resolve_neg()))
+
+
+@torch.no_grad()
+def device_digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Two 64-bit numbers of a dense tensor's bytes and their places, on its device, without waiting for that."""
+    words = _words(tensor)
+    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for begin in range(0, len(words), _CHUNK):
+        part = words[begin : begin + _CHUNK]
+        places = torch.arange(begin + 1, begin + 1 + len(part), dtype=torch.int64, device=part.device)
+        mixed = _mixed(part ^ _mixed(places * _ODD[0]))
+        sums[0] += mixed.sum()
+        sums[1] += _mixed(mixed ^ places).sum()
+    return sums
+
+
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finaliser, which maps no two words to the same one."""
+    words = (words ^ _shifted(words, 30)) * _ODD[1]
+    words = (words ^ _shifted(words, 27)) * _ODD[2]
+    return words ^ _shifted(words, 31)
+
+
+def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Moved to the right as if without a sign."""
+    return (words >> bits) & _LOW_BITS[bits]
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes as 64-bit words, of which the last may be filled up with zeros."""
+    octets = as_uint8(tensor.detach().resolve_conj().resolve_neg().contiguous())
+    if octets.numel() % 8 == 0 and octets.storage_offset() % 8 == 0:
+        return octets.view(torch.int64)
+    filled = octets.new_zeros(-(-octets.numel() // 8) * 8)
+    filled[: octets.numel()] = octets
+    return filled.view(torch.int64)
