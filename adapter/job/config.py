@@ -234,7 +234,7 @@ def _lightning_arguments(arguments: Mapping[str, Any], errors: ConfigErrors) -> 
     if logger is True or (isinstance(logger, str) and "." not in logger):
         example = '{"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "logs"}}'
         errors.add(
-            f"Invalid `lightning.logger`. Expected the path of a class, such as {example}, or `WandbLogger` there, which "
+            f"Invalid `lightning.logger`. Expected the path of a class, such as {example}, or of `WandbLogger`, which "
             f"needs `pip install wandb`, but received {json.dumps(logger)}. The event log is there without it."
         )
 
