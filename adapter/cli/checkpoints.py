@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...callbacks.checkpoint.contents import RAW, TORCH_TYPES, rank_of, read_header, sliced_tensors
-from ...callbacks.checkpoint.format.record import TRAINER_FOLDER, CheckpointRecord, read_record, tensor_file
+from ...callbacks.checkpoint.format.record import CheckpointRecord, read_record, tensor_file
 from ...callbacks.checkpoint.selection import (
     Listed,
     best_first,
@@ -51,7 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_json(parser, "list, verify, show: print JSON, one object a line")
     parser.add_argument(
-        "--to", metavar="TARGET", help="export: FILE.safetensors for the weights, or FILE.ckpt for Lightning"
+        "--to",
+        metavar="TARGET",
+        help="export: FILE.safetensors for the weights, FILE.ckpt for Lightning, or a FOLDER for `from_pretrained` of "
+        "a Hugging Face model",
     )
     parser.add_argument("--force", action="store_true", help="export: replace what exists")
     parser.add_argument(
@@ -158,27 +161,23 @@ def _tensors(record: CheckpointRecord) -> dict[str, tuple[str, list[int]]]:
 
 def _export(record: Path, args: argparse.Namespace) -> None:
     if not args.to:
-        raise UsageError("export needs --to FILE.safetensors or --to FILE.ckpt")
+        raise UsageError("export needs --to FILE.safetensors, --to FILE.ckpt, or --to FOLDER for a Hugging Face model")
     target = Path(args.to)
-    if target.suffix not in (".ckpt", ".safetensors"):
-        raise UsageError(
-            f"--to takes FILE.safetensors or FILE.ckpt, but received {args.to}; a folder for `from_pretrained` is "
-            "written by the class itself, whose `save_checkpoint` calls `model.save_pretrained(output_dir)`: it is in "
-            f"{TRAINER_FOLDER}/ of each checkpoint"
-        )
     if target.suffix == ".ckpt" and args.strip_prefix:
-        raise UsageError("--strip-prefix is for FILE.safetensors; leave it out")
+        raise UsageError("--strip-prefix is for FILE.safetensors or FOLDER; leave it out")
     try:
-        if os.path.lexists(target) and not args.force:
+        if target.suffix in (".ckpt", ".safetensors") and os.path.lexists(target) and not args.force:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
         # Only an export needs torch, whose import takes longer than any other action.
-        from ...callbacks.checkpoint.export import export_lightning, export_safetensors, read_base
+        from ...callbacks.checkpoint.export import export_lightning, export_pretrained, export_safetensors, read_base
 
         base = read_base(args.base) if args.base else None
         if target.suffix == ".ckpt":
             written = export_lightning(record, target, base=base)
-        else:
+        elif target.suffix == ".safetensors":
             written = export_safetensors(record, target, strip_prefix=args.strip_prefix, base=base)
+        else:
+            written = export_pretrained(record, target, strip_prefix=args.strip_prefix, base=base, replace=args.force)
     except FileExistsError as error:
         raise UsageError(f"{error.filename} exists; name another place, or replace it by --force") from None
     say(written)

@@ -1,25 +1,45 @@
-"""Checkpoints for other tools: one safetensors file, or a Lightning ``.ckpt``.
+"""Checkpoints for other tools: one safetensors file, a Lightning ``.ckpt``, or a folder for ``from_pretrained``.
 
 Each is whole or absent, like a checkpoint; the checkpoint is proven before anything is exported.
+
+A folder needs files besides weights. ``genlight-pretrained/PATH/`` beside the checkpoints of a run has ``config.json``
+and ``generation_config.json`` of the Hugging Face model at PATH in the trained module, and the files of the tokenizer.
+They are written where training starts, by the objects that the class made: an export then needs neither the class nor
+transformers, and unpickles nothing. Checkpoints share them, because they follow from the class, and a tokenizer can be
+larger than the weights that are trained.
 """
 
 from __future__ import annotations
 
+import errno
+import json
+import logging
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from ...adapter.contract.exceptions import CheckpointError
-from ...adapter.plumbing.durable import fsync_directory, fsync_file, temporary_name
+from ...adapter.plumbing.durable import fsync_directory, fsync_file, temporary_name, write_bytes_durably
 from .capture import CONTRACT_KEY
 from .selection import find_checkpoint
 from .store import Base, load, load_weights
 
-__all__ = ["export_lightning", "export_safetensors", "read_base"]
+__all__ = ["export_lightning", "export_pretrained", "export_safetensors", "keep_configurations", "read_base"]
+
+log = logging.getLogger(__name__)
+
+_FOLDER = "genlight-pretrained"
+"""No name that a folder of the user's has, as it is replaced."""
+_CONFIG_FILE = "config.json"
+_GENERATION_FILE = "generation_config.json"
+_WEIGHTS_FILE = "model.safetensors"
 
 
 def export_safetensors(
@@ -63,6 +83,52 @@ def export_lightning(path: str | os.PathLike[str], target: Path, *, base: Base |
     return _whole(target, lambda temporary: torch.save(checkpoint, temporary))
 
 
+def export_pretrained(
+    path: str | os.PathLike[str],
+    target: Path,
+    *,
+    strip_prefix: str = "",
+    base: Base | None = None,
+    replace: bool = False,
+) -> Path:
+    """A Hugging Face model as the folder that ``from_pretrained`` loads: weights, configuration, tokenizer.
+
+    Each file is whole or absent, and ``config.json`` comes last.
+
+    Args:
+        path: The checkpoint, beside which `keep_configurations` has left what it needs.
+        target: The folder, which may have other files.
+        strip_prefix: Where the model hangs, as names of weights have it: ``model.``; empty where there is one model.
+        base: As of `export_safetensors`.
+        replace: Whether files that are there are replaced.
+
+    Raises:
+        CheckpointError: No configuration was kept, or that of several models; or as of `export_safetensors`.
+        BrokenCheckpointError: The checkpoint is not whole.
+        FileExistsError: One of the files is there, and `replace` is false.
+    """
+    root = Path(path).absolute().parent / _FOLDER
+    kept = {".".join(file.parent.relative_to(root).parts): file.parent for file in sorted(root.rglob(_CONFIG_FILE))}
+    chosen = {name: folder for name, folder in kept.items() if strip_prefix in ("", f"{name}.")}
+    if len(chosen) != 1:
+        among = ", ".join(f"--strip-prefix {name}." for name in kept)
+        raise CheckpointError(
+            f"choose one of the models that were trained: {among}"
+            if kept
+            else f"beside {path} there is no configuration of a Hugging Face model: none was trained, or the "
+            f"checkpoint was moved away from its folder {_FOLDER}. Export its weights with --to FILE.safetensors"
+        )
+    ((name, folder),) = chosen.items()
+    files = sorted(folder.iterdir(), key=lambda file: file.name == _CONFIG_FILE)
+    for file in () if replace else (_WEIGHTS_FILE, *(each.name for each in files)):
+        if os.path.lexists(target / file):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target / file))
+    export_safetensors(path, target / _WEIGHTS_FILE, strip_prefix=f"{name}." if name else "", base=base)
+    for each in files:
+        write_bytes_durably(target / each.name, each.read_bytes())
+    return target.absolute()
+
+
 def read_base(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file, or the weights of a checkpoint, that another checkpoint leaves out.
 
@@ -93,3 +159,61 @@ def _whole(target: Path, write: Callable[[Path], None]) -> Path:
         raise
     fsync_directory(target.parent)
     return target
+
+
+def keep_configurations(directory: Path, module: nn.Module) -> None:
+    """Write what the Hugging Face models in `module` need besides weights, in place of what was there; rank zero only.
+
+    A failure is logged: training does not depend on it.
+
+    Args:
+        directory: That of the checkpoints.
+        module: The trained module, which may host a trainer class.
+    """
+    models: dict[str, Any] = {path: each for path, each in _outermost(module) if not hasattr(each, "peft_config")}
+    if not models:
+        return
+    temporary = directory / temporary_name(_FOLDER)
+    try:
+        for path, model in models.items():
+            folder = temporary / path
+            folder.mkdir(parents=True)
+            config = json.loads(model.config.to_json_string())
+            config["architectures"] = config.get("architectures") or [type(model).__name__]
+            write_bytes_durably(folder / _CONFIG_FILE, json.dumps(config, indent=2).encode())
+            generation: Any = getattr(model, "generation_config", None)
+            if generation is not None:
+                write_bytes_durably(folder / _GENERATION_FILE, generation.to_json_string().encode())
+            if len(models) == 1:  # of several nothing tells whose tokenizer it is
+                for tokenizer in _tokenizers(module):
+                    tokenizer.save_pretrained(str(folder))
+        shutil.rmtree(directory / _FOLDER, ignore_errors=True)
+        os.rename(temporary, directory / _FOLDER)
+        fsync_directory(directory)
+    except Exception as error:  # noqa: BLE001 - it comes from classes of others
+        shutil.rmtree(temporary, ignore_errors=True)
+        log.warning("the configuration of the model was not kept, so that an export to a folder has none: %s", error)
+
+
+def _outermost(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The models in `module` that are in no other one: a language model consists of models itself."""
+    inside: tuple[str, ...] = ()
+    for path, each in module.named_modules():
+        is_model = hasattr(getattr(each, "config", None), "to_json_string") and hasattr(each, "save_pretrained")
+        if is_model and not path.startswith(inside or "\0"):
+            inside = (*inside, f"{path}.")
+            yield path, each
+
+
+def _tokenizers(module: nn.Module) -> list[Any]:
+    """Tokenizers and processors that the module, its trainer class or what that built holds."""
+    state = getattr(module, "contract_state", None)
+    held = [*vars(module).values(), *vars(getattr(module, "plugin", module)).values()]
+    held += state.values() if isinstance(state, Mapping) else vars(state).values() if hasattr(state, "__dict__") else ()
+    return list({id(each): each for each in held if _is_tokenizer(each)}.values())
+
+
+def _is_tokenizer(value: Any) -> bool:
+    """Whether it can be called and saves itself, and is neither a class nor what holds weights, such as a pipeline."""
+    saves = callable(value) and hasattr(value, "save_pretrained")
+    return saves and not isinstance(value, type) and not hasattr(value, "to")

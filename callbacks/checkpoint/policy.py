@@ -29,6 +29,7 @@ from ..hook.events import awaits_module_hook, callbacks_of, fire, run_state_of
 from ..hook.hook import Hook, RunContext, ending_the_run
 from ..lightning_internals import checkpoint_connector, ddp_settings
 from .capture import CONTRACT_KEY, Frozen, frozen_in
+from .export import keep_configurations
 from .format.record import (
     FINAL_NAME,
     TRAINER_FOLDER,
@@ -230,6 +231,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             frozen = frozen_in(pl_module, trainer.optimizers)
             leaves_out = self.weights == "trained"
             self._store.begin(self.directory, Frozen(frozen, leaves_out=leaves_out, loaded=self._store.loaded))
+            keep_configurations(self.directory, pl_module)
 
     def _check_directory(self, trainer: pl.Trainer, pl_module: pl.LightningModule, listed: list[Listed]) -> None:
         """Refuse to train where checkpoints cannot go, rather than to fail at the first of them. Collective.

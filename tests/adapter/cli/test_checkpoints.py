@@ -117,9 +117,9 @@ def test_what_cannot_be_done_is_said_and_is_exit_code_2(tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("name", ["x", "x.pt"])
-def test_what_names_no_format_is_refused_with_the_way_to_a_hugging_face_model(checkpoints, tmp_path, capsys, name):
+def test_a_folder_is_for_a_hugging_face_model(checkpoints, tmp_path, capsys, name):
     assert call("export", checkpoints, "--to", tmp_path / name) == 2
-    assert "whose `save_checkpoint` calls `model.save_pretrained(output_dir)`" in capsys.readouterr().err
+    assert "no configuration of a Hugging Face model" in capsys.readouterr().err
     assert not (tmp_path / name).exists()
 
 
@@ -136,7 +136,7 @@ def test_a_file_that_is_there_is_replaced_by_force_alone(tmp_path, capsys, name)
 
 def test_a_prefix_that_a_lightning_checkpoint_would_not_lose_is_refused(checkpoints, tmp_path, capsys):
     assert call("export", checkpoints, "--to", tmp_path / "x.ckpt", "--strip-prefix", "model.") == 2
-    assert "--strip-prefix is for FILE.safetensors; leave it out" in capsys.readouterr().err
+    assert "--strip-prefix is for FILE.safetensors or FOLDER; leave it out" in capsys.readouterr().err
     assert not (tmp_path / "x.ckpt").exists()
 
 
