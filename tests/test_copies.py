@@ -156,7 +156,7 @@ def test_callbacks_can_be_copied_while_they_train(tmp_path: Path, copied: Callab
     trainer.fit(new_module(), range(9))
     for made in callback.made:
         assert not vars(made).get("_inside_event")
-    assert callback.made[-1].store._saving is None
+    assert callback.made[-1].store.is_settled
     for made in callback.made:  # of which none does anything by itself
         if isinstance(made, Checkpoint):
             made.wait(trainer)
@@ -172,11 +172,11 @@ def test_a_plugin_with_a_save_in_flight_gives_a_copy_that_has_none(
     try:
         other = copied(plugin)
         assert other.asynchronous
-        assert other.store._saving is None
+        assert other.store.is_settled
         other.save_checkpoint({"state_dict": {"w": torch.ones(2)}}, tmp_path / "a.ckpt")
         other.store.wait()
         assert torch.equal(other.load_checkpoint(tmp_path / "a.ckpt")["state_dict"]["w"], torch.ones(2))
-        assert plugin.store._saving is not None
+        assert not plugin.store.is_settled
     finally:
         goes_on.set()
         plugin.store.wait()

@@ -26,7 +26,7 @@ from ...adapter.contract.run_state import RunState
 from ...adapter.plumbing.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, Pace, crossed, step_cadence, suppressed
 from ..hook.events import awaits_module_hook, callbacks_of, fire, run_state_of
-from ..hook.hook import Hook, RunContext, ending_the_run
+from ..hook.hook import Hook, RunContext, ending_the_run, skippable
 from ..lightning_internals import checkpoint_connector, ddp_settings
 from .capture import CONTRACT_KEY, Frozen, frozen_in
 from .export import keep_configurations
@@ -200,6 +200,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             raise ValueError("; ".join(faults))
         groups = rank_groups_of(trainer.strategy)
         self._channel = Channel() if groups is None else groups.training
+        self._store.before_background_save = self._wake
         self._store.base = lambda: dict(pl_module.named_parameters(remove_duplicate=False))
         self.dirpath = (self.dirpath or local_path(trainer.default_root_dir) / "checkpoints").absolute()
         if stage == "fit":
@@ -256,14 +257,18 @@ class Checkpoint(Hook, LightningCheckpoint):
             trained = sum(p.nbytes for p in pl_module.parameters() if p.requires_grad)
             require_space(self.directory, weights + _ADAM_STATES * trained)
 
+    @skippable
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        is_settled = self._store.is_settled  # before the poll, which sees what ends meanwhile
         self.poll(trainer)
         is_due = self._boundaries.crosses(trainer.global_step)
         if self.every_minutes:
-            is_due |= self._clock.is_due(trainer, pl_module)
+            is_due |= self._clock.is_due(self, trainer, pl_module)
+        if not is_settled:
+            self._wake()
         self._is_between_batches = True
         if (run_state := self._run_state or run_state_of(trainer)).rolls_back:
             return  # to a checkpoint, which is then saved anew
@@ -529,6 +534,10 @@ class Checkpoint(Hook, LightningCheckpoint):
         if "on_train_batch_start" in vars(self):  # a batch may be drawn of random numbers, before that hook
             self.restore_pending_rng(trainer)
 
+    def _wake(self) -> None:
+        """From now on something goes on in the background: look after each step for how it ended."""
+        self.next_due_step = 0
+
 
 class Scores(dict[int, float]):
     """Monitored scores by step."""
@@ -561,12 +570,13 @@ class SaveClock:
         """A save of whatever reason begins."""
         self._saved_s = time.monotonic()
 
-    def is_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
-        """Whether a save is due after this step, the same on all ranks."""
+    def is_due(self, hook: Hook, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
+        """Whether `hook` has to save after this step, the same on all ranks; it is called again at the next look."""
         step, is_due = trainer.global_step, False
         if step >= self._next_look and not suppressed(pl_module):
             answer = time.monotonic() - self._saved_s >= self._every_s, self._pace.next_look(step)
             is_due, self._next_look = trainer.strategy.broadcast(answer) if trainer.world_size > 1 else answer
+        hook.next_due_step = min(hook.next_due_step, self._next_look)
         return is_due
 
 

@@ -196,6 +196,8 @@ class CheckpointStore:
         """Gives the model's tensors, of which a load takes what its checkpoint leaves out."""
         self.loaded: CheckpointRecord | None = None
         """The checkpoint that was loaded last."""
+        self.before_background_save: Callable[[], None] = lambda: None
+        """Called in the training thread."""
         self._frozen: dict[Path, Frozen] = {}
         self._saving: Future[None] | None = None
         """The save in the background, until `wait` or `poll` has found its end."""
@@ -302,6 +304,7 @@ class CheckpointStore:
             future.set_result(record)
 
         if asynchronous:
+            self.before_background_save()
             taken = snapshot(captured, self.buffer)
             self._saving = self.background.submit(lambda: job(taken))
         else:
@@ -369,6 +372,11 @@ class CheckpointStore:
     def is_busy(self) -> bool:
         """Whether this process writes a checkpoint in the background."""
         return self._saving is not None and not self._saving.done()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no save is in flight, and none failed that `poll` has yet to raise."""
+        return self._saving is None or (self._is_joint and not self.is_busy)
 
     def poll(self) -> None:
         """Raise what a save in the background raised, if this process wrote it alone."""
