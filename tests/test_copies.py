@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +35,7 @@ from genlight.callbacks import (
 from genlight.callbacks.hook.events import callbacks_of
 from genlight.reporters import EventLog, EventLogger, RecordEvents, read_events
 from genlight.reporters.uploads import UploadConfig, Uploader
+from support import SUPPORT
 
 pytestmark = pytest.mark.filterwarnings("ignore:The '(train|val)_dataloader' does not have many workers")
 
@@ -226,3 +230,19 @@ def test_a_copy_of_a_module_asks_itself_whether_to_stop(tmp_path: Path, copied: 
     assert module.ctx.is_canceled()
     other._trainer = trainer
     assert not other.ctx.is_canceled()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "plugin"), [("ddp_spawn", ["plugin"]), ("ddp_fork", [])])
+def test_processes_that_are_spawned_or_forked_save_and_hand_their_weights_back(
+    tmp_path: Path, strategy: str, plugin: list[str]
+) -> None:
+    """What the children learned is in the checkpoints, and in the module of the process that started them."""
+    script = SUPPORT / "launched_by_copy.py"
+    command = [sys.executable, str(script), strategy, str(tmp_path), *plugin]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.rpartition("\nresult ")[2])
+    assert result["best"] == str(tmp_path / "made" / "final.json")
+    assert result["events"] == ["started", *["checkpoint"] * 3, "completed"]
+    assert result["is_trained"]

@@ -8,7 +8,7 @@ a third of the time of copying into fresh memory, whose pages the kernel has to 
 accelerator the memory is pinned, so that the copies run at the speed of the bus and need one synchronisation for all.
 
 Frozen weights are parameters that require no gradient and that no optimizer holds, as the start of training finds them.
-They are written once in an attempt. Each later checkpoint has a hard link to that file, so that its folder is whole by
+They are written once in a run. Each later checkpoint has a hard link to that file, so that its folder is whole by
 itself: it can be removed, copied or moved without a look at the others. A file system without hard links gets them with
 every checkpoint. With ``weights="trained"`` they are left out, as long as they are what the class builds: the record
 says what their bytes were, and a resume takes them from the module, and from no other bytes than those. At each save
@@ -43,6 +43,7 @@ from .codec.tensors import (
     TensorTable,
     bytes_of,
     content_digests,
+    entry_of,
     is_plain,
     stored_as,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "Captured",
     "Frozen",
     "HostBuffer",
+    "aligned",
     "by_file",
     "capture",
     "described",
@@ -219,7 +221,8 @@ class Frozen:
     Args:
         tensors: What `frozen_in` found, at the start.
         leaves_out: Whether checkpoints leave out what is as the class built it.
-        loaded: The checkpoint that the training goes on from: only what it leaves out is as the class built it.
+        loaded: The checkpoint that the training goes on from: only what it leaves out is as the class built it, and its
+            file is shared if it has the same bytes.
     """
 
     def __init__(
@@ -235,6 +238,9 @@ class Frozen:
         if loaded is not None:
             built = set(loaded.left_out)
             self._left_out = {key: left for key, left in self._left_out.items() if left in built}
+            stored = {key: tensor for key, tensor in tensors.items() if key not in self._left_out}
+            file = _file_of(loaded, frozenset(stored))
+            self._file = file if file is not None and _has_the_bytes(file, stored) else None
 
     def divide(self, captured: Captured) -> Captured:
         """`captured` with its frozen weights set apart: left out, linked from the last checkpoint, or in one file.
@@ -290,6 +296,16 @@ def _identity_of(path: Path) -> tuple[int, int, int]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
+def _has_the_bytes(file: FrozenFile, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether `file`, which was proven when it was loaded, is what writing `tensors` would give."""
+    hasher = xxhash.xxh3_128()
+    for _, entries in by_file(entry_of(FROZEN_FILE, key, tensor.detach()) for key, tensor in tensors.items()):
+        hasher.update(header_of(entries))
+        for entry in entries:
+            hasher.update(bytes_of(entry.source))
+    return hasher.hexdigest() == file.xxh3_128
+
+
 _ALIGNMENT = 64
 """Every tensor of a snapshot starts at a multiple of this many bytes."""
 _SPARE = 1 << 20
@@ -298,6 +314,11 @@ _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for all devices of this process."""
 LARGEST_PINNED = 0.5
 """Share of the machine's memory that is pinned at most: the system cannot take pinned pages back."""
+
+
+def aligned(nbytes: int) -> int:
+    """The bytes that a tensor of `nbytes` takes in a snapshot."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class HostBuffer:
@@ -336,7 +357,7 @@ class HostBuffer:
 
     def _laid_out(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
         """A part of the memory for each of `tensors`, of its type and shape."""
-        offsets = [0, *itertools.accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)]
+        offsets = [0, *itertools.accumulate(aligned(tensor.nbytes) for tensor in tensors)]
         self.reserve(offsets[-1], device)
         parts = zip(tensors, offsets[:-1], strict=True)
         return [_like(tensor, self._memory[at : at + tensor.nbytes]) for tensor, at in parts]

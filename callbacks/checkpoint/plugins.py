@@ -20,6 +20,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -33,6 +34,7 @@ from .store import CheckpointStore
 
 __all__ = [
     "DurableCheckpointIO",
+    "give_back_plugin",
     "install_plugin",
     "keep_sharded_for",
     "rank_groups_of",
@@ -149,6 +151,12 @@ def install_plugin(strategy: Strategy) -> DurableCheckpointIO:
         # The Trainer has bound this object in many places already, so it cannot be replaced by another one.
         strategy.__class__ = type(name, (_SavesThroughPlugin, type(strategy)), {})
     return plugin
+
+
+def give_back_plugin(trainer: pl.Trainer) -> None:
+    """Undo `install_plugin` where a process hands its weights to the one that started it, which may know no other."""
+    if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+        trainer.strategy.checkpoint_io = TorchCheckpointIO()
 
 
 def url_faults(trainer: pl.Trainer) -> list[str]:

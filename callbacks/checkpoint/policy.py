@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -27,8 +28,9 @@ from ...adapter.plumbing.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, Pace, crossed, step_cadence, suppressed
 from ..hook.events import awaits_module_hook, callbacks_of, fire, run_state_of
 from ..hook.hook import Hook, RunContext, ending_the_run, skippable
-from ..lightning_internals import checkpoint_connector, ddp_settings
-from .capture import CONTRACT_KEY, Frozen, frozen_in
+from ..lightning_internals import checkpoint_connector
+from ..optimizer_state import named_values
+from .capture import CONTRACT_KEY, Frozen, aligned, frozen_in
 from .export import keep_configurations
 from .format.record import (
     FINAL_NAME,
@@ -41,10 +43,11 @@ from .format.record import (
     step_name,
 )
 from .loader_position import forget_positions, keep_positions, put_positions_back, set_positions_aside
-from .plugins import install_plugin, rank_groups_of, url_faults
+from .plugins import give_back_plugin, install_plugin, rank_groups_of, url_faults
 from .rank_state import ResumeState, capture_parts, stands_between_batches
 from .selection import WRITER, Retention, add_score, best_first, is_named, list_checkpoints, own_records, to_delete
 from .sharded.rank_channel import ALONE, Channel
+from .sharded.slices import is_sharded
 from .storage import (
     Listed,
     Staging,
@@ -176,7 +179,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._durable: deque[tuple[CheckpointRecord, float]] = deque()
         """Checkpoints that are durable and not reported yet, with the seconds that each took; two threads use it."""
         self._in_use: list[Callable[[], Collection[Path]]] = []
-        self._saves_after_module_hook = self._is_between_batches = False
+        self._has_reserved = self._saves_after_module_hook = self._is_between_batches = False
         self._last_saved_step: int | None = None
 
     @override
@@ -189,11 +192,6 @@ class Checkpoint(Hook, LightningCheckpoint):
             raise TypeError(
                 f"Checkpoint does not save under {type(trainer.strategy).__name__}, which has a format of its own that "
                 "no plugin writes. Use Lightning's ModelCheckpoint, or ModelParallelStrategy (FSDP 2) with Checkpoint."
-            )
-        if isinstance(trainer.strategy, DDPStrategy) and ddp_settings(trainer.strategy).start_method != "popen":
-            raise TypeError(
-                "Checkpoint does not save in processes that are spawned or forked, and hand their weights back when "
-                "they end. Use strategy='ddp', which starts the script once for each device."
             )
         self._store = install_plugin(trainer.strategy).store
         if faults := url_faults(trainer):
@@ -215,7 +213,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._run_state, self._scores = run_state_of(trainer), Scores()
         self._boundaries = Boundaries(self, trainer.global_step)
         self._clock.begin(trainer.global_step)
-        self._is_between_batches = self._saves_after_module_hook = False
+        self._has_reserved = self._is_between_batches = self._saves_after_module_hook = False
         self._last_saved_step = None
         if trainer.ckpt_path is not None:  # the run state of a checkpoint names the one before it
             loaded = self._store.loaded
@@ -273,6 +271,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         if (run_state := self._run_state or run_state_of(trainer)).rolls_back:
             return  # to a checkpoint, which is then saved anew
         if run_state.stop_reason is None and (not is_due or suppressed(pl_module)):
+            if not self._has_reserved and self.asynchronous and self.saves_while_training:
+                self._has_reserved = True  # now that optimizers have their state
+                self._store.reserve(_size_of_snapshot(trainer, pl_module), trainer.strategy.root_device)
             return
         if awaits_module_hook(trainer, pl_module):  # what that changes, a moving average say, belongs to the step
             self._saves_after_module_hook = True
@@ -359,6 +360,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
         forget_positions(trainer)
+        give_back_plugin(trainer)
 
     @override
     def join_run(self, run: RunContext) -> None:
@@ -382,6 +384,12 @@ class Checkpoint(Hook, LightningCheckpoint):
         own = [] if self.dirpath is None else own_records(list_checkpoints(self.directory))
         chosen = best_first(own, self.retention.monitor, self.retention.mode)[:1] or own[-1:]
         return "".join(str(record.path) for record in chosen)
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        # Lightning tells it in a process whose children have trained, and may train on there; no `setup` says where.
+        if path:
+            self.dirpath, self.replace_existing = Path(path).parent, True
 
     @property
     def saves_while_training(self) -> bool:
@@ -410,7 +418,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         path = self.directory / f"{FINAL_NAME if final else step_name(step)}.json"
         if getattr(trainer, "fast_dev_run", False):
             return path
-        self._last_saved_step = step
+        self._last_saved_step, self._has_reserved = step, True
         self._clock.note_save()
         if self.critical:
             self._store.wait()
@@ -537,6 +545,18 @@ class Checkpoint(Hook, LightningCheckpoint):
     def _wake(self) -> None:
         """From now on something goes on in the background: look after each step for how it ended."""
         self.next_due_step = 0
+
+
+def _size_of_snapshot(trainer: pl.Trainer, module: pl.LightningModule) -> int:
+    """Bytes that this rank copies at each save: its slices of what is sharded, on rank zero also what is whole.
+
+    What is frozen is copied once, elsewhere, and shared by all checkpoints.
+    """
+    moments = (value for o in trainer.optimizers for entry in o.state.values() for _, value in named_values(entry))
+    trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
+    tensors = (each for each in (*trained, *module.buffers(), *moments) if isinstance(each, torch.Tensor))
+    own = (t.to_local() if isinstance(t, DTensor) else t for t in tensors if is_sharded(t) or trainer.is_global_zero)
+    return sum(aligned(tensor.nbytes) for tensor in own)
 
 
 class Scores(dict[int, float]):

@@ -213,6 +213,14 @@ class CheckpointStore:
         """Have checkpoints in `directory` share what is `frozen`. On the rank that writes, before the first step."""
         self._frozen[directory] = frozen
 
+    def reserve(self, nbytes: int, device: torch.device) -> None:
+        """Take, and pin, the memory for snapshots of `nbytes` from `device` in the background, before the first save.
+
+        What that save would wait for otherwise is some 0.2 s for each GB.
+        """
+        self.before_background_save()
+        self._saving = self.background.submit(lambda: self.buffer.reserve(nbytes, device))
+
     def save(
         self,
         path: str | os.PathLike[str],

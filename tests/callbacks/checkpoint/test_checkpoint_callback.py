@@ -441,11 +441,6 @@ def test_a_strategy_with_a_format_of_its_own_is_refused_with_the_way_out(tmp_pat
         Checkpoint(tmp_path).setup(trainer, make_net(), "fit")
 
 
-def test_processes_that_are_spawned_are_refused_with_the_way_out(tmp_path, make_trainer, make_net):
-    with pytest.raises(TypeError, match=r"does not save in processes that are spawned .* Use strategy='ddp'"):
-        Checkpoint(tmp_path).setup(make_trainer(strategy="ddp_spawn"), make_net(), "fit")
-
-
 @pytest.mark.parametrize(
     ("argument", "value", "text"),
     [
