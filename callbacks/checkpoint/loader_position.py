@@ -35,6 +35,7 @@ __all__ = [
     "PositionedLoader",
     "begin_and_leave",
     "forget_positions",
+    "generators_of",
     "keep_positions",
     "put_positions_back",
     "set_positions_aside",
@@ -123,6 +124,16 @@ def put_positions_back(trainer: pl.Trainer, checkpoint: Mapping[str, Any], parts
         states.insert(index, state)
 
 
+def generators_of(loaders: Iterable[Any]) -> list[torch.Generator]:
+    """The generators that `loaders` and their samplers were given, each once, in the order of the loaders.
+
+    A loader of torchdata keeps its position, but not what its iterator drew from such a generator beside the order.
+    """
+    holders = (holder for loader in loaders for holder in (loader, getattr(loader, "sampler", None)))
+    found = (getattr(holder, "generator", None) for holder in holders)
+    return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
+
+
 def warn_of_loaders_without_position(trainer: pl.Trainer) -> None:
     """Name the training loaders that have no state, so that they begin with their first batch again.
 
@@ -178,7 +189,7 @@ class PositionedLoader(DataLoader[Any]):
         if self._resumes and self._begun is not None:
             batches = self._rest(self._begun)
         else:
-            states = [each.get_state() for each in self._generators()]
+            states = [each.get_state() for each in generators_of([self])]
             self._begun, self._batches = {"torch": torch.get_rng_state(), "generators": states}, 0
             batches = super().__iter__()
         self._resumes = False
@@ -188,7 +199,7 @@ class PositionedLoader(DataLoader[Any]):
         self._begun, self._batches = None, 0
 
     def _rest(self, begun: Mapping[str, Any]) -> Iterator[Any]:
-        generators = self._generators()
+        generators = generators_of([self])
         name = "sampler" if self.batch_sampler is None else "batch_sampler"
         sampler: Any = getattr(self, name)
 
@@ -212,11 +223,6 @@ class PositionedLoader(DataLoader[Any]):
             generator.set_state(state)
         yield from batches
         next(order, None)
-
-    def _generators(self) -> list[torch.Generator]:
-        """Those that the loader and its sampler were given; each once."""
-        given = (self.generator, getattr(self.sampler, "generator", None))
-        return list({id(generator): generator for generator in given if generator is not None}.values())
 
     def state_dict(self) -> dict[str, Any]:
         """The position, for a checkpoint."""

@@ -28,7 +28,7 @@ from ...adapter.plumbing.devices import random_states, restore_random_states
 from .codec.state_tree import Path, decode, encode, format_path
 from .codec.tensors import TensorTable, content_digests
 from .format.record import digest_of
-from .loader_position import warn_of_loaders_without_position
+from .loader_position import generators_of, warn_of_loaders_without_position
 from .sharded.rank_channel import Channel
 from .sharded.slices import sharded_like, unsharded
 
@@ -54,14 +54,9 @@ SHARDED_GRADIENTS = "sharded_gradients"
 
 
 def loader_generators(trainer: pl.Trainer) -> list[torch.Generator]:
-    """The generators that the training loaders were given, each once, in the order of the loaders.
-
-    A loader of torchdata keeps its position, but not what its iterator drew from such a generator beside the order.
-    """
-    loaders = [] if trainer.train_dataloader is None else CombinedLoader(trainer.train_dataloader).flattened
-    holders = (holder for loader in loaders for holder in (loader, getattr(loader, "sampler", None)))
-    found = (getattr(holder, "generator", None) for holder in holders)
-    return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
+    """Those of the training loaders."""
+    loaders = trainer.train_dataloader
+    return [] if loaders is None else generators_of(CombinedLoader(loaders).flattened)
 
 
 def capture_rng(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
