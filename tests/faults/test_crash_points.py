@@ -19,13 +19,13 @@ from genlight.callbacks.checkpoint import (
     load,
     newest_valid,
     save,
-    stage,
     storage,
     sweep,
     verify,
 )
 from genlight.callbacks.checkpoint.capture import Frozen
 from genlight.callbacks.checkpoint.sharded.rank_channel import RankGroups
+from genlight.callbacks.checkpoint.storage import stage
 
 
 def state(step):

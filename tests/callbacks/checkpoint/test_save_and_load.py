@@ -8,7 +8,8 @@ import torch
 from safetensors import safe_open
 
 from genlight.adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, UnstorableStateError
-from genlight.callbacks.checkpoint import RecordMeta, load, read_record, save, stage, verify
+from genlight.callbacks.checkpoint import RecordMeta, load, read_record, save, verify
+from genlight.callbacks.checkpoint.storage import stage
 
 
 @pytest.fixture
