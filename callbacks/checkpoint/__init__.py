@@ -13,13 +13,11 @@ from ...adapter.plumbing.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from .format.record import (
         CheckpointRecord as CheckpointRecord,
-        FileEntry as FileEntry,
         RecordMeta as RecordMeta,
         read_record as read_record,
     )
     from .plugins import DurableCheckpointIO as DurableCheckpointIO
     from .policy import Checkpoint as Checkpoint, WritesTrainerFiles as WritesTrainerFiles
-    from .rank_state import capture_rng as capture_rng, restore_rng as restore_rng
     from .selection import (
         Listed as Listed,
         Retention as Retention,
@@ -28,14 +26,7 @@ if TYPE_CHECKING:
         list_checkpoints as list_checkpoints,
         newest_valid as newest_valid,
     )
-    from .storage import (
-        Staging as Staging,
-        delete_checkpoint as delete_checkpoint,
-        require_space as require_space,
-        stage as stage,
-        sweep as sweep,
-        verify as verify,
-    )
+    from .storage import delete_checkpoint as delete_checkpoint, sweep as sweep, verify as verify
     from .store import CheckpointStore as CheckpointStore, load as load, load_weights as load_weights, save as save
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -154,8 +154,14 @@ def test_a_member_that_is_missing_is_a_broken_checkpoint(checkpoints, member):
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\xff\xfe", b"[]", b"7", b'{"a":' * 100_000, b"[" * 1_000_000, b'{"step":' + b"9" * 2_000_000 + b"}"],
-    ids=["empty", "no text", "list", "number", "deep objects", "deep lists", "2M digits"],
+    [
+        *(b"", b"\xff\xfe", b"[]", b"7", b"{", b'{"step":1}', b'{"state":{},"step":1,"format":"x"}'),
+        *(b'{"a":' * 100_000, b"[" * 1_000_000, b'{"step":' + b"9" * 2_000_000 + b"}"),
+    ],
+    ids=[
+        *("empty", "no text", "list", "number", "cut off", "no state", "another format"),
+        *("deep objects", "deep lists", "2M digits"),
+    ],
 )
 def test_what_is_no_record_is_a_broken_checkpoint(checkpoints, data):
     (checkpoints / f"{NAME}.json").write_bytes(data)

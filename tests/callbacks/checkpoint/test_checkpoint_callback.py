@@ -238,14 +238,6 @@ def test_the_best_stays_whatever_comes_after(tmp_path, make_trainer, make_net, m
     assert checkpoint.best_model_path == str(tmp_path / "c" / "step-00000002.json")
 
 
-def test_ckpt_path_best_is_the_newest_where_nothing_is_monitored(tmp_path, make_trainer, make_net, make_loader):
-    trainer = make_trainer(Checkpoint(tmp_path / "c", every_n_steps=2, save_final=False), max_epochs=1)
-    trainer.fit(make_net(), make_loader(5))
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(make_net(3), make_loader(5), ckpt_path="best")
-    assert trainer.ckpt_path == str(tmp_path / "c" / "step-00000004.json")
-
-
 class Listener(Hook):
     """Notes what it hears, and where."""
 
@@ -345,15 +337,6 @@ def test_a_failed_write_ends_the_run_within_a_step(tmp_path, make_trainer, make_
     with pytest.raises(OSError, match=r"Not a directory|File exists"):
         make_trainer(breaker, checkpoint, max_epochs=1).fit(make_net(), make_loader())
     assert breaker.batches in (3, 4)
-
-
-def test_a_failed_write_may_be_logged_instead(tmp_path, make_trainer, make_net, make_loader, caplog):
-    (tmp_path / "c").mkdir()
-    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=3, on_error="continue", save_final=False)
-    breaker = Unwritable(tmp_path / "c", checkpoint)
-    make_trainer(breaker, checkpoint, max_epochs=1).fit(make_net(), make_loader())
-    assert breaker.batches == 10
-    assert "Checkpoint failed" in caplog.text
 
 
 def test_space_is_checked_before_training(tmp_path, make_trainer, make_net, make_loader, monkeypatch):

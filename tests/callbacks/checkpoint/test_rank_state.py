@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from genlight.callbacks.checkpoint import capture_rng, load, restore_rng, save
-from genlight.callbacks.checkpoint.rank_state import gradients_of_rank, loader_generators
+from genlight.callbacks.checkpoint import load, save
+from genlight.callbacks.checkpoint.rank_state import capture_rng, gradients_of_rank, loader_generators, restore_rng
 
 
 def draw():

@@ -1,9 +1,9 @@
-"""A digest that differs where the bytes of a tensor do, computed where the tensor lies."""
+"""The bytes of tensors, and digests that differ where the bytes do, computed where the tensor lies."""
 
 import pytest
 import torch
 
-from genlight.callbacks.checkpoint.codec.tensors import as_uint8, content_digests, device_digest
+from genlight.callbacks.checkpoint.codec.tensors import as_uint8, bytes_of, content_digests, device_digest
 
 TENSORS = {
     "seven floats": torch.randn(7),
@@ -81,3 +81,22 @@ def test_the_version_counter_of_torch_would_not_do():
 
     assert (weight._version, norm.running_mean._version) == versions
     assert all(now != before for now, before in zip(content_digests([weight, norm.running_mean]), digests, strict=True))
+
+
+def test_a_tensor_whose_bytes_were_read_can_still_be_resized() -> None:
+    # As observers of quantization do with their buffers; numpy's view of a tensor would forbid it for good.
+    tensor, filled = torch.tensor([1.0, 2.0]), torch.empty(2)
+    bytes_of(filled)[:] = bytes_of(tensor)
+
+    assert tensor.resize_(3)[:2].tolist() == [1.0, 2.0]
+    assert filled.resize_(3)[:2].tolist() == [1.0, 2.0]
+
+
+def test_bytes_are_a_view_of_the_tensor_where_it_lies_in_order() -> None:
+    tensor = torch.zeros(2, dtype=torch.uint8)
+    memory = bytes_of(tensor)
+    tensor[1] = 7
+
+    assert bytes(memory) == b"\0\7"
+    assert bytes(bytes_of(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).t())) == b"\1\3\2\4"
+    assert bytes(bytes_of(torch.empty(0))) == b""
