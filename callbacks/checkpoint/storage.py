@@ -42,13 +42,7 @@ from pathlib import Path
 import xxhash
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, UnwrittenCheckpointError
-from ...adapter.plumbing.durable import (
-    fsync_directory,
-    start_writeback,
-    temporary_name,
-    write_all,
-    write_bytes_durably,
-)
+from ...adapter.plumbing.durable import fsync_directory, start_writeback, temporary_name, write_all
 from ...adapter.plumbing.safe_open import UnsafeFileError, open_regular, read_regular
 from .format.record import (
     RECORD_MARKER,
@@ -519,8 +513,9 @@ def commit(staging: Staging, folder: str, record: bytes) -> None:
 def move_older_final(final: Path, *, step: int, run_id: str) -> None:
     """Give the name of its step to the final checkpoint at `final`, if the run has gone on from it to `step`.
 
-    Its folder keeps its name: only the record is written once more, and at every moment one of the two is there. Where
-    something of that name is there already, `final` is left to be replaced.
+    It is whole under one of its names at every moment: its files get second names first, and a record of its step.
+    Where a whole checkpoint of that step is there already, that one stays in its place. What cannot be moved, as on a
+    file system without links, is left to be replaced, with a warning: the new end of the run is worth more.
 
     Args:
         final: The record that the new final checkpoint will have.
@@ -531,11 +526,34 @@ def move_older_final(final: Path, *, step: int, run_id: str) -> None:
         old = read_record(final)
     except (BrokenCheckpointError, OSError):
         return
-    target = final.with_name(f"{step_name(old.step)}.json")
     is_earlier_end = old.final and not old.is_old and old.run_id == run_id and old.step < step
-    if is_earlier_end and not final.is_symlink() and not os.path.lexists(target):
-        write_bytes_durably(target, serialise_record(replace(old, final=False)))
-        final.unlink()
+    if final.is_symlink() or not is_earlier_end or old.data_path is None:
+        return
+    target = final.with_name(f"{step_name(old.step)}.json")
+    try:
+        try:
+            verify(target)
+        except (BrokenCheckpointError, OSError):
+            _save_as(old, old.data_path, target)
+        delete_checkpoint(final)
+    except (CheckpointError, OSError) as error:
+        log.warning("%s is replaced, since it could not become %s: %s", final, target, error)
+
+
+def _save_as(old: CheckpointRecord, data: Path, target: Path) -> None:
+    """Commit the files of `old` once more, as the checkpoint of its step at `target`."""
+    staging = stage(target)
+    try:
+        for name in [*map(old.file_name, old.files), SCORES_FILE]:
+            if name != SCORES_FILE or (data / name).is_file():
+                (staging.path / name).parent.mkdir(parents=True, exist_ok=True)
+                os.link(data / name, staging.path / name, follow_symlinks=False)
+        folder = choose_folder(target)
+        files = tuple(replace(file, path=f"{folder}/{old.file_name(file)}") for file in old.files)
+        commit(staging, folder, serialise_record(replace(old, final=False, folder=folder, files=files)))
+    except BaseException:
+        staging.discard()
+        raise
 
 
 def delete_checkpoint(path: str | os.PathLike[str], named: Counter[str] | None = None) -> None:

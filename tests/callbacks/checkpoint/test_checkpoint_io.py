@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pickle
 import threading
 
 import lightning.pytorch as pl
@@ -242,6 +243,12 @@ def test_a_url_is_refused_with_the_way_out(tmp_path, make_trainer, make_net, mak
     plugin = DurableCheckpointIO()
     plugin.save_checkpoint({"global_step": 1}, f"file:{tmp_path}/a.ckpt")
     assert plugin.load_checkpoint(f"file://{tmp_path}/a.ckpt")["global_step"] == 1
+
+
+def test_torch_says_that_a_record_is_no_file_of_its_own(tmp_path):
+    DurableCheckpointIO().save_checkpoint({"global_step": 1}, tmp_path / "a.ckpt")
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "a.ckpt")
 
 
 def test_removing_a_torch_file_leaves_a_folder_of_the_same_name(tmp_path):

@@ -1,7 +1,4 @@
-"""What belongs to others in a directory of checkpoints stays; here are the names, the words and the callback's part.
-
-`test_ownership_property` proves it for any sequence of saves, removals and sweeps beside files, folders and links.
-"""
+"""What belongs to others in a directory of checkpoints stays, whatever is saved, removed, swept or moved beside it."""
 
 import os
 import shutil
@@ -41,6 +38,20 @@ def tree(directory):
     return found
 
 
+def test_a_save_over_a_link_replaces_the_link_and_leaves_its_target(tmp_path):
+    io = DurableCheckpointIO()
+    io.save_checkpoint(checkpoint_of(1), tmp_path / "best.ckpt")
+    before = tree(tmp_path)
+    os.symlink("best.ckpt", tmp_path / "last.ckpt")
+
+    io.save_checkpoint(checkpoint_of(2), tmp_path / "last.ckpt")
+
+    assert not (tmp_path / "last.ckpt").is_symlink()
+    assert verify(tmp_path / "last.ckpt").step == 2
+    assert verify(tmp_path / "best.ckpt").step == 1
+    assert before.items() <= tree(tmp_path).items()
+
+
 @pytest.mark.parametrize("content", [{}, {"config.json": "{}"}, {"training_state.json": "[1]"}])
 def test_a_users_folder_of_the_checkpoints_name_stays_and_the_data_takes_another(tmp_path, content):
     (tmp_path / "model").mkdir()
@@ -60,6 +71,30 @@ def test_a_users_folder_of_the_checkpoints_name_stays_and_the_data_takes_another
     assert tree(tmp_path) == before
 
 
+def test_a_users_file_and_link_of_the_checkpoints_name_stay_too(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "a").write_text("mine")
+    os.symlink("elsewhere", tmp_path / "b")
+    before = tree(tmp_path)
+    for name in "ab":
+        save(tmp_path / name, checkpoint_of(1))
+        save(tmp_path / name, checkpoint_of(2))
+        assert verify(tmp_path / name).step == 2
+    assert before.items() <= tree(tmp_path).items()
+    assert sorted(os.listdir(tmp_path)) == ["a", "a.json", "a~2", "b", "b.json", "b~2", "elsewhere"]
+
+
+def test_records_of_one_name_share_no_folder(tmp_path):
+    io = DurableCheckpointIO()
+    for step in (1, 2):
+        io.save_checkpoint(checkpoint_of(step), tmp_path / "a.ckpt")
+        io.save_checkpoint(checkpoint_of(step + 10), tmp_path / "a.json")
+        assert (verify(tmp_path / "a.ckpt").step, verify(tmp_path / "a.json").step) == (step, step + 10)
+    io.remove_checkpoint(tmp_path / "a.ckpt")
+    assert verify(tmp_path / "a.json").step == 12
+    assert len(os.listdir(tmp_path)) == 2
+
+
 @pytest.mark.parametrize("name", ["final.json", "last.ckpt", "a"])
 def test_a_file_that_is_not_a_checkpoint_is_neither_replaced_nor_removed(tmp_path, name, caplog):
     record = tmp_path / (name if "." in name else f"{name}.json")
@@ -72,6 +107,17 @@ def test_a_file_that_is_not_a_checkpoint_is_neither_replaced_nor_removed(tmp_pat
     DurableCheckpointIO().remove_checkpoint(record)
     assert "is not a checkpoint, and is not removed" in caplog.text
     sweep(tmp_path)
+    assert tree(tmp_path) == before
+
+
+def test_removing_a_folder_that_is_not_a_checkpoint_leaves_it(tmp_path):
+    (tmp_path / "mine.ckpt").mkdir()
+    (tmp_path / "mine.ckpt" / "notes").write_text("")
+    (tmp_path / "other").mkdir()
+    os.symlink("other", tmp_path / "link.ckpt")
+    before = tree(tmp_path)
+    for name in ("mine.ckpt", "other", "link.ckpt"):
+        DurableCheckpointIO().remove_checkpoint(tmp_path / name)
     assert tree(tmp_path) == before
 
 
