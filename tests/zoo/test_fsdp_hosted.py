@@ -10,16 +10,12 @@ import torch
 from zoo import fsdp_hosted, runs
 
 MODULE = "zoo.fsdp_hosted"
-COPIES = r"torch has no such operation on sharded parameters.*averages are kept in a module"
 PARTS = r"A part of a module that is called by itself, .*is made a unit by `units` of FSDP2Str.*mixed torch.Tensor"
 DATA = r"`\.data` of a parameter is replaced"
 OUTPUTS = r"torch has no such operation on sharded parameters"
 REFUSED = {
-    "DiffusersEma": COPIES,
-    "PrunedWeights": COPIES,
     "SwapsWithItsAverage": DATA,
     "EncoderPart": PARTS,
-    "HookedGradients": r'state\["model"\]\.0\.weight: a gradient hook on a parameter',
     "HookedWhileTraining": r"`register_hook` in `train_step`: a gradient hook on a parameter",
     "Codebook": r'state\["model"\], its codes: a module writes to its own parameters in its forward',
     "ReturnsObject": OUTPUTS,
@@ -28,8 +24,7 @@ REFUSED = {
     "NamesInputsOfBackward": r"gradients are asked for by parameters",
 }
 RIGHT = [name for name in fsdp_hosted.ZOO if name not in REFUSED]
-HALF = ("CentersMovedByHand",)
-RESUMED = ("Clip", "SharedEncoder", "AveragesInWholeModules")
+RESUMED = ("Clip", "AveragesInWholeModules")
 CHANGES = {
     "AddsALayer": r'state\["model"\]\.3\.weight was not there after `configure` and is \(1, 1\)',
     "DropsAGroup": r"param_groups was \(2, 2\) after `configure` and is \(2,\)",
@@ -52,7 +47,6 @@ def two_ranks(tmp_path_factory):
     jobs = [job(name, key=name) for name in fsdp_hosted.ZOO]
     jobs += [job(name, key=f"resumed {name}", interrupted=2) for name in RESUMED]
     jobs += [job(name, key=f"saved {name}", interrupted=2) for name in CHANGES]
-    jobs += [job(name, key=f"half {name}", precision="16-mixed") for name in HALF]
     jobs += [job(name, key=key, sharding=sharding) for key, (name, sharding) in SET.items()]
     return runs.on_two_ranks(tmp_path_factory.mktemp("hosted"), jobs)
 
@@ -95,14 +89,3 @@ def test_layers_and_groups_that_change_are_refused_when_they_are_saved_first(two
         assert re.search(
             f"Layers that change while training cannot be resumed: .*{CHANGES[name]}", rank[f"saved {name}"]
         )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", HALF)
-def test_in_fp16_they_agree_within_its_rounding(two_ranks, name):
-    for rank in two_ranks:
-        actual = rank[f"half {name}"]
-        assert not isinstance(actual, str), actual
-        actual = dict(actual)
-        assert actual.pop("overflow_steps") == 0
-        runs.assert_close(actual, runs.plain_run(f"{MODULE}:{name}"), 0.02)
