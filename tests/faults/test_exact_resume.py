@@ -126,9 +126,9 @@ def assert_equal(actual, expected):
 @pytest.mark.timeout(7200)  # The long run stops after each of 100 steps.
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_stopped_after_any_step_and_resumed_ends_with_the_same_bits(table, tmp_path, workers, is_long, report):
-    """After every tenth step, and at every place of an accumulation window; in the long run after every step."""
+    """At every place of an accumulation window, at the end of an epoch and in later ones; the long run: every step."""
     expected = run(table, tmp_path / "whole", workers=workers)
-    steps = range(1, STEPS) if is_long else sorted({*range(10, STEPS, 10), 11, 13, 38})
+    steps = range(1, STEPS) if is_long else (11, 13, 38, 40, 90)
     for step in steps:
         directory = tmp_path / f"stopped-{step}"
         run(table, directory, stop_after=step, workers=workers)

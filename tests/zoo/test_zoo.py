@@ -25,7 +25,7 @@ alone, index = sys.argv[1] == "one", {name: i for i, name in enumerate(zoo())}
 half = {"bf16-mixed": 0, "16-mixed": 6}
 hard = {
     "SamTwoSteps", "SamWithClosure", "FirstOrderMaml", "PerSampleGradients", "QuantizationAware", "DoublePrecision",
-    "CompiledStep",
+    "CompiledStep", "LbfgsClosure", "OwnMomentumList", "ComplexWeights",
 }
 jobs = [
     job for job in jobs_of(index)

@@ -181,41 +181,6 @@ def test_a_trainers_own_scaler_is_the_only_one_and_is_said_once(caplog):
     assert sum('state["scaler"]' in message for message in caplog.messages) == 1
 
 
-def test_lbfgs_under_fp16_mixed_is_refused_by_its_path():
-    with pytest.raises(ContractError, match=r'state\["optimizer"\] is LBFGS.*bf16-mixed'):
-        run("zoo.optimizers:LbfgsClosure", fp16())
-
-
-def test_updates_by_hand_under_fp16_mixed_are_refused_because_nothing_can_skip_them():
-    with pytest.raises(ContractError, match=r"16-mixed needs an optimizer.*bf16-mixed"):
-        run("UpdatesByHand", fp16())
-
-
-class ComplexWeights(zoo.Base):
-    def configure(self, ctx):
-        model = nn.ParameterList([nn.Parameter(torch.randn(6, 3, dtype=torch.cfloat))])
-        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
-
-    def train_step(self, batch, state, ctx):
-        out = (batch["x"].to(torch.cfloat) @ state["model"][0]).abs().mean(1, keepdim=True)
-        state["optimizer"].zero_grad()
-        mse_loss(out, batch["y"]).backward()
-        state["optimizer"].step()
-        return StepResult({})
-
-
-def test_complex_weights_can_be_scaled():
-    zoo.ZOO["ComplexWeights"] = ComplexWeights
-    expected = runs.plain_run("ComplexWeights")
-
-    actual, module, _ = run("ComplexWeights", fp16(init_scale=256.0))
-    del zoo.ZOO["ComplexWeights"]
-
-    for name in expected:
-        torch.testing.assert_close(actual[name], expected[name], rtol=1e-5, atol=1e-6)
-    assert module._router.overflow_steps == 0
-
-
 def test_an_overflow_in_the_imaginary_part_of_a_weight_skips_its_update():
     weight = torch.ones(2, dtype=torch.cfloat, requires_grad=True)
     state = {"weight": weight, "opt": torch.optim.SGD([weight], lr=0.1)}

@@ -242,7 +242,7 @@ def test_a_stop_ends_the_run(job, kill_after, torchrun_environs, cell):
 
     codes = [process.wait(LIMIT_S) for process in started]
     event, code = stop.phase.ends
-    assert codes[0] == code, (job.folder / "stderr").read_text()
+    assert codes == [code] * len(codes), (job.folder / "stderr").read_text()
     ended = job.terminal_event()
     assert ended["event"] == event
     if event == "failed":
