@@ -218,30 +218,6 @@ def test_what_the_trainer_owns_is_refused(tmp_path: Path, setting: dict[str, Any
         fit(tmp_path, **setting)
 
 
-def test_should_stop_of_any_callback_completes_the_run(tmp_path: Path) -> None:
-    """A callback that sets should_stop ends the run after its step."""
-
-    class StopAtThree(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-            trainer.should_stop = trainer.global_step == 3
-
-    trainer, module = fit(tmp_path, StopAtThree())
-    assert trainer.global_step == 3
-    assert module.stopped == "should_stop"
-
-
-def test_a_callback_may_log_through_the_module(tmp_path: Path) -> None:
-    """`pl_module.log` works inside a step's hooks, as in any Lightning training."""
-
-    class LogsSomething(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-            pl_module.log("mine", float(trainer.global_step), batch_size=1)
-
-    trainer, _ = fit(tmp_path, LogsSomething(), logger=CSVLogger(tmp_path))
-    assert float(trainer.callback_metrics["mine"]) == 6.0
-    assert any(row.get("mine") for row in rows(tmp_path))
-
-
 def test_a_module_hook_that_returns_minus_one_ends_the_epoch(tmp_path: Path) -> None:
     """`on_train_batch_start` returning -1 skips the rest of the epoch."""
 
