@@ -77,18 +77,6 @@ class EncoderPart(Base):
         return StepResult({"loss": loss.detach()})
 
 
-class HookedWhileTraining(Base):
-    """Registers a hook in the first step."""
-
-    def train_step(self, batch, state, ctx):
-        self.calls = getattr(self, "calls", 0) + 1
-        if self.calls == 2:
-            self.handle = state["model"][0].weight.register_hook(lambda g: g * 0.1)
-        if self.calls == 4:
-            self.handle.remove()
-        return super().train_step(batch, state, ctx)
-
-
 class FormattedNorms(Base):
     """Logs norms and extremes of gradients and weights of which a rank holds nothing, as strings and numbers."""
 
@@ -274,30 +262,6 @@ class NamesInputsOfBackward(ReturnsObject):
         return StepResult({"loss": loss.detach()})
 
 
-class SwapsWithItsAverage(ReturnsObject):
-    """Weights and their average change places by ``.data``, for an evaluation."""
-
-    def configure(self, ctx):
-        model = mlp()
-        ema = copy.deepcopy(model).requires_grad_(False)
-        return {"model": model, "ema": ema, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
-
-    def loss(self, batch, model):
-        return mse_loss(model(batch["x"]), batch["y"])
-
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
-        pairs = list(zip(state["model"].parameters(), state["ema"].parameters(), strict=True))
-        for p, average in pairs:
-            average.data.mul_(0.9).add_(p.data, alpha=0.1)
-        for _ in range(2):
-            for p, average in pairs:
-                p.data, average.data = average.data, p.data
-            with torch.no_grad():
-                score = self.loss(batch, state["model"])
-        return StepResult({**result.metrics, "score": score})
-
-
 class AddsALayer(Base):
     """Progressive growing: a layer and its group are added before the second step."""
 
@@ -360,7 +324,6 @@ CLASSES = (
     AveragesInWholeModules,
     Clip,
     EncoderPart,
-    HookedWhileTraining,
     FormattedNorms,
     ModuleListOfBlocks,
     Codebook,
@@ -369,7 +332,6 @@ CLASSES = (
     FeaturesOfAHook,
     FeaturesOfAHookAlone,
     NamesInputsOfBackward,
-    SwapsWithItsAverage,
     UpdatesByCompiledCode,
     AddsALayer,
     DropsAGroup,

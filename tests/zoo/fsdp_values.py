@@ -135,34 +135,6 @@ class ClippedByHand(Base):
         return StepResult({"norm": by_items})
 
 
-class SeededNoise(Base):
-    """Noise on weights from torch's own generator, seeded alike on all ranks in each step."""
-
-    def train_step(self, batch, state, ctx):
-        self.calls = getattr(self, "calls", 0) + 1
-        result = super().train_step(batch, state, ctx)
-        torch.manual_seed(self.calls)
-        with torch.no_grad():
-            for p in state["model"].parameters():
-                p.add_(torch.randn_like(p) * 0.01)
-        if self.calls == 2:
-            nn.init.normal_(state["model"][2].weight, std=0.1)
-        return result
-
-
-class WritesWholeGradients(Base):
-    """Keeps gradients of this rank, computed without the engine, and writes them to ``.grad``."""
-
-    def train_step(self, batch, state, ctx):
-        loss = mse_loss(state["model"](batch["x"]), batch["y"])
-        state["optimizer"].zero_grad()
-        loss.backward()
-        for p in state["model"].parameters():
-            p.grad = torch.full(p.shape, 0.1 if ctx.world_size == 1 else 0.05 + 0.1 * ctx.rank)
-        state["optimizer"].step()
-        return StepResult({})
-
-
 class SignsAndMasks(Base):
     """Updates by the sign of gradients, masked by their size against a global threshold."""
 
@@ -228,8 +200,6 @@ CLASSES = (
     HeadsByRank,
     Experts,
     ClippedByHand,
-    SeededNoise,
-    WritesWholeGradients,
     SignsAndMasks,
     ResNet,
 )

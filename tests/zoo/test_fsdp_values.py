@@ -13,8 +13,6 @@ OTHER_HEADS = r"rank 0 is about to call state\[\"model\"\]\.heads\.0, rank 1 to 
 REFUSED = {
     "HeadsByRank": OTHER_HEADS,
     "Experts": r"rank 0 is about to leave gradients of 8 sharded .* ranks used different parameters; set `unused_param",
-    "SeededNoise": r"`randn_like` in `train_step`: random numbers in the shape of a shard",
-    "WritesWholeGradients": r"a tensor that is not sharded is assigned to `\.grad`",
     "SkipsOneLossOfItsOwn": (
         r"rank 0 is about to call backward, rank 1 to end the step\. Rank 0 is at "
         r".*fsdp_values\.py:\d+, in train_step\. `train_step` must update on all ranks or on none.*on_nonfinite to skip"
