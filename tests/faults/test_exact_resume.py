@@ -7,7 +7,6 @@ gradients live in the parameters, shuffled data that crosses epochs, decoding wo
 import contextlib
 import random
 
-import lightning.pytorch as pl
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,6 +17,7 @@ from genlight.adapter import ArrowDataModule, ContractModule, StepResult, Traini
 from genlight.adapter.contract.exceptions import TrainingCanceled
 from genlight.callbacks import StopRequests
 from genlight.callbacks.checkpoint import Checkpoint
+from support.trainers import quiet_trainer
 
 STEPS = 100
 WINDOW = 4
@@ -94,16 +94,12 @@ def run(table, directory, *, steps=STEPS, stop_after=STEPS, workers=0, resume_fr
     np.random.seed(seed)
     torch.manual_seed(seed)
     module = ContractModule(Accumulating(), TrainingJobSpec(run_id="exact", max_steps=steps))
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
+    trainer = quiet_trainer(
+        StopAfter(stop_after),
+        Checkpoint(directory, save_final=steps < STEPS),
         precision="bf16-mixed",
         max_steps=steps,
         max_epochs=-1,
-        callbacks=[StopAfter(stop_after), Checkpoint(directory, save_final=steps < STEPS)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     data = ArrowDataModule(str(table), batch_size=8, shuffle=True, seed=3, collate=augment, workers=workers)
     with contextlib.suppress(TrainingCanceled):

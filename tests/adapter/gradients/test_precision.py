@@ -16,6 +16,7 @@ from genlight.adapter.contract.types import StepResult
 from genlight.adapter.discovery.discover import discover
 from genlight.adapter.gradients.precision import TrueUnitScaler, contract_dtype, step_precision
 from genlight.adapter.gradients.step import StepRouter
+from support.trainers import quiet_trainer
 
 
 def fp16(**scaler_args: Any) -> MixedPrecision:
@@ -291,20 +292,11 @@ def test_an_overflow_of_one_optimizer_does_not_skip_the_other():
 
 
 def test_a_module_that_is_fitted_twice_goes_on_as_if_it_had_been_once():
-    import lightning.pytorch as pl
 
     expected, _, _ = reference(Recording, dtype=torch.float16, init_scale=1024.0)
     module, _ = runs.hosted_run("Recording", steps=2, plugins=fp16(init_scale=1024.0))
 
-    trainer = pl.Trainer(
-        max_steps=2,
-        accelerator="cpu",
-        plugins=fp16(init_scale=1024.0),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(max_steps=2, plugins=fp16(init_scale=1024.0))
     trainer.fit(module, runs.Shares(0, 1, 4, first=2))
 
     assert_equal(runs.weights(module.contract_state, None), expected)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint
+from support.trainers import quiet_trainer
 
 STEPS, INTERRUPTED_AT = 5, 3
 
@@ -120,13 +120,8 @@ class Scripted(Plain):
 
 
 def fit(folder: Path, plugin: Any, resume_from: Path | None = None) -> Any:
-    trainer = pl.Trainer(
-        max_steps=STEPS,
-        accelerator="cpu",
-        callbacks=[Checkpoint(folder, every_n_steps=INTERRUPTED_AT, save_final=False, asynchronous=False)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = quiet_trainer(
+        Checkpoint(folder, every_n_steps=INTERRUPTED_AT, save_final=False, asynchronous=False), max_steps=STEPS
     )
     module = ContractModule(plugin, TrainingJobSpec("exact", STEPS, metric_every=0))
     trainer.fit(module, Rows(), ckpt_path=resume_from)

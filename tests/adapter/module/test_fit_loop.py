@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from genlight.adapter import ContractModule, InputError, StepControlHints, StepResult, TrainingJobSpec
 from genlight.adapter.feed import ArrowFeed, MockDataModule
 from genlight.callbacks import Checkpoint
+from support.trainers import quiet_trainer
 
 
 class Counting:
@@ -52,15 +53,7 @@ def numbers(count: int = 5) -> DataLoader[Any]:
 
 def trainer_of(tmp_path: Path, *callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
     """A quiet trainer on one CPU."""
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "default_root_dir": tmp_path,
-    }
-    return pl.Trainer(**{**defaults, **settings}, callbacks=list(callbacks))
+    return quiet_trainer(*callbacks, default_root_dir=tmp_path, **settings)
 
 
 def test_the_jobs_step_limit_holds_where_the_trainer_has_none(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from torch.utils.data import DataLoader
 
 from genlight.adapter import ContractModule, StartupContractError, StepResult, TrainingJobSpec
+from support.trainers import quiet_trainer
 
 
 class Regression:
@@ -75,17 +76,9 @@ def fit(
 ) -> tuple[pl.Trainer, ContractModule]:
     """Train a regression with one stock part."""
     module = ContractModule(plugin or Regression(), TrainingJobSpec("parts", steps, metric_every=2))
-    defaults: dict[str, Any] = {
-        "max_steps": steps,
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "default_root_dir": tmp_path,
-        "log_every_n_steps": 1,
-    }
-    trainer = pl.Trainer(**{**defaults, **settings}, callbacks=list(callbacks))
+    trainer = quiet_trainer(
+        *callbacks, **{"max_steps": steps, "default_root_dir": tmp_path, "log_every_n_steps": 1, **settings}
+    )
     trainer.fit(module, batches())
     return trainer, module
 
@@ -227,15 +220,7 @@ def test_a_module_hook_that_returns_minus_one_ends_the_epoch(tmp_path: Path) -> 
 
     plugin = Regression()
     module = SkipsAfterTwo(plugin, TrainingJobSpec("skip", 5))
-    trainer = pl.Trainer(
-        max_steps=5,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = quiet_trainer(max_steps=5, default_root_dir=tmp_path)
     trainer.fit(module, batches())
     assert plugin.seen == [0, 1, 0, 1, 0]
 
@@ -249,13 +234,8 @@ def test_hyperparameters_of_a_job_reach_every_logger(tmp_path: Path) -> None:
             told.append(dict(params))
 
     job = TrainingJobSpec("parts", 2, hyperparams={"lr": 0.1, "model": {"depth": 2}})
-    trainer = pl.Trainer(
-        max_steps=2,
-        accelerator="cpu",
-        logger=[CSVLogger(tmp_path / "a"), TensorBoardLogger(tmp_path / "b"), Told(tmp_path / "c")],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = quiet_trainer(
+        max_steps=2, logger=[CSVLogger(tmp_path / "a"), TensorBoardLogger(tmp_path / "b"), Told(tmp_path / "c")]
     )
     module = ContractModule(Regression(), job)
     trainer.fit(module, batches())

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from genlight.adapter import ContractError, ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint
+from support.trainers import quiet_trainer
 
 
 class TwoSchedulers:
@@ -55,15 +55,11 @@ class TwoSchedulers:
 
 def fit(tmp_path: Path, plugin: Any, steps: int, *, precision: Any = None, **options: Any) -> ContractModule:
     """Train on the same batches every time."""
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
+        Checkpoint(tmp_path / "c", every_n_steps=3, keep_last=None, save_final=False, asynchronous=False),
         max_steps=steps,
-        accelerator="cpu",
         precision=precision,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=tmp_path,
-        callbacks=[Checkpoint(tmp_path / "c", every_n_steps=3, keep_last=None, save_final=False, asynchronous=False)],
     )
     module = ContractModule(plugin, TrainingJobSpec("module", steps))
     generator = torch.Generator().manual_seed(1)

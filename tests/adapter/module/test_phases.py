@@ -16,6 +16,7 @@ from genlight.adapter.feed import Minibatches
 from genlight.callbacks import Checkpoint, Hook
 from genlight.callbacks.hook.events import run_state_of
 from support.rank_processes import run_ranks
+from support.trainers import quiet_trainer
 
 ROWS = 12
 
@@ -103,14 +104,9 @@ class Counters(Hook):
 
 def fit(tmp_path: Path, plugin: Any, *callbacks: pl.Callback, steps: int, **options: Any) -> ContractModule:
     """Train without any data but the trainer's own."""
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
+        *callbacks,
         max_steps=steps,
-        accelerator="cpu",
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=tmp_path,
     )
     module = ContractModule(plugin, TrainingJobSpec("actor", steps, metric_every=0))
