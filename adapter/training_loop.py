@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
@@ -26,7 +27,7 @@ from .contract.types import (
     TrainingReporter,
 )
 from .module.module import ContractModule
-from .plumbing.devices import accelerator, isolated_random_numbers
+from .plumbing.devices import accelerator, isolated_random_numbers, release_memory
 
 __all__ = ["BatchStream", "run_training_loop"]
 
@@ -124,9 +125,23 @@ def _arguments_of_device(device: torch.device) -> dict[str, Any]:
     here = accelerator()
     if here is None or here.type != device.type:
         return {"accelerator": "cpu", "devices": 1}
-    # By itself Lightning takes the host for an accelerator that is only registered with it.
-    strategy = SingleDeviceStrategy(torch.device(device.type, device.index or 0))
-    return {"accelerator": device.type, "devices": [device.index or 0], "strategy": strategy}
+    index = device.index or 0
+    if device.type in ("cuda", "mps"):
+        return {"accelerator": device.type, "devices": [index]}
+    # Those that Lightning does not know it would leave for the host.
+    return {"strategy": SingleDeviceStrategy(torch.device(device.type, index), accelerator=_OneDevice())}
+
+
+class _OneDevice(CPUAccelerator):
+    """The host's accelerator, which chooses nothing by itself, for whatever device torch has."""
+
+    @override
+    def setup_device(self, device: torch.device) -> None:
+        torch.accelerator.set_device_index(device)
+
+    @override
+    def teardown(self) -> None:
+        release_memory()
 
 
 def _trainer_directory(path: Path) -> Path:

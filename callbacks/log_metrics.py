@@ -60,7 +60,8 @@ class LogMetrics(Hook):
         self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
         self._unsent_scores: Mapping[str, float] = {}
         self._unsent_figures: Mapping[str, float] = {}
-        self._waited = (0.0, 0.0)
+        self._waited: tuple[float, float] | None = None
+        """The wait for data until the last cadence, and when that was; None where the loader does not say."""
         self._sent_rollout: Mapping[str, Any] | None = None
 
     @override
@@ -74,7 +75,8 @@ class LogMetrics(Hook):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._unsent_scores, self._unsent_figures = {}, {}
         self._sent_rollout = run_state_of(trainer).rollout_stats
-        self._waited = data_wait_s(trainer) or 0.0, time.monotonic()
+        waited_s = data_wait_s(trainer)
+        self._waited = None if waited_s is None else (waited_s, time.monotonic())
 
     @skippable
     @override
@@ -94,8 +96,8 @@ class LogMetrics(Hook):
             if rollout is not self._sent_rollout:
                 self._sent_rollout = rollout
                 metrics = {**metrics, **rollout_means(rollout or {})}
-            if (waited_s := data_wait_s(trainer)) is not None:
-                metrics = {**metrics, WAIT_FRACTION: self._wait_fraction(waited_s)}
+            if self._waited is not None:
+                metrics = {**metrics, WAIT_FRACTION: self._wait_fraction(trainer, *self._waited)}
         metrics, figures = {**metrics, **self._unsent_scores}, self._unsent_figures
         self._unsent_scores, self._unsent_figures = {}, {}
         if metrics or figures:
@@ -121,10 +123,9 @@ class LogMetrics(Hook):
         self._unsent_figures = {**self._unsent_figures, **figures}
         self.next_due_step = 0
 
-    def _wait_fraction(self, waited_s: float) -> float:
+    def _wait_fraction(self, trainer: pl.Trainer, before_s: float, since: float) -> float:
         """The share of the time since the last cadence in which steps waited for data."""
-        before_s, since = self._waited
-        now = time.monotonic()
+        waited_s, now = data_wait_s(trainer) or 0.0, time.monotonic()
         self._waited = waited_s, now
         return min(1.0, max(0.0, waited_s - before_s) / max(now - since, 1e-9))
 

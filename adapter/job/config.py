@@ -7,6 +7,7 @@ asked here.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -229,9 +230,13 @@ def _lightning_arguments(arguments: Mapping[str, Any], errors: ConfigErrors) -> 
     for name in ("max_epochs", "limit_train_batches"):
         if arguments.get(name, 1) in (0, "0"):
             errors.add(f"Invalid `lightning.{name}`. With 0 nothing would be trained; remove it, or raise it.")
-    if arguments.get("logger") is True:
+    logger = arguments.get("logger")
+    if logger is True or (isinstance(logger, str) and "." not in logger):
         example = '{"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "logs"}}'
-        errors.add(f"Invalid `lightning.logger`. Of true a job has its event log alone. Name one, such as {example}.")
+        errors.add(
+            f"Invalid `lightning.logger`. Expected the path of a class, such as {example}, or of `WandbLogger`, which "
+            f"needs `pip install wandb`, but received {json.dumps(logger)}. The event log is there without it."
+        )
 
 
 def _without_effect(settings: Settings, sources: Sources, errors: ConfigErrors) -> None:

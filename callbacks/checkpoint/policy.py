@@ -147,12 +147,17 @@ class Checkpoint(Hook, LightningCheckpoint):
         replace_existing: bool = False,
         weights: Literal["all", "trained"] = "all",
     ) -> None:
+        wrong = []
+        if every_n_epochs < 0:
+            wrong.append(f"Invalid `every_n_epochs`. Expected a number >= 0, but received {every_n_epochs}.")
         if not 0 <= every_minutes < math.inf:
-            raise ValueError(f"Invalid `every_minutes`. Expected a number >= 0, but received {every_minutes}.")
+            wrong.append(f"Invalid `every_minutes`. Expected a number >= 0, but received {every_minutes}.")
         if on_error not in ("stop", "continue"):
-            raise ValueError(f"Invalid `on_error`. Expected 'stop' or 'continue', but received {on_error!r}.")
+            wrong.append(f"Invalid `on_error`. Expected 'stop' or 'continue', but received {on_error!r}.")
         if weights not in ("all", "trained"):
-            raise ValueError(f"Invalid `weights`. Expected 'all' or 'trained', but received {weights!r}.")
+            wrong.append(f"Invalid `weights`. Expected 'all' or 'trained', but received {weights!r}.")
+        if wrong:
+            raise ValueError(" ".join(wrong))
         self.dirpath = None if dirpath is None else local_path(dirpath)
         self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
         self.every_n_epochs, self.every_minutes = every_n_epochs, every_minutes

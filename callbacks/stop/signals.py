@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from ...adapter.cluster.time_limit import announces_time_limit, job_end_time_s, stop_grace_s
-from ...adapter.contract.exceptions import StopReason
+from ...adapter.contract.exceptions import StopReason, ThreadLimitError
 from ...adapter.plumbing.threads import started
 
 __all__ = ["REASON_OF_SIGNAL", "StopSignals", "exit_on_signal"]
@@ -134,7 +134,12 @@ class StopSignals:
         self._wakeup_fd = writable
         watch = threading.Thread(target=self._read_arrivals, args=(readable,), name="stop-signals", daemon=True)
         self._watch = watch  # before it looks whether it still is the one
-        started(watch)
+        try:
+            started(watch)
+        except ThreadLimitError:  # the handlers are enough where the main thread returns to Python
+            self._watch = None
+            os.close(readable)
+            self.end_watch()
 
     def _read_arrivals(self, readable: int) -> None:
         with open(readable, "rb", buffering=0) as arrivals:

@@ -12,7 +12,6 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ...adapter.contract.exceptions import FailureCategory, StopReason
-from .json_lines import encode_json
 
 __all__ = [
     "MAX_STEP",
@@ -30,7 +29,6 @@ __all__ = [
     "Started",
     "decode_event",
     "decode_events",
-    "encode_event",
     "event_faults",
     "event_schema",
 ]
@@ -176,11 +174,6 @@ decode_event: Final = _decoder.decode
 """The event of a line. Raises ValueError, or RecursionError for one that is nested too deeply."""
 decode_events: Final = _decoder.decode_lines
 """The events of many lines; as `decode_event`."""
-
-
-def encode_event(event: Event) -> bytes:
-    """The line of `event`, newline included."""
-    return encode_json(event) + b"\n"
 
 
 def event_schema() -> dict[str, Any]:

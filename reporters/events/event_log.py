@@ -31,9 +31,8 @@ from .event import (
     Sample,
     Started,
     decode_event,
-    encode_event,
 )
-from .json_lines import LineFile, storable
+from .json_lines import LineFile, encode_json, storable
 from .reader import count_started
 from .validation import Phase, Rules
 
@@ -261,11 +260,13 @@ class EventLog:
         if log.closed:  # asked before the lock is taken, which a thread may have held when this process was forked off
             raise EventLogError(f"cannot write {name!r} to {log.path}: the log is closed in process {os.getpid()}")
         with self._lock:
-            if self.phase == "ended" or (kind is Started and self.phase != "new"):
-                over = "already has its terminal event" if self.phase == "ended" else "has already started"
+            phase = self._rules.phase
+            if phase == "ended" or (kind is Started and phase != "new"):
+                over = "already has its terminal event" if phase == "ended" else "has already started"
                 raise EventLogError(f"cannot write {name!r} to {log.path}: the attempt {over}")
             common: dict[str, Any] = {"run_id": self.run_id, "timestamp_ms": _timestamp_ms(time_ns())}
-            events = [kind(seq=seq, **common, **each) for seq, each in enumerate(fields, start=self.seq + 1)]
+            seq = self._last_seq_found + log.lines
+            events = [kind(seq=seq + n, **common, **each) for n, each in enumerate(fields, start=1)]
             for event in events:
                 if fault := self._rules.fault(event):
                     raise EventLogError(f"cannot write {name!r} to {log.path}: {fault[1]}")
@@ -273,7 +274,7 @@ class EventLog:
                 phase, lines = self._rules.phase, log.lines
                 try:
                     self._rules.take(event)
-                    log.append(encode_event(event))
+                    log.append(encode_json(event) + b"\n")
                 except BaseException:
                     if log.lines == lines:
                         self._rules.phase = phase

@@ -137,7 +137,9 @@ class EventLogger(Logger):
         at = self._completed_steps() if step is None else step
         event_log = self._started_log()
         self._last_step = max(self._last_step, at)
-        values = {name: value for name, value in metrics.items() if name != "epoch"}
+        values = metrics
+        if "epoch" in metrics:  # Lightning's own
+            values = {name: value for name, value in metrics.items() if name != "epoch"}
         try:
             event_log.metrics(values, step=at)
         except TypeError:

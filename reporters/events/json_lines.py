@@ -178,7 +178,7 @@ class LineFile:
     @property
     def closed(self) -> bool:
         """Whether `append` would be refused."""
-        return self._descriptor < 0
+        return self._lock is None or self._lock.descriptor < 0
 
     def append(self, line: bytes) -> None:
         """Write a line, which ends with its newline, whole or not at all.
@@ -186,13 +186,14 @@ class LineFile:
         Raises:
             EventLogError: The file is closed, or the line could not be written; the file then ends with the one before.
         """
-        if self.closed:
+        descriptor = self._descriptor
+        if descriptor < 0:
             raise EventLogError(f"{self.path} is closed in process {os.getpid()}")
         if self._torn:
             self._cut_off()
         before = self.size, self.lines
         try:
-            write_all(self._descriptor, line)
+            write_all(descriptor, line)
             self.size, self.lines = self.size + len(line), self.lines + 1
         except BaseException as error:
             # Also for a KeyboardInterrupt that lands between a write and its bookkeeping.

@@ -26,10 +26,9 @@ from .event import (
     Metric,
     Started,
     decode_event,
-    encode_event,
     event_faults,
 )
-from .json_lines import Position, decode_object, whole_lines
+from .json_lines import Position, decode_object, encode_json, whole_lines
 
 __all__ = ["Fault", "Phase", "Rules", "Violation", "iter_violations", "validate_events"]
 
@@ -170,7 +169,7 @@ def _metric_as_written(line: bytes) -> Metric | None:
         event = decode_event(line)
     except (ValueError, RecursionError):
         return None
-    return event if isinstance(event, Metric) and encode_event(event) == line else None
+    return event if isinstance(event, Metric) and encode_json(event) + b"\n" == line else None
 
 
 def _faults(line: bytes, log: _Log) -> Iterator[Fault]:

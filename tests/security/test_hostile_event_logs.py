@@ -15,7 +15,8 @@ from genlight.adapter.view import summary
 from genlight.adapter.view.summary import summary_of
 from genlight.reporters import EventLog, read_events
 from genlight.reporters.events import event_log, json_lines, validation
-from genlight.reporters.events.event import Metric, encode_event
+from genlight.reporters.events.event import Metric
+from genlight.reporters.events.json_lines import encode_json
 from genlight.reporters.events.reader import count_started, follow, typed_events
 from genlight.reporters.events.validation import validate_events
 
@@ -79,7 +80,7 @@ def test_checking_a_long_log_needs_no_memory_for_it(tmp_path):
         file.write(STARTED)
         for seq in range(2, 1_000_000):
             event = Metric(run_id="r", seq=seq, timestamp_ms=1, name="loss", step=seq, value=0.5)
-            file.write(encode_event(event))
+            file.write(encode_json(event) + b"\n")
     done = subprocess.run([sys.executable, "-c", LIMITED, path], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr

@@ -75,10 +75,10 @@ def memory_mb() -> float:
 def many_steps(steps: int, *, metric_every: int = 100) -> list[dict[str, float]]:
     """CPU time of a step and memory in each tenth of a run with what a job gets."""
     batches = Milestones(steps // PARTS)
-    with tempfile.TemporaryDirectory() as folder:
-        callbacks = standard_set(Path(folder), every=metric_every)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         logger = EventLogger(folder / "events.jsonl", run_id="scale")
-        _fit(batches, Path(folder), steps + 1, callbacks=callbacks, logger=logger)
+        _fit(batches, folder, steps + 1, callbacks=standard_set(folder, every=metric_every), logger=logger)
     return [
         {"step": end[0], "step_us": round((end[1] - begin[1]) / batches.part * 1e6, 3), "memory_mb": round(end[2], 1)}
         for begin, end in zip(batches.notes, batches.notes[1:], strict=False)

@@ -197,7 +197,7 @@ def test_an_overflow_in_the_imaginary_part_of_a_weight_skips_its_update():
 
 
 class LossInSinglePrecision(zoo.Base):
-    """Torch's losses take two types from release 2.10 on."""
+    """So written for torch 2.11 and before, whose `mse_loss` and `huber_loss` have no gradients for two types."""
 
     def train_step(self, batch, state, ctx):
         state["optimizer"].zero_grad()

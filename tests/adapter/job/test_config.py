@@ -74,7 +74,10 @@ def test_what_becomes_nonfinite_is_warned_of_unless_the_job_says_otherwise(job):
 
 
 def test_a_logger_that_is_only_true_is_refused_since_it_would_add_none(job):
-    assert "Invalid `lightning.logger`" in str(refused(job(lightning={"logger": True})))
+    for logger in (True, "wandb"):
+        assert "Invalid `lightning.logger`. Expected the path of a class" in str(
+            refused(job(lightning={"logger": logger}))
+        )
     assert resolve(job(lightning={"logger": False})).lightning == {"logger": False}
 
 

@@ -247,7 +247,7 @@ def test_metrics_have_the_contracts_names_and_steps(write_job):
     ("hooks", "words"),
     [
         (["Reads"], "Reads reads 'nobody_writes', which no hook writes"),
-        (["First", "Second"], "hooks wait for each other: First reads"),
+        (["First", "Second"], "hooks wait for each other: First, Second, First; each reads what the next one writes"),
     ],
 )
 def test_hooks_that_cannot_be_ordered_are_a_mistake_of_the_user(write_job, caplog, hooks, words):
