@@ -203,14 +203,9 @@ def _links(folder):
 @pytest.fixture
 def quiet():
     """Arguments of a small Lightning trainer that writes nothing and shows nothing."""
-    return {
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    from support.trainers import QUIET
+
+    return {**QUIET, "enable_checkpointing": False}
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ from genlight.callbacks.hook.events import callbacks_of
 from genlight.reporters import EventLog, EventLogger, RecordEvents, read_events
 from genlight.reporters.uploads import UploadConfig, Uploader
 from support import SUPPORT
+from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The '(train|val)_dataloader' does not have many workers")
 
@@ -96,14 +97,10 @@ def all_of_ours(folder: Path) -> list[pl.Callback]:
 
 
 def trainer_with_all(folder: Path, steps: int = 4) -> pl.Trainer:
-    return pl.Trainer(
+    return quiet_trainer(
+        *all_of_ours(folder),
         max_steps=steps,
-        accelerator="cpu",
-        devices=1,
         logger=EventLogger(folder / "events.jsonl", run_id="copies"),
-        callbacks=all_of_ours(folder),
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
     )
 

@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LOOP_TESTS = ("module/test_fit_loop.py", "module/test_lightning_parts.py", "test_training_loop.py")
+LOOP_TESTS = (
+    "module/test_fit_loop.py",
+    "module/test_loop_hooks.py",
+    "module/test_lightning_parts.py",
+    "test_training_loop.py",
+)
 
 
 @pytest.mark.slow

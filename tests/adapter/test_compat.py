@@ -52,20 +52,6 @@ def test_loading_a_trainer_leaves_the_alias_to_the_moment_when_its_folder_is_on_
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_the_modules_are_those_that_existing_classes_import():
-    assert list(compat.MODULES) == MODULES_OF_THE_CONTRACT
-
-
-@pytest.mark.parametrize("part", ["", *(f".{name}" for name in MODULES_OF_THE_CONTRACT)])
-def test_each_module_gives_the_very_objects_of_genlight(clean, part):
-    compat.install()
-
-    module = importlib.import_module(f"gen_worker.trainer{part}")
-
-    for name in ("StepResult", "StepContext", "TrainingJobSpec", "StartupContractError", "load_trainer_plugin"):
-        assert getattr(module, name) is getattr(genlight.adapter, name)
-
-
 def test_every_public_name_of_the_adapter_is_offered_by_every_module(clean):
     compat.install()
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from genlight.adapter import (
-    ContractError,
     InputError,
     StepContext,
     StepControlHints,
@@ -192,24 +189,6 @@ def test_a_resume_loads_state_before_started_and_skips_no_batch(journal):
     assert "train_step 20" not in journal.lines
 
 
-def test_load_checkpoint_gets_the_directory_that_was_named(journal, tmp_path):
-    """A directory as it is; of a record the trainer's folder beside it."""
-
-    class Loads(Trainer):
-        def load_checkpoint(self, *, state: Any, checkpoint_dir: str, payload: Any, ctx: Any) -> None:
-            self.journal.lines.append(f"load_checkpoint {Path(checkpoint_dir).relative_to(tmp_path)} {payload}")
-
-    (tmp_path / "step-00000003" / "trainer").mkdir(parents=True)
-    record = tmp_path / "step-00000003.json"
-    record.write_text("{}")
-    for path in (tmp_path / "step-00000003", record):
-        run(journal, [1], trainer=Loads(journal), start_step=3, resume_state_payload={}, resume_checkpoint_path=path)
-    assert [line for line in journal.lines if line.startswith("load_checkpoint")] == [
-        "load_checkpoint step-00000003 {}",
-        "load_checkpoint step-00000003/trainer {}",
-    ]
-
-
 @pytest.mark.parametrize("max_steps", [0, 3])
 def test_a_run_without_steps_left_starts_and_completes(journal, max_steps):
     """Nothing is fetched and nothing trained."""
@@ -339,40 +318,6 @@ def test_a_stop_is_seen_before_the_first_step_and_after_every_step(journal, reas
     assert raised.value.reason == expected
     assert journal.lines[-1] == f"failed {expected} @{after}"
     assert journal.names().count("train_step") == after
-
-
-@pytest.mark.parametrize(
-    ("hook", "returned", "said"),
-    [
-        ("train_step", {"loss": 1.0}, r"train_step returned a dict .*return StepResult\(metrics="),
-        ("state_dict", [1], "state_dict returned a list; it must be a dict"),
-    ],
-)
-def test_a_hook_that_returns_something_else_is_told_what_to_return(journal, hook, returned, said):
-    """The mistake and the way out in one sentence; a `TypeError`."""
-    other = type("Other", (Trainer,), {hook: lambda *_: returned})
-    with pytest.raises(TypeError, match=said) as raised:
-        run(journal, [1], max_steps=1, trainer=other(journal))
-    assert hook == "state_dict" or isinstance(raised.value, ContractError)
-
-
-def test_tensors_are_metrics_and_the_learning_rate_is_found(journal):
-    """0-d tensors are read at the cadence; the rate comes from the state's optimizer."""
-
-    class WithOptimizer(Trainer):
-        def configure(self, ctx: StepContext) -> dict[str, Any]:
-            layer = torch.nn.Linear(1, 1)
-            return {"total": 0, "optimizer": torch.optim.SGD(layer.parameters(), lr=0.25), "layer": layer}
-
-        def train_step(self, batch: Any, state: Any, ctx: StepContext) -> Any:
-            return StepResult(metrics={" Train_Loss ": torch.tensor(1.5), "other": 2})
-
-        def state_dict(self, state: Any) -> dict[str, object]:
-            return {}
-
-    run(journal, [1], max_steps=1, metric_every=1, trainer=WithOptimizer(journal))
-    metrics = [line for line in journal.lines if line.startswith("metric")]
-    assert metrics == ["metric train/loss=1.5 @1", "metric other=2.0 @1", "metric train/lr=0.25 @1"]
 
 
 def test_the_context_names_the_device_that_is_there(journal):

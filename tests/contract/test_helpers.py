@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -91,23 +90,6 @@ def older_scheduler(optimizer: Any, warmup: int, total: int) -> Any:
         lrs.CosineAnnealingLR(optimizer, T_max=total - warmup),
     ]
     return lrs.SequentialLR(optimizer, schedulers=parts, milestones=[warmup])
-
-
-@pytest.mark.parametrize(
-    ("function", "keywords"),
-    [
-        (build_default_adamw_bundle, ["model_or_params", "hyperparams"]),
-        (
-            save_trainable_module_checkpoint,
-            ["module", "optimizer", "output_dir", "step", "final", "model_name_or_path", "metadata"],
-        ),
-        (load_trainable_module_checkpoint, ["module", "optimizer", "checkpoint_dir"]),
-    ],
-    ids=["adamw", "save", "load"],
-)
-def test_each_helper_takes_the_keywords_it_took(function: Any, keywords: list[str]) -> None:
-    """A call with all of them binds."""
-    inspect.signature(function).bind(**dict.fromkeys(keywords))
 
 
 def trained() -> tuple[nn.Module, torch.optim.AdamW]:

@@ -190,6 +190,8 @@ def test_a_rollout_returns_batches_or_a_pair_of_them_and_statistics(project: Any
     if isinstance(returned, list):
         assert project.run(source, max_steps=1, mock_batches=None, hyperparams=hyperparams) == 0
         assert project.calls("prepare_batch")[0]["raw_batch"] == 10
+        statistics = [event["value"] for event in project.events if event.get("name") == "rollout/reward"]
+        assert statistics == ([1.0] if len(returned) > 1 else [])
     else:
         source = project.source() + ROLLOUT
         assert project.run(source, max_steps=1, mock_batches=None, hyperparams=hyperparams) == 1

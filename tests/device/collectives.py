@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 
 def _mine(size: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -60,36 +59,3 @@ def check_asynchronous_results_are_there_after_waiting():
     for work in works:
         work.wait()
     assert all(each.tolist() == [3] * 4 for each in tensors)
-
-
-def check_torchs_own_data_parallel_training():
-    torch.manual_seed(0)
-    network = nn.parallel.DistributedDataParallel(
-        nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 1)).to("sim"), bucket_cap_mb=1e-4
-    )
-    network(torch.ones(2, 4, device="sim") * (dist.get_rank() + 1)).mean().backward()
-    for parameter in network.parameters():
-        everyone = [torch.empty_like(parameter) for _ in range(2)]
-        dist.all_gather(everyone, parameter.grad)
-        assert torch.equal(*everyone)
-
-
-def check_torchs_own_sharded_training():
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).to("sim")
-    expected = [parameter.detach().clone() for parameter in network.parameters()]
-    data = torch.arange(8.0, device="sim").view(2, 4)
-    fully_shard(network[0])
-    fully_shard(network)
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    network(data).mean().backward()
-    optimizer.step()
-    alone = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).to("sim")
-    with torch.no_grad():
-        for parameter, value in zip(alone.parameters(), expected, strict=True):
-            parameter.copy_(value)
-    alone(data).mean().backward()
-    for parameter, sharded in zip(alone.parameters(), network.parameters(), strict=True):
-        torch.testing.assert_close(sharded.full_tensor(), parameter - 0.1 * parameter.grad)

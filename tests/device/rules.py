@@ -152,20 +152,6 @@ def check_networks_train_as_on_the_host():
             )
 
 
-def check_autocast_and_scaling():
-    network = nn.Linear(4, 4, device="sim")
-    scaler = torch.amp.GradScaler("sim", init_scale=1024.0)
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    with torch.autocast("sim", torch.float16):
-        output = network(torch.ones(2, 4, device="sim"))
-        assert output.dtype == torch.float16
-        assert output.sum().dtype == torch.float32
-    scaler.scale(output.sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert network.weight.isfinite().all()
-
-
 def check_a_module_that_moves_keeps_its_parameters():
     network = nn.Linear(3, 3)
     weight, tied = network.weight, nn.Linear(3, 3)

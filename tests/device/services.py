@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -21,6 +20,7 @@ from genlight.callbacks.checkpoint.capture import _SPARE, HostBuffer
 from genlight.reporters.telemetry import read_events
 from support.device.training import one_device
 from support.recovered import Batches, Fragile, digest_of, fit_fragile, rungs_in
+from support.trainers import quiet_trainer
 
 
 class LooksAtMemory(Hook):
@@ -182,14 +182,7 @@ class Acts(Regression):
 
 def _acted(folder: Path, steps: int) -> Any:
     newest, _ = newest_valid(folder) if folder.exists() else (None, [])
-    trainer = pl.Trainer(
-        max_steps=steps,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[Checkpoint(folder, every_n_steps=4, save_final=False)],
-        **one_device(),
-    )
+    trainer = quiet_trainer(Checkpoint(folder, every_n_steps=4, save_final=False), max_steps=steps, **one_device())
     module = ContractModule(Acts(), TrainingJobSpec("acts", steps, metric_every=0))
     trainer.fit(module, ckpt_path=None if newest is None else newest.path)
     state = module.contract_state

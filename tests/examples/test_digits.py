@@ -14,13 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from PIL import Image
 
 from genlight.adapter.contract.types import StepContext, TrainingJobSpec
-from genlight.adapter.feed import ArrowFeed
 from genlight.adapter.job.config import resolve_run_config
-from genlight.adapter.module.module import ContractModule
 from support.forked import run_forked
 
 LOAD_DIGITS = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
@@ -163,32 +160,6 @@ def test_every_hyperparameter_of_the_job_is_one_that_the_trainer_reads(digits, e
     trainer.setup(ctx)
     trainer.configure(ctx)
     assert Recording.read == set(given)
-
-
-def test_under_lightning_the_class_trains_to_the_same_weights_as_by_hand(digits, examples, tmp_path):
-    steps = 20
-    feed = {"batch_size": 120, "shuffle": True, "seed": 0}
-    parquet = str(examples / "digits" / "digits.parquet")
-    module = ContractModule(digits.DigitsTrainer(), TrainingJobSpec("digits", steps, hyperparams=SMALL))
-    trainer = Trainer(
-        max_steps=steps,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
-    trainer.fit(module, train_dataloaders=ArrowFeed(parquet, **feed))
-
-    plain, ctx = digits.DigitsTrainer(), context(max_steps=steps)
-    plain.setup(ctx)
-    state = plain.configure(ctx)
-    for _, batch in zip(range(steps), ArrowFeed(parquet, **feed).iter_batches(), strict=False):
-        plain.train_step(plain.prepare_batch(batch, state, ctx), state, ctx)
-    for name, value in state.ema.state_dict().items():
-        assert torch.equal(value, module.contract_state.ema.state_dict()[name]), name
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,13 @@ import os
 import socket
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from genlight.adapter.job.config import resolve_run_config
 from genlight.reporters import read_events
+from support.loopback import serving
 
 
 def _load(*parts):
@@ -165,24 +165,7 @@ def job(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def receiver():
+def receiver(tmp_path):
     """A server that takes every message; what it got is in ``posts`` as (path, body)."""
-    posts = []
-
-    class Takes(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            posts.append((self.path, json.loads(body)))
-            self.send_response(200)
-            self.send_header("Content-Length", "2")
-            self.end_headers()
-            self.wfile.write(b"{}")
-
-        def log_message(self, *args):
-            """Says nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Takes) as server:
-        server.posts, server.url = posts, f"http://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serving(tmp_path) as server:
         yield server
-        server.shutdown()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -14,31 +12,17 @@ from genlight.adapter.inputs.http import Download, Transport, download
 from genlight.adapter.plumbing.failures import safe_text
 from genlight.adapter.plumbing.http import build_client
 from genlight.reporters.uploads import UploadConfig, Uploader
+from support.loopback import serving
 
 TOKEN = "c4nary-0f-th3-r3fus4l"
 
 
 @pytest.fixture
-def refusing_server():
+def refusing_server(tmp_path):
     """A server that answers 401 to everything; its URL."""
-
-    class Refuses(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_response(401)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        do_POST = do_PUT = do_HEAD = do_GET
-
-        def log_message(self, *args):
-            """Says nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with serving(tmp_path) as server:
+        server.status["*"] = 401
+        yield server.url
 
 
 @pytest.mark.parametrize(

@@ -186,23 +186,6 @@ def test_a_job_whose_node_is_set_down_or_dies_comes_back_and_the_cause_is_named(
     assert "RankFailedError: rank 1 on n10 ended without a word" in failed[-1]
 
 
-def test_a_rank_that_stays_paused_when_a_stop_comes_is_named_and_ends_the_job(jobs):
-    job = jobs.submit(
-        jobs.write("halted", checkpoint_every=2, hyperparams={"hold": "never"}), "--nodes=2", "--no-requeue"
-    )
-    pids = jobs.until_reached()
-    os.kill(pids[1], signal.SIGSTOP)
-    jobs.slurm.call("scancel", "--signal=TERM", job)
-
-    # Rank 0 ends with 1 and kills the other, whose code is the higher one and so srun's own.
-    assert jobs.slurm.wait(job) == ("FAILED", 128 + signal.SIGKILL)
-    assert [event["event"] for event in jobs.events("halted")].count("failed") == 1
-    failed = jobs.events("halted")[-1]
-    said = f"rank 1 (process {pids[1]}) is paused and did not answer the stop within 15 s"
-    assert (failed["error"], failed["resumable"]) == (f"train-step:{said}", True)
-    jobs.slurm.until(lambda: not any(map(is_alive, pids)), "no rank is left")
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_while_its_job_is_requeued_changes_nothing(jobs, rank):
     straight = jobs.submit(jobs.write("straight"), "--nodes=2")

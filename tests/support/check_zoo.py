@@ -645,21 +645,6 @@ class DividesByRanks(WithoutDropout):
         return super().loss(batch, state) / self.world_size
 
 
-class SumsAgain(WithoutDropout):
-    """Sums over all ranks the gradients that are averaged already."""
-
-    def train_step(self, batch, state, ctx):
-        loss = self.loss(batch, state)
-        state.opt.zero_grad()
-        loss.backward()
-        if ctx.world_size > 1:
-            for parameter in state.model.parameters():
-                torch.distributed.all_reduce(parameter.grad)
-        state.opt.step()
-        state.count += 1
-        return StepResult({"loss": loss.detach()})
-
-
 class CountsOverRanks(WithoutDropout):
     """Keeps a sum over the rows of all ranks, which is right, and is twice as much where both have the same rows."""
 
@@ -709,27 +694,6 @@ class NanLoss(Sound):
     def train_step(self, batch, state, ctx):
         super().train_step(batch, state, ctx)
         return StepResult({"train/loss": torch.tensor(float("nan"))})
-
-
-class DetachesItsLoss(Sound):
-    def loss(self, batch, state):
-        return super().loss(batch, state).detach().requires_grad_()
-
-
-class SavesHalfOfItsAverage(ForgetsAverage):
-    """Half of the digits."""
-
-    def state_dict(self, state):
-        return {**super().state_dict(state), "shadow": {name: value.half() for name, value in state.shadow.items()}}
-
-    def load_state_dict(self, state, payload, ctx):
-        super().load_state_dict(state, payload, ctx)
-        state.shadow = {name: value.float() for name, value in payload["shadow"].items()}
-
-
-class LoadsIntoACopy(Sound):
-    def load_state_dict(self, state, payload, ctx):
-        super().load_state_dict(copy.copy(state), payload, ctx)
 
 
 class RebuildsItsOptimizer(Sound):

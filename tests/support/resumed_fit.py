@@ -10,6 +10,7 @@ import torch
 
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint
+from support.trainers import quiet_trainer
 
 __all__ = ["STEPS", "Batches", "ChangesAtStepThree", "Trains", "fit"]
 
@@ -89,16 +90,7 @@ class ChangesAtStepThree(Trains):
 
 def trainer_with_checkpoints(folder: Path, steps: int, **options: Any) -> pl.Trainer:
     """A quiet Lightning trainer of the CPU that saves into `folder`."""
-    return pl.Trainer(
-        max_steps=steps,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=[Checkpoint(folder, asynchronous=False)],
-        **options,
-    )
+    return quiet_trainer(Checkpoint(folder, asynchronous=False), max_steps=steps, default_root_dir=folder, **options)
 
 
 def fit(folder: Path, plugin: Any, steps: int, **options: Any) -> dict[str, torch.Tensor]:

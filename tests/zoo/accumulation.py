@@ -135,18 +135,6 @@ class ConflictingTasks(Base):
         return StepResult({})
 
 
-class SkipsWhenSmall(Base):
-    """No update where the loss of this rank is below a limit, as hard-example training has it."""
-
-    def train_step(self, batch, state, ctx):
-        loss = self.loss(batch, state)
-        state["optimizer"].zero_grad()
-        loss.backward()
-        if loss > 1e-6:
-            state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
-
-
 class GradientHooks(Base):
     """Hooks on parameters scale what arrives."""
 

@@ -46,44 +46,6 @@ class Base:
     def load_state_dict(self, state: Any, payload: Any, ctx: StepContext) -> None: ...
 
 
-class MasterCopiesInAList(Base):
-    """Master copies that the optimizer holds, a model that it does not; gradients and weights are copied over.
-
-    In half precision the model would be bf16; here it is fp32, so that two ranks can be compared with one to rounding.
-    """
-
-    def configure(self, ctx):
-        model = mlp()
-        masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
-        return {"model": model, "masters": masters, "optimizer": torch.optim.AdamW(masters, lr=0.01)}
-
-    def train_step(self, batch, state, ctx):
-        model = state["model"]
-        model.zero_grad()
-        loss = self.loss(model, batch)
-        loss.backward()
-        for master, p in zip(state["masters"], model.parameters(), strict=True):
-            master.grad = p.grad.float()
-        nn.utils.clip_grad_norm_(state["masters"], 0.5)
-        state["optimizer"].step()
-        with torch.no_grad():
-            for master, p in zip(state["masters"], model.parameters(), strict=True):
-                p.copy_(master)
-        return StepResult({"loss": loss.detach()})
-
-
-class MastersInBf16(MasterCopiesInAList):
-    """The real thing: the model computes in bf16."""
-
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        state["model"].to(torch.bfloat16)
-        return state
-
-    def loss(self, model, batch):
-        return mse_loss(model(batch["x"].bfloat16()).float(), batch["y"])
-
-
 class CenterLoss(Base):
     """Class centres are moved by hand, by their gradients; an optimizer holds the rest."""
 
@@ -151,23 +113,6 @@ class CentersOfOneRank(CenterLoss):
         return StepResult({})
 
 
-class FunctionalAndClipped(Base):
-    """Gradients of torch.func, written and clipped before the update."""
-
-    def train_step(self, batch, state, ctx):
-        model = state["model"]
-
-        def loss(parameters: dict[str, Tensor]) -> Tensor:
-            return mse_loss(torch.func.functional_call(model, parameters, (batch["x"],)), batch["y"])
-
-        grads = torch.func.grad(loss)({name: p.detach() for name, p in model.named_parameters()})
-        for name, p in model.named_parameters():
-            p.grad = grads[name]
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        state["optimizer"].step()
-        return StepResult({})
-
-
 class FunctionalBesideBackward(Base):
     """A backward call for one half of the parameters, torch.func for the other, two updates in a step."""
 
@@ -214,29 +159,6 @@ class Reptile(Base):
         for p, moved in zip(model.parameters(), clone.parameters(), strict=True):
             p.grad = p.detach() - moved.detach()
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        state["optimizer"].step()
-        return StepResult({})
-
-
-class Codebook(Base):
-    """An autoencoder with a codebook that is moved towards the mean of its vectors, without autograd."""
-
-    def configure(self, ctx):
-        encoder, codebook = mlp(6, 3), nn.Embedding(4, 3)
-        parameters = [*encoder.parameters(), *codebook.parameters()]
-        return {"encoder": encoder, "codebook": codebook, "optimizer": torch.optim.SGD(parameters, lr=0.1)}
-
-    def train_step(self, batch, state, ctx):
-        codebook = state["codebook"].weight
-        state["optimizer"].zero_grad()
-        encoded = state["encoder"](batch["x"])
-        code = torch.cdist(encoded, codebook).argmin(1)
-        (encoded - codebook[code].detach()).square().mean().backward()
-        with torch.no_grad():
-            one_hot = nn.functional.one_hot(code, 4).float()
-            codebook.grad = (one_hot.T @ (codebook[code] - encoded)) / len(encoded)
-        parameters = [p for group in state["optimizer"].param_groups for p in group["params"]]
-        nn.utils.clip_grad_norm_(parameters, 0.05)
         state["optimizer"].step()
         return StepResult({})
 
@@ -349,24 +271,6 @@ class Momentum(Base):
         with torch.no_grad():
             for slow, p in zip(state["slow"].parameters(), state["model"].parameters(), strict=True):
                 slow.lerp_(p, 0.1)
-        return StepResult({})
-
-
-class SpectralPenaltyByHand(Base):
-    """A bare temperature in the state, learned by sign, beside an optimizer for the model."""
-
-    def configure(self, ctx):
-        return {**super().configure(ctx), "temperature": torch.ones((), requires_grad=True)}
-
-    def train_step(self, batch, state, ctx):
-        temperature = state["temperature"]
-        state["optimizer"].zero_grad()
-        out = state["model"](batch["x"]) * temperature
-        (mse_loss(out, batch["y"]) + 0.01 * temperature.square()).backward()
-        state["optimizer"].step()
-        with torch.no_grad():
-            temperature -= 0.01 * temperature.grad.sign()
-            temperature.grad = None
         return StepResult({})
 
 
@@ -513,18 +417,14 @@ class HasAnOptimizerThatSaysSo(Base):
 
 
 RIGHT = [
-    MasterCopiesInAList,
     CenterLoss,
-    FunctionalAndClipped,
     FunctionalBesideBackward,
     Reptile,
-    Codebook,
     EvolutionInTwoRounds,
     Densified,
     DensifiedWithoutAChangeOfSize,
     Growing,
     Momentum,
-    SpectralPenaltyByHand,
     DeclaresItsShardedOptimizer,
     HasAnOptimizerThatSaysSo,
 ]

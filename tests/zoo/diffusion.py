@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from .base import Base, generator, mlp
+from .base import Base, generator
 
 
 def noised(step):
@@ -46,17 +46,3 @@ class NoiseDrawnInTheStep(Ddpm):
 
     def loss(self, batch, state):
         return super().loss({**batch, "noise": torch.randn_like(batch["x"])}, state)
-
-
-class LatentDiffusion(Diffusion):
-    """A frozen encoder before it, a text tower that trains at a rate of its own."""
-
-    def configure(self, ctx):
-        encoder, tower, model = mlp(6, 6).requires_grad_(False).eval(), mlp(6, 6), Denoiser()
-        groups = [{"params": model.parameters()}, {"params": tower.parameters(), "lr": 1e-3}]
-        return {"encoder": encoder, "tower": tower, "model": model, "optimizer": torch.optim.AdamW(groups, lr=0.01)}
-
-    def loss(self, batch, state):
-        with torch.no_grad():
-            z = state["encoder"](batch["x"])
-        return mse_loss(state["model"](z + state["tower"](batch["noise"]), batch["t"]), batch["noise"])

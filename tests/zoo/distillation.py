@@ -41,24 +41,6 @@ class FeatureDistilled(Distilled):
         return base + mse_loss(state["bridge"](state["student"](batch["x"])), self.caught.pop("features"))
 
 
-class MutualLearning(Base):
-    """Two students teach each other, each with an optimizer of its own."""
-
-    def configure(self, ctx):
-        pair = nn.ModuleList([mlp(), mlp()])
-        return {"pair": pair, "opts": [torch.optim.Adam(m.parameters(), 0.01) for m in pair]}
-
-    def train_step(self, batch, state, ctx):
-        outs = [m(batch["x"]) for m in state["pair"]]
-        for k, optimizer in enumerate(state["opts"]):
-            loss = mse_loss(outs[k], batch["y"]) + mse_loss(outs[k], outs[1 - k].detach())
-            optimizer.zero_grad()
-            loss.backward()
-        for optimizer in state["opts"]:
-            optimizer.step()
-        return StepResult({"loss": loss.detach()})
-
-
 class MagnitudePruning(Base):
     """Masks are applied to the weights after each update."""
 
@@ -242,13 +224,3 @@ class NonPersistentStatistics(Base):
 
     def load_state_dict(self, state, payload, ctx):
         state["model"].seen.copy_(payload["seen"])
-
-
-class OrthogonalWeights(Base):
-    """A parametrisation of torch's."""
-
-    tolerance = 1e-3
-
-    def model(self):
-        model = mlp(6, 1, hidden=6)
-        return nn.Sequential(nn.utils.parametrizations.orthogonal(model[0]), model[1], model[2])

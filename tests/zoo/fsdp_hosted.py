@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
 
 import torch
 from torch import distributed as dist, nn
@@ -51,60 +50,6 @@ class Clip(Base):
         return StepResult({"loss": loss.detach()})
 
 
-class ShadowParams:
-    """An average as diffusers' EMAModel keeps it: a list of tensors."""
-
-    def __init__(self, parameters: Any, decay: float = 0.9) -> None:
-        self.shadow_params = [p.clone().detach() for p in parameters]
-        self.temp_stored_params: Any = None
-        self.decay = decay
-
-    @torch.no_grad()
-    def step(self, parameters: Any) -> None:
-        for shadow, p in zip(self.shadow_params, list(parameters), strict=True):
-            shadow.sub_((1 - self.decay) * (shadow - p))
-
-    def store(self, parameters: Any) -> None:
-        self.temp_stored_params = [p.detach().cpu().clone() for p in parameters]
-
-    def copy_to(self, parameters: Any) -> None:
-        for shadow, p in zip(self.shadow_params, list(parameters), strict=True):
-            p.data.copy_(shadow.to(p.device).data)
-
-    def restore(self, parameters: Any) -> None:
-        for stored, p in zip(self.temp_stored_params, list(parameters), strict=True):
-            p.data.copy_(stored.data)
-        self.temp_stored_params = None
-
-
-class DiffusersEma(Base):
-    """The average is swapped in to make a target, and out again."""
-
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        return {**state, "ema": ShadowParams(state["model"].parameters())}
-
-    def train_step(self, batch, state, ctx):
-        model, ema = state["model"], state["ema"]
-        ema.store(model.parameters())
-        ema.copy_to(model.parameters())
-        with torch.no_grad():
-            goal = batch["y"] + 0.3 * model(batch["x"])
-        ema.restore(model.parameters())
-        loss = mse_loss(model(batch["x"]), goal)
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        ema.step(model.parameters())
-        return StepResult({"loss": loss.detach()})
-
-    def state_dict(self, state):
-        return {"shadow_params": state["ema"].shadow_params}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["ema"].shadow_params = payload["shadow_params"]
-
-
 class EncoderPart(Base):
     """An autoencoder whose encoder is called by itself, twice, once without a graph."""
 
@@ -130,95 +75,6 @@ class EncoderPart(Base):
         loss.backward()
         state["optimizer"].step()
         return StepResult({"loss": loss.detach()})
-
-
-class HookedGradients(Base):
-    """Hooks on parameters: one scales, one masks; one was removed again."""
-
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        model = state["model"]
-        model[0].weight.register_hook(lambda g: g * 0.5)
-        mask = torch.ones(12, 6)
-        mask[::2] = 0
-        model[0].weight.register_hook(lambda g: g * mask)
-        model[2].weight.register_hook(lambda g: g * 1000).remove()
-        return state
-
-
-class HookedWhileTraining(Base):
-    """Registers a hook in the first step."""
-
-    def train_step(self, batch, state, ctx):
-        self.calls = getattr(self, "calls", 0) + 1
-        if self.calls == 2:
-            self.handle = state["model"][0].weight.register_hook(lambda g: g * 0.1)
-        if self.calls == 4:
-            self.handle.remove()
-        return super().train_step(batch, state, ctx)
-
-
-class SharedEncoder(Base):
-    """Two modules with one encoder in both."""
-
-    def configure(self, ctx):
-        encoder = mlp(6, 5)
-        classifier = nn.Sequential(encoder, nn.Linear(5, 1))
-        projector = nn.Sequential(encoder, nn.Tanh(), nn.Linear(5, 3))
-        parameters = [*classifier.parameters(), *projector[2].parameters()]
-        return {"classifier": classifier, "projector": projector, "optimizer": torch.optim.Adam(parameters, 0.01)}
-
-    def train_step(self, batch, state, ctx):
-        loss = mse_loss(state["classifier"](batch["x"]), batch["y"])
-        loss = loss + 0.1 * (state["projector"](batch["x"]) - batch["y"]).square().mean()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
-
-
-class Lookahead(torch.optim.Optimizer):
-    """One that is, as pytorch-optimizer has it: never initialised as such, with plain dicts for hooks."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, k: int = 2, alpha: float = 0.5) -> None:
-        self._optimizer_step_pre_hooks: dict[int, Any] = {}
-        self._optimizer_step_post_hooks: dict[int, Any] = {}
-        self._optimizer_state_dict_pre_hooks: dict[int, Any] = {}
-        self._optimizer_state_dict_post_hooks: dict[int, Any] = {}
-        self._optimizer_load_state_dict_pre_hooks: dict[int, Any] = {}
-        self._optimizer_load_state_dict_post_hooks: dict[int, Any] = {}
-        self.optimizer, self.k, self.alpha = optimizer, k, alpha
-        self.defaults = optimizer.defaults
-        self.param_groups = optimizer.param_groups
-        self.state: Any = {}
-        for group in self.param_groups:
-            group["counter"] = 0
-            for p in group["params"]:
-                self.state[p] = {"slow": p.detach().clone()}
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = self.optimizer.step(closure)
-        for group in self.param_groups:
-            group["counter"] += 1
-            if group["counter"] % self.k == 0:
-                for p in group["params"]:
-                    slow = self.state[p]["slow"]
-                    slow.add_(p.data - slow, alpha=self.alpha)
-                    p.data.copy_(slow)
-        return loss
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"base": self.optimizer.state_dict()}
-
-
-class WithLookahead(Base):
-    def configure(self, ctx):
-        model = mlp()
-        return {"model": model, "optimizer": Lookahead(torch.optim.SGD(model.parameters(), 0.05, momentum=0.9))}
 
 
 class FormattedNorms(Base):
@@ -277,22 +133,6 @@ class Codebook(Base):
         return {"model": model, "optimizer": torch.optim.Adam(model.out.parameters(), 0.01)}
 
 
-class PrunedWeights(Base):
-    """Masks made from the weights at the start keep some of them at zero."""
-
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        self.masks = [(p.detach().abs() > 0.05).float() for p in state["model"].parameters()]
-        return state
-
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
-        with torch.no_grad():
-            for p, mask in zip(state["model"].parameters(), self.masks, strict=True):
-                p.mul_(mask)
-        return result
-
-
 class AveragesInWholeModules(Base):
     """Averages of a part of a network and of all of it, in modules that are no copies of a trained one by their names.
 
@@ -316,23 +156,6 @@ class AveragesInWholeModules(Base):
             for a, p in zip(encoder.parameters(), parts["encoder"].parameters(), strict=True):
                 a *= 0.9
                 a += 0.1 * p
-        return StepResult({"loss": loss.detach()})
-
-
-class CentersMovedByHand(Base):
-    """A bare parameter in the state, beside a sharded network, is moved by its gradient."""
-
-    def configure(self, ctx):
-        return {**super().configure(ctx), "center": nn.Parameter(torch.zeros(2))}
-
-    def train_step(self, batch, state, ctx):
-        state["optimizer"].zero_grad()
-        state["center"].grad = None
-        loss = (state["model"](batch["x"]) - batch["y"] - state["center"]).square().mean()
-        loss.backward()
-        state["optimizer"].step()
-        with torch.no_grad():
-            state["center"] -= 0.1 * state["center"].grad
         return StepResult({"loss": loss.detach()})
 
 
@@ -439,30 +262,6 @@ class NamesInputsOfBackward(ReturnsObject):
         return StepResult({"loss": loss.detach()})
 
 
-class SwapsWithItsAverage(ReturnsObject):
-    """Weights and their average change places by ``.data``, for an evaluation."""
-
-    def configure(self, ctx):
-        model = mlp()
-        ema = copy.deepcopy(model).requires_grad_(False)
-        return {"model": model, "ema": ema, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
-
-    def loss(self, batch, model):
-        return mse_loss(model(batch["x"]), batch["y"])
-
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
-        pairs = list(zip(state["model"].parameters(), state["ema"].parameters(), strict=True))
-        for p, average in pairs:
-            average.data.mul_(0.9).add_(p.data, alpha=0.1)
-        for _ in range(2):
-            for p, average in pairs:
-                p.data, average.data = average.data, p.data
-            with torch.no_grad():
-                score = self.loss(batch, state["model"])
-        return StepResult({**result.metrics, "score": score})
-
-
 class AddsALayer(Base):
     """Progressive growing: a layer and its group are added before the second step."""
 
@@ -523,24 +322,16 @@ class UpdatesByCompiledCode(Base):
 
 CLASSES = (
     AveragesInWholeModules,
-    CentersMovedByHand,
     Clip,
-    DiffusersEma,
     EncoderPart,
-    HookedGradients,
-    HookedWhileTraining,
-    SharedEncoder,
-    WithLookahead,
     FormattedNorms,
     ModuleListOfBlocks,
     Codebook,
-    PrunedWeights,
     ReturnsObject,
     ReturnsView,
     FeaturesOfAHook,
     FeaturesOfAHookAlone,
     NamesInputsOfBackward,
-    SwapsWithItsAverage,
     UpdatesByCompiledCode,
     AddsALayer,
     DropsAGroup,

@@ -2,40 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
 from genlight.adapter.contract.types import StepResult
 from zoo.small import Base, mlp
-
-
-class ListOptimizer:
-    """Signed momentum over a list of parameters; no torch optimizer."""
-
-    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
-        self.parameters = list(parameters)
-        self.momenta = [torch.zeros_like(p) for p in self.parameters]
-        self.lr = lr
-
-    def zero_grad(self):
-        for p in self.parameters:
-            p.grad = None
-
-    @torch.no_grad()
-    def step(self):
-        for p, m in zip(self.parameters, self.momenta, strict=True):
-            if p.grad is not None:
-                m.mul_(0.9).add_(p.grad)
-                p.sub_(self.lr * m)
-
-
-class WithListOptimizer(Base):
-    def configure(self, ctx):
-        model = mlp()
-        return {"model": model, "optimizer": ListOptimizer(model.parameters())}
 
 
 class WholeParameterInTheSameGroup(Base):
@@ -52,52 +24,6 @@ class WholeParameterInTheSameGroup(Base):
         loss = mse_loss(state["model"](batch["x"] + state["token"]), batch["y"])
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 0.1, foreach=True)
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
-
-
-class AsksForGradients(Base):
-    """Two tasks weighed by the norms of their gradients, which torch.autograd.grad gives, before the backward."""
-
-    def configure(self, ctx):
-        model = nn.Module()
-        model.body, model.one, model.other = mlp(6, 5), nn.Linear(5, 1), nn.Linear(5, 1)
-        model.scale = nn.Parameter(torch.ones(5))
-        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), 0.01)}
-
-    def train_step(self, batch, state, ctx):
-        model = state["model"]
-        state["optimizer"].zero_grad()
-        hidden = model.body(batch["x"])
-        losses = [mse_loss(model.one(hidden), batch["y"]), model.other(hidden).square().mean()]
-        losses[1] = losses[1] + 0.1 * model.body[0].weight.square().sum()
-        norms = []
-        for loss in losses:
-            given = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True, allow_unused=True)
-            norms.append(sum(float(g.norm()) for g in given if g is not None))
-            assert [g is None for g in given].count(True) == 3  # the other head, and the scale
-        (losses[0] / norms[0] + losses[1] / norms[1]).backward()
-        state["optimizer"].step()
-        return StepResult({"loss": losses[0].detach()})
-
-
-class ProductsByHand(Base):
-    """Weights in products outside of any call of their module: tied ones, a matrix of its own, and gradients."""
-
-    def configure(self, ctx):
-        model = nn.Module()
-        model.body, model.matrix = mlp(6, 6), nn.Parameter(torch.eye(6))
-        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), 0.01)}
-
-    def train_step(self, batch, state, ctx):
-        model, first = state["model"], state["model"].body[0].weight
-        hidden = torch.einsum("bi,ij->bj", model.body(batch["x"]), model.matrix) + batch["x"] @ model.matrix.T
-        out = nn.functional.linear(hidden, first).mean(1, keepdim=True)
-        loss = mse_loss(out, batch["y"]) + 0.1 * (first.T @ first - torch.eye(6)).square().sum()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        away = torch.linalg.qr(torch.arange(18.0).view(6, 3).sin())[0]
-        first.grad = first.grad - (first.grad @ away) @ away.T
         state["optimizer"].step()
         return StepResult({"loss": loss.detach()})
 
@@ -187,20 +113,6 @@ class Experts(Base):
         return StepResult({"loss": loss.detach()})
 
 
-class PolyakSteps(Base):
-    """The size of a step from the loss and the float of a gradient's norm."""
-
-    def train_step(self, batch, state, ctx):
-        loss = mse_loss(state["model"](batch["x"]), batch["y"])
-        state["optimizer"].zero_grad()
-        loss.backward()
-        norm = float(nn.utils.clip_grad_norm_(state["model"].parameters(), float("inf")))
-        with torch.no_grad():
-            for p in state["model"].parameters():
-                p.sub_(0.05 / (norm + 0.1) * p.grad)
-        return StepResult({"grad_norm": norm})
-
-
 class ClippedByHand(Base):
     """A norm that is summed by hand, in three ways."""
 
@@ -221,34 +133,6 @@ class ClippedByHand(Base):
             for p in parameters:
                 p.sub_(0.1 * p.grad * torch.clamp(1 / (stacked + 1), max=1.0))
         return StepResult({"norm": by_items})
-
-
-class SeededNoise(Base):
-    """Noise on weights from torch's own generator, seeded alike on all ranks in each step."""
-
-    def train_step(self, batch, state, ctx):
-        self.calls = getattr(self, "calls", 0) + 1
-        result = super().train_step(batch, state, ctx)
-        torch.manual_seed(self.calls)
-        with torch.no_grad():
-            for p in state["model"].parameters():
-                p.add_(torch.randn_like(p) * 0.01)
-        if self.calls == 2:
-            nn.init.normal_(state["model"][2].weight, std=0.1)
-        return result
-
-
-class WritesWholeGradients(Base):
-    """Keeps gradients of this rank, computed without the engine, and writes them to ``.grad``."""
-
-    def train_step(self, batch, state, ctx):
-        loss = mse_loss(state["model"](batch["x"]), batch["y"])
-        state["optimizer"].zero_grad()
-        loss.backward()
-        for p in state["model"].parameters():
-            p.grad = torch.full(p.shape, 0.1 if ctx.world_size == 1 else 0.05 + 0.1 * ctx.rank)
-        state["optimizer"].step()
-        return StepResult({})
 
 
 class SignsAndMasks(Base):
@@ -298,23 +182,6 @@ class ResNet(Base):
         return StepResult({"loss": loss.detach()})
 
 
-class KeepsItsBestWeights(Base):
-    """A copy of the weights of the lowest loss, which each rank has for itself."""
-
-    rank_local = ("best",)
-
-    def configure(self, ctx):
-        return {**super().configure(ctx), "best": mlp().requires_grad_(False), "lowest": float("inf")}
-
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
-        loss = float(mse_loss(batch["x"].mean(), batch["y"].mean()))
-        if loss < state["lowest"]:
-            state["lowest"] = loss
-            state["best"].load_state_dict(state["model"].state_dict())
-        return result
-
-
 class SkipsOneLossOfItsOwn(Base):
     """A rank whose own loss is nan leaves the step before its backward."""
 
@@ -329,16 +196,10 @@ class SkipsOneLossOfItsOwn(Base):
 
 
 CLASSES = (
-    WithListOptimizer,
     WholeParameterInTheSameGroup,
-    AsksForGradients,
-    ProductsByHand,
     HeadsByRank,
     Experts,
-    PolyakSteps,
     ClippedByHand,
-    SeededNoise,
-    WritesWholeGradients,
     SignsAndMasks,
     ResNet,
 )
@@ -347,6 +208,5 @@ FAULTS = (
     HeadsInPythonList,
     HeadOnOneRank,
     ReadsNormOnOneRank,
-    KeepsItsBestWeights,
 )
 ZOO = {cls.__name__: cls for cls in (*CLASSES, *FAULTS)}

@@ -51,30 +51,6 @@ class TiedLm(CausalLm):
         return model
 
 
-class LmWithWarmupAndDecayGroups(CausalLm):
-    def optimizer(self, parameters):
-        parameters = list(parameters)
-        groups = [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
-            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-        ]
-        return torch.optim.SGD(groups, lr=0.1)
-
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        state["scheduler"] = torch.optim.lr_scheduler.LambdaLR(state["optimizer"], lambda step: min(1, (step + 1) / 4))
-        return state
-
-    def train_step(self, batch, state, ctx):
-        loss = self.loss(batch, state)
-        state["optimizer"].zero_grad(set_to_none=True)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(state["model"].parameters(), 0.5)
-        state["optimizer"].step()
-        state["scheduler"].step()
-        return StepResult({"loss": loss.detach(), "grad_norm": norm})
-
-
 class LmWithDropout(CausalLm):
     differs = "dropout draws for the rows of a rank"
 
@@ -149,42 +125,3 @@ class SparseEmbeddings(Language):
         for optimizer in state["optimizers"]:
             optimizer.step()
         return StepResult({"loss": loss.detach()})
-
-
-class SequenceToSequence(Language):
-    def configure(self, ctx):
-        encoder, decoder, head = nn.LSTM(8, 8, batch_first=True), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 11)
-        parts = nn.ModuleDict({"embed": nn.Embedding(11, 8), "encoder": encoder, "decoder": decoder, "head": head})
-        return {"parts": parts, "optimizer": torch.optim.RMSprop(parts.parameters(), lr=0.01)}
-
-    def loss(self, batch, state):
-        parts = state["parts"]
-        _, carried = parts["encoder"](parts["embed"](batch["x"]))
-        out, _ = parts["decoder"](parts["embed"](batch["x"].flip(1)), carried)
-        return next_token_loss(parts["head"](out), batch["x"].flip(1))
-
-
-class CurriculumByLoss(CausalLm):
-    """The length of rows grows with the steps; a counter and a list of what was seen are its own."""
-
-    def configure(self, ctx):
-        return {**super().configure(ctx), "length": 3, "lengths": []}
-
-    def loss(self, batch, state):
-        rows = batch["x"][:, : state["length"]]
-        state["lengths"].append(state["length"])
-        state["length"] = min(6, state["length"] + 1)
-        return next_token_loss(state["model"](rows), rows)
-
-    def state_dict(self, state):
-        return {"length": state["length"], "lengths": list(state["lengths"])}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["length"], state["lengths"] = payload["length"], payload["lengths"]
-
-
-class CompiledLm(CausalLm):
-    def configure(self, ctx):
-        model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 11))
-        compiled = torch.compile(model, backend="eager")
-        return {"model": compiled, "optimizer": torch.optim.Adam(compiled.parameters(), lr=0.01)}

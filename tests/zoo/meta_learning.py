@@ -47,25 +47,6 @@ class Maml(Base):
         return mse_loss(functional_call(model, adapted, (batch["x"][2:],)), batch["y"][2:])
 
 
-class Reptile(Base):
-    """A clone is trained within the step, the model moves towards it."""
-
-    differs = "the inner steps are ones by a rank's own rows"
-
-    def train_step(self, batch, state, ctx):
-        clone = copy.deepcopy(state["model"])
-        inner = torch.optim.SGD(clone.parameters(), lr=0.05)
-        for _ in range(2):
-            inner.zero_grad()
-            loss = mse_loss(clone(batch["x"]), batch["y"])
-            loss.backward()
-            inner.step()
-        for p, c in zip(state["model"].parameters(), clone.parameters(), strict=True):
-            p.grad = (p - c).detach()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
-
-
 class FunctionalGradients(Base):
     """torch.func.grad, written to .grad."""
 

@@ -176,32 +176,6 @@ class NormalizedObservations(Base):
         return mse_loss(state["model"](state["moments"](batch["x"])), batch["y"])
 
 
-class Reinforce(Base):
-    """A baseline that is a running mean of rewards, a plain number."""
-
-    rows = staticmethod(labelled)
-    differs = "the baseline is a mean of each rank's own rewards"
-
-    def model(self):
-        return mlp(6, 3)
-
-    def configure(self, ctx):
-        return {**super().configure(ctx), "baseline": 0.0}
-
-    def loss(self, batch, state):
-        reward = batch["x"][:, 0]
-        log_p = state["model"](batch["x"]).log_softmax(1).gather(1, batch["y"][:, None]).squeeze(1)
-        loss = -(log_p * (reward - state["baseline"])).mean()
-        state["baseline"] = 0.9 * state["baseline"] + 0.1 * float(reward.mean())
-        return loss
-
-    def state_dict(self, state):
-        return {"baseline": state["baseline"]}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["baseline"] = payload["baseline"]
-
-
 class EvolutionStrategy(Base):
     """No autograd: weights move by finite differences along directions that all ranks draw alike."""
 

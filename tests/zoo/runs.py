@@ -25,6 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from genlight.adapter.contract.types import StepContext, TrainingJobSpec
 from support.rank import Ranks
 from support.rank_processes import run_ranks
+from support.trainers import quiet_trainer
 
 STEPS = 4
 
@@ -134,20 +135,9 @@ def hosted_run(
     **trainer_args: Any,
 ) -> tuple[Any, Any]:
     """The class under genlight and Lightning, this rank's share of every batch; returns the module and the Trainer."""
-    import lightning.pytorch as pl
-
     from genlight.adapter.module.module import ContractModule
 
-    trainer_args = {"accelerator": "cpu", "devices": 1, **trainer_args}
-    trainer = pl.Trainer(
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=list(callbacks),
-        **trainer_args,
-    )
+    trainer = quiet_trainer(*callbacks, max_steps=steps, **trainer_args)
     module = ContractModule(
         trainer_class(name)(),
         TrainingJobSpec(run_id=name, max_steps=steps, metric_every=0),

@@ -65,31 +65,6 @@ class Byol(Base):
         return result
 
 
-class Dino(Byol):
-    """A centre of the teacher's outputs, a buffer that each rank would move by its own rows."""
-
-    differs = "the centre is a mean of each rank's own rows"
-    per_rank = ("center",)
-
-    def configure(self, ctx):
-        return {**super().configure(ctx), "center": torch.zeros(4, device=ctx.device)}
-
-    def loss(self, batch, state):
-        a, b = two_views(batch["x"])
-        with torch.no_grad():
-            out = state["target"](b)
-            goal = ((out - state["center"]) / 0.1).softmax(1)
-            state["center"] = 0.9 * state["center"] + 0.1 * out.mean(0)
-        guess = state["online"]["predictor"](state["online"]["encoder"](a))
-        return -(goal * guess.log_softmax(1)).sum(1).mean()
-
-    def state_dict(self, state):
-        return {"center": state["center"]}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["center"] = payload["center"]
-
-
 class MomentumContrast(Base):
     """MoCo: a queue of keys, filled with the rows of a rank."""
 

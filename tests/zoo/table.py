@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from . import known
 from .harness import MODES, PRECISIONS, STRATEGIES, THEMES, Cell, run_cells, zoo
 
 PAGE = Path(__file__).parents[2] / "adapter" / "classes.md"
@@ -36,7 +35,6 @@ measures all of it and writes this section; CI holds it to be true.
 - **differs**: data-parallel training of this class is another training than that of one process, for the reason given.
   The ranks agree, and the resume is exact.
 - **refused**: the run ends with the message, before or in its first steps.
-- **wrong**: known, not mended yet.
 - **not in torch**: the plain loop fails as well.
 
 A single word stands for all three precisions."""
@@ -62,7 +60,7 @@ def status(cell: Cell) -> str:
         reason = zoo()[cell.name].differs
         if cell.verdict == "off" and cell.strategy != "one" and reason:
             return f"differs: {reason}"
-    return f"wrong: {known.cause(cell.name, cell.mode) or 'unknown'}"
+    return "wrong"
 
 
 def device_status(cell: Cell) -> str:
@@ -175,7 +173,7 @@ def main(names: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(dir=in_memory()) as folder:
         for cell in run_cells(Path(folder), jobs_of(names or zoo())):
             kept.setdefault(cell.name, {})[cell.mode] = status(cell)
-            if kept[cell.name][cell.mode].endswith("wrong: unknown"):
+            if kept[cell.name][cell.mode] == "wrong":
                 print(f"{cell.name}, {cell.mode}: {cell.verdict} {cell.detail} | {cell.resume}")
     write({name: kept[name] for name in zoo()})  # without classes that are gone
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 
 from genlight.adapter import ContractModule, TrainingJobSpec
@@ -13,6 +12,7 @@ from genlight.adapter.check.compare import Comparison, step_comparison
 from genlight.adapter.check.isolation import quiet, seeded
 from genlight.adapter.check.plain_loop import plain_steps
 from genlight.adapter.check.snapshot import Recording
+from support.trainers import quiet_trainer
 from zoo.harness import zoo
 from zoo.runs import STEPS, context
 from zoo.worker import Shares
@@ -29,16 +29,7 @@ def compared(cls: Any) -> Comparison:
             for reached in plain_steps(cls(), context(), Shares(cls.rows, 0, 1, STEPS), steps=STEPS):
                 recording.add(reached)
         with seeded(0):
-            trainer = pl.Trainer(
-                max_steps=STEPS,
-                accelerator="cpu",
-                devices=1,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                callbacks=[step_comparison(STEPS, comparison)],
-            )
+            trainer = quiet_trainer(step_comparison(STEPS, comparison), max_steps=STEPS)
             module = ContractModule(cls(), TrainingJobSpec(run_id="plain", max_steps=STEPS))
             trainer.fit(module, Shares(cls.rows, 0, 1, STEPS))
     return comparison

@@ -165,20 +165,6 @@ class ReduceOnPlateau(Base):
         return result
 
 
-class TwoSchedulers(Base):
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        warm = torch.optim.lr_scheduler.LinearLR(state["optimizer"], 0.1, total_iters=3)
-        decay = torch.optim.lr_scheduler.ExponentialLR(state["optimizer"], 0.9)
-        return {**state, "schedulers": [warm, decay]}
-
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
-        for scheduler in state["schedulers"]:
-            scheduler.step()
-        return result
-
-
 class OptimizerPerParameter(Base):
     """Each parameter is updated within the backward, by an optimizer of its own."""
 
@@ -198,21 +184,6 @@ class OptimizerPerParameter(Base):
         loss = self.loss(batch, state)
         loss.backward()
         return StepResult({"loss": loss.detach()})
-
-
-class WeightNoise(Base):
-    """Weights are shaken under no_grad between updates."""
-
-    def setup(self, ctx):
-        super().setup(ctx)
-        self.noise = torch.Generator().manual_seed(9)
-
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
-        with torch.no_grad():
-            for p in state["model"].parameters():
-                p.mul_(0.999)
-        return result
 
 
 class WeightsThroughStateDict(Base):

@@ -52,11 +52,6 @@ class ResNetBatchNorm(ResNet):
         return resnet(nn.BatchNorm2d)
 
 
-class ResNetGroupNorm(ResNet):
-    def model(self):
-        return resnet(lambda width: nn.GroupNorm(2, width))
-
-
 class FrozenBatchNorm(ResNet):
     """Fine-tuning with the statistics of the pretrained network."""
 

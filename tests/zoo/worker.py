@@ -21,6 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from support.trainers import quiet_trainer
+
 from .harness import Cell, zoo
 from .runs import precision_of, strategy_of
 
@@ -170,7 +172,6 @@ def hosted(
     name: str, strategy: str, precision: str, rank: int, size: int, folder: Path, device: str, *, resume: bool
 ) -> Any:
     """The class under genlight and Lightning; from its checkpoint of an odd step if `resume`."""
-    import lightning.pytorch as pl
     import torch
 
     from genlight.adapter.contract.types import TrainingJobSpec
@@ -187,15 +188,10 @@ def hosted(
         from support.device.training import one_device
 
         arguments = one_device()
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
+        Checkpoint(folder, every_n_steps=INTERRUPTED_AT, save_final=False, keep_last=None, asynchronous=False),
         max_steps=STEPS,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[
-            Checkpoint(folder, every_n_steps=INTERRUPTED_AT, save_final=False, keep_last=None, asynchronous=False)
-        ],
         **precision_of(precision, device),
         **arguments,
     )

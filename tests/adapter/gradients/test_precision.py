@@ -16,6 +16,7 @@ from genlight.adapter.contract.types import StepResult
 from genlight.adapter.discovery.discover import discover
 from genlight.adapter.gradients.precision import TrueUnitScaler, contract_dtype, step_precision
 from genlight.adapter.gradients.step import StepRouter
+from support.trainers import quiet_trainer
 
 
 def fp16(**scaler_args: Any) -> MixedPrecision:
@@ -181,41 +182,6 @@ def test_a_trainers_own_scaler_is_the_only_one_and_is_said_once(caplog):
     assert sum('state["scaler"]' in message for message in caplog.messages) == 1
 
 
-def test_lbfgs_under_fp16_mixed_is_refused_by_its_path():
-    with pytest.raises(ContractError, match=r'state\["optimizer"\] is LBFGS.*bf16-mixed'):
-        run("zoo.optimizers:LbfgsClosure", fp16())
-
-
-def test_updates_by_hand_under_fp16_mixed_are_refused_because_nothing_can_skip_them():
-    with pytest.raises(ContractError, match=r"16-mixed needs an optimizer.*bf16-mixed"):
-        run("UpdatesByHand", fp16())
-
-
-class ComplexWeights(zoo.Base):
-    def configure(self, ctx):
-        model = nn.ParameterList([nn.Parameter(torch.randn(6, 3, dtype=torch.cfloat))])
-        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
-
-    def train_step(self, batch, state, ctx):
-        out = (batch["x"].to(torch.cfloat) @ state["model"][0]).abs().mean(1, keepdim=True)
-        state["optimizer"].zero_grad()
-        mse_loss(out, batch["y"]).backward()
-        state["optimizer"].step()
-        return StepResult({})
-
-
-def test_complex_weights_can_be_scaled():
-    zoo.ZOO["ComplexWeights"] = ComplexWeights
-    expected = runs.plain_run("ComplexWeights")
-
-    actual, module, _ = run("ComplexWeights", fp16(init_scale=256.0))
-    del zoo.ZOO["ComplexWeights"]
-
-    for name in expected:
-        torch.testing.assert_close(actual[name], expected[name], rtol=1e-5, atol=1e-6)
-    assert module._router.overflow_steps == 0
-
-
 def test_an_overflow_in_the_imaginary_part_of_a_weight_skips_its_update():
     weight = torch.ones(2, dtype=torch.cfloat, requires_grad=True)
     state = {"weight": weight, "opt": torch.optim.SGD([weight], lr=0.1)}
@@ -326,20 +292,11 @@ def test_an_overflow_of_one_optimizer_does_not_skip_the_other():
 
 
 def test_a_module_that_is_fitted_twice_goes_on_as_if_it_had_been_once():
-    import lightning.pytorch as pl
 
     expected, _, _ = reference(Recording, dtype=torch.float16, init_scale=1024.0)
     module, _ = runs.hosted_run("Recording", steps=2, plugins=fp16(init_scale=1024.0))
 
-    trainer = pl.Trainer(
-        max_steps=2,
-        accelerator="cpu",
-        plugins=fp16(init_scale=1024.0),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(max_steps=2, plugins=fp16(init_scale=1024.0))
     trainer.fit(module, runs.Shares(0, 1, 4, first=2))
 
     assert_equal(runs.weights(module.contract_state, None), expected)

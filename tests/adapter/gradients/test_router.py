@@ -6,9 +6,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
@@ -20,7 +18,7 @@ from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.contract.types import StepResult
 from genlight.adapter.discovery.discover import discover
 from genlight.adapter.gradients.precision import step_precision
-from genlight.adapter.gradients.step import StepHooks, StepRouter, step_hooks, step_router
+from genlight.adapter.gradients.step import StepHooks, StepRouter
 
 PATCHED = (
     (torch.Tensor, "backward"),
@@ -75,17 +73,6 @@ def test_every_way_to_call_backward_is_routed_inside_a_step_and_none_outside(bac
         backward(run.loss())
 
     assert run.events == ["before_backward 0", "after_backward"]
-
-
-def test_hooks_come_in_lightnings_order():
-    run = Run()
-
-    with run.router:
-        run.optimizer.zero_grad()
-        run.loss().backward()
-        run.optimizer.step()
-
-    assert run.events == ["before_zero_grad", "before_backward 0", "after_backward", "before_optimizer_step"]
 
 
 def test_a_closure_runs_before_the_optimizer_hook_and_its_loss_is_returned():
@@ -164,15 +151,6 @@ def test_two_trainings_in_two_threads_do_not_see_each_other():
     assert torch_now() == before
 
 
-def test_autograd_grad_is_not_a_backward():
-    run = Run()
-
-    with run.router:
-        torch.autograd.grad(run.loss(), run.model.weight)
-
-    assert run.events == []
-
-
 def test_an_optimizer_that_appears_inside_a_step_and_trains_a_known_module_is_refused():
     run = Run()
 
@@ -181,17 +159,6 @@ def test_an_optimizer_that_appears_inside_a_step_and_trains_a_known_module_is_re
         late = torch.optim.Adam(run.model.parameters())
         with pytest.raises(ContractError, match="Adam that was not there after `configure`"):
             late.step()
-
-
-def test_an_optimizer_of_tensors_that_belong_to_no_module_may_come_and_go():
-    run = Run()
-    latent = torch.ones(1, requires_grad=True)
-
-    with run.router:
-        latent.square().sum().backward()
-        torch.optim.SGD([latent], lr=0.5).step()
-
-    assert latent.item() == 0.0
 
 
 def kept_before_it_was_routed(run: Run) -> Callable[[], object]:
@@ -268,45 +235,6 @@ def test_bf16_mixed_autocasts_the_forward_and_neither_backward_nor_update():
         run.optimizer.step(closure)
 
     assert seen == {"forward": True, "closure": True, "backward": False, "step": False}
-
-
-def test_hooks_that_nobody_overrides_are_not_called():
-    trainer = SimpleNamespace(callbacks=[pl.Callback(), LambdaCallback(on_fit_start=print)])
-
-    assert not step_hooks(trainer, pl.LightningModule())
-
-
-def test_overridden_hooks_of_callbacks_and_module_are_called_callbacks_first():
-    events = []
-
-    class Mine(pl.Callback):
-        def on_after_backward(self, trainer, pl_module):
-            events.append(("callback", trainer, pl_module))
-
-    class Module(pl.LightningModule):
-        def on_after_backward(self):
-            events.append(("module",))
-
-        def on_before_optimizer_step(self, optimizer):
-            events.append(("step", optimizer))
-
-    trainer, module = SimpleNamespace(callbacks=[Mine()]), Module()
-
-    hooks = step_hooks(trainer, module)
-    hooks.after_backward()
-    hooks.before_update("optimizer")
-
-    assert events == [("callback", trainer, module), ("module",), ("step", "optimizer")]
-    assert "on_before_backward" not in hooks
-
-
-def test_one_device_in_fp32_without_hooks_needs_no_router():
-    run = Run()
-    trainer = SimpleNamespace(
-        callbacks=[], precision_plugin=Precision(), world_size=1, strategy=SimpleNamespace(root_device="cpu")
-    )
-
-    assert step_router(trainer, pl.LightningModule(), run.discovered) is None
 
 
 def entries() -> list[object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -11,6 +10,7 @@ from zoo.runs import precision_of
 from genlight.adapter import ContractError, ContractModule, RecoveryError, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint, Recover
 from genlight.reporters import EventLogger, read_events
+from support.trainers import quiet_trainer
 
 BAD = 3
 """The batch, counted from 0, whose values are infinite."""
@@ -116,12 +116,10 @@ class Spoils(Normalized):
 
 
 def fit(tmp_path, trainer_class, *, bad=(BAD,), steps=STEPS, callbacks=(), recover=None, ckpt_path=None, **more):
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        recover or Recover(["skip"], good_steps=1, max_attempts=100),
+        *callbacks,
         max_steps=steps,
-        callbacks=[recover or Recover(["skip"], good_steps=1, max_attempts=100), *callbacks],
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=tmp_path,
         **{"logger": False, "enable_checkpointing": bool(callbacks), **more},
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -13,6 +12,7 @@ from genlight.adapter import ContractModule, TrainingJobSpec
 from genlight.adapter.contract.exceptions import ContractError
 from genlight.callbacks import Checkpoint
 from support.resumed_fit import Batches, Trains
+from support.trainers import quiet_trainer
 
 
 class Builds(Trains):
@@ -47,15 +47,7 @@ def train(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Any:
     def run(steps: int, *keep: str, **hyperparams: Any) -> tuple[dict[str, Any], str]:
         caplog.clear()
         caplog.set_level("INFO", logger="genlight")
-        trainer = pl.Trainer(
-            max_steps=steps,
-            accelerator="cpu",
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-            callbacks=[Checkpoint(tmp_path, asynchronous=False)],
-        )
+        trainer = quiet_trainer(Checkpoint(tmp_path, asynchronous=False), max_steps=steps, default_root_dir=tmp_path)
         module = ContractModule(Builds(), TrainingJobSpec("r", steps, hyperparams=hyperparams), keep_on_resume=keep)
         final = tmp_path / "final.json"
         trainer.fit(module, Batches(), ckpt_path=str(final) if final.exists() else None)

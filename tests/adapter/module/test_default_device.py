@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -14,6 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from genlight.adapter import ContractModule, TrainingJobSpec
 from genlight.callbacks.replicas.digest import _weights, digest_of_all
 from support.resumed_fit import STEPS, Batches, Trains, fit
+from support.trainers import quiet_trainer
 
 OPTIMIZER = torch.optim.SGD if torch.__version__.startswith("2.9.") else torch.optim.Adam
 """The Adam of torch 2.9 counts its steps on the default device, and reads them."""
@@ -64,14 +64,8 @@ def test_a_run_is_saved_and_resumed_whatever_the_default_device_is(tmp_path: Pat
 
 
 def test_gradients_are_unscaled_whatever_the_default_type_is() -> None:
-    trainer = pl.Trainer(
-        max_steps=2,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        plugins=MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0)),
+    trainer = quiet_trainer(
+        max_steps=2, plugins=MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
     )
     trainer.fit(ContractModule(InDouble(), TrainingJobSpec("double", 2)), Batches())
     assert trainer.global_step == 2

@@ -101,6 +101,21 @@ def test_a_trainer_without_evaluate_is_refused_in_one_line(quiet, counting_train
         pl.Trainer(**quiet).validate(ContractModule(counting_trainer()))
 
 
+@pytest.mark.parametrize("critical", [True, False])
+def test_one_without_evaluate_is_refused_at_the_start_of_a_training_that_evaluates(fit, counting_trainer, critical):
+    """Also where an evaluation that fails would be forgiven."""
+    with pytest.raises(ContractError, match="CountingTrainer has no evaluate"):
+        fit(counting_trainer(), [Evaluate(2, critical=critical)])
+
+
+def test_an_evaluation_at_a_cadence_leaves_random_numbers_alone_and_its_scores_in_the_run_state(fit, evaluated):
+    before = torch.get_rng_state()
+    trainer, _ = fit(evaluated, [Evaluate(2)], steps=5)
+
+    assert run_state_of(trainer).eval_scores == {"steps": 4.0, "half": 0.5}
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize(
     ("scores", "said"),
     [
@@ -142,13 +157,6 @@ def test_scores_of_a_validation_are_events_of_their_step_once(fit, evaluated, tm
     events = list(read_events(tmp_path / "events.jsonl"))
     assert [event["step"] for event in events if event.get("name") == "half"] == [2, 4]
     assert validate_events(tmp_path / "events.jsonl") == []
-
-
-def test_check_val_every_n_epoch_evaluates_after_every_such_epoch(quiet, evaluated):
-    trainer = pl.Trainer(**quiet, max_steps=12, max_epochs=6, check_val_every_n_epoch=3)
-    trainer.fit(ContractModule(evaluated), torch.utils.data.DataLoader([0, 1]))
-
-    assert evaluated.calls.count("evaluate") == 2
 
 
 def test_a_training_that_asks_for_validation_by_a_trainer_without_evaluate_says_so(fit, counting_trainer, caplog):
@@ -238,6 +246,7 @@ def test_averaged_weights_are_the_ones_that_a_validation_evaluates(fit, evaluate
         ({"val_check_interval": 1.0}, [2, 4, 6]),
         ({"val_check_interval": 0.5}, [1, 2, 3, 4, 5, 6]),
         ({"limit_val_batches": 0}, []),
+        ({"max_epochs": 6, "check_val_every_n_epoch": 3}, [6, 12]),
         ({"callbacks": [Evaluate(every_n_steps=3)]}, [3, 6]),
         ({"callbacks": [Evaluate(every_n_steps=3)], "check_val_every_n_epoch": 3}, [3, 6, 6]),
         ({"max_epochs": -1, "max_steps": 5}, [2, 4]),

@@ -1,14 +1,12 @@
-"""The loop: Lightning's hook order, exact counters, and a resume from any step."""
+"""The loop: limits, the end of data, pauses, and a resume from any step."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -16,46 +14,16 @@ from torch.utils.data import DataLoader
 
 from genlight.adapter import ContractModule, InputError, StepControlHints, StepResult, TrainingJobSpec
 from genlight.adapter.feed import ArrowFeed, MockDataModule
-from genlight.adapter.module.loop import ContractFitLoop
 from genlight.callbacks import Checkpoint
-
-
-class Recorder(pl.Callback):
-    """Writes down every hook of a fit, with the counters that are visible in it."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-
-def _recording(name: str) -> Any:
-    def hook(self: Recorder, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        counts = (progress.current.ready, progress.current.started, progress.current.processed)
-        self.calls.append((name, trainer.current_epoch, *counts, progress.current.completed, trainer.should_stop))
-
-    return hook
-
-
-for _name in (
-    "on_fit_start",
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_train_epoch_end",
-    "on_train_end",
-    "on_fit_end",
-):
-    setattr(Recorder, _name, _recording(_name))
+from support.trainers import quiet_trainer
 
 
 class Counting:
-    """A trainer without torch whose state is a number and whose steps use every random source."""
+    """A trainer without torch whose state is a number."""
 
     def __init__(self, control: StepControlHints | None = None) -> None:
         self.control = control
         self.seen: list[Any] = []
-        self.draws: list[tuple[float, float, float]] = []
 
     def setup(self, ctx: Any) -> None: ...
 
@@ -68,7 +36,6 @@ class Counting:
     def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
         self.seen.append(batch["x"][0].as_py() if isinstance(batch, pa.RecordBatch) else batch)
         batch = self.seen[-1]
-        self.draws.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
         state["total"] += int(batch)
         return StepResult(metrics={"loss": 1.0}, control=self.control)
 
@@ -79,21 +46,6 @@ class Counting:
         state.update(payload)
 
 
-class Stock(pl.LightningModule):
-    """The same work under Lightning's own loop."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.layer = torch.nn.Linear(1, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.optimizers().step()  # type: ignore[union-attr]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.layer.parameters(), lr=0.0)
-
-
 def numbers(count: int = 5) -> DataLoader[Any]:
     """One number a batch."""
     return DataLoader([torch.tensor(i) for i in range(count)], batch_size=None)
@@ -101,41 +53,7 @@ def numbers(count: int = 5) -> DataLoader[Any]:
 
 def trainer_of(tmp_path: Path, *callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
     """A quiet trainer on one CPU."""
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "default_root_dir": tmp_path,
-    }
-    return pl.Trainer(**{**defaults, **settings}, callbacks=list(callbacks))
-
-
-@pytest.mark.parametrize(
-    "limits",
-    [
-        {"max_steps": 7},
-        {"max_steps": 5},
-        {"max_epochs": 2},
-        {"max_epochs": 3, "limit_train_batches": 2},
-        {"max_steps": 3, "max_epochs": 1},
-    ],
-)
-def test_hooks_and_counters_are_those_of_stock_lightning(tmp_path: Path, limits: dict[str, Any]) -> None:
-    """Every hook comes in Lightning's order and sees the same epoch and batch counters."""
-    ours, stock = Recorder(), Recorder()
-    trainer_of(tmp_path, ours, **limits).fit(ContractModule(Counting()), numbers())
-    trainer_of(tmp_path, stock, **limits).fit(Stock(), numbers())
-    assert ours.calls == stock.calls
-
-
-def test_hooks_are_the_same_under_a_profiler(tmp_path: Path) -> None:
-    """The profiled path calls what the lean one calls."""
-    lean, profiled = Recorder(), Recorder()
-    trainer_of(tmp_path, lean, max_steps=7).fit(ContractModule(Counting()), numbers())
-    trainer_of(tmp_path, profiled, max_steps=7, profiler="simple").fit(ContractModule(Counting()), numbers())
-    assert lean.calls == profiled.calls
+    return quiet_trainer(*callbacks, default_root_dir=tmp_path, **settings)
 
 
 def test_the_jobs_step_limit_holds_where_the_trainer_has_none(tmp_path: Path) -> None:
@@ -156,14 +74,6 @@ def test_a_second_fit_has_a_context_of_its_own(tmp_path: Path) -> None:
     assert module.ctx.run_state is not first.run_state
     assert len(module.plugin.seen) == 9  # type: ignore[attr-defined]
     assert not module.is_canceled()
-
-
-def test_global_step_counts_train_steps_whatever_optimizers_do(tmp_path: Path) -> None:
-    """A trainer that steps no optimizer still reaches its limit."""
-    trainer = trainer_of(tmp_path, max_steps=7)
-    trainer.fit(ContractModule(Counting()), numbers())
-    assert trainer.global_step == 7
-    assert isinstance(trainer.fit_loop, ContractFitLoop)
 
 
 class Counted:
@@ -214,17 +124,6 @@ def test_an_empty_source_is_an_input_error(tmp_path: Path, source: Any) -> None:
         trainer_of(tmp_path, max_steps=10).fit(ContractModule(Counting()), source)
 
 
-def test_stop_iteration_inside_a_step_is_an_error(tmp_path: Path) -> None:
-    """Lightning would take it for the end of the data."""
-
-    class Stops(Counting):
-        def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
-            raise StopIteration
-
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        trainer_of(tmp_path, max_steps=3).fit(ContractModule(Stops()), numbers())
-
-
 def test_a_pause_ends_at_once_on_a_stop_request(tmp_path: Path) -> None:
     """An hour of back-off is no hour when the run is cancelled."""
     module = ContractModule(Counting(StepControlHints(backoff_seconds=3600.0)))
@@ -267,34 +166,6 @@ def test_a_run_resumed_after_any_step_is_the_run_that_was_not_interrupted(
     trainer.fit(ContractModule(second), source(), ckpt_path=str(tmp_path / "ck" / f"step-{saved_at:08d}.json"))
     assert second.seen == whole.seen[saved_at:]
     assert trainer.global_step == 12
-
-
-@pytest.fixture(autouse=True)
-def _same_seed() -> None:
-    random.seed(7)
-    np.random.seed(7)
-    torch.manual_seed(7)
-
-
-def test_random_numbers_continue_after_a_resume(tmp_path: Path) -> None:
-    """Python's, numpy's and torch's generators go on where the checkpoint left them."""
-    whole = Counting()
-    checkpoint = Checkpoint(tmp_path / "ck", every_n_steps=4, keep_last=None, save_final=False, asynchronous=False)
-    trainer_of(tmp_path, checkpoint, max_steps=9).fit(ContractModule(whole), Resumable(5))
-    resumed = Counting()
-    trainer = trainer_of(tmp_path, Checkpoint(tmp_path / "ck", save_final=False), max_steps=9)
-    trainer.fit(ContractModule(resumed), Resumable(5), ckpt_path=str(tmp_path / "ck" / "step-00000004.json"))
-    assert resumed.draws == whole.draws[4:]
-
-
-def test_a_higher_step_limit_goes_on_from_the_end_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    """A run that met its limit continues with the batch after its last one."""
-    first = trainer_of(tmp_path, Checkpoint(tmp_path / "ck"), max_steps=7)
-    first.fit(ContractModule(Counting()), Resumable(5))
-    more = Counting()
-    second = trainer_of(tmp_path, Checkpoint(tmp_path / "ck", save_final=False), max_steps=11)
-    second.fit(ContractModule(more), Resumable(5), ckpt_path=str(tmp_path / "ck" / "final.json"))
-    assert [int(batch) for batch in more.seen] == [2, 3, 4, 0]
 
 
 class Resumable:

@@ -25,6 +25,7 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from torch.utils.data import DataLoader
 
 from genlight.adapter import ContractModule, StartupContractError, StepResult, TrainingJobSpec
+from support.trainers import quiet_trainer
 
 
 class Regression:
@@ -75,17 +76,9 @@ def fit(
 ) -> tuple[pl.Trainer, ContractModule]:
     """Train a regression with one stock part."""
     module = ContractModule(plugin or Regression(), TrainingJobSpec("parts", steps, metric_every=2))
-    defaults: dict[str, Any] = {
-        "max_steps": steps,
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "default_root_dir": tmp_path,
-        "log_every_n_steps": 1,
-    }
-    trainer = pl.Trainer(**{**defaults, **settings}, callbacks=list(callbacks))
+    trainer = quiet_trainer(
+        *callbacks, **{"max_steps": steps, "default_root_dir": tmp_path, "log_every_n_steps": 1, **settings}
+    )
     trainer.fit(module, batches())
     return trainer, module
 
@@ -218,30 +211,6 @@ def test_what_the_trainer_owns_is_refused(tmp_path: Path, setting: dict[str, Any
         fit(tmp_path, **setting)
 
 
-def test_should_stop_of_any_callback_completes_the_run(tmp_path: Path) -> None:
-    """A callback that sets should_stop ends the run after its step."""
-
-    class StopAtThree(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-            trainer.should_stop = trainer.global_step == 3
-
-    trainer, module = fit(tmp_path, StopAtThree())
-    assert trainer.global_step == 3
-    assert module.stopped == "should_stop"
-
-
-def test_a_callback_may_log_through_the_module(tmp_path: Path) -> None:
-    """`pl_module.log` works inside a step's hooks, as in any Lightning training."""
-
-    class LogsSomething(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-            pl_module.log("mine", float(trainer.global_step), batch_size=1)
-
-    trainer, _ = fit(tmp_path, LogsSomething(), logger=CSVLogger(tmp_path))
-    assert float(trainer.callback_metrics["mine"]) == 6.0
-    assert any(row.get("mine") for row in rows(tmp_path))
-
-
 def test_a_module_hook_that_returns_minus_one_ends_the_epoch(tmp_path: Path) -> None:
     """`on_train_batch_start` returning -1 skips the rest of the epoch."""
 
@@ -251,15 +220,7 @@ def test_a_module_hook_that_returns_minus_one_ends_the_epoch(tmp_path: Path) -> 
 
     plugin = Regression()
     module = SkipsAfterTwo(plugin, TrainingJobSpec("skip", 5))
-    trainer = pl.Trainer(
-        max_steps=5,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = quiet_trainer(max_steps=5, default_root_dir=tmp_path)
     trainer.fit(module, batches())
     assert plugin.seen == [0, 1, 0, 1, 0]
 
@@ -273,13 +234,8 @@ def test_hyperparameters_of_a_job_reach_every_logger(tmp_path: Path) -> None:
             told.append(dict(params))
 
     job = TrainingJobSpec("parts", 2, hyperparams={"lr": 0.1, "model": {"depth": 2}})
-    trainer = pl.Trainer(
-        max_steps=2,
-        accelerator="cpu",
-        logger=[CSVLogger(tmp_path / "a"), TensorBoardLogger(tmp_path / "b"), Told(tmp_path / "c")],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = quiet_trainer(
+        max_steps=2, logger=[CSVLogger(tmp_path / "a"), TensorBoardLogger(tmp_path / "b"), Told(tmp_path / "c")]
     )
     module = ContractModule(Regression(), job)
     trainer.fit(module, batches())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -13,6 +12,7 @@ from torch.utils.data import DataLoader
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint
 from genlight.callbacks.checkpoint.export import export_lightning
+from support.trainers import quiet_trainer
 
 JOB = TrainingJobSpec(run_id="r", max_steps=3, hyperparams={"width": 2})
 
@@ -51,14 +51,7 @@ class Remembers:
 
 
 def fit(module: ContractModule, folder: Path, *, steps: int = 3, **options: Any) -> None:
-    trainer = pl.Trainer(
-        max_steps=steps,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[Checkpoint(folder / "checkpoints")],
-    )
+    trainer = quiet_trainer(Checkpoint(folder / "checkpoints"), max_steps=steps)
     trainer.fit(module, DataLoader(torch.randn(12, 2), batch_size=2), **options)
 
 

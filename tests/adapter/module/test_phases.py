@@ -16,6 +16,7 @@ from genlight.adapter.feed import Minibatches
 from genlight.callbacks import Checkpoint, Hook
 from genlight.callbacks.hook.events import run_state_of
 from support.rank_processes import run_ranks
+from support.trainers import quiet_trainer
 
 ROWS = 12
 
@@ -103,14 +104,9 @@ class Counters(Hook):
 
 def fit(tmp_path: Path, plugin: Any, *callbacks: pl.Callback, steps: int, **options: Any) -> ContractModule:
     """Train without any data but the trainer's own."""
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
+        *callbacks,
         max_steps=steps,
-        accelerator="cpu",
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=tmp_path,
     )
     module = ContractModule(plugin, TrainingJobSpec("actor", steps, metric_every=0))
@@ -171,18 +167,6 @@ def test_a_trainer_ends_an_update_early(tmp_path: Path) -> None:
     assert actor.rollouts == 2
 
 
-def test_a_hook_ends_an_update_early(tmp_path: Path) -> None:
-    """A KL limit may live in a callback."""
-
-    class Limit(Hook):
-        def on_mb_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            run_state_of(trainer).stop_update_epoch = True
-
-    actor = Actor()
-    fit(tmp_path, actor, Limit(), steps=3)
-    assert actor.rollouts == 3
-
-
 @pytest.mark.parametrize("cls", [Actor, Placed])
 def test_a_rollout_is_ended_early_and_later_passes_have_what_it_gave(tmp_path: Path, cls: type[Actor]) -> None:
     """Of a generator that would go on for ever, collected in the steps or before them."""
@@ -221,6 +205,25 @@ def test_a_run_resumed_between_any_two_minibatches_goes_on_with_the_same_bits(
             assert torch.equal(value, weights[name])
         assert run_state_of(module.trainer).agent_step == run_state_of(whole.trainer).agent_step
     assert "begins anew" not in caplog.text
+    assert "keeps no position" not in caplog.text, "that is said of loaders"
+
+
+def test_a_run_resumed_between_phases_says_nothing_of_rollouts(tmp_path: Path, caplog: Any) -> None:
+    """Nothing of a phase is lost there."""
+    fit(tmp_path, Actor(), Checkpoint(tmp_path, every_n_epochs=1, save_final=False), steps=7)
+    caplog.clear()
+    fit(tmp_path, Actor(), Checkpoint(tmp_path), steps=8, ckpt_path=tmp_path / "step-00000006.json")
+    assert "rollout" not in caplog.text
+
+
+def test_a_rollout_may_return_two_batches_without_statistics(tmp_path: Path) -> None:
+    """They are told from a batch and its statistics, which are a pair too."""
+    actor = Actor()
+    batch = {"x": torch.ones(1, 2), "noise": torch.zeros(1, 1)}
+    actor.rollout = lambda state, ctx: (batch, batch)  # type: ignore[method-assign]
+    module = fit(tmp_path, actor, steps=2)
+    assert len(module.contract_state["losses"]) == 2
+    assert run_state_of(module.trainer).rollout_stats is None
 
 
 def test_an_update_that_was_ended_in_the_step_of_the_checkpoint_stays_ended(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import torch
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint, LogMetrics, StopRequests, WriteSamples
 from genlight.reporters import EventLogger
+from support.trainers import quiet_trainer
 
 FAR = 10**9
 BARE = 3
@@ -95,15 +96,11 @@ def fit(
     precision: Literal["32-true", "bf16-mixed"] = "32-true",
 ) -> None:
     """Train on one CPU with nothing beside `callbacks`."""
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        *callbacks,
         precision=precision,
         max_steps=steps,
-        callbacks=callbacks,
         logger=EventLogger(folder / "events.jsonl", run_id="cost") if events else False,
-        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
     )
     trainer.fit(ContractModule(plugin, TrainingJobSpec("cost", steps)), Numbers(steps))

@@ -78,41 +78,29 @@ def test_any_object_with_metrics_is_a_result():
     assert named_scalars(result, None, CTX) == {"train/loss": 2}
 
 
-@pytest.mark.parametrize(
-    ("given", "rate"),
-    [
-        # each row offers everything that comes after it, too
-        ({"metrics": {"LR": 1.0}}, 1.0),
-        ({"debug": {"Learning_Rate": 2.0}}, 2.0),
-        ({"state": {"train/lr": 3.0}}, 3.0),
-        ({"state": {"learning_rate": 4.0}}, 4.0),
-        ({"state": {"lr": 5.0}}, 5.0),
-        ({"ctx": optimizer(6.0)}, 6.0),
-        ({"state": {"optimizer": optimizer(7.0)}}, 7.0),
-        ({"found": [optimizer(8.0), optimizer(9.0)]}, 8.0),
-        ({}, None),
-    ],
-)
-def test_the_learning_rate_comes_from_the_first_place_that_has_one(given, rate):
-    places = [
-        {"metrics": {"LR": 1.0}},
-        {"debug": {"Learning_Rate": 2.0}},
-        {"state": {"train/lr": 3.0}},
-        {"state": {"learning_rate": 4.0}},
-        {"state": {"lr": 5.0}},
-        {"ctx": optimizer(6.0)},
-        {"state": {"optimizer": optimizer(7.0)}},
-        {"found": [optimizer(8.0), optimizer(9.0)]},
-        {},
-    ]
-    position = next(i for i, place in enumerate(places) if repr(place) == repr(given))
-    rest, state = {}, {}
-    for place in places[position:]:
-        state.update(place.get("state", {}))
-        rest.update({name: value for name, value in place.items() if name != "state"})
+RATES = [
+    {"metrics": {"LR": 1.0}},
+    {"debug": {"Learning_Rate": 2.0}},
+    {"state": {"train/lr": 3.0}},
+    {"state": {"learning_rate": 4.0}},
+    {"state": {"lr": 5.0}},
+    {"ctx": optimizer(6.0)},
+    {"state": {"optimizer": optimizer(7.0)}},
+    {"found": [optimizer(8.0), optimizer(9.0)]},
+]
+"""Places of a learning rate, the first one that counts first."""
 
-    result = StepResult(metrics={"loss": 0.0, **rest.get("metrics", {})}, debug=rest.get("debug", {}))
-    named = named_scalars(result, state, context(optimizer=rest.get("ctx")), rest.get("found", ()))
+
+@pytest.mark.parametrize(("first", "rate"), [*enumerate([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, None])])
+def test_the_learning_rate_comes_from_the_first_place_that_has_one(first, rate):
+    """Each case has a rate there, and in all places that come after it."""
+    given, state = {}, {}
+    for place in RATES[first:]:
+        state.update(place.get("state", {}))
+        given.update(place)
+
+    result = StepResult(metrics={"loss": 0.0, **given.get("metrics", {})}, debug=given.get("debug", {}))
+    named = named_scalars(result, state, context(optimizer=given.get("ctx")), given.get("found", ()))
 
     assert named.get("train/lr") == rate
     assert named["train/loss"] == 0.0

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint, DurableCheckpointIO
+from support.trainers import quiet_trainer
 
 stock: Any = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="since Lightning 2.6")
 EMAWeightAveraging, WeightAveraging = stock.EMAWeightAveraging, stock.WeightAveraging
@@ -65,14 +66,11 @@ def fit(
     folder: Path, *callbacks: pl.Callback, epochs: int = 4, ckpt_path: str | None = None, **settings: Any
 ) -> tuple[pl.Trainer, ContractModule]:
     """Train with stock callbacks beside a checkpoint after each epoch."""
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
+        *callbacks,
+        Checkpoint(folder / "made", every_n_epochs=1, keep_last=None),
         max_epochs=epochs,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
-        callbacks=[*callbacks, Checkpoint(folder / "made", every_n_epochs=1, keep_last=None)],
         plugins=[DurableCheckpointIO()],
         **settings,
     )

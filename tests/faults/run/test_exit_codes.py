@@ -39,16 +39,6 @@ def test_a_run_that_completes_or_has_completed(job, ranks):
     assert codes(ranks()) == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("setting", "reason"), [({"cancel_file_path": "cancel"}, "canceled"), ({"max_runtime_seconds": 3}, "timeout")]
-)
-def test_a_cancelled_run_and_one_whose_time_is_over(job, ranks, setting, reason):
-    write(job, {"cancels": 8} if reason == "canceled" else {}, **setting)
-
-    assert codes(ranks()) == [75, 75]
-    assert job.terminal_event()["error"] == reason
-
-
 def test_uploads_that_fail_when_all_ranks_have_trained(job, ranks):
     job.server.status["/terminal"] = 403
     write(job, max_steps=3)

@@ -67,12 +67,10 @@ def shown(job):
     ("data", "number"),
     [
         (FEED, signal.SIGTERM),
-        (own_loader(method="fork", persistent=True), signal.SIGTERM),
         (own_loader(method="fork"), signal.SIGINT),
-        (own_loader(method="spawn"), signal.SIGTERM),
         (own_loader(method="spawn", persistent=True), signal.SIGINT),
     ],
-    ids=["feed", "forked persistent", "forked, Ctrl-C", "spawned", "spawned persistent, Ctrl-C"],
+    ids=["feed", "forked, Ctrl-C", "spawned persistent, Ctrl-C"],
 )
 def test_data_workers_stay_until_the_step_is_done_and_saved(job, fit, data, number):
     assert signal_group(job, fit(data), number) == 75, shown(job)

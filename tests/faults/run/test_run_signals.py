@@ -43,8 +43,7 @@ def test_sigterm_while_uploads_settle(job, start):
     assert {"step": 5, "final": True}.items() <= job.server.posted("/checkpoint")[-1].items()
 
 
-@pytest.mark.parametrize("trigger", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize(("returns", "code"), [("result", 0), ("none", 1)])
+@pytest.mark.parametrize(("trigger", "returns", "code"), [(signal.SIGTERM, "result", 0), (signal.SIGINT, "none", 1)])
 def test_a_signal_while_the_process_ends_changes_neither_event_nor_exit_code(job, start, trigger, returns, code):
     """What was reported stays true."""
     job.write(plan={"at": "exit", "holds": 60.0, "returns": returns})

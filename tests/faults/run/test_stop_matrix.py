@@ -186,7 +186,7 @@ class Stop:
 
     def is_reached(self, started):
         if self.phase.gate == FILE:  # the second process waits for the first one to fetch it
-            return FILE in self.job.server.at_gate and all(is_fetching(process.pid) for process in started)
+            return FILE in self.job.server.at_gate and all(is_at_its_inputs(process.pid) for process in started)
         if self.phase.gate is not None:
             return self.phase.gate in self.job.server.at_gate
         return all(self.job.reached(rank) for rank in self.holding)
@@ -212,12 +212,16 @@ class Stop:
             self.job.server.gates[self.phase.gate].set()
 
 
-def is_fetching(pid):
-    """Whether a process has a file of the download cache open."""
+def is_at_its_inputs(pid):
+    """Whether a process has what it takes right before them: the queue of uploads, or the lock of a further rank.
+
+    One that waits for another's download looks at its lock now and then, which nobody else can see.
+    """
     try:
-        return any("/cache/" in os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir())
+        held = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
     except (FileNotFoundError, ProcessLookupError):
         return False
+    return any(path.endswith("/uploads/lock") or "/.ranks/rank-" in path for path in held)
 
 
 def children_of(pid):
@@ -242,7 +246,7 @@ def test_a_stop_ends_the_run(job, kill_after, torchrun_environs, cell):
 
     codes = [process.wait(LIMIT_S) for process in started]
     event, code = stop.phase.ends
-    assert codes[0] == code, (job.folder / "stderr").read_text()
+    assert codes == [code] * len(codes), (job.folder / "stderr").read_text()
     ended = job.terminal_event()
     assert ended["event"] == event
     if event == "failed":
@@ -282,7 +286,7 @@ def stop_it(stop):
 
 
 def run_into_phase(stop, limit_s):
-    """The processes, and whether they came to the phase; asked once more, one that only looks at a lock may say no."""
+    """The processes, and whether they came to the phase."""
     stop.write(limit_s)
     if stop.phase.gate is not None:
         stop.job.server.gates[stop.phase.gate] = threading.Event()

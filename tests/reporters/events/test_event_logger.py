@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
@@ -357,35 +356,6 @@ def test_a_run_id_that_is_none_is_refused(run_id, error):
 
 def test_a_run_without_a_name_gets_one_of_its_own():
     assert EventLogger().run_id != EventLogger().run_id
-
-
-@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
-def test_it_is_configured_from_a_lightning_cli_yaml(tmp_path, path, monkeypatch):
-    for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # which the command line sets
-        monkeypatch.setenv(variable, "0")
-    monkeypatch.setattr(sys, "argv", ["program"])
-    config = tmp_path / "config.yaml"
-    config.write_text(
-        f"""
-        seed_everything: 0
-        trainer:
-          accelerator: cpu
-          max_steps: 2
-          enable_progress_bar: false
-          enable_model_summary: false
-          enable_checkpointing: false
-          limit_val_batches: 0
-          log_every_n_steps: 1
-          default_root_dir: {tmp_path}
-          logger:
-            class_path: genlight.reporters.events.event_logger.EventLogger
-            init_args:
-              path: {tmp_path}/events.jsonl
-              run_id: from-yaml
-        """
-    )
-    LightningCLI(Line, args=["fit", "--config", str(config)], save_config_kwargs={"overwrite": True})
-    assert {event["run_id"] for event in sound_events(path)} == {"from-yaml"}
 
 
 def test_texts_are_left_to_the_loggers_that_take_them(tmp_path, path, caplog):

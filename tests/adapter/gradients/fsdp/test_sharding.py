@@ -416,26 +416,6 @@ def test_parameters_that_the_trainer_keeps_by_themselves_are_replaced_there(mesh
     assert isinstance(state["clip"](), DTensor)
 
 
-def test_a_recurrent_network_trains_sharded_as_it_does_whole(mesh):
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(4, 3)
-
-        def forward(self, x):
-            return self.lstm(x)[0].tanh()
-
-    state = trained({"model": Recurrent()})
-    twin = copy.deepcopy(state)
-
-    shard(discover(state), mesh)
-    step(state)
-    step(twin)
-
-    for mine, theirs in zip(state["model"].parameters(), twin["model"].parameters(), strict=True):
-        torch.testing.assert_close(mine.full_tensor(), theirs)
-
-
 def test_parameters_in_a_container_without_forward_stay_whole(mesh):
     state = trained({"model": nn.ParameterDict({"a": torch.ones(2, 2)})})
 
