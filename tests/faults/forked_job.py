@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 IS_THE_JOB = "FORKED_JOB"
+RANK_ZERO_PROCESS = "GENLIGHT_RANK_ZERO_PID"
 
 
 def run():
@@ -34,6 +35,7 @@ def run():
 
 def stand_in():
     environ = {**os.environ, IS_THE_JOB: "1"}
+    environ.pop(RANK_ZERO_PROCESS, None)  # a further rank would look for its parent, which is the server
     wanted = {"program": os.path.abspath(__file__), "arguments": sys.argv[1:], "environ": environ}
     wanted |= {"folder": os.getcwd(), "log": sys.argv[2], "output": sys.argv[2]}
     with socket.socket(socket.AF_UNIX) as server:

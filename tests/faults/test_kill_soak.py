@@ -4,9 +4,7 @@ On one process, and on two that Lightning's launcher starts, of which a kill hit
 """
 
 import contextlib
-import hashlib
 import itertools
-import json
 import os
 import random
 import shutil
@@ -22,10 +20,10 @@ import pytest
 from genlight.callbacks.checkpoint import list_checkpoints, verify
 from genlight.reporters import read_events
 from genlight.reporters.events.validation import validate_events
+from support.digits_job import digests_of_final, write_digits_job
 from support.forked import fork_server
 
 HERE = Path(__file__).parent
-DIGITS = HERE.parents[1] / "examples" / "digits"
 STEPS, CADENCE = 40, 2
 LIMIT_S = 180
 """More than a job that hangs takes to say where."""
@@ -101,12 +99,6 @@ class Run:
             assert time.monotonic() < end, self.log.read_text()
             time.sleep(0.002)
 
-    def digests(self):
-        """Of the model's and the trainer's own final files."""
-        final = self.artifacts / "checkpoints" / "final"
-        files = [final / "model.safetensors", final / "trainer" / "digits.safetensors"]
-        return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
-
     def steps_lost(self):
         """Steps that an attempt did again after the one before it had; for each resume that came so far."""
         attempts = []
@@ -134,18 +126,8 @@ def ranks(request):
 
 @pytest.fixture
 def spec(ranks, tmp_path):
-    """The example's own job, smaller and with a short cadence."""
-    job = json.loads((DIGITS / "job.json").read_text())
-    job |= {"max_steps": STEPS, "checkpoint_every": CADENCE, "metric_every": 1, "sample_every": 0}
-    job["resume_from_latest"] = True
-    job["hyperparams"] |= {"width": 32, "depth": 2, "warmup_steps": 5}
-    job["dataset"] |= {"parquet_paths": [str(DIGITS / "digits.parquet")], "batch_size": 120 // ranks}
-    if ranks > 1:
-        job["lightning"] |= {"devices": ranks, "strategy": "ddp"}
-    del job["sample_prompts"]
-    (tmp_path / "trainer.py").write_bytes((DIGITS / "trainer.py").read_bytes())
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    return tmp_path / "job.json"
+    lightning = {"devices": ranks, "strategy": "ddp"} if ranks > 1 else {}
+    return write_digits_job(tmp_path, steps=STEPS, cadence=CADENCE, batch_size=120 // ranks, lightning=lightning)
 
 
 def assert_nothing_is_left(run):
@@ -182,7 +164,7 @@ def test_the_digits_job_killed_again_and_again_ends_with_the_same_weights(ranks,
         while not is_done:
             is_done = run.attempt(random.Random(done * 1000 + runs) if done < kills else None, reference)
             done += not is_done
-        assert run.digests() == reference.digests()
+        assert digests_of_final(run.artifacts) == digests_of_final(reference.artifacts)
         assert_nothing_is_left(run)
         lost += run.steps_lost()
         # A save waits for the one before it: at most one is in flight, and at most one more is due.

@@ -4,8 +4,6 @@ However often that was, and whatever it hit, the run ends with the bytes of one 
 """
 
 import contextlib
-import hashlib
-import json
 import os
 import random
 import subprocess
@@ -20,10 +18,10 @@ import pytest
 from genlight.callbacks.checkpoint import list_checkpoints, verify
 from genlight.reporters import read_events
 from genlight.reporters.events.validation import validate_events
+from support.digits_job import digests_of_final, write_digits_job
 from support.forked import fork_server
 
 HERE = Path(__file__).parent
-DIGITS = HERE.parents[1] / "examples" / "digits"
 STEPS, CADENCE = 120, 2
 LIMIT_S = 200
 KINDS = ("rank", "rank", "launcher", "node")
@@ -106,11 +104,6 @@ class Run:
     def tail(self):
         return self.log.read_text(errors="replace")[-8000:]
 
-    def digests(self):
-        final = self.artifacts / "checkpoints/final"
-        files = [final / "model.safetensors", final / "trainer/digits.safetensors"]
-        return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
-
     def end(self):
         """Nothing of it outlives the test."""
         if self.launcher is not None and self.launcher.poll() is None:
@@ -124,14 +117,7 @@ class Run:
 @pytest.fixture
 def new_run(tmp_path):
     made = []
-    job = json.loads((DIGITS / "job.json").read_text())
-    job |= {"max_steps": STEPS, "checkpoint_every": CADENCE, "metric_every": 1, "sample_every": 0}
-    job |= {"resume_from_latest": True, "lightning": {"accelerator": "cpu", "strategy": "ddp"}}
-    job["hyperparams"] |= {"width": 32, "depth": 2, "warmup_steps": 5}
-    job["dataset"] |= {"parquet_paths": [str(DIGITS / "digits.parquet")], "batch_size": 60}
-    del job["sample_prompts"]
-    (tmp_path / "trainer.py").write_bytes((DIGITS / "trainer.py").read_bytes())
-    (tmp_path / "job.json").write_text(json.dumps(job))
+    write_digits_job(tmp_path, steps=STEPS, cadence=CADENCE, batch_size=60, lightning={"strategy": "ddp"})
 
     def make(name, max_restarts=1000):
         made.append(Run(tmp_path, name, max_restarts))
@@ -167,7 +153,7 @@ def test_a_job_of_torchrun_killed_again_and_again_ends_with_the_same_weights(new
                 break
             done[kind] += run.kill(kind, chance)
         assert run.launcher.wait(LIMIT_S) == 0, run.tail()
-        assert run.digests() == reference.digests()
+        assert digests_of_final(run.artifacts) == digests_of_final(reference.artifacts)
         assert validate_events(run.events) == []
         for listed in list_checkpoints(run.artifacts / "checkpoints"):
             verify(listed.path)
