@@ -207,7 +207,7 @@ class _SavesThroughPlugin(ModelParallelStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         with keep_sharded():
-            return Strategy.optimizer_state(self, optimizer)
+            return _by_number(optimizer, Strategy.optimizer_state(self, optimizer))
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -243,6 +243,19 @@ def _placed(value: Any, parameter: torch.Tensor | None) -> Any:
     if is_whole and isinstance(parameter, DTensor) and value.shape == parameter.shape:
         return sharded_like(value, parameter)
     return value
+
+
+def _by_number(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """`state` with a parameter's number where it has its address, which differs between ranks and processes."""
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters_of(optimizer))}
+
+    def renamed(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {numbers.get(key, key) if type(key) is int else key: renamed(each) for key, each in value.items()}
+
+    made: dict[str, Any] = renamed(state)
+    return made
 
 
 def _placed_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
