@@ -60,6 +60,7 @@ COMMENT = "$comment"
 _FOR_READERS = ("$schema", COMMENT)
 """The JSON Schema from which an editor completes, and words for people; they say nothing about the job."""
 _BASE_DIR = "base_dir"
+_YAML = (".yaml", ".yml")
 
 
 CODES = (
@@ -446,7 +447,8 @@ def _object_in(content: bytes, path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:  # whose own message would quote the bytes
         raise ValueError(f"is not JSON: byte {error.start} is not {error.encoding}.") from None
     except ValueError as error:
-        raise ValueError(f"is not JSON: {str(error).rstrip('.')}.") from None
+        way_out = " A LightningCLI configuration is for `genlight fit --config`." if path.suffix in _YAML else ""
+        raise ValueError(f"is not JSON: {str(error).rstrip('.')}.{way_out}") from None
     if not isinstance(decoded, dict):
         raise ValueError("holds no JSON object, {...}.")  # noqa: TRY004 - the file's fault
     return decoded

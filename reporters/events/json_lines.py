@@ -19,7 +19,6 @@ import msgspec
 
 from ...adapter.contract.exceptions import EventLogError
 from ...adapter.plumbing.durable import fsync_directory, write_all
-from ...adapter.plumbing.file_lock import FileLock, LockHeldError, NoLocksError
 
 __all__ = [
     "LONGEST_LINE",
@@ -67,7 +66,7 @@ def decode_line(path: StrPath, number: int, line: bytes, decode: Callable[[bytes
         return decode(line)
     except (ValueError, RecursionError) as error:
         raise EventLogError(
-            f"line {number} of event log {os.fspath(path)!s} is broken: {error}; `genlight events FILE --check` lists "
+            f"line {number} of event log {os.fspath(path)!s} is broken: {error}; `genlight events RUN --check` lists "
             "every fault"
         ) from error
 
@@ -138,6 +137,9 @@ class LineFile:
     """
 
     def __init__(self, path: StrPath, decode: Callable[[bytes], Any] = decode_object, *, tries: int = 1) -> None:
+        # Needs Linux; the rest of the module reads logs anywhere.
+        from ...adapter.plumbing.file_lock import FileLock, LockHeldError, NoLocksError
+
         self.path = Path(path)
         self.lines, self._torn = 0, False
         try:
