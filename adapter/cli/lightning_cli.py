@@ -200,20 +200,9 @@ class GenlightCLI(LightningCLI):
         )
 
     @override
-    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        if subcommand == "fit":  # Lightning has another `--verbose` for the others
-            parser.add_argument(
-                "--verbose", action="store_true", help="show the whole traceback of an error in the trainer class"
-            )
-        return parser
-
-    @override
     def instantiate_classes(self) -> None:
-        settings = self.config[str(self.subcommand)]
         self._session.secrets = secrets_in(self.config.as_dict())
-        self._session.verbose = self.subcommand == "fit" and settings.verbose
-        root = settings.trainer.default_root_dir or os.curdir
+        root = self.config[str(self.subcommand)].trainer.default_root_dir or os.curdir
         self._session.folder = None if "://" in root else Path(root)
         try:
             super().instantiate_classes()

@@ -40,9 +40,6 @@ def add_arguments(parser: CommandParser) -> None:
         help="when resuming, take this setting from the class instead of the checkpoint: lr, weight_decay or another "
         "one of optimizers, schedule or scaler; may be repeated; the same as `resume.keep` of the job",
     )
-    parser.add_argument(
-        "--verbose", action="store_true", help="show the whole traceback of an error in the trainer class"
-    )
 
 
 def _keys_of_a_job() -> str:
@@ -73,7 +70,6 @@ def run(args: argparse.Namespace) -> int:
         overrides=overrides,
         fresh=args.fresh,
         allow_changed=args.allow_changed,
-        verbose=args.verbose,
         began_with_process=True,
     )
     return run_job(options)

@@ -44,7 +44,7 @@ def spec_fields(job: JobSpec, folder: Path) -> dict[str, Any]:
             "shuffle": dataset.shuffle,
             "seed": dataset.seed,
         }
-    identity |= {"data": job.data, "mock_batches": job.mock_batches}
+    identity |= {"data": job.data, "mock_batches": job.mock_batches and digest_of_fields({"": job.mock_batches})}
     identity["inputs"] = {
         "base_model_ref": _reference(inputs.base_model_ref, folder),
         "dataset_parquet_refs": [_reference(ref, folder) for ref in inputs.dataset_parquet_refs],

@@ -18,9 +18,8 @@ from ...callbacks.checkpoint.format.record import CheckpointRecord, is_record_of
 from ...callbacks.checkpoint.selection import FALLS_BACK, find_checkpoint, find_final, newest_valid
 from ...callbacks.checkpoint.storage import checkpoint_files, folders_of_checkpoints, verify
 from ..contract.exceptions import BrokenCheckpointError, InputError, StartupContractError
-from ..job.config import RunConfig, read_run_config
+from ..job.config import JOB_NAME, RunConfig, read_job, read_run_config
 from ..job.identity import differing_fields
-from ..job.resolved import JOB_NAME, read_job
 from ..plumbing.durable import write_bytes_durably
 from ..plumbing.redaction import HIDDEN
 

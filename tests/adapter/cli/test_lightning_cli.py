@@ -268,11 +268,6 @@ def test_an_error_of_the_trainer_is_told_by_its_own_frames_and_a_file_with_the_r
     assert told[4] == f"  the whole traceback is in c/failures/{whole.name}"
     assert "trainer/call.py" in whole.read_text()
 
-    code, words = genlight("fit", "--verbose", "--resume", "never", plugin="refused_trainer:Fails")
-    assert code == 1
-    assert "trainer/call.py" in words
-    assert len(list((tmp_path / "c" / "failures").iterdir())) == 1
-
 
 def test_a_fit_leaves_its_configuration_beside_its_checkpoints_one_for_each_attempt(genlight, tmp_path):
     """A file of the working directory would be that of whichever fit came last."""
