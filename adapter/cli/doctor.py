@@ -147,8 +147,6 @@ def _start(config: RunConfig) -> Outcomes:
 
 
 def _stop(config: RunConfig) -> Outcomes:
-    if config.canceled:
-        yield "warn", "`TRAINER_CANCELLED` is set: the run stops before its first step"
     if config.cancel_file_path is not None and cancel_file_is_set(config.cancel_file_path):
         yield "warn", f"the cancel file {config.cancel_file_path} is there: the run stops before its first step"
 

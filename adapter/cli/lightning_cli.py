@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks.timer import Interval
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
-from ...callbacks.checkpoint.format.record import FINAL_NAME
+from ...callbacks.checkpoint.format.record import FINAL_NAME, CheckpointRecord
 from ...callbacks.checkpoint.policy import savers_of
 from ...callbacks.checkpoint.selection import find_checkpoint, list_checkpoints
 from ...callbacks.job_progress import JobProgress
@@ -39,7 +39,7 @@ from ..plumbing.redaction import secrets_in, without_secrets
 from ..plumbing.text import as_list
 from ..run.fit import continue_runs, fit, join
 from ..run.folder import directory_fault, lock_directory
-from ..run.report import show_results
+from ..run.report import show_results, shown_path
 from ..run.session import FollowerSession, Session
 from ..run.start import WaysOut, move_checkpoints_aside, newest_start, refuse_to_overwrite
 from ..run.this_rank import is_rank_zero
@@ -270,7 +270,7 @@ class GenlightCLI(LightningCLI):
             if fault := directory_fault("dirpath", directory, "Choose another."):
                 raise UsageError(fault)
             self._session.holds.callback(lock_directory(directory, "genlight fit").release)
-        if self._start_from_checkpoint("going on after", _FIT) or directory is None:
+        if self._start_from_checkpoint() or directory is None:
             return
         if self.config["fit"]["resume"] == "never":
             for saver in savers_of(self.trainer):
@@ -282,7 +282,7 @@ class GenlightCLI(LightningCLI):
 
     def before_validate(self) -> None:
         """Choose the checkpoint to evaluate or predict with."""
-        if self._start_from_checkpoint("using", _EVALUATION):
+        if self._start_from_checkpoint():
             return
         if self._resumes:
             raise UsageError(
@@ -331,7 +331,7 @@ class GenlightCLI(LightningCLI):
     def _resumes(self) -> bool:
         return bool(self.config[str(self.subcommand)]["resume"] == "auto")
 
-    def _start_from_checkpoint(self, doing: str, ways: WaysOut) -> bool:
+    def _start_from_checkpoint(self) -> bool:
         """Make the subcommand start from the named checkpoint, or from the newest whole one; False if there is none.
 
         Raises:
@@ -339,7 +339,7 @@ class GenlightCLI(LightningCLI):
             StartupContractError: There are checkpoints, and none is whole.
         """
         settings, directory = self.config[str(self.subcommand)], checkpoints_of(self.trainer)
-        given = settings.get("ckpt_path")
+        given, doing = settings.get("ckpt_path"), "going on after" if self.subcommand == "fit" else "using"
         if given is not None and settings["resume"] is not None:
             raise UsageError("--ckpt_path and --resume contradict each other; leave one out")
         try:
@@ -348,14 +348,17 @@ class GenlightCLI(LightningCLI):
                 if given not in _WORDS_OF_LIGHTNING and "://" not in given:
                     given = str(find_checkpoint(given))
                 self._say("%s the checkpoint %s", doing, given)
-                self.config_init[str(self.subcommand)]["ckpt_path"] = given
-            return given is not None or (self._resumes and self._take_newest(directory, doing, ways))
+            elif self._resumes and (newest := self._newest(directory)) is not None:
+                given, self._resumed_step = str(newest.path), newest.step
+                self._say("%s step %d, from %s", doing, newest.step, shown_path(newest.path))
         except FileNotFoundError as error:
             raise UsageError(str(error)) from error
         except OSError as error:
             raise UsageError(f"{_text_of_error(error)}; let this user read it, or move it away") from error
+        self.config_init[str(self.subcommand)]["ckpt_path"] = given
+        return given is not None
 
-    def _take_newest(self, directory: Path | None, doing: str, ways: WaysOut) -> bool:
+    def _newest(self, directory: Path | None) -> CheckpointRecord | None:
         if directory is None:
             raise UsageError("--resume auto needs the callback genlight.callbacks.Checkpoint in the configuration")
         records = [each.record for each in list_checkpoints(directory) if each.record is not None]
@@ -364,15 +367,10 @@ class GenlightCLI(LightningCLI):
                 f"{str(directory)!r} has the end of a run of an older runtime: there is nothing to train. Name a "
                 "checkpoint by --ckpt_path, or choose another `dirpath`."
             )
-        start = newest_start(directory, ways, knows_types=True)
+        start = newest_start(directory, _FIT if self.subcommand == "fit" else _EVALUATION, knows_types=True)
         for warning in start.warnings:
             log.warning(warning)
-        if start.record is None:
-            return False
-        self._say("%s step %d, from %s", doing, start.record.step, directory / start.record.path.name)
-        self._resumed_step = start.record.step
-        self.config_init[str(self.subcommand)]["ckpt_path"] = str(start.record.path)
-        return True
+        return start.record
 
     def _say(self, message: str, *values: object) -> None:
         if self.trainer.is_global_zero:
