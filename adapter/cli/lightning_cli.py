@@ -228,7 +228,6 @@ class GenlightCLI(LightningCLI):
     @override
     def _run_subcommand(self, subcommand: str) -> None:
         session, checkpoints = self._session, checkpoints_of(self.trainer)
-        session.count_steps = lambda: int(getattr(self.model, "failed_step", self.trainer.global_step))
         if subcommand == "fit":
             session.place(checkpoints or session.folder, checkpoints)
             self._say_how_to_go_on(checkpoints)

@@ -22,7 +22,6 @@ __all__ = [
     "leaves",
     "logged_settings",
     "spec_fields",
-    "without_credentials",
 ]
 
 LOGGED_ARGUMENTS = ("accelerator", "accumulate_grad_batches", "devices", "num_nodes", "strategy")
@@ -79,14 +78,6 @@ def logged_settings(job: JobSpec) -> dict[str, str | int | float]:
     return {name: value for name, value in leaves(settings) if isinstance(value, (str, int, float))}
 
 
-def without_credentials(reference: str) -> str:
-    """A reference without user info and query, with its fragment."""
-    if "://" not in reference:
-        return reference
-    _, mark, fragment = reference.partition("#")
-    return f"{safe_url(reference)}{mark if fragment else ''}{fragment}"
-
-
 def _public(hyperparams: Mapping[str, Any]) -> dict[str, Any]:
     """Without what stands under secret names; a credential that was renewed makes no other job."""
     return {
@@ -97,7 +88,11 @@ def _public(hyperparams: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reference(reference: str | None, folder: Path) -> str | None:
-    return None if reference is None else without_credentials(reference.removeprefix(f"{folder}/"))
+    """A path relative to `folder`; a URL without user info and query, with its fragment."""
+    if reference is None or "://" not in reference:
+        return reference and reference.removeprefix(f"{folder}/")
+    _, mark, fragment = reference.partition("#")
+    return f"{safe_url(reference)}{mark if fragment else ''}{fragment}"
 
 
 def leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
