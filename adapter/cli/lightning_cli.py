@@ -31,7 +31,7 @@ from ...callbacks.stop.stop_requests import StopRequests
 from ...reporters.events.event_logger import EventLogger
 from ..cluster.placement import placed_by_launcher, placement_fault
 from ..contract.exceptions import EventLogError, GenlightError, MonitorError
-from ..job.parser_errors import UnusableValueError, is_about_what_was_given, root_cause, shortened
+from ..job.parser_errors import UnusableValueError, root_cause, shortened
 from ..module.module import ContractModule
 from ..plumbing.failures import EXIT_STARTUP
 from ..plumbing.log_redaction import redacted_logs
@@ -39,7 +39,7 @@ from ..plumbing.redaction import secrets_in, without_secrets
 from ..plumbing.text import as_list
 from ..run.fit import continue_runs, fit, join
 from ..run.folder import directory_fault, lock_directory
-from ..run.report import show_results, shown_path
+from ..run.report import is_about_what_was_given, show_results, shown_path
 from ..run.session import FollowerSession, Session
 from ..run.start import WaysOut, move_checkpoints_aside, newest_start, refuse_to_overwrite
 from ..run.this_rank import is_rank_zero

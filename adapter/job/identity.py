@@ -72,9 +72,9 @@ def logged_settings(job: JobSpec) -> dict[str, str | int | float]:
         "dataset.batch_size": job.dataset and job.dataset.batch_size,
         "lightning": {name: value for name, value in job.lightning.items() if name in LOGGED_ARGUMENTS},
         "lightning.precision": str(job.lightning.get("precision", "32-true")),
+        "checkpoints.monitor": job.checkpoints.monitor,
+        "checkpoints.mode": job.checkpoints.monitor and job.checkpoints.mode,
     }
-    if job.checkpoints.monitor is not None:
-        settings |= {"checkpoints.monitor": job.checkpoints.monitor, "checkpoints.mode": job.checkpoints.mode}
     return {name: value for name, value in leaves(settings) if isinstance(value, (str, int, float))}
 
 

@@ -389,8 +389,8 @@ def _override(text: str, sources: Sources, errors: ConfigErrors) -> None:
         if known and path[depth] not in known:
             errors.add(f"Unknown key `{'.'.join(path[: depth + 1])}` in `--set`.{nearest(path[depth], known)}")
             return
-    decoded = {path[-1]: value_of(key_at(path), value)}
-    (decoded,) = _respelled(decoded, keys_at(path[:-1]), errors, f"{'.'.join(path[:-1])}.").values()
+    given = {path[-1]: value_of(key_at(path), value)}
+    (decoded,) = _respelled(given, keys_at(path[:-1]), errors, "".join(f"{part}." for part in path[:-1])).values()
     if not sources.put(path, decoded, COMMAND_LINE):
         errors.add(f"`--set {'.'.join(path)}` cannot be applied: `{path[0]}` is not an object.")
 

@@ -19,7 +19,6 @@ from ..helpers import seed_everything
 from ..inputs import MaterializedInputs, materialize_inputs
 from ..job.config import JOB_NAME, RunConfig, write_job
 from ..job.identity import logged_settings
-from ..job.parser_errors import is_about_what_was_given
 from ..module.plugin_loading import (
     find_trainer,
     make_trainer,
@@ -30,7 +29,7 @@ from ..module.plugin_loading import (
 )
 from ..plumbing.redaction import text_of
 from ..plumbing.run_metadata import run_metadata
-from .report import shown_path, working_directory
+from .report import is_about_what_was_given, shown_path, working_directory
 from .session import Completion, Session
 from .start import Start, decide_start
 
