@@ -26,18 +26,7 @@ from ..plumbing.text import closest, nearest, with_unique_keys
 from ..plumbing.urls import has_scheme, looks_like_path
 from .spec import JobSpec, SampleRequest, Settings, all_keys, key_at, keys_at
 
-__all__ = [
-    "COMMENT",
-    "DEFAULT",
-    "JOB_FILE",
-    "JOB_VARIABLE",
-    "VARIABLES",
-    "ConfigError",
-    "ConfigErrors",
-    "Sources",
-    "read_job_file",
-    "read_sources",
-]
+__all__ = ["COMMENT", "DEFAULT", "JOB_VARIABLE", "VARIABLES", "ConfigErrors", "Sources", "read_sources"]
 
 JOB_FILE, COMMAND_LINE, DEFAULT = "job spec", "--set", "default"
 """Words for where a setting comes from; of the environment it is the variable's name."""
