@@ -54,6 +54,7 @@ class PlainLoop:
         self.trainer = self.lightning_module = stand_in
         self.callbacks = [self]
         self._hooks = own_hooks(plugin, self.contract_state, ctx)
+        self._result: Any = None
         if isinstance(ctx.run_state, RunState):
             share_run_state(stand_in, ctx.run_state)
         self._trainer_state = TrainerState(stand_in, stand_in)
@@ -89,10 +90,18 @@ class PlainLoop:
     def step(self, raw_batch: Any) -> dict[str, float]:
         """Train one step; its metrics."""
         state, ctx = self.contract_state, self.ctx
-        result = self.plugin.train_step(self.plugin.prepare_batch(raw_batch, state, ctx), state, ctx)
+        self._result = validated_result(
+            self.plugin.train_step(self.plugin.prepare_batch(raw_batch, state, ctx), state, ctx)
+        )
         self.global_step += 1
         self.hear("on_mb_end")
-        return named_scalars(validated_result(result), state, ctx, self.optimizers)
+        return self.callback_metrics
+
+    @property
+    def callback_metrics(self) -> dict[str, float]:
+        """The metrics of the last step, which are ``loss_stats`` for hooks; empty before the first."""
+        known = self._result is not None
+        return named_scalars(self._result, self.contract_state, self.ctx, self.optimizers) if known else {}
 
 
 def plain_steps(

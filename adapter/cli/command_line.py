@@ -18,8 +18,8 @@ from importlib import import_module, metadata
 from typing import Any
 
 from ...callbacks.stop.signals import StopSignals
+from ..cluster.job_context import rank_errors
 from ..contract.exceptions import BrokenCheckpointError, EventLogError, GenlightError
-from ..job.sources import rank_errors
 from ..plumbing.failures import EXIT_FAILED
 from ..plumbing.operating_system import unsupported_system
 from ..plumbing.reference_page import reference

@@ -147,8 +147,6 @@ def _start(config: RunConfig) -> Outcomes:
 
 
 def _stop(config: RunConfig) -> Outcomes:
-    if config.canceled:
-        yield "warn", "`TRAINER_CANCELLED` is set: the run stops before its first step"
     if config.cancel_file_path is not None and cancel_file_is_set(config.cancel_file_path):
         yield "warn", f"the cancel file {config.cancel_file_path} is there: the run stops before its first step"
 
@@ -161,8 +159,15 @@ def _dataset(config: RunConfig) -> Outcomes:
     assert dataset is not None
     remote = [text for text in dataset.parquet_paths if has_scheme(text)]
     yield from (("warn", f"{safe_url(text)} is not checked: the run reads it in place") for text in remote)
-    files = [file for text in dataset.parquet_paths if text not in remote for file in parquet_files(text)]
-    if not files:
+    files: list[Path] = []
+    missing = 0
+    for text in dataset.parquet_paths:
+        try:
+            files += [] if text in remote else parquet_files(text)
+        except InputError as error:
+            missing += 1
+            yield "fail", str(error)
+    if missing or not files:
         return
     drops = dataset.drop_last and not remote  # of which there may be more rows
     paths = [str(file) for file in files]

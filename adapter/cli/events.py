@@ -34,8 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--follow", action="store_true", help="show events as they come, until the run ends")
     what.add_argument("--check", action="store_true", help="list every violation of the format; exit code 1 if any")
     what.add_argument("--goodput", action="store_true", help="show where the time of all attempts went")
-    what.add_argument("--metrics", action="store_true", help="write the metrics as a table to standard output")
-    parser.add_argument("--format", choices=("csv", "parquet"), default="csv", help="format of that table")
+    what.add_argument("--metrics", action="store_true", help="write the metrics as a CSV table to standard output")
     add_json(parser)
 
 
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if args.goodput:
         _goodput(path, as_json=args.json)
     elif args.metrics:
-        _metrics(path, args.format)
+        _metrics(path)
     else:
         _show(path, args)
     return 0
@@ -89,20 +88,16 @@ def _goodput(path: Path, *, as_json: bool) -> None:
             say(f"{seconds:12,.1f} s {share:7.1%}  {part:<11} {PARTS.get(part, '')}".rstrip())
 
 
-def _metrics(path: Path, form: str) -> None:
-    from pyarrow import csv, parquet
+def _metrics(path: Path) -> None:
+    from pyarrow import csv
 
-    if form == "parquet" and sys.stdout.isatty():
-        raise UsageError("Parquet is not for a terminal; send it to a file, as in `> metrics.parquet`")
     table = read_metrics(path)
-    sys.stdout.flush()
-    if form == "parquet":
-        parquet.write_table(table, sys.stdout.buffer)
-    elif sys.stdout.isatty():  # names come from a file, and must not command the terminal
+    if sys.stdout.isatty():  # names come from a file, and must not command the terminal
         buffer = io.BytesIO()
         csv.write_csv(table, buffer)
         say(*buffer.getvalue().decode().splitlines())
     else:
+        sys.stdout.flush()
         csv.write_csv(table, sys.stdout.buffer)
 
 

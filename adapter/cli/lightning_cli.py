@@ -21,10 +21,9 @@ from lightning.pytorch.callbacks.timer import Interval
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
-from ...callbacks.checkpoint.format.record import FINAL_NAME
+from ...callbacks.checkpoint.format.record import FINAL_NAME, CheckpointRecord
 from ...callbacks.checkpoint.policy import savers_of
-from ...callbacks.checkpoint.selection import find_checkpoint, list_checkpoints, newest_valid
-from ...callbacks.checkpoint.storage import checkpoint_files
+from ...callbacks.checkpoint.selection import find_checkpoint, list_checkpoints
 from ...callbacks.job_progress import JobProgress
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import StopSources
@@ -32,16 +31,17 @@ from ...callbacks.stop.stop_requests import StopRequests
 from ...reporters.events.event_logger import EventLogger
 from ..cluster.placement import placed_by_launcher, placement_fault
 from ..contract.exceptions import EventLogError, GenlightError, MonitorError
-from ..job.parser_errors import UnusableValueError, is_about_what_was_given, root_cause, shortened
+from ..job.parser_errors import UnusableValueError, root_cause, shortened
+from ..module.module import ContractModule
 from ..plumbing.failures import EXIT_STARTUP
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.redaction import secrets_in, without_secrets
 from ..plumbing.text import as_list
 from ..run.fit import continue_runs, fit, join
 from ..run.folder import directory_fault, lock_directory
-from ..run.report import show_results
+from ..run.report import is_about_what_was_given, show_results, shown_path
 from ..run.session import FollowerSession, Session
-from ..run.start import move_checkpoints_aside
+from ..run.start import WaysOut, move_checkpoints_aside, newest_start, refuse_to_overwrite
 from ..run.this_rank import is_rank_zero
 from .parser import UsageError, offered_name, refuse
 
@@ -53,6 +53,12 @@ MOST_VALUES = 100_000
 """Values of a configuration. Nested anchors can stand for billions in a few lines, and each would be built."""
 _WORDS_OF_LIGHTNING = ("best", "hpc", "last")
 """Words that ``--ckpt_path`` takes besides a path."""
+_FIT = WaysOut(
+    go_on="go on from them with `--resume auto`",
+    anew="move them aside and start at step 0 with `--resume never`",
+    elsewhere="choose another `dirpath`",
+)
+_EVALUATION = WaysOut(anew="name another by `--ckpt_path`")
 _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 # The options of a feed have their texts below each field.
@@ -194,20 +200,9 @@ class GenlightCLI(LightningCLI):
         )
 
     @override
-    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        if subcommand == "fit":  # Lightning has another `--verbose` for the others
-            parser.add_argument(
-                "--verbose", action="store_true", help="show the whole traceback of an error in the trainer class"
-            )
-        return parser
-
-    @override
     def instantiate_classes(self) -> None:
-        settings = self.config[str(self.subcommand)]
         self._session.secrets = secrets_in(self.config.as_dict())
-        self._session.verbose = self.subcommand == "fit" and settings.verbose
-        root = settings.trainer.default_root_dir or os.curdir
+        root = self.config[str(self.subcommand)].trainer.default_root_dir or os.curdir
         self._session.folder = None if "://" in root else Path(root)
         try:
             super().instantiate_classes()
@@ -233,7 +228,6 @@ class GenlightCLI(LightningCLI):
     @override
     def _run_subcommand(self, subcommand: str) -> None:
         session, checkpoints = self._session, checkpoints_of(self.trainer)
-        session.count_steps = lambda: int(getattr(self.model, "failed_step", self.trainer.global_step))
         if subcommand == "fit":
             session.place(checkpoints or session.folder, checkpoints)
             self._say_how_to_go_on(checkpoints)
@@ -275,31 +269,34 @@ class GenlightCLI(LightningCLI):
             if fault := directory_fault("dirpath", directory, "Choose another."):
                 raise UsageError(fault)
             self._session.holds.callback(lock_directory(directory, "genlight fit").release)
-        if self._start_from_checkpoint("going on after") or directory is None:
+        if self._start_from_checkpoint() or directory is None:
             return
         if self.config["fit"]["resume"] == "never":
             for saver in savers_of(self.trainer):
                 saver.replace_existing = True  # what is not a checkpoint, but has a name that one may get
             if self.trainer.is_global_zero:  # else a later `--resume auto` would go on from another training
                 move_checkpoints_aside(directory)
-        elif checkpoint_files(directory):
-            problem = "holds checkpoints already. Continue with `--resume auto`"
-            if self._resumes:
-                problem = "has no whole checkpoint. Restore one"
-            raise UsageError(
-                f"{str(directory)!r} {problem}, start at step 0 with `--resume never`, which moves them aside, or "
-                "choose another `dirpath`."
-            )
+        else:
+            refuse_to_overwrite(directory, _FIT)
 
     def before_validate(self) -> None:
         """Choose the checkpoint to evaluate or predict with."""
-        if self._start_from_checkpoint("using"):
+        if self._start_from_checkpoint():
             return
         if self._resumes:
-            raise UsageError(f"{str(checkpoints_of(self.trainer))!r} has no whole checkpoint; name one by --ckpt_path")
+            raise UsageError(
+                f"there is no checkpoint in {str(checkpoints_of(self.trainer))!r}; name one by --ckpt_path"
+            )
         self._say("using the model as it is built; for a checkpoint use --ckpt_path, or --resume auto")
 
-    before_test = before_predict = before_validate
+    before_test = before_validate
+
+    def before_predict(self) -> None:
+        """Refuse a trainer class, which has nothing that predicts; else as `before_validate`."""
+        if isinstance(self.model, ContractModule):
+            name = type(self.model.plugin).__qualname__
+            raise UsageError(f"{name} is a trainer class, which predicts nothing; `predict` takes a LightningModule")
+        self.before_validate()
 
     def fit(self, model: pl.LightningModule, **arguments: Any) -> None:
         """Train; called by LightningCLI.
@@ -333,14 +330,15 @@ class GenlightCLI(LightningCLI):
     def _resumes(self) -> bool:
         return bool(self.config[str(self.subcommand)]["resume"] == "auto")
 
-    def _start_from_checkpoint(self, doing: str) -> bool:
+    def _start_from_checkpoint(self) -> bool:
         """Make the subcommand start from the named checkpoint, or from the newest whole one; False if there is none.
 
         Raises:
             UsageError: There is no such checkpoint, it cannot be read, or nothing says which one is meant.
+            StartupContractError: There are checkpoints, and none is whole.
         """
         settings, directory = self.config[str(self.subcommand)], checkpoints_of(self.trainer)
-        given = settings.get("ckpt_path")
+        given, doing = settings.get("ckpt_path"), "going on after" if self.subcommand == "fit" else "using"
         if given is not None and settings["resume"] is not None:
             raise UsageError("--ckpt_path and --resume contradict each other; leave one out")
         try:
@@ -349,14 +347,17 @@ class GenlightCLI(LightningCLI):
                 if given not in _WORDS_OF_LIGHTNING and "://" not in given:
                     given = str(find_checkpoint(given))
                 self._say("%s the checkpoint %s", doing, given)
-                self.config_init[str(self.subcommand)]["ckpt_path"] = given
-            return given is not None or (self._resumes and self._take_newest(directory, doing))
+            elif self._resumes and (newest := self._newest(directory)) is not None:
+                given, self._resumed_step = str(newest.path), newest.step
+                self._say("%s step %d, from %s", doing, newest.step, shown_path(newest.path))
         except FileNotFoundError as error:
             raise UsageError(str(error)) from error
         except OSError as error:
             raise UsageError(f"{_text_of_error(error)}; let this user read it, or move it away") from error
+        self.config_init[str(self.subcommand)]["ckpt_path"] = given
+        return given is not None
 
-    def _take_newest(self, directory: Path | None, doing: str) -> bool:
+    def _newest(self, directory: Path | None) -> CheckpointRecord | None:
         if directory is None:
             raise UsageError("--resume auto needs the callback genlight.callbacks.Checkpoint in the configuration")
         records = [each.record for each in list_checkpoints(directory) if each.record is not None]
@@ -365,15 +366,10 @@ class GenlightCLI(LightningCLI):
                 f"{str(directory)!r} has the end of a run of an older runtime: there is nothing to train. Name a "
                 "checkpoint by --ckpt_path, or choose another `dirpath`."
             )
-        record, warnings = newest_valid(directory, knows_types=True)
-        for warning in warnings:
+        start = newest_start(directory, _FIT if self.subcommand == "fit" else _EVALUATION, knows_types=True)
+        for warning in start.warnings:
             log.warning(warning)
-        if record is None:
-            return False
-        self._say("%s step %d, from %s", doing, record.step, directory / record.path.name)
-        self._resumed_step = record.step
-        self.config_init[str(self.subcommand)]["ckpt_path"] = str(record.path)
-        return True
+        return start.record
 
     def _say(self, message: str, *values: object) -> None:
         if self.trainer.is_global_zero:

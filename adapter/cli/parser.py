@@ -59,8 +59,6 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 class CommandParser(argparse.ArgumentParser):
     """Suggests the nearest name for a misspelled one."""
 
-    below_options: Callable[[], str] | None = None
-    """Makes the text below the options; called only when the help is shown."""
     see_also: str = ""
     """The last line of the help. It is not wrapped, so that a path in it can be copied."""
 
@@ -79,8 +77,6 @@ class CommandParser(argparse.ArgumentParser):
     @override
     def format_help(self) -> str:
         """The help, with `see_also` below it."""
-        if self.below_options is not None:
-            self.epilog = self.below_options()
         text = super().format_help()
         return f"{text}\n{self.see_also}\n" if self.see_also else text
 

@@ -7,20 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import textwrap
 
-from .parser import CommandParser, add_overrides
+from .parser import add_overrides
 
 __all__ = ["add_arguments", "run"]
 
-_INDENT = 26
-"""Column at which the help says what a key of a job is for."""
 
-
-def add_arguments(parser: CommandParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.below_options = _keys_of_a_job
     parser.add_argument(
         "job",
         nargs="?",
@@ -40,27 +34,6 @@ def add_arguments(parser: CommandParser) -> None:
         help="when resuming, take this setting from the class instead of the checkpoint: lr, weight_decay or another "
         "one of optimizers, schedule or scaler; may be repeated; the same as `resume.keep` of the job",
     )
-    parser.add_argument(
-        "--verbose", action="store_true", help="show the whole traceback of an error in the trainer class"
-    )
-
-
-def _keys_of_a_job() -> str:
-    """The keys of a job in groups, each with the first sentence of its description, for a terminal of 80 columns."""
-    from ..job.spec import JobSpec
-    from ..plumbing.settings import keys_of
-
-    lines = ["keys of a job"]
-    for name, key in keys_of(JobSpec).items():
-        lines += ["", f"{key.group}:"] if key.group else []
-        sentence = re.split(r"[.;:](?:\s|$)", key.description, maxsplit=1)[0].replace("`", "")
-        lines += _wrapped(sentence, f"  {name}".ljust(_INDENT))
-        lines += _wrapped(", ".join(keys_of(key.block)), " " * _INDENT) if key.block is not None else []
-    return "\n".join(lines)
-
-
-def _wrapped(text: str, begin: str) -> list[str]:
-    return textwrap.wrap(text, 80, initial_indent=begin, subsequent_indent=" " * _INDENT, break_on_hyphens=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,7 +46,6 @@ def run(args: argparse.Namespace) -> int:
         overrides=overrides,
         fresh=args.fresh,
         allow_changed=args.allow_changed,
-        verbose=args.verbose,
         began_with_process=True,
     )
     return run_job(options)

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from ..plumbing.settings import render_text
 from .hostlist import MOST_HOSTS, expand_hostlist
 
-__all__ = ["JobContext", "build_job_context", "current_job_context", "derived_port", "in_srun_task"]
+__all__ = ["JobContext", "build_job_context", "current_job_context", "derived_port", "in_srun_task", "rank_errors"]
 
 _PORTS = range(15_000, 30_000)
 _PER_JOB, _PER_STEP = 7919, 4793
@@ -29,6 +30,7 @@ _TASKS = re.compile(r"(?P<tasks>\d{1,9})(\(x(?P<times>\d{1,9})\))?", re.ASCII)
 _GPUS = re.compile(r"([\w.:-]+[:=])?(?P<count>\d{1,9})(\([^)]*\))?", re.ASCII)
 _KEPT = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "JOB_DIR")
 _SECRET = ("SLURM_JWT",)
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
 _T = TypeVar("_T")
 
@@ -232,3 +234,20 @@ def _contradictions(context: JobContext, tasks: list[int]) -> Iterator[str]:
         yield f"There are {ranks} tasks, but the tasks per node add up to {sum(tasks)}."
     if context.job_id is not None and max(ranks or 1, nodes or 1) > 1 and context.master_addr is None:
         yield "No variable gives the host of rank 0. Set `MASTER_ADDR`."
+
+
+def rank_errors(environ: Mapping[str, str]) -> list[str]:
+    """Errors in the variables that give the number of a process and its job."""
+    wrong = [
+        f"Invalid `{name}`. Expected the number of a process, as launchers set it, but received "
+        f"{render_text(environ[name].strip())}. Unset it."
+        for name in _RANKS
+        if name in environ and not environ[name].strip().isdecimal()
+    ]
+    if wrong or "SLURM_JOB_ID" not in environ:
+        return wrong
+    try:
+        build_job_context(environ)
+    except ValueError as error:
+        return [str(error)]
+    return []

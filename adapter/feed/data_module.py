@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
+from ..contract.exceptions import InputError
 from ..contract.types import StepContext, TrainingJobSpec
 from .arrow_feed import ArrowFeed, imported
 
@@ -165,6 +166,9 @@ class MockDataModule(_FeedDataModule):
 
     Args:
         batches: Raw batches as the trainer's ``prepare_batch`` takes them.
+
+    Raises:
+        InputError: When the data is first asked for: there are fewer batches than ranks.
     """
 
     def __init__(self, batches: Sequence[Any]) -> None:
@@ -172,6 +176,9 @@ class MockDataModule(_FeedDataModule):
         self._batches = list(batches)
 
     def _make_feed(self) -> ArrowFeed:
+        world_size = self.trainer.world_size if self.trainer else 1
+        if len(self._batches) < world_size:
+            raise InputError(f"{len(self._batches)} mock batches for {world_size} ranks. Give at least one for each.")
         return _MockFeed(self._batches, **self._share())
 
 

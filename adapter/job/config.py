@@ -2,6 +2,11 @@
 
 All errors of all settings are raised as one `StartupContractError`. Nothing is created and nothing on the network is
 asked here.
+
+The folder of a run keeps its job: all that file, environment and ``--set`` gave, in one file, without secrets.
+`job_file` starts the same job again, from wherever it lies: its paths are absolute, and `base_dir` names the folder of
+the job file that was read. What a job file cannot say, such as where artifacts go, is not in it. A secret is spelled
+``<hidden>``, which a start from this file refuses by name.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,24 +25,36 @@ from typing_extensions import override
 
 from ...reporters.uploads.config import QUEUE_DIRECTORY, UploadConfig
 from ..contract.types import TrainingJobSpec
-from ..plumbing.settings import render_value, value_of
+from ..plumbing.durable import write_bytes_durably
+from ..plumbing.redaction import HIDDEN, secrets_of_environment, without_secrets
+from ..plumbing.safe_open import read_regular
+from ..plumbing.settings import Block, render_value, value_of
 from ..plumbing.text import HUB_LOGIN, folder_name
 from ..plumbing.urls import trusted_origins
 from .identity import digest_of_fields, spec_fields
-from .sources import DEFAULT, ConfigErrors, Sources, read_sources
-from .spec import DatasetSpec, Settings
-from .standard_callbacks import fault_of_callbacks
+from .sources import COMMENT, DEFAULT, LARGEST_FILE_BYTES, ConfigErrors, Sources, read_sources
+from .spec import DatasetSpec, JobSpec, Settings
+from .standard_callbacks import faults_of_callbacks
 
 __all__ = [
+    "JOB_NAME",
     "UNKNOWN_RUN_ID",
     "RunConfig",
+    "job_file",
+    "read_job",
     "read_run_config",
     "resolve_run_config",
+    "write_job",
 ]
 
 ENVIRONMENT_ARTIFACTS_DIR = Path("/tmp/training")  # noqa: S108 -- the contract's own default for containers
 UNKNOWN_RUN_ID = "unknown"
 """Stands for the run's id in a report about a job that names none."""
+JOB_NAME = "job.json"
+_WRITTEN_BY = "Written by genlight"
+"""How the comment of a file begins that a run may replace."""
+_DIGEST = re.compile("sha256=[0-9a-fA-F]{64}")
+_COMMENT = f"{_WRITTEN_BY} when the run started: its job with every setting, without secrets."
 
 
 class RunConfig(Settings, frozen=True, kw_only=True):
@@ -218,8 +236,7 @@ def _contradictions(settings: Settings, errors: ConfigErrors) -> None:
             f"`checkpoint_every` is {settings.checkpoint_every} and `checkpoints.every_n_steps` is "
             f"{settings.checkpoints.every_n_steps}. They mean the same; give one of them."
         )
-    fault = fault_of_callbacks(settings.callbacks)
-    if fault:
+    for fault in faults_of_callbacks(settings.callbacks):
         errors.add(f"Invalid `callbacks`. {fault}", name="callbacks")
 
 
@@ -258,3 +275,62 @@ def _without_effect(settings: Settings, sources: Sources, errors: ConfigErrors) 
             errors.warn(
                 f'`hyperparams.{shown}` is the text "{value}". If the class expects a number, write it without quotes.'
             )
+
+
+def job_file(config: RunConfig, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The job of `config` as a file that starts it again.
+
+    Args:
+        config: The run.
+        environ: The environment, none of whose secrets is written; None takes the process's own.
+    """
+    # As it was asked for: what one setting says for others, such as a seed, would keep them from following it later.
+    job = _given({name: getattr(config.asked, name) for name in JobSpec.__struct_fields__})
+    if "dataset" in job and config.source_of("dataset.seed") == DEFAULT and config.seed is not None:
+        del job["dataset"]["seed"]
+    job["base_dir"] = str(config.spec_dir)
+    shown = without_secrets(job, secrets=[*config.secrets, *secrets_of_environment(environ)])
+    return {COMMENT: _COMMENT, **_with_marks(job, shown)}
+
+
+def write_job(config: RunConfig, environ: Mapping[str, str] | None = None) -> bool:
+    """Write `job_file` into the folder of the run, whole or not at all; False where a file of the user's has its place.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path = config.artifacts_dir / JOB_NAME
+    if os.path.lexists(path) and read_job(config.artifacts_dir) is None:
+        return False
+    write_bytes_durably(path, json.dumps(job_file(config, environ), indent=1).encode() + b"\n")
+    return True
+
+
+def read_job(folder: Path) -> dict[str, Any] | None:
+    """The job that `write_job` wrote into the folder of a run; None where there is none."""
+    try:
+        job = json.loads(read_regular(folder / JOB_NAME, limit=LARGEST_FILE_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    is_ours = isinstance(job, dict) and str(job.get(COMMENT, "")).startswith(_WRITTEN_BY)
+    return {name: value for name, value in job.items() if name != COMMENT} if is_ours else None
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `values` that are given, as JSON; an empty entry of what a class or a library gets stays."""
+    plain: dict[str, Any] = msgspec.to_builtins(values, enc_hook=os.fspath)
+    given = {name: value for name, value in plain.items() if value is not None and value not in ("", [], ())}
+    blocks = {name for name, value in values.items() if dataclasses.is_dataclass(value) or isinstance(value, Block)}
+    return {name: _given(value) if name in blocks else value for name, value in given.items()}
+
+
+def _with_marks(value: Any, shown: Any) -> Any:
+    """`shown` with a mark where a URL of `value` lost something to it; a digest that it names is none of that."""
+    if isinstance(shown, dict):
+        return {name: _with_marks(value[name], inner) for name, inner in shown.items()}
+    if isinstance(shown, list):
+        return [_with_marks(*pair) for pair in zip(value, shown, strict=True)]
+    if value == shown or HIDDEN in shown:
+        return shown
+    plain, _, fragment = value.partition("#")
+    return value if plain == shown and _DIGEST.fullmatch(fragment) else f"{shown}{HIDDEN}"

@@ -16,14 +16,7 @@ from ..plumbing.redaction import is_secret_name
 from ..plumbing.urls import safe_url
 from .spec import JobSpec
 
-__all__ = [
-    "differing_fields",
-    "digest_of_fields",
-    "leaves",
-    "logged_settings",
-    "spec_fields",
-    "without_credentials",
-]
+__all__ = ["differing_fields", "digest_of_fields", "leaves", "logged_settings", "spec_fields"]
 
 LOGGED_ARGUMENTS = ("accelerator", "accumulate_grad_batches", "devices", "num_nodes", "strategy")
 """Arguments of the Lightning trainer that an event log has; others may hold paths and addresses."""
@@ -44,7 +37,7 @@ def spec_fields(job: JobSpec, folder: Path) -> dict[str, Any]:
             "shuffle": dataset.shuffle,
             "seed": dataset.seed,
         }
-    identity |= {"data": job.data, "mock_batches": job.mock_batches}
+    identity |= {"data": job.data, "mock_batches": job.mock_batches and digest_of_fields({"": job.mock_batches})}
     identity["inputs"] = {
         "base_model_ref": _reference(inputs.base_model_ref, folder),
         "dataset_parquet_refs": [_reference(ref, folder) for ref in inputs.dataset_parquet_refs],
@@ -73,18 +66,10 @@ def logged_settings(job: JobSpec) -> dict[str, str | int | float]:
         "dataset.batch_size": job.dataset and job.dataset.batch_size,
         "lightning": {name: value for name, value in job.lightning.items() if name in LOGGED_ARGUMENTS},
         "lightning.precision": str(job.lightning.get("precision", "32-true")),
+        "checkpoints.monitor": job.checkpoints.monitor,
+        "checkpoints.mode": job.checkpoints.monitor and job.checkpoints.mode,
     }
-    if job.checkpoints.monitor is not None:
-        settings |= {"checkpoints.monitor": job.checkpoints.monitor, "checkpoints.mode": job.checkpoints.mode}
     return {name: value for name, value in leaves(settings) if isinstance(value, (str, int, float))}
-
-
-def without_credentials(reference: str) -> str:
-    """A reference without user info and query, with its fragment."""
-    if "://" not in reference:
-        return reference
-    _, mark, fragment = reference.partition("#")
-    return f"{safe_url(reference)}{mark if fragment else ''}{fragment}"
 
 
 def _public(hyperparams: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +82,11 @@ def _public(hyperparams: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reference(reference: str | None, folder: Path) -> str | None:
-    return None if reference is None else without_credentials(reference.removeprefix(f"{folder}/"))
+    """A path relative to `folder`; a URL without user info and query, with its fragment."""
+    if reference is None or "://" not in reference:
+        return reference and reference.removeprefix(f"{folder}/")
+    _, mark, fragment = reference.partition("#")
+    return f"{safe_url(reference)}{mark if fragment else ''}{fragment}"
 
 
 def leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,12 +1,13 @@
-"""Errors about a configuration: jsonargparse's, shortened, and where an error comes from."""
+"""Errors of jsonargparse about a configuration, shortened."""
 
 from __future__ import annotations
 
 import re
 import textwrap
-import traceback
 
-__all__ = ["UnusableValueError", "is_about_what_was_given", "root_cause", "shortened"]
+from ..plumbing.failures import modules_of
+
+__all__ = ["UnusableValueError", "root_cause", "shortened"]
 
 _UNION = "Does not validate against any of the Union subtypes"
 _KEY = re.compile(r'^\s*Parser key "(?P<key>[^"]+)":', re.MULTILINE)
@@ -24,26 +25,6 @@ class UnusableValueError(ValueError):
     """jsonargparse's text about a value, where it keeps no exception that says as much."""
 
 
-_READERS = frozenset({"genlight", "lightning", "jsonargparse", "contextlib", "functools"})
-"""Packages that look at a configuration and know no code of a user's."""
-
-
-def is_about_what_was_given(error: Exception, *, by: tuple[str, ...] = ("genlight.", "lightning.")) -> bool:
-    """Whether genlight or Lightning refused something before any other code was called; its message then says all.
-
-    Args:
-        error: What was raised.
-        by: Which of the two packages, or parts of them, may have raised it.
-    """
-    named = [name for name in _modules(error) if name != "__main__"]
-    return bool(named) and named[-1].startswith(by) and {name.partition(".")[0] for name in named} <= _READERS
-
-
-def _modules(error: Exception) -> list[str]:
-    """The modules that `error` went through, the one that raised it last."""
-    return [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-
-
 def root_cause(error: Exception) -> Exception:
     """The exception of a constructor, which jsonargparse wraps in a list of what the value could have been instead.
 
@@ -53,7 +34,7 @@ def root_cause(error: Exception) -> Exception:
     chain = [error]
     while isinstance(chain[-1].__cause__, Exception):
         chain.append(chain[-1].__cause__)
-    if "".join(_modules(chain[-1])[-1:]).startswith("jsonargparse."):
+    if "".join(modules_of(chain[-1])[-1:]).startswith("jsonargparse."):
         for each in chain:
             text = str(each)
             if (short := shortened(text)) != text:

@@ -18,27 +18,15 @@ from typing import Any
 
 import msgspec
 
-from ..cluster.job_context import build_job_context
+from ..cluster.job_context import rank_errors
 from ..contract.exceptions import StartupContractError
 from ..plumbing.redaction import HIDDEN, redact, secrets_in
-from ..plumbing.settings import Key, Rule, keys_of, refusal, render_text, value_of
+from ..plumbing.settings import Key, Rule, keys_of, refusal, value_of
 from ..plumbing.text import closest, nearest, with_unique_keys
 from ..plumbing.urls import has_scheme, looks_like_path
 from .spec import JobSpec, SampleRequest, Settings, all_keys, key_at, keys_at
 
-__all__ = [
-    "COMMENT",
-    "DEFAULT",
-    "JOB_FILE",
-    "JOB_VARIABLE",
-    "VARIABLES",
-    "ConfigError",
-    "ConfigErrors",
-    "Sources",
-    "rank_errors",
-    "read_job_file",
-    "read_sources",
-]
+__all__ = ["COMMENT", "DEFAULT", "JOB_VARIABLE", "VARIABLES", "ConfigErrors", "Sources", "read_sources"]
 
 JOB_FILE, COMMAND_LINE, DEFAULT = "job spec", "--set", "default"
 """Words for where a setting comes from; of the environment it is the variable's name."""
@@ -47,7 +35,6 @@ JOB_VARIABLE = "TRAINER_JOB_SPEC_PATH"
 """Names the job file; no setting of a job itself."""
 VARIABLES = {key.variable: name for name, key in all_keys() if key.variable}
 """The setting of each variable that a run reads besides. ``HF_TOKEN`` and ``HF_HOME`` are huggingface_hub's."""
-_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
 LARGEST_FILE_BYTES = 128 << 20
 """Of a job file; a device, or data named by mistake, would fill the memory."""
@@ -60,6 +47,7 @@ COMMENT = "$comment"
 _FOR_READERS = ("$schema", COMMENT)
 """The JSON Schema from which an editor completes, and words for people; they say nothing about the job."""
 _BASE_DIR = "base_dir"
+_YAML = (".yaml", ".yml")
 
 
 CODES = (
@@ -150,10 +138,14 @@ class Sources:
 
     def source_of(self, name: str) -> str:
         """Where a setting comes from, by its dotted name; that of an entry of a list is the list's."""
-        name = name.partition("[")[0]
-        while name not in self.of and "." in name:
-            name = name.rpartition(".")[0]
-        return self.of.get(name, DEFAULT)
+        path = name.partition("[")[0].split(".")
+        value: Any = self.merged
+        source = DEFAULT
+        for depth, part in enumerate(path, start=1):
+            if not isinstance(value, dict) or part not in value:
+                return DEFAULT
+            value, source = value[part], self.of.get(".".join(path[:depth]), source)
+        return source
 
     def put(self, path: tuple[str, ...], value: Any, source: str) -> bool:
         """Set what is at `path`, copying the objects on the way; False where something on it is no object."""
@@ -166,12 +158,8 @@ class Sources:
             target = target[name]
         target[path[-1]] = value
         known = max((depth for depth in range(len(path) + 1) if key_at(path[:depth])), default=1)
-        *above, last = path[:known]
-        name, keys = ".".join((*above, _canonical(last, keys_at(tuple(above))))), keys_at(path)
-        self.of = {each: of for each, of in self.of.items() if each != name and not each.startswith(f"{name}.")}
-        inside = value if isinstance(value, dict) else ()
-        names = [f"{name}.{_canonical(inner, keys)}" for inner in inside] if keys else [name]
-        self.of |= dict.fromkeys(names, source)
+        name = ".".join(path[:known])
+        self.of = {each: of for each, of in self.of.items() if not f"{each}.".startswith(f"{name}.")} | {name: source}
         return True
 
     def block(self, struct: Any, raw: Mapping[str, Any], prefix: str = "", *, complete: bool = True) -> dict[str, Any]:
@@ -184,26 +172,14 @@ class Sources:
             complete: Whether a required key that is missing is an error.
         """
         keys = keys_of(struct)
-        values, misspelled, given = {}, set[str | None](), dict[str, Any]()
-        for spelled in sorted(
-            raw, key=lambda spelled: _canonical(spelled, keys) != spelled
-        ):  # the key before its alias
-            name, value = _canonical(spelled, keys), raw[spelled]
+        values, misspelled = {}, set[str | None]()
+        for name, value in raw.items():
             if name not in keys:
                 misspelled.add(self._unknown(prefix, name, keys))
-            elif value is None or (isinstance(value, str) and not value.strip()):
-                continue
-            elif name not in given:
-                given[name] = value
+            elif not _is_absent(value):
                 converted = self._convert(f"{prefix}{name}", value, keys[name])
                 if converted is not None:
                     values[name] = converted
-            elif value != given[name] and self.source_of(f"{prefix}{name}") == JOB_FILE:
-                text = f"`{prefix}{name}` and `{prefix}{spelled}` are one setting with two values"
-                if prefix:
-                    self.errors.add(f"{text}. Give one of them.")
-                else:  # an orchestrator may write both
-                    self.errors.warn(f"{text}; `{name}` is used.")
         for name, key in keys.items():
             if key.is_required and name not in values:
                 if complete and name not in misspelled and not self.errors.concern(f"{prefix}{name}"):
@@ -213,7 +189,7 @@ class Sources:
 
     def _unknown(self, prefix: str, name: str, keys: Mapping[str, Key]) -> str | None:
         """Note a key that is not known; the one that was probably meant."""
-        shown = f"{prefix}{name.encode('ascii', 'backslashreplace').decode()[:60]}"
+        shown = f"{prefix}{_shown(name)}"
         meant = closest(name, keys)
         if meant is None:
             self.errors.warn(f"Unknown key `{shown}` is ignored.")
@@ -254,6 +230,8 @@ class Sources:
 
     def _refuse(self, name: str, rule: Rule, value: Any) -> Any:
         """Note a value that does not keep to `rule`, by the variable that gives it or its own name; None."""
+        if self.errors.concern(name):  # one mistake is one fault
+            return None
         source = self.source_of(name)
         shown = source if source in VARIABLES else name
         self.errors.add(refusal(shown, rule, value, may_be_secret=shown != name), name=name, code=rule.code)
@@ -274,7 +252,7 @@ def read_sources(
     sources = Sources(errors, _path_of_job(job_file, environ, errors))
     raw = None if sources.path is None else read_job_file(sources.path, errors)
     sources.readable = raw is not None
-    for name, value in _of_job(raw or {}, errors).items():
+    for name, value in _respelled(_of_job(raw or {}, errors), keys_of(Settings), errors).items():
         sources.put((name,), value, JOB_FILE)
     _read_environment(sources, environ, errors)
     for text in overrides:
@@ -289,29 +267,33 @@ def read_sources(
                     f"`{name}` holds {HIDDEN}, which stands for a secret that was not written. Give it with "
                     f"`--set {key}=...`, or leave it out with `--set {key}=null`."
                 )
+            if half := _half_of_pair(text):
+                text = f"`{_shown(name)}` holds {half}, half of a surrogate pair. Write the complete character."
+                errors.add(text, name=name)
     except RecursionError:
         errors.add(f"The job spec is nested too deeply. Expected at most {DEEPEST} levels.")
         sources.merged, sources.readable = {}, False
     else:
         secrets += [*secrets_in(sources.merged), *secrets_in(raw or {})]
-        sources.merged = _writable(sources.merged, errors)
     sources.secrets = tuple(secrets)
     return sources
 
 
-def _writable(merged: dict[str, Any], errors: ConfigErrors) -> dict[str, Any]:
-    """`merged`, with question marks for halves of surrogate pairs, with which nothing can be written; each is an error.
+def _shown(name: str) -> str:
+    """A name that anybody may have given, of which a message shows the beginning in ASCII."""
+    return name.encode("ascii", "backslashreplace").decode()[:LONGEST_NAME]
+
+
+def _half_of_pair(text: str) -> str:
+    """The first half of a surrogate pair in `text`, which nothing can write, escaped; empty where there is none.
 
     Bytes of a path that are not UTF-8 stand in a text as halves too; those the system can encode.
     """
-    text = json.dumps(merged, ensure_ascii=False)
     try:
         os.fsencode(text)
     except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):x}"
-        errors.add(f"The job holds {half}, half of a surrogate pair. Write the complete character.")
-        return dict(json.loads(text.encode("utf-8", "replace")))
-    return merged
+        return f"\\u{ord(text[error.start]):x}"
+    return ""
 
 
 def _path_of_job(given: str | os.PathLike[str] | None, environ: Mapping[str, str], errors: ConfigErrors) -> Path | None:
@@ -334,9 +316,32 @@ def _of_job(raw: Mapping[str, Any], errors: ConfigErrors) -> dict[str, Any]:
     return {name: value for name, value in raw.items() if name not in elsewhere and name not in _FOR_READERS}
 
 
+def _is_absent(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
 def _canonical(name: str, keys: Mapping[str, Key]) -> str:
     """The key that `name` spells; `name` itself where it is no other spelling of one."""
     return next((key.name for key in keys.values() if key.alias == name), name)
+
+
+def _respelled(raw: Mapping[str, Any], keys: Mapping[str, Key], errors: ConfigErrors, prefix: str = "") -> Any:
+    """An object with the keys that its own spell, also in the blocks that it holds; the key itself beats its alias."""
+    found: dict[str, Any] = {}
+    for spelled in sorted(raw, key=lambda spelled: _canonical(spelled, keys) != spelled):
+        name, value = _canonical(spelled, keys), raw[spelled]
+        block = keys[name].block if name in keys else None
+        if block is not None and isinstance(value, dict):
+            value = _respelled(value, keys_of(block), errors, f"{prefix}{name}.")
+        if _is_absent(found.get(name)):
+            found[name] = value
+        elif value != found[name] and not _is_absent(value):
+            text = f"`{prefix}{name}` and `{prefix}{spelled}` are one setting with two values"
+            if prefix:
+                errors.add(f"{text}. Give one of them.")
+            else:  # an orchestrator may write both
+                errors.warn(f"{text}; `{name}` is used.")
+    return found
 
 
 def _read_environment(sources: Sources, environ: Mapping[str, str], errors: ConfigErrors) -> None:
@@ -358,23 +363,6 @@ def _read_environment(sources: Sources, environ: Mapping[str, str], errors: Conf
             errors.warn(f"Unknown environment variable `{name}` is ignored.{nearest(name, known)}")
 
 
-def rank_errors(environ: Mapping[str, str]) -> list[str]:
-    """Errors in the variables that give the number of a process and its job."""
-    wrong = [
-        f"Invalid `{name}`. Expected the number of a process, as launchers set it, but received "
-        f"{render_text(environ[name].strip())}. Unset it."
-        for name in _RANKS
-        if name in environ and not environ[name].strip().isdecimal()
-    ]
-    if wrong or "SLURM_JOB_ID" not in environ:
-        return wrong
-    try:
-        build_job_context(environ)
-    except ValueError as error:
-        return [str(error)]
-    return []
-
-
 def _override(text: str, sources: Sources, errors: ConfigErrors) -> None:
     """Apply one ``key.sub=value``. The value is JSON, else the text itself; later ones win."""
     name, separator, value = text.partition("=")
@@ -390,7 +378,9 @@ def _override(text: str, sources: Sources, errors: ConfigErrors) -> None:
         if known and path[depth] not in known:
             errors.add(f"Unknown key `{'.'.join(path[: depth + 1])}` in `--set`.{nearest(path[depth], known)}")
             return
-    if not sources.put(path, value_of(key_at(path), value), COMMAND_LINE):
+    given = {path[-1]: value_of(key_at(path), value)}
+    (decoded,) = _respelled(given, keys_at(path[:-1]), errors, "".join(f"{part}." for part in path[:-1])).values()
+    if not sources.put(path, decoded, COMMAND_LINE):
         errors.add(f"`--set {'.'.join(path)}` cannot be applied: `{path[0]}` is not an object.")
 
 
@@ -446,7 +436,8 @@ def _object_in(content: bytes, path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:  # whose own message would quote the bytes
         raise ValueError(f"is not JSON: byte {error.start} is not {error.encoding}.") from None
     except ValueError as error:
-        raise ValueError(f"is not JSON: {str(error).rstrip('.')}.") from None
+        way_out = " A LightningCLI configuration is for `genlight fit --config`." if path.suffix in _YAML else ""
+        raise ValueError(f"is not JSON: {str(error).rstrip('.')}.{way_out}") from None
     if not isinstance(decoded, dict):
         raise ValueError("holds no JSON object, {...}.")  # noqa: TRY004 - the file's fault
     return decoded

@@ -2,7 +2,7 @@
 
 `JobSpec` is what a job file may say; `Settings` adds what only the environment and ``--set`` may say, since whoever
 writes a job file does not decide about the machine. What reads a job (`sources`), the JSON Schema that editors complete
-from, ``genlight run --help``, ``genlight doctor`` and the reference are all made from the annotations and the texts
+from, ``genlight doctor`` and the reference are all made from the annotations and the texts
 below, by `keys_of`.
 """
 
@@ -41,7 +41,6 @@ from ..plumbing.settings import (
     Text,
     alias,
     example,
-    group,
     keys_of,
     shown,
     variable,
@@ -157,7 +156,7 @@ class SampleRequest(Block, frozen=True, kw_only=True):
 class JobSpec(Block, frozen=True, kw_only=True):
     """A job as its file describes it."""
 
-    run_id: Annotated[Text, alias("request_id"), group("the run"), example("digits-1")]
+    run_id: Annotated[Text, alias("request_id"), example("digits-1")]
     """Name of the run."""
     owner: Text = ""
     """Owner of the uploaded artifacts."""
@@ -167,7 +166,7 @@ class JobSpec(Block, frozen=True, kw_only=True):
     """Tags for finding the run, stored in its events and checkpoint records."""
     notes: Annotated[Prose, example("wider layers")] = ""
     """Notes on the run, stored in its events and checkpoint records."""
-    trainer: Annotated[ImportPath, variable("TRAINER_PLUGIN"), group("what is trained"), example("my_trainer:Trainer")]
+    trainer: Annotated[ImportPath, variable("TRAINER_PLUGIN"), example("my_trainer:Trainer")]
     """Import path of the trainer class; modules next to the job file are found."""
     trainer_api_version: Version = TRAINER_API_VERSION
     """Version of the trainer contract."""
@@ -195,7 +194,7 @@ class JobSpec(Block, frozen=True, kw_only=True):
     )
     """Changes to the standard callbacks, by class name: `false` leaves one out, an object gives it other arguments, and
     so another callback of genlight is added."""
-    dataset: Annotated[DatasetSpec, group("data and inputs")] | None = None
+    dataset: DatasetSpec | None = None
     """The Parquet files to train on, and how their rows become batches."""
     data: Annotated[Function, example("my_data:batches")] | None = None
     """A function that returns the data instead: a dataset, a DataLoader, an iterable of batches, or a function that
@@ -204,7 +203,7 @@ class JobSpec(Block, frozen=True, kw_only=True):
     """Raw batches, written in the job itself instead of a dataset; used for one pass."""
     inputs: InputsSpec = InputsSpec()
     """Inputs to download before training."""
-    metric_every: Annotated[Count, group("cadences and checkpoints")] = 10
+    metric_every: Count = 10
     """Steps between metrics; 0 turns them off."""
     checkpoint_every: Count = 0
     """Steps between checkpoints; 0 saves only the final one."""
@@ -212,7 +211,7 @@ class JobSpec(Block, frozen=True, kw_only=True):
     """When checkpoints are saved, which ones are kept, and what is in them."""
     validate: ValidateSpec | None = None
     """When to call the trainer's own `evaluate`."""
-    sample_every: Annotated[Count, group("samples")] = 0
+    sample_every: Count = 0
     """Steps between samples; 0 turns them off."""
     sample_prompts: Annotated[
         tuple[Annotated[SampleRequest, Rule("a string or an object")], ...], example(["a cat"])
@@ -220,7 +219,7 @@ class JobSpec(Block, frozen=True, kw_only=True):
     """Samples to generate at each sample cadence."""
     sample_seed: Count | None = None
     """Seed for samples without one of their own."""
-    resume_from_latest: Annotated[bool, group("resume and stop")] = False
+    resume_from_latest: bool = False
     """Whether to resume from the newest intact checkpoint."""
     resume_checkpoint_path: FilePath | None = None
     """A checkpoint record to resume from."""
@@ -230,7 +229,7 @@ class JobSpec(Block, frozen=True, kw_only=True):
     """Time limit from process start, including downloads; 0 means none."""
     cancel_file_path: Annotated[FilePath, variable("TRAINER_CANCEL_FILE")] | None = None
     """A file that stops the run when it appears."""
-    uploads: Annotated[UploadUrls, group("where results go")] = UploadUrls()
+    uploads: UploadUrls = UploadUrls()
     """Where results are uploaded."""
     capability_token: CapabilityToken | None = None
     """Bearer token; prefer `TRAINER_CAPABILITY_TOKEN` to a file."""

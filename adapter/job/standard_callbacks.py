@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,7 +13,7 @@ import msgspec
 from ..plumbing.text import nearest
 from .spec import Settings
 
-__all__ = ["STANDARD_CALLBACKS", "StandardCallback", "callbacks_of_job", "fault_of_callbacks"]
+__all__ = ["STANDARD_CALLBACKS", "StandardCallback", "callbacks_of_job", "faults_of_callbacks"]
 
 
 class StandardCallback(NamedTuple):
@@ -100,16 +100,15 @@ def callbacks_of_job(job: Settings) -> dict[str, dict[str, Any]]:
     return {name: chosen[name] for name in STANDARD_CALLBACKS if name in chosen}
 
 
-def fault_of_callbacks(chosen: Mapping[str, Any]) -> str:
-    """The error in the ``callbacks`` of a job, as a sentence; empty where they can be used."""
+def faults_of_callbacks(chosen: Mapping[str, Any]) -> Iterator[str]:
+    """The errors in the ``callbacks`` of a job, each as a sentence."""
     for name, arguments in chosen.items():
         known = STANDARD_CALLBACKS.get(name)
         if known is None:
-            return f"There is no callback `{name}`.{nearest(name, STANDARD_CALLBACKS)}"
-        if not isinstance(arguments, (bool, dict)):
-            return f"`{name}` takes true, false or an object of arguments."
-        if name == "Evaluate" and arguments is not False:
-            return "`Evaluate` is set by the key `validate` of the job; give its arguments there."
-        if arguments is False and known.required:
-            return f"`{name}` cannot be left out, since it {known.purpose}. Give it other arguments."
-    return ""
+            yield f"There is no callback `{name}`.{nearest(name, STANDARD_CALLBACKS)}"
+        elif not isinstance(arguments, (bool, dict)):
+            yield f"`{name}` takes true, false or an object of arguments."
+        elif name == "Evaluate" and arguments is not False:
+            yield "`Evaluate` is set by the key `validate` of the job; give its arguments there."
+        elif arguments is False and known.required:
+            yield f"`{name}` cannot be left out, since it {known.purpose}. Give it other arguments."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -35,6 +36,7 @@ __all__ = [
     "causes_of",
     "describe_failure",
     "failure_category",
+    "modules_of",
     "safe_text",
     "stop_before",
     "stop_behind_lost_worker",
@@ -160,3 +162,8 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
         yield current
         seen.append(current)
         current = current.__cause__ or current.__context__
+
+
+def modules_of(error: BaseException) -> list[str]:
+    """The names of the modules that an error went through, the one that raised it last."""
+    return [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -41,7 +41,6 @@ __all__ = [
     "alias",
     "example",
     "faults_of",
-    "group",
     "is_true",
     "keys_of",
     "refusal",
@@ -93,11 +92,6 @@ def variable(name: str) -> Meta:
 def alias(name: str) -> Meta:
     """Another spelling of the key in a job file."""
     return Meta(extra={"alias": name})
-
-
-def group(heading: str) -> Meta:
-    """Heading of the settings from this one on, in ``genlight run --help``."""
-    return Meta(extra={"group": heading})
 
 
 def _is_nonblank(text: str) -> bool:
@@ -201,8 +195,6 @@ class Key:
     """The environment variable that gives it."""
     alias: str = ""
     """Another spelling of its name in a job file."""
-    group: str = ""
-    """Heading of the keys from this one on, in ``genlight run --help``."""
     default: Any = None
     is_required: bool = False
     owner: Any = None

@@ -1,5 +1,7 @@
 """The Lightning fit of a session: what takes part gets the session, loggers go on, and the other ranks are watched.
 
+On several nodes `NodeCheck` refuses, before anything is trained, a run whose nodes have another folder or other code.
+
 Imports Lightning, so that it is imported only once there is something to train.
 """
 
@@ -8,26 +10,36 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
+import platform
+import secrets
+import sys
+import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import msgspec
+import xxhash
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
+from typing_extensions import override
 
 from ...callbacks.checkpoint.policy import savers_of
+from ...callbacks.checkpoint.sharded.rank_channel import Channel
 from ...callbacks.hook.events import run_state_of
 from ...callbacks.hook.hook import join_run
 from ...callbacks.lightning_internals import set_run_of_logger
 from ...reporters.events.event_logger import EventLogger
-from ..contract.exceptions import TrainingCanceled
+from ..contract.exceptions import StartupContractError, TrainingCanceled
 from ..plumbing.durable import write_bytes_durably
 from ..plumbing.redaction import text_of, without_secrets
-from ..plumbing.safe_open import PRIVATE_FILE, read_own
+from ..plumbing.safe_open import PRIVATE_FILE, make_directory, read_own
 from .ranks import (
+    FOLDER,
     RankProcesses,
     RankZero,
     failed_ranks,
@@ -39,14 +51,19 @@ from .ranks import (
 from .report import explained
 from .session import Session
 from .start import RUNS_FILE
+from .this_rank import host_name
 
-__all__ = ["continue_runs", "fit", "join"]
+__all__ = ["NodeCheck", "continue_runs", "fit", "join", "node_faults"]
 
 log = logging.getLogger(__name__)
 
 LARGEST_BYTES = 1 << 20
 ENDS_BY_ITSELF_S = 10.0
 """How long a fit that keeps its own log and uploads may take to end of what another rank died of."""
+NODE_PACKAGES = ("genlight", "torch", "lightning", "numpy", "pyarrow", "safetensors")
+FOLDER_PATIENCE_S = 10.0
+"""How long a network file system may take to show a new file on another node."""
+LOOK_EVERY_S = 0.1
 
 
 def join(session: Session, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -175,3 +192,69 @@ def _run_of(logger: Any) -> str:
     """The identity of the logger's run, which is made or found on its server now."""
     run = logger.experiment
     return str(logger.run_id if isinstance(logger, MLFlowLogger) else run.id)
+
+
+class NodeCheck(pl.Callback):
+    """Refuses a run on several nodes that do not share its folder, or have other versions of what trains.
+
+    Without a shared folder each node would write a part of each checkpoint where no other finds it.
+
+    Args:
+        folder: The run's folder.
+        plugin: The trainer class, or an instance of it.
+    """
+
+    def __init__(self, folder: Path, plugin: Any) -> None:
+        self.folder = folder / FOLDER
+        self.plugin = plugin
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Look, on all ranks at the same time.
+
+        Raises:
+            StartupContractError: On every rank: what differs, with the names of the hosts.
+        """
+        if stage != "fit" or trainer.num_nodes == 1:
+            return
+        channel = Channel()
+        path = self.folder / channel.share(f"seen-by-all-{secrets.token_hex(8)}")
+        if channel.rank == 0:
+            make_directory(self.folder)
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE))
+        channel.share(None)  # by now it is there
+        folder = "shared" if _appears(path) else f"another one ({self.folder.parent})"
+        facts = channel.gather_everywhere((host_name(), {"the run's folder": folder, **_installed(self.plugin)}))
+        if channel.rank == 0:
+            path.unlink()
+        if faults := node_faults(facts):
+            way_out = "All nodes need the same folder, packages and code, at the same path"
+            raise StartupContractError("startup.invalid_artifact_paths", f"{'; '.join(faults)}. {way_out}.")
+
+
+def node_faults(facts: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
+    """The facts in which nodes differ from the first one; `facts` are the host and the facts of each rank, in order."""
+    first, here = facts[0]
+    faults = [
+        f"{name} is {there.get(name)} on {host}, and {here.get(name)} on {first}"
+        for host, there in facts
+        for name in {**here, **there}
+        if there.get(name) != here.get(name)
+    ]
+    return list(dict.fromkeys(faults))  # the ranks of a node have the same
+
+
+def _appears(path: Path) -> bool:
+    end = time.monotonic() + FOLDER_PATIENCE_S
+    while not path.exists():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(LOOK_EVERY_S)
+    return True
+
+
+def _installed(plugin: Any) -> dict[str, str]:
+    cls = plugin if isinstance(plugin, type) else type(plugin)
+    files = {getattr(sys.modules.get(base.__module__), "__file__", None) for base in cls.__mro__}
+    code = {os.path.basename(file): xxhash.xxh3_64_hexdigest(Path(file).read_bytes()) for file in files if file}
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in NODE_PACKAGES}, **code}

@@ -26,13 +26,20 @@ from ..contract.exceptions import (
     StartupContractError,
 )
 from ..plumbing.durable import write_bytes_durably
-from ..plumbing.failures import Failure
+from ..plumbing.failures import Failure, modules_of
 from ..plumbing.redaction import hide_secrets, text_of, traceback_of
 from ..plumbing.reference_page import reference_for
 from ..plumbing.safe_open import make_directory
 from .this_rank import host_name, this_rank
 
-__all__ = ["explained", "log_failure", "show_results", "shown_path", "working_directory"]
+__all__ = [
+    "explained",
+    "is_about_what_was_given",
+    "log_failure",
+    "show_results",
+    "shown_path",
+    "working_directory",
+]
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +48,25 @@ FAILURES_DIRECTORY: Final = "failures"
 _OURS: Final = tuple(Path(__file__).resolve().parents[2] / name for name in ("adapter", "callbacks", "reporters"))
 _INSTALLED: Final = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib"))
 
+_READERS = frozenset({"genlight", "lightning", "jsonargparse", "contextlib", "functools"})
+"""Packages that look at a configuration and know no code of a user's."""
 _MONITORS = ("lightning.pytorch.callbacks.early_stopping", "lightning.pytorch.callbacks.model_checkpoint")
 _LISTENS = re.compile(r"server socket has failed to listen.*\bport: (?P<port>\d+)\b.*\bEADDRINUSE\b", re.DOTALL)
 _WORKER_DIED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)")
 _OTHER_WEIGHTS = "Error(s) in loading state_dict for"
 _MOST_OF_THEM = 600
 """Characters; a model of another architecture differs in every name."""
+
+
+def is_about_what_was_given(error: Exception, *, by: tuple[str, ...] = ("genlight.", "lightning.")) -> bool:
+    """Whether genlight or Lightning refused something before any other code was called; its message then says all.
+
+    Args:
+        error: What was raised.
+        by: Which of the two packages, or parts of them, may have raised it.
+    """
+    named = [name for name in modules_of(error) if name != "__main__"]
+    return bool(named) and named[-1].startswith(by) and {name.partition(".")[0] for name in named} <= _READERS
 
 
 def explained(error: Exception) -> GenlightError | None:
@@ -58,8 +78,7 @@ def explained(error: Exception) -> GenlightError | None:
     data worker that died.
     """
     text = text_of(error)
-    frames = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if frames and frames[-1] in _MONITORS:
+    if "".join(modules_of(error)[-1:]) in _MONITORS:
         return MonitorError(text)
     if text.startswith(_OTHER_WEIGHTS):
         differences = " ".join(text.partition("\n")[2].split()).rstrip(". ")

@@ -58,8 +58,6 @@ class RunOptions:
     """Move artifacts of earlier runs aside and start at step 0."""
     allow_changed: bool = False
     """Resume although the job is not that of the checkpoint."""
-    verbose: bool = False
-    """Log the whole traceback of an error of the user's code, instead of writing it to a file."""
     began_with_process: bool = False
     """Whether a time limit counts from the start of the process, as of the command line; else from the call."""
     lifecycle: JobLifecycleClient | None = None
@@ -131,7 +129,6 @@ def _session(config: RunConfig, options: RunOptions, signals: StopSignals) -> Se
         stop=stop,
         secrets=config.secrets,
         environ=options.environ,
-        verbose=options.verbose,
         deadline_s=config.upload_deadline_seconds,
         way_on=_way_on(config, options, environ),
         preparing="startup",

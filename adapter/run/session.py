@@ -94,8 +94,6 @@ class Session:
     """Texts that no report may show."""
     environ: Mapping[str, str] | None = None
     """Environment whose values no report may show; None takes the process's own."""
-    verbose: bool = False
-    """Whether the whole traceback of an error of the user's code is logged, instead of written to a file."""
     deadline_s: float = 60.0
     """How long the end waits for uploads and messages."""
     way_on: str = "Start it again to go on."
@@ -288,8 +286,7 @@ class Session:
             first = "".join(f" Remove the cancel file {path} first." for path in still_there)
             log.warning("stopped: %s.%s%s %s", error.reason, going_on, first, self.way_on)
             return
-        folder = None if self.verbose else self.folder
-        log_failure(error, failure, secrets=self.secrets, environ=self.environ, folder=folder)
+        log_failure(error, failure, secrets=self.secrets, environ=self.environ, folder=self.folder)
         if self.is_rank_zero and failure.category == "train-step" and self.step:
             log.error("it failed in step %d.%s %s", self.step, going_on, self.way_on)
 

@@ -18,9 +18,8 @@ from ...callbacks.checkpoint.format.record import CheckpointRecord, is_record_of
 from ...callbacks.checkpoint.selection import FALLS_BACK, find_checkpoint, find_final, newest_valid
 from ...callbacks.checkpoint.storage import checkpoint_files, folders_of_checkpoints, verify
 from ..contract.exceptions import BrokenCheckpointError, InputError, StartupContractError
-from ..job.config import RunConfig, read_run_config
+from ..job.config import JOB_NAME, RunConfig, read_job, read_run_config
 from ..job.identity import differing_fields
-from ..job.resolved import JOB_NAME, read_job
 from ..plumbing.durable import write_bytes_durably
 from ..plumbing.redaction import HIDDEN
 
@@ -62,11 +61,9 @@ class Start:
 class WaysOut:
     """What a user does where checkpoints are in the way of a start, in the words of the command."""
 
-    go_on: str = "`--set resume_from_latest=true`"
-    """To go on from them."""
-    anew: str = "`genlight run --fresh`"
-    """To move them aside."""
-    elsewhere: str = "another directory with `TRAINER_ARTIFACTS_DIR`"
+    go_on: str = "go on from them with `--set resume_from_latest=true`"
+    anew: str = "move them aside and start at step 0 with `genlight run --fresh`"
+    elsewhere: str = "choose another directory with `TRAINER_ARTIFACTS_DIR`"
 
 
 def decide_start(
@@ -143,8 +140,7 @@ def newest_start(directory: Path, ways: WaysOut, *, knows_types: bool) -> Start:
         broken = "; ".join(warning.removesuffix(FALLS_BACK) for warning in warnings)
         raise StartupContractError(
             IN_USE,
-            f"no checkpoint in {str(directory)!r} is whole: {broken}. Restore one, or move them aside and start at "
-            f"step 0 with {ways.anew}.",
+            f"no checkpoint in {str(directory)!r} is whole: {broken}. Restore one, or {ways.anew}.",
         )
     return Start(record, warnings=tuple(warnings))
 
@@ -162,14 +158,13 @@ def refuse_to_overwrite(directory: Path, ways: WaysOut) -> None:
     if checkpoint_files(directory):
         raise StartupContractError(
             IN_USE,
-            f"{str(directory)!r} holds checkpoints already. Go on from them with {ways.go_on}, choose "
-            f"{ways.elsewhere}, or move them aside with {ways.anew}.",
+            f"{str(directory)!r} holds checkpoints already: {ways.go_on}, {ways.elsewhere}, or {ways.anew}.",
         )
     for path in filter(is_record_of_callback, record_paths(directory)):
         raise StartupContractError(
             IN_USE,
             f"{str(path)!r} is not a checkpoint, but has the name of one that this run may save. Move it away, or "
-            f"choose {ways.elsewhere}.",
+            f"{ways.elsewhere}.",
         )
 
 

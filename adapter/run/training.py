@@ -17,10 +17,8 @@ from ...callbacks.checkpoint.storage import sweep
 from ..contract.exceptions import BrokenCheckpointError, ContractError, StartupContractError
 from ..helpers import seed_everything
 from ..inputs import MaterializedInputs, materialize_inputs
-from ..job.config import RunConfig
+from ..job.config import JOB_NAME, RunConfig, write_job
 from ..job.identity import logged_settings
-from ..job.parser_errors import is_about_what_was_given
-from ..job.resolved import JOB_NAME, write_job
 from ..module.plugin_loading import (
     find_trainer,
     make_trainer,
@@ -31,7 +29,7 @@ from ..module.plugin_loading import (
 )
 from ..plumbing.redaction import text_of
 from ..plumbing.run_metadata import run_metadata
-from .report import shown_path, working_directory
+from .report import is_about_what_was_given, shown_path, working_directory
 from .session import Completion, Session
 from .start import Start, decide_start
 
@@ -152,7 +150,7 @@ def _add_callbacks(config: RunConfig, session: Session, trainer: pl.Trainer, plu
     from ...callbacks.hook.events import callbacks_of, run_state_of
     from ...callbacks.upload_artifacts import UploadArtifacts
     from ...reporters.events.event_logger import RecordEvents
-    from .node_check import NodeCheck
+    from .fit import NodeCheck
 
     attempt = 1 if session.event_log is None else session.event_log.attempt
     state = run_state_of(trainer)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..job.config import read_job
 from ..job.identity import leaves
-from ..job.resolved import read_job
 from .summary import RunSummary
 
 __all__ = ["About", "Difference", "differences", "facts_of_run"]

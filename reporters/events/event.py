@@ -196,7 +196,7 @@ def event_schema() -> dict[str, Any]:
         "$id": f"urn:genlight:{SCHEMA_VERSION}",
         "title": SCHEMA_VERSION,
         "description": "One line of a training run's event log. Rules between lines (seq, one terminal event an "
-        "attempt, order) are beyond a schema; `genlight events FILE --check` proves them.",
+        "attempt, order) are beyond a schema; `genlight events RUN --check` proves them.",
         "oneOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in kinds],
         "$defs": shapes,
     }

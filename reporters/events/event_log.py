@@ -1,7 +1,7 @@
 """The event log of a run: ``trainer_event.v1``, one JSON object a line.
 
 An `EventLog` writes one attempt of one run. It knows the rules of the format and refuses what would break them, so a
-log that was written through it always passes ``genlight events FILE --check``.
+log that was written through it always passes ``genlight events RUN --check``.
 """
 
 from __future__ import annotations

@@ -605,6 +605,16 @@ class Evaluates(Sound):
         return {"score": score}
 
 
+class ReadsItsLosses(Sound):
+    """A hook of its own reads the metrics of each step, as a hook of a run does."""
+
+    def trainer_hooks(self, state, ctx):
+        return [self]
+
+    def on_mb_end(self, trainer_state):
+        trainer_state.run_state.extra["seen"] = trainer_state.loss_stats["train/loss"]
+
+
 class StaysInEvalMode(Sound):
     def evaluate(self, state, ctx):
         state.model.eval()

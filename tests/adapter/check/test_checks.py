@@ -107,6 +107,7 @@ def test_a_sound_class_passes_every_check(monkeypatch):
         "WrappedOptimizer",
         "ClearsInPlace",
         "Evaluates",
+        "ReadsItsLosses",
     ],
 )
 def test_a_class_passes_whatever_its_state_is_made_of(name, monkeypatch):

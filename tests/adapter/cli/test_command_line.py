@@ -163,7 +163,7 @@ def test_a_job_spec_may_come_through_a_pipe_whose_paths_are_relative_to_the_work
 
     done = genlight("run", word, stdin=json.dumps(spec))
     assert done.returncode == 1
-    assert f"There is no file '{tmp_path}/no.parquet'." in done.stderr
+    assert f"There is no file '{tmp_path}/no.parquet' that this user can read." in done.stderr
 
     done = genlight("run", word, stdin=json.dumps({**spec, "max_steps": 0}))
     assert done.returncode == 2
@@ -263,7 +263,7 @@ def test_a_usage_error_offers_the_nearest_name_and_speaks_of_the_command_that_wa
 def test_options_may_stand_before_and_after_an_action_and_its_path(words, tmp_path, monkeypatch, capsys):
     queue = tmp_path / "uploads"
     queue.mkdir()
-    (queue / "about.json").write_text('{"run_id": "r", "owner": "", "targets": []}')
+    (queue / "lock").touch()
     monkeypatch.delenv("TRAINER_JOB_SPEC_PATH", raising=False)
 
     assert main(["uploads", *(word.format(tmp_path) for word in words)]) == 0

@@ -20,12 +20,3 @@ def test_help_says_what_a_command_does_how_it_ends_and_defaults_where_there_are_
     for noise in ("default: None", "default: []", "default: False", "()", "``"):
         assert noise not in said
     assert command != "check" or "default: 3" in said
-
-
-def test_help_of_run_lists_the_keys_of_a_job_in_groups(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["run", "--help"])
-    said = capsys.readouterr().out
-    assert "\ncadences and checkpoints:\n  metric_every            Steps between metrics" in said
-    assert "batch_size, readahead, columns" in said
-    assert max(map(len, said.splitlines()[:-1])) <= 80

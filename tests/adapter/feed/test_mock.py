@@ -41,7 +41,7 @@ def test_ranks_share_mock_batches_step_by_step_and_a_remainder_is_said(caplog):
 
 
 def test_fewer_mock_batches_than_ranks_are_refused():
-    with pytest.raises(InputError, match="1 rows for 2 ranks, fewer than one a rank"):
+    with pytest.raises(InputError, match="1 mock batches for 2 ranks"):
         list(mock([1], 0, 2))
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from genlight.adapter.job.config import resolve_run_config
-from genlight.adapter.job.identity import differing_fields, without_credentials
+from genlight.adapter.job.identity import differing_fields
 
 JOB = {
     "run_id": "r1",
@@ -91,6 +91,9 @@ def test_the_order_of_hyperparameters_does_not_matter_but_that_of_files_does(con
     assert differing_fields(one.spec_fields, two.spec_fields) == ["dataset.parquet_paths"]
 
 
-def test_user_info_and_query_are_no_part_of_a_reference_and_a_digest_is():
-    assert without_credentials("https://u:p@h:1/a?b=c#sha256=00") == "https://h:1/a#sha256=00"
-    assert without_credentials("hf:owner/name@main") == "hf:owner/name@main"
+@pytest.mark.parametrize(
+    ("given", "counts"),
+    [("https://u:p@h:1/a?b=c#sha256=00", "https://h:1/a#sha256=00"), ("hf:owner/name@main", "hf:owner/name@main")],
+)
+def test_user_info_and_query_are_no_part_of_a_reference_and_a_digest_is(config_of, given, counts):
+    assert config_of(f"inputs.base_model_ref={given}").spec_fields["inputs.base_model_ref"] == counts

@@ -194,6 +194,16 @@ def test_ref_and_url_are_two_spellings_of_one_input_and_two_different_ones_a_fau
     assert "`inputs.base_model_ref` and `inputs.base_model_url` are one setting with two values." in error
 
 
+def test_an_object_of_the_command_line_is_spelled_as_one_of_the_file(tmp_path):
+    (tmp_path / "job.json").write_text(json.dumps(MINIMAL))
+    config, errors = read_run_config(
+        spec_path=tmp_path / "job.json", environ={}, overrides=['inputs={"base_model_url": "http://h/m"}']
+    )
+    assert (config.inputs.base_model_ref, errors.found) == ("http://h/m", [])
+    assert config.source_of("inputs.base_model_ref") == "--set"
+    assert config.source_of("inputs.resume_checkpoint_ref") == "default"
+
+
 def test_neither_repr_nor_fault_shows_a_token_or_a_url_query(parse):
     spec, _, _ = parse(capability_token="canary-1")
     assert "canary" not in repr(spec)

@@ -1,6 +1,6 @@
 """What is reported of nodes that differ; ``tests/slurm`` has two of them."""
 
-from genlight.adapter.run.node_check import node_faults
+from genlight.adapter.run.fit import node_faults
 
 FACTS = {"the run's folder": "shared", "torch": "2.13", "numpy": "2.4", "t.py": "a"}
 

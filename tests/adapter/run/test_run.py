@@ -6,7 +6,6 @@ import errno
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from genlight.adapter.plumbing.failures import Failure
 from genlight.adapter.run.ranks import RankFiles
 from genlight.adapter.run.run import RunOptions, run_job
 from genlight.callbacks.checkpoint import read_record, verify
+from genlight.callbacks.checkpoint.format.record import RECORD_MARKER
 from genlight.callbacks.stop.sources import process_age_s
 from genlight.reporters import read_events
 from genlight.reporters.events.json_lines import Position, whole_lines
@@ -331,7 +331,6 @@ def test_mock_batches_are_one_pass_and_reach_the_trainer_as_they_are(write_job):
         ({"dataset": {"parquet_paths": ["x.parquet"], "columns": ["y"]}}, "input", "y", 1),
         ({"dataset": {"parquet_paths": ["missing.parquet"]}}, "input", "missing.parquet", 1),
         ({"max_steps": 0}, "startup", "max_steps", 2),
-        ({"max_steps": -3}, "startup", "max_steps", 2),
         ({"lightning": {"no_such_argument": 1}}, "startup", "no_such_argument", 2),
         ({"lightning": {"precision": "bf17"}}, "startup", "cannot be used: `lightning.precision`: Expected ", 2),
         ({"lightning": {"callbacks": [ACCUMULATES]}}, "startup", "GradientAccumulationScheduler: the trainer class", 2),
@@ -343,14 +342,15 @@ def test_mock_batches_are_one_pass_and_reach_the_trainer_as_they_are(write_job):
         ({"dataset": ...}, "startup", "names no data", 2),
     ],
 )
-def test_bad_input_is_one_failed_event_and_a_documented_exit_code(write_job, fields, category, words, code):
-    """Each fault is told by its category, names the thing, and is the only terminal event."""
+def test_bad_input_is_one_failed_event_and_a_documented_exit_code(write_job, caplog, fields, category, words, code):
+    """Each fault is told by its category, names the thing, and is the only terminal event; a job needs a sentence."""
     job = write_job(**fields)
     assert run(job) == code
     (failed,) = [event for event in events(job) if event["event"] == "failed"]
     assert failed["category"] == category
     assert words in failed["error"]
     assert names(job)[-1] == "failed"
+    assert code == 1 or "Traceback" not in caplog.text
 
 
 def test_every_fault_of_a_spec_is_in_the_event_beside_the_key_that_was_misspelled(
@@ -363,15 +363,6 @@ def test_every_fault_of_a_spec_is_in_the_event_beside_the_key_that_was_misspelle
     assert error.startswith("startup:startup.invalid_job_spec: 2 errors; ")
     assert "Invalid `metric_every`" in error
     assert "Unknown key `max_stepss`. Did you mean `max_steps`?" in error
-
-
-def test_users_mistakes_show_no_traceback_and_trainers_bugs_do(write_job, caplog):
-    """A wrong job needs a sentence; a bug in the trainer needs its line."""
-    run(write_job(trainer=":LacksHooks"))
-    assert "Traceback" not in caplog.text
-    run(write_job(hyperparams={"fails_at": 1}), verbose=True)
-    assert "Traceback" in caplog.text
-    assert "bad batch" in caplog.text
 
 
 def test_an_error_of_the_trainer_shows_its_own_frames_and_names_the_file_with_all(write_job, caplog):
@@ -659,7 +650,7 @@ def test_a_run_none_of_whose_checkpoints_is_whole_is_refused(write_job, caplog):
     checkpoints = job.parent / "out" / "checkpoints"
     checkpoints.mkdir(parents=True)
     for name in ("step-00000004", "final"):
-        (checkpoints / f"{name}.json").write_text("{")
+        (checkpoints / f"{name}.json").write_bytes(RECORD_MARKER)
     assert run(job) == 2
     assert "started" not in names(job)
     failed = events(job)[-1]
@@ -784,43 +775,6 @@ def test_a_variable_that_would_stop_the_next_start_too_is_named(write_job, monke
     monkeypatch.setenv("TRAINER_CANCELLED", "1")
     assert run(write_job()) == 75
     assert "stops before its first step, since it is canceled by `TRAINER_CANCELLED`" in caplog.text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "reason"),
-    [(signal.SIGTERM, "preempted"), (signal.SIGUSR1, "preempted"), (signal.SIGINT, "canceled")],
-)
-def test_a_signal_stops_the_run_after_a_durable_checkpoint(write_job, number, reason):
-    """Exit 75, the checkpoint of the very step, and a resume from it."""
-    job = write_job(max_steps=100_000, hyperparams={"sleep": 0.002}, resume_from_latest=True)
-    process = start(job)
-    wait_for_event(job, "metric")
-    process.send_signal(number)
-    assert process.wait(120) == 75
-    failed = events(job)[-1]
-    assert (failed["error"], failed["resumable"]) == (reason, True)
-    checkpoint = verify(job.parent / "out" / "checkpoints" / f"step-{failed['step']:08d}.json")
-    assert checkpoint.step == failed["step"] > 0
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes_to_the_same_end(write_job):
-    """SIGKILL leaves no terminal event; the next attempt ends as an untouched run does."""
-    fields: dict[str, Any] = {"max_steps": 400, "checkpoint_every": 3, "resume_from_latest": True}
-    job = write_job(**fields, hyperparams={"sleep": 0.002})
-    process = start(job)
-    wait_for_event(job, "checkpoint")
-    process.kill()
-    process.wait()
-    assert names(job)[-1] not in ("completed", "failed")
-    assert run(job) == 0
-    whole_passes, rest = divmod(400, 5)
-    assert rest == 0
-    assert read_record(job.parent / "out" / "checkpoints" / "final.json").state["total"] == whole_passes * sum(
-        range(20)
-    )
-    assert not list((job.parent / "out").rglob(".tmp-*"))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from genlight.adapter.cli import main
-from genlight.adapter.job.resolved import JOB_NAME, read_job
+from genlight.adapter.job.config import JOB_NAME, read_job
 from genlight.adapter.plumbing.run_metadata import git_state
 from genlight.adapter.run.run import RunOptions, run_job
 from genlight.callbacks import Checkpoint

@@ -106,7 +106,7 @@ def test_faults_of_spec_environment_trainer_data_and_inputs_are_all_told_at_once
         metric_every=-1,
         orchestrated=True,
         trainer="doctors_trainer:Lacking",
-        dataset={"parquet_paths": ["a.parquet", "none.parquet"], "columns": ["y"]},
+        dataset={"parquet_paths": ["none.parquet", "a.parquet", "nothing.parquet"], "columns": ["y"]},
         inputs={"base_model_ref": "./no/model", "resume_checkpoint_url": "http://127.0.0.1:1/c.json"},
         uploads={"terminal_url": "http://127.0.0.1:1/t"},
         lightning={"accelerator": "cpu", "device": 1},
@@ -116,7 +116,7 @@ def test_faults_of_spec_environment_trainer_data_and_inputs_are_all_told_at_once
     assert code == 2
     for word in (
         *("`metric_every`", "`TRAINER_UPLOAD_DEADLINE_SECONDS`", "startup.missing_capability_token", "train_step"),
-        *("startup.invalid_artifact_paths", "none.parquet", "no/model"),
+        *("startup.invalid_artifact_paths", "none.parquet", "nothing.parquet", "no/model"),
     ):
         assert word in found
     assert f"{len(lines(text, 'fault'))} faults" in text

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from genlight.adapter.contract.exceptions import StartupContractError
-from genlight.adapter.job.config import resolve_run_config
-from genlight.adapter.job.resolved import JOB_NAME, job_file, read_job, write_job
+from genlight.adapter.job.config import JOB_NAME, job_file, read_job, resolve_run_config, write_job
 from genlight.adapter.job.standard_callbacks import callbacks_of_job
 
 KEY, TOKEN, PASSWORD, OF_ENVIRONMENT = "key-canary-7", "token-canary-31", "password-canary-5", "variable-canary-13"
