@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--follow", action="store_true", help="show events as they come, until the run ends")
     what.add_argument("--check", action="store_true", help="list every violation of the format; exit code 1 if any")
     what.add_argument("--goodput", action="store_true", help="show where the time of all attempts went")
-    what.add_argument("--metrics", action="store_true", help="write the metrics as a CSV table to standard output")
+    what.add_argument("--metrics", action="store_true", help="write the metrics as a table to standard output")
+    parser.add_argument("--format", choices=("csv", "parquet"), default="csv", help="format of that table")
     add_json(parser)
 
 
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.goodput:
         _goodput(path, as_json=args.json)
     elif args.metrics:
-        _metrics(path)
+        _metrics(path, args.format)
     else:
         _show(path, args)
     return 0
@@ -88,16 +89,20 @@ def _goodput(path: Path, *, as_json: bool) -> None:
             say(f"{seconds:12,.1f} s {share:7.1%}  {part:<11} {PARTS.get(part, '')}".rstrip())
 
 
-def _metrics(path: Path) -> None:
-    from pyarrow import csv
+def _metrics(path: Path, form: str) -> None:
+    from pyarrow import csv, parquet
 
+    if form == "parquet" and sys.stdout.isatty():
+        raise UsageError("Parquet is not for a terminal; send it to a file, as in `> metrics.parquet`")
     table = read_metrics(path)
-    if sys.stdout.isatty():  # names come from a file, and must not command the terminal
+    sys.stdout.flush()
+    if form == "parquet":
+        parquet.write_table(table, sys.stdout.buffer)
+    elif sys.stdout.isatty():  # names come from a file, and must not command the terminal
         buffer = io.BytesIO()
         csv.write_csv(table, buffer)
         say(*buffer.getvalue().decode().splitlines())
     else:
-        sys.stdout.flush()
         csv.write_csv(table, sys.stdout.buffer)
 
 

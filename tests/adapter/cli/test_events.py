@@ -10,7 +10,7 @@ import threading
 from unittest import mock
 
 import pytest
-from pyarrow import csv
+from pyarrow import csv, parquet
 
 from genlight.adapter.cli import main
 from genlight.reporters.events.event_log import EventLog
@@ -217,6 +217,8 @@ def test_metrics_are_written_as_a_table(path, capfdbinary):
         (10, "train/lr"),
         (20, "train/loss"),
     ]
+    assert call(path, "--metrics", "--format", "parquet") == 0
+    assert parquet.read_table(io.BytesIO(capfdbinary.readouterr().out)).column_names == table.column_names
 
 
 def test_a_broken_log_cannot_command_the_terminal(path, capsys):
