@@ -25,6 +25,7 @@ from torch import Tensor
 from ..contract.exceptions import BrokenCheckpointError, InputError, ReplayWriterError
 from ..plumbing.durable import write_bytes_durably
 from ..plumbing.safe_open import read_regular
+from ..plumbing.text import shortened
 
 __all__ = ["ReplayBuffer", "ReplayFeed", "SumTree"]
 
@@ -363,7 +364,7 @@ class ReplayBuffer:
 def _tensors(values: Any) -> dict[str, Tensor]:
     """Columns as tensors that keep no graph of what they were computed from."""
     if not isinstance(values, Mapping) or not values:
-        raise ValueError(f"ReplayBuffer: expected rows by column, but received {values!r:.200}")
+        raise ValueError(f"ReplayBuffer: expected rows by column, but received {shortened(repr(values), 200)}")
     tensors = {}
     for name, value in values.items():
         try:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from ..contract.exceptions import InputError
+from ..plumbing.text import shortened
 from .files import DataFile, expand
 from .schema import conform, project
 
@@ -297,7 +298,7 @@ def _items(given: Any) -> list[Any]:
         if not isinstance(item, kind):
             raise TypeError(
                 "Invalid `source`. Expected paths or URLs, Arrow tables or record batches, or a data frame, but "
-                f"received {item!r:.200}{' among others' if items else ''}. A Hugging Face dataset is given as "
+                f"received {shortened(repr(item), 200)}{' among others' if items else ''}. A Hugging Face dataset is given as "
                 "`dataset.with_format('arrow')[:]`; ready-made batches are given to the Trainer as they are."
             )
         items.append(item)

@@ -304,14 +304,17 @@ def _writable(merged: dict[str, Any], errors: ConfigErrors) -> dict[str, Any]:
 
     Bytes of a path that are not UTF-8 stand in a text as halves too; those the system can encode.
     """
-    text = json.dumps(merged, ensure_ascii=False)
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):x}"
-        errors.add(f"The job holds {half}, half of a surrogate pair. Write the complete character.")
-        return dict(json.loads(text.encode("utf-8", "replace")))
-    return merged
+    found = False
+    for name, text in _texts(merged):
+        try:
+            os.fsencode(text)
+        except UnicodeEncodeError as error:
+            found, half = True, f"\\u{ord(text[error.start]):x}"
+            shown = name.encode("ascii", "backslashreplace").decode()
+            errors.add(f"`{shown}` holds {half}, half of a surrogate pair. Write the complete character.", name=shown)
+    if not found:
+        return merged
+    return dict(json.loads(json.dumps(merged, ensure_ascii=False).encode("utf-8", "replace")))
 
 
 def _path_of_job(given: str | os.PathLike[str] | None, environ: Mapping[str, str], errors: ConfigErrors) -> Path | None:

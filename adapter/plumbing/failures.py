@@ -24,6 +24,7 @@ from ..contract.exceptions import (
     UploadError,
 )
 from .redaction import hide_environment, text_of
+from .text import shortened
 
 __all__ = [
     "EXIT_COMPLETED",
@@ -112,7 +113,7 @@ def safe_text(
         text = "; ".join(line.removeprefix("- ") for line in lines)
     else:
         text = ": ".join([type(error).__name__, *lines[:1]])
-    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 3]}..."
+    return shortened(text, _LONGEST_TEXT)
 
 
 def failure_category(error: BaseException) -> FailureCategory | None:
