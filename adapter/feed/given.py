@@ -108,8 +108,8 @@ def feed_of(function: Callable[..., Any], ctx: StepContext, options: Mapping[str
         return given
     if is_batch or not (hasattr(given, "__iter__") or callable(given)):
         raise InputError(
-            f"The data function `{name}` returned {shortened(repr(given), 100)}, a {type(given).__name__}. Return what gives "
-            "batches: a dataset, a DataLoader, an iterable, or a function that returns the next one."
+            f"The data function `{name}` returned {shortened(repr(given), 100)}, a {type(given).__name__}. Return what "
+            "gives batches: a dataset, a DataLoader, an iterable, or a function that returns the next one."
         )
     if ctx.world_size > 1 and hasattr(given, "__iter__") and "ctx" not in inspect.signature(function).parameters:
         raise InputError(

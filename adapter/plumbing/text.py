@@ -1,4 +1,4 @@
-"""Texts: the nearest name, sizes, shortening, what can be kept, a run's id as a folder, JSON without doubt about a key."""
+"""Texts: the nearest name, sizes, cuts, what can be kept, a run's id as a folder, JSON without doubt about a key."""
 
 from __future__ import annotations
 

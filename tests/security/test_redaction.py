@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from genlight.adapter.job.sources import JOB_VARIABLE, VARIABLES
-from genlight.adapter.plumbing.failures import describe_failure, safe_text
 from genlight.adapter.plumbing import redaction
+from genlight.adapter.plumbing.failures import describe_failure, safe_text
 from genlight.adapter.plumbing.redaction import (
     HIDDEN,
     hide_environment,
