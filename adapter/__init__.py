@@ -96,7 +96,7 @@ if TYPE_CHECKING:
         seed_everything as seed_everything,
         to_float_scalar as to_float_scalar,
     )
-    from .inputs import load_components as load_components
+    from .inputs.components import load_components as load_components
     from .module.module import ContractModule as ContractModule
     from .module.plugin_loading import load_trainer_plugin as load_trainer_plugin
     from .run.run import (

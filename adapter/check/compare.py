@@ -24,7 +24,7 @@ from ..contract.exceptions import ContractError, InputError
 from ..contract.types import StepContext
 from ..discovery.discover import Discovered, Found
 from ..feed.arrow_feed import imported
-from ..inputs import materialize_inputs
+from ..inputs.materialize import materialize_inputs
 from ..job.config import RunConfig
 from ..job.lightning_objects import instantiate_alone, make_data
 from ..module.module import ContractModule

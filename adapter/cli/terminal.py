@@ -21,8 +21,8 @@ from typing import Any, TextIO
 
 from typing_extensions import Buffer, override
 
+from ..check.finding import Finding, Level
 from ..plumbing.failures import EXIT_STARTUP
-from ..plumbing.finding import Finding, Level
 from ..plumbing.redaction import redact
 from ..plumbing.text import printable, shortened
 

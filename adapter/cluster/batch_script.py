@@ -46,12 +46,12 @@ class BatchScript:
     """A script: the resources that it asks Slurm for, and the command that it starts; `text` is the script.
 
     Raises:
-        ValueError: A number is out of range, a string cannot stand in a directive, or a setting needs another one;
-            every fault is listed.
+        ValueError: A string cannot stand in a directive, or a setting needs another one; every fault is listed. Numbers
+            are for sbatch to judge.
     """
 
     name: str
-    """Of the job, as the queue shows it."""
+    """Of the job, as the queue shows it; without blanks."""
     job: Path
     """The job spec, which all nodes see at this path."""
     artifacts: Path
@@ -84,13 +84,6 @@ class BatchScript:
 
     def __post_init__(self) -> None:
         faults = [
-            f"Invalid `{name}`. Expected a number >= 1, but received {number}."
-            for name in ("nodes", "tasks_per_node", "cpus_per_task", "grace_s")
-            if (number := getattr(self, name)) is not None and number < 1
-        ]
-        if not re.fullmatch(r"[!-~]+", self.name):
-            faults.append(f"Invalid `name`. Expected a string without blanks, but received {self.name!r}.")
-        faults += [
             f"Invalid option of sbatch. Expected NAME=VALUE or NAME without blanks, but received {text!r}."
             for text in self.extra
             if not re.fullmatch(r"[a-z][a-z-]*(=[!-~]+)?", text)

@@ -165,12 +165,9 @@ class ReplayBuffer:
             places = np.arange(self._written, self._written + count) % self.capacity
             # Before a row of it is touched: what an interrupt leaves half written is no longer a row of the buffer.
             self._oldest = max(self._oldest, self._written + count - self.capacity)
-            try:
-                self._put(given, self._written, count)
-            except BaseException:
-                if self._tree is not None:
-                    self._tree.set(places, 0.0)
-                raise
+            if self._tree is not None:
+                self._tree.set(places, 0.0)
+            self._put(given, self._written, count)
             if self._tree is not None:
                 self._tree.set(places, self._largest_priority)
             self._written += count

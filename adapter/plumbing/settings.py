@@ -8,7 +8,6 @@ are declared so, each in one place: `adapter.job.spec`, `adapter.feed.options`, 
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import inspect
 import ipaddress
@@ -270,9 +269,6 @@ def value_of(key: Key | None, text: str) -> Any:
         return is_true(text)
     if key.item is not None and key.variable and not isinstance(value, list | None):
         return [entry for entry in re.split(r"[\s,]+", text) if entry]
-    if key.type_is(float) and isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            return float(value)
     return value
 
 

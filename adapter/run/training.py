@@ -16,7 +16,7 @@ from ...callbacks.checkpoint.selection import enqueue, never_queued
 from ...callbacks.checkpoint.storage import sweep
 from ..contract.exceptions import BrokenCheckpointError, ContractError, StartupContractError
 from ..helpers import seed_everything
-from ..inputs import MaterializedInputs, materialize_inputs
+from ..inputs.materialize import MaterializedInputs, materialize_inputs
 from ..job.config import RunConfig
 from ..job.identity import logged_settings
 from ..job.parser_errors import is_about_what_was_given

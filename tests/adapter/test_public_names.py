@@ -13,7 +13,6 @@ import pytest
 import genlight.adapter
 import genlight.adapter.feed
 import genlight.adapter.helpers
-import genlight.adapter.inputs
 import genlight.callbacks
 import genlight.callbacks.checkpoint
 import genlight.reporters
@@ -23,7 +22,6 @@ PACKAGES = (genlight.adapter, genlight.callbacks, genlight.reporters)
 LAZY = (
     *PACKAGES,
     genlight.adapter.feed,
-    genlight.adapter.inputs,
     genlight.callbacks.checkpoint,
     genlight.reporters.uploads,
 )
