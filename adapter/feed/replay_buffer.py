@@ -317,19 +317,13 @@ class ReplayBuffer:
         Raises:
             FileNotFoundError: There is nothing of `save` in `folder`.
             BrokenCheckpointError: It is not whole; the buffer is empty then.
-            ValueError: It is of a buffer with other arguments; names every difference, and nothing was changed.
+            ValueError: It is of a buffer with other arguments; names both, and nothing was changed.
         """
         folder = Path(folder)
         with self._changed:
             saved, priorities, generator = _read_meta(folder / META, limit=8 * self.capacity + MOST_BYTES_OF_META)
-            layout = self._layout()
-            differ = [
-                f"{name} {saved.layout.get(name)}, not {layout[name]}"
-                for name in layout
-                if saved.layout.get(name) != layout[name]
-            ]
-            if differ:
-                raise ValueError(f"the replay buffer in {folder} has {'; '.join(differ)}")
+            if saved.layout != self._layout():
+                raise ValueError(f"the replay buffer in {folder} has {saved.layout}, and this one {self._layout()}")
             self._saved.forget()
             self._written = self._oldest = 0
             reached = saved.oldest

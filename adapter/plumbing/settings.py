@@ -2,7 +2,8 @@
 
 A block of settings is a struct of msgspec or a dataclass whose fields have a type, with a `Rule` where the type says
 too little, a default, and a text below. `keys_of` reads them. A job, the options of a feed and the settings of uploads
-are declared so, each in one place: `adapter.job.spec`, `adapter.feed.options`, `reporters.uploads.config`.
+are declared so, each in one place: `adapter.job.spec`, `adapter.feed.options`, `reporters.uploads.config`. Here stand
+the types that several of them use.
 """
 
 from __future__ import annotations
@@ -10,17 +11,15 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import ipaddress
 import itertools
 import json
 import math
-import os
 import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -29,11 +28,13 @@ from msgspec import Meta
 from typing_extensions import override
 
 from .redaction import HIDDEN, without_secrets
-from .text import is_storable, is_utf8
+from .text import is_storable
 from .urls import hide_urls, origin_of, url_fault
 
 __all__ = [
     "LARGEST",
+    "LINE",
+    "NONBLANK",
     "Block",
     "Key",
     "Rule",
@@ -41,6 +42,7 @@ __all__ = [
     "example",
     "faults_of",
     "group",
+    "is_read",
     "is_true",
     "keys_of",
     "refusal",
@@ -60,7 +62,7 @@ FALSE_WORDS = frozenset({"0", "false", "f", "no", "n", "off", "none"})
 LONGEST_VALUE = 80
 _NUMBER_LIKE = re.compile(r"[-+]?(\d{1,12}(\.\d{0,12})?(e[-+]?\d{1,4})?|nan|inf(inity)?)", re.IGNORECASE)
 
-INVALID, TIMEOUT, PATHS = "startup.invalid_job_spec", "startup.invalid_timeout", "startup.invalid_artifact_paths"
+INVALID, TIMEOUT = "startup.invalid_job_spec", "startup.invalid_timeout"
 
 
 @dataclass(frozen=True)
@@ -103,22 +105,12 @@ def _is_nonblank(text: str) -> bool:
     return bool(text.strip()) and is_storable(text)
 
 
-def _is_path(text: str) -> bool:
-    """Whether the system can encode it, whatever its bytes are, and it has no control characters."""
-    return _is_read(os.fsencode, text) and all(ord(character) >= 32 for character in text)
-
-
 def _is_origin(text: str) -> bool:
-    return _is_read(origin_of, text if "://" in text else f"https://{text}")
+    return is_read(origin_of, text if "://" in text else f"https://{text}")
 
 
-def _is_host(text: str) -> bool:
-    """Whether `text` is a host name, an address, a network, or a star for all."""
-    is_name = text == "*" or _HOST_NAME.fullmatch(text) is not None
-    return is_name or _is_read(partial(ipaddress.ip_network, strict=False), text)
-
-
-def _is_read(read: Callable[[str], Any], text: str) -> bool:
+def is_read(read: Callable[[str], Any], text: str) -> bool:
+    """Whether `read` takes `text`, and raises no ``ValueError``."""
     try:
         read(text)
     except ValueError:
@@ -126,11 +118,9 @@ def _is_read(read: Callable[[str], Any], text: str) -> bool:
     return True
 
 
-_HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,252}[a-z0-9_])?", re.IGNORECASE)
 _TARGET = re.compile(r"hf://[^/@]+/[^/@]+/?(@.*)?|(?!hf:)[^:/]+://.+")
-_LINE = Rule("a string without control characters", is_storable)
-_NONBLANK = Rule("a non-empty string", _is_nonblank)
-_PATH = Rule("a string without control characters", _is_path, relative="path")
+LINE = Rule("a string without control characters", is_storable)
+NONBLANK = Rule("a non-empty string", _is_nonblank)
 _TOKEN = Rule(
     "a string of printable ASCII characters",
     lambda token: token.isascii() and is_storable(token),
@@ -138,18 +128,9 @@ _TOKEN = Rule(
     code="startup.missing_capability_token",
 )
 
-Text: TypeAlias = Annotated[str, _LINE]
-NonBlank: TypeAlias = Annotated[str, _NONBLANK]
-Prose: TypeAlias = Annotated[str, Rule("a string", is_utf8)]
-ImportPath: TypeAlias = Annotated[str, replace(_LINE, code="startup.missing_trainer_import")]
-DataPath: TypeAlias = Annotated[str, replace(_NONBLANK, relative="path")]
-Reference: TypeAlias = Annotated[str, replace(_LINE, relative="reference")]
-NonBlankReference: TypeAlias = Annotated[str, replace(_NONBLANK, relative="reference")]
-FilePath: TypeAlias = Annotated[Path, _PATH]
-ArtifactPath: TypeAlias = Annotated[Path, replace(_PATH, code=PATHS)]
+NonBlank: TypeAlias = Annotated[str, NONBLANK]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
 Positive: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST)]
-Minutes: TypeAlias = Annotated[float, Meta(ge=0), Rule("a number of minutes >= 0", math.isfinite)]
 Seconds: TypeAlias = Annotated[
     float, Meta(ge=0), Rule("a number of seconds >= 0", math.isfinite, code=TIMEOUT, way_out="0 means no limit.")
 ]
@@ -159,11 +140,6 @@ Target: TypeAlias = Annotated[
     str, Rule("a URL such as hf://owner/name or s3://bucket/folder", lambda url: _TARGET.fullmatch(url) is not None)
 ]
 Origin: TypeAlias = Annotated[str, Rule("origins such as https://hub.example.com, separated by commas", _is_origin)]
-Host: TypeAlias = Annotated[str, Rule("host names, addresses or networks, separated by commas, or *", _is_host)]
-Collate: TypeAlias = Annotated[
-    str, Meta(pattern=r"^(torch|[^:\s]+:[^:\s]+)$"), Rule('"torch" or "module:function"', is_storable)
-]
-Function: TypeAlias = Annotated[str, Meta(pattern=r"^[^:\s]+:[^:\s]+$"), Rule('"module:function"', is_storable)]
 
 
 def shown(block: Any) -> str:

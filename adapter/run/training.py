@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ...callbacks.checkpoint.format.record import FINAL_NAME, CheckpointRecord, RecordMeta, read_record
 from ...callbacks.checkpoint.selection import enqueue, never_queued
 from ...callbacks.checkpoint.storage import sweep
+from ...reporters.events.run_metadata import run_metadata
 from ..contract.exceptions import BrokenCheckpointError, ContractError, StartupContractError
 from ..helpers import seed_everything
 from ..inputs.materialize import MaterializedInputs, materialize_inputs
@@ -30,7 +31,6 @@ from ..module.plugin_loading import (
     signature_faults,
 )
 from ..plumbing.redaction import text_of
-from ..plumbing.run_metadata import run_metadata
 from .report import shown_path, working_directory
 from .session import Completion, Session
 from .start import Start, decide_start

@@ -19,8 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from .redaction import HIDDEN, hide_environment, hide_secrets, is_secret_name, secrets_of_module
-from .text import shortened
+from ...adapter.plumbing.redaction import HIDDEN, hide_environment, hide_secrets, is_secret_name, secrets_of_module
+from ...adapter.plumbing.text import shortened
 
 __all__ = ["command_line", "git_state", "installed_packages", "metadata_of_module", "run_metadata"]
 
