@@ -297,7 +297,7 @@ def _items(given: Any) -> list[Any]:
         kind = _TABLES if isinstance(items[0] if items else item, _TABLES) else _PATHS
         if not isinstance(item, kind):
             raise TypeError(
-                "Invalid `source`. Expected paths or URLs, Arrow tables or record batches, or a data frame, but received "
+                "Invalid `source`. Expected paths, URLs, Arrow tables, record batches or a data frame, but received "
                 f"{shortened(repr(item), 200)}{' among others' if items else ''}. A Hugging Face dataset is given as "
                 "`dataset.with_format('arrow')[:]`; ready-made batches are given to the Trainer as they are."
             )

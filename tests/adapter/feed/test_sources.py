@@ -171,7 +171,7 @@ def test_a_data_frame_is_read_like_a_table():
     "source", [None, 3, b"data.parquet", {"id": [1]}, [["a.parquet"]], [pa.table({"id": [1]}), "a"]]
 )
 def test_what_is_no_source_is_a_type_error_that_says_what_is(source):
-    with pytest.raises(TypeError, match=r"Invalid `source`\. Expected paths or URLs, Arrow tables"):
+    with pytest.raises(TypeError, match=r"Invalid `source`\. Expected paths, URLs, Arrow tables"):
         ArrowFeed(source).check()
 
 
