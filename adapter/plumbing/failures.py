@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,12 +36,8 @@ __all__ = [
     "describe_failure",
     "failure_category",
     "safe_text",
-    "stop_before",
-    "stop_behind_lost_worker",
     "stop_reason",
 ]
-
-log = logging.getLogger(__name__)
 
 EXIT_COMPLETED: Final = 0
 EXIT_FAILED: Final = 1
@@ -137,20 +132,6 @@ def stop_reason(error: BaseException) -> StopReason | None:
     if lightning is not None and isinstance(error, lightning.SIGTERMException):
         return "preempted"
     return "canceled" if isinstance(error, KeyboardInterrupt) else None
-
-
-def stop_behind_lost_worker(error: BaseException, reason: StopReason | None) -> TrainingCanceled | None:
-    """The stop for `reason` whose signal ended a data worker before the step was done, and says so; None otherwise."""
-    # Torch says in words alone that its loader lost a worker.
-    if reason is None or not any("DataLoader worker (pid" in text_of(part) for part in causes_of(error)):
-        return None
-    log.warning("the stop signal ended a data worker first, so no checkpoint of this step was saved")
-    return TrainingCanceled(reason)
-
-
-def stop_before(error: BaseException) -> TrainingCanceled | None:
-    """The stop during whose handling a failure arose; None where there is none."""
-    return next((part for part in causes_of(error) if isinstance(part, TrainingCanceled)), None)
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
