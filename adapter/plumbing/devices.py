@@ -25,7 +25,6 @@ __all__ = [
     "gather_results",
     "host_group",
     "isolated_random_numbers",
-    "memory_of",
     "random_states",
     "release_memory",
     "restore_random_states",
@@ -156,11 +155,3 @@ def release_memory() -> None:
     if device is not None:
         gc.collect()
         getattr(torch.get_device_module(device), "empty_cache", lambda: None)()
-
-
-def memory_of(device: torch.device) -> tuple[int, int] | None:
-    """Bytes that tensors on `device` take, and the most that they took; None where the device does not count them."""
-    module: Any = torch.get_device_module(device)
-    if device.type == "cpu" or not hasattr(module, "max_memory_allocated"):
-        return None
-    return int(module.memory_allocated(device)), int(module.max_memory_allocated(device))
