@@ -155,7 +155,7 @@ def _stop(config: RunConfig) -> Outcomes:
 
 def _dataset(config: RunConfig) -> Outcomes:
     """The Parquet files on this machine, opened as a run opens them."""
-    from ..feed import ArrowFeed  # loads pyarrow
+    from ..feed.arrow_feed import ArrowFeed  # loads pyarrow
 
     dataset = config.dataset
     assert dataset is not None

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import genlight.adapter
-import genlight.adapter.feed
 import genlight.adapter.helpers
 import genlight.callbacks
 import genlight.callbacks.checkpoint
@@ -21,7 +20,6 @@ import genlight.reporters.uploads
 PACKAGES = (genlight.adapter, genlight.callbacks, genlight.reporters)
 LAZY = (
     *PACKAGES,
-    genlight.adapter.feed,
     genlight.callbacks.checkpoint,
     genlight.reporters.uploads,
 )

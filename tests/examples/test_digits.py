@@ -17,8 +17,8 @@ import torch
 from lightning.pytorch import Trainer
 from PIL import Image
 
+from genlight.adapter import ArrowFeed
 from genlight.adapter.contract.types import StepContext, TrainingJobSpec
-from genlight.adapter.feed import ArrowFeed
 from genlight.adapter.job.config import resolve_run_config
 from genlight.adapter.module.module import ContractModule
 from support.forked import run_forked

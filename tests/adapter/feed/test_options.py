@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from genlight.adapter.feed import ArrowDataModule, ArrowFeed
+from genlight.adapter import ArrowDataModule, ArrowFeed
 
 
 @pytest.mark.parametrize("make", [ArrowDataModule, ArrowFeed])

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from genlight.adapter import ReplayBuffer, ReplayFeed
 from genlight.adapter.contract.exceptions import BrokenCheckpointError, InputError, ReplayWriterError
-from genlight.adapter.feed import ReplayBuffer, ReplayFeed
 from genlight.adapter.feed.replay_buffer import SumTree
 
 ROW = {

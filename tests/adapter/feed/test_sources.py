@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from genlight.adapter import ArrowFeed
 from genlight.adapter.contract.exceptions import InputError
-from genlight.adapter.feed import ArrowFeed, batching
+from genlight.adapter.feed import batching
 from genlight.adapter.feed.files import expand
 
 
@@ -128,7 +129,7 @@ def test_every_value_of_every_type_arrives_whatever_the_row_groups(tmp_path_fact
 
 def test_importing_the_package_loads_neither_torch_nor_lightning_nor_arrow():
     code = (
-        "import sys, genlight.adapter.feed as feed; heavy = {'torch', 'lightning', 'pyarrow'}; "
+        "import sys, genlight.adapter as feed; heavy = {'torch', 'lightning', 'pyarrow'}; "
         "assert not heavy & set(sys.modules); feed.ArrowFeed, feed.ParquetArrowBatchFeeder; "
         "assert not {'torch', 'lightning'} & set(sys.modules)"
     )

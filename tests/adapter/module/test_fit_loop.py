@@ -14,8 +14,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from genlight.adapter import ContractModule, InputError, StepControlHints, StepResult, TrainingJobSpec
-from genlight.adapter.feed import ArrowFeed, MockDataModule
+from genlight.adapter import (
+    ArrowFeed,
+    ContractModule,
+    InputError,
+    MockDataModule,
+    StepControlHints,
+    StepResult,
+    TrainingJobSpec,
+)
 from genlight.adapter.module.loop import ContractFitLoop
 from genlight.callbacks import Checkpoint
 
