@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from .redaction import HIDDEN, without_secrets
 from .text import is_storable
-from .urls import hide_urls, origin_of, url_fault
+from .urls import hide_urls
 
 __all__ = [
     "LARGEST",
@@ -105,10 +105,6 @@ def _is_nonblank(text: str) -> bool:
     return bool(text.strip()) and is_storable(text)
 
 
-def _is_origin(text: str) -> bool:
-    return is_read(origin_of, text if "://" in text else f"https://{text}")
-
-
 def is_read(read: Callable[[str], Any], text: str) -> bool:
     """Whether `read` takes `text`, and raises no ``ValueError``."""
     try:
@@ -118,28 +114,14 @@ def is_read(read: Callable[[str], Any], text: str) -> bool:
     return True
 
 
-_TARGET = re.compile(r"hf://[^/@]+/[^/@]+/?(@.*)?|(?!hf:)[^:/]+://.+")
 LINE = Rule("a string without control characters", is_storable)
 NONBLANK = Rule("a non-empty string", _is_nonblank)
-_TOKEN = Rule(
-    "a string of printable ASCII characters",
-    lambda token: token.isascii() and is_storable(token),
-    secret=True,
-    code="startup.missing_capability_token",
-)
-
 NonBlank: TypeAlias = Annotated[str, NONBLANK]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
 Positive: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST)]
 Seconds: TypeAlias = Annotated[
     float, Meta(ge=0), Rule("a number of seconds >= 0", math.isfinite, code=TIMEOUT, way_out="0 means no limit.")
 ]
-Token: TypeAlias = Annotated[str, _TOKEN]
-Url: TypeAlias = Annotated[str, Rule("an http:// or https:// URL", lambda url: url_fault(url) is None)]
-Target: TypeAlias = Annotated[
-    str, Rule("a URL such as hf://owner/name or s3://bucket/folder", lambda url: _TARGET.fullmatch(url) is not None)
-]
-Origin: TypeAlias = Annotated[str, Rule("origins such as https://hub.example.com, separated by commas", _is_origin)]
 
 
 def shown(block: Any) -> str:
