@@ -135,14 +135,13 @@ class ArrowFeed(FeedOptions):
         if not share.steps:
             needed = f"the {share.step_rows} of a full step (`drop_last` is on)" if self.drop_last else "one a rank"
             raise InputError(f"The data has {order.rows} rows for {self.world_size} ranks, fewer than {needed}.")
-        if self.rank == 0 and not self.drop_last and share.total % share.step_rows:
+        rest = share.total - share.full_steps * share.step_rows
+        if rest and self.rank == 0 and not self.drop_last:
             # Where the batch size that was asked for is not the one that is trained with.
-            rest = share.total - share.full_steps * share.step_rows
             log.log(
                 logging.INFO if share.full_steps else logging.WARNING,
                 f"an epoch of {share.total} rows has {share.full_steps} steps of {share.step_rows} rows; the last "
-                f"{rest} rows make smaller steps, in which some ranks may have a row more, or come first in the next "
-                "epoch where they are too few for the ranks (`drop_last` leaves them out)",
+                f"{rest} rows make smaller steps, or come first in the next epoch where they are too few for the ranks",
             )
         return Layout(order, share)
 

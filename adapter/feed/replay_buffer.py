@@ -292,7 +292,7 @@ class ReplayBuffer:
             most = max(1, MOST_BYTES_OF_FILE // max(1, row_bytes))
             for begin in range(first, self._written, most):
                 end = min(begin + most, self._written)
-                packed = to_safetensors(self._range(begin, end))
+                packed = to_safetensors(self._rows(torch.arange(begin, end, device="cpu")))
                 files.append(_RowFile(begin, end, len(packed), xxhash.xxh3_128_hexdigest(packed)))
                 write_bytes_durably(folder / files[-1].name, packed)
             numbers = (self._oldest, self._written)
@@ -347,9 +347,6 @@ class ReplayBuffer:
 
     def _layout(self) -> dict[str, Any]:
         return {"capacity": self.capacity, "prioritised": self._tree is not None, "columns": _kinds(self._row)}
-
-    def _range(self, first: int, last: int) -> dict[str, Tensor]:
-        return self._rows(torch.arange(first, last, device="cpu"))
 
 
 def _tensors(values: Any) -> dict[str, Tensor]:

@@ -62,8 +62,6 @@ FALSE_WORDS = frozenset({"0", "false", "f", "no", "n", "off", "none"})
 LONGEST_VALUE = 80
 _NUMBER_LIKE = re.compile(r"[-+]?(\d{1,12}(\.\d{0,12})?(e[-+]?\d{1,4})?|nan|inf(inity)?)", re.IGNORECASE)
 
-INVALID, TIMEOUT = "startup.invalid_job_spec", "startup.invalid_timeout"
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -74,7 +72,7 @@ class Rule:
     holds: Callable[[Any], bool] = lambda _: True
     secret: bool = False
     """Whether no message may show the value."""
-    code: str = INVALID
+    code: str = "startup.invalid_job_spec"
     """The startup code of a value that does not hold."""
     way_out: str = ""
     relative: Literal["", "path", "reference"] = ""
@@ -120,7 +118,9 @@ NonBlank: TypeAlias = Annotated[str, NONBLANK]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
 Positive: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST)]
 Seconds: TypeAlias = Annotated[
-    float, Meta(ge=0), Rule("a number of seconds >= 0", math.isfinite, code=TIMEOUT, way_out="0 means no limit.")
+    float,
+    Meta(ge=0),
+    Rule("a number of seconds >= 0", math.isfinite, code="startup.invalid_timeout", way_out="0 means no limit."),
 ]
 
 
@@ -318,12 +318,9 @@ def _rule_of(plain: Any, metas: list[Meta]) -> Rule:
         return Rule(" or ".join([", ".join(choices[:-1]), choices[-1]]))
     words: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", Any: "anything"}
     words |= dict.fromkeys((list, tuple, frozenset, Sequence), "a list")
-    bounds = [text for meta in metas for text in (_bound(">=", meta.ge), _bound(">", meta.gt)) if text]
+    limits = [limit for meta in metas for limit in ((">=", meta.ge), (">", meta.gt))]
+    bounds = [f" {relation} {least}" for relation, least in limits if least is not None]
     return Rule("".join([words.get(typing.get_origin(plain) or plain, "an object"), *dict.fromkeys(bounds)]))
-
-
-def _bound(relation: str, least: float | None) -> str:
-    return "" if least is None else f" {relation} {least}"
 
 
 def _without_none(annotation: Any) -> Any:

@@ -19,7 +19,7 @@ import msgspec
 
 from ...adapter.contract.exceptions import EventLogError
 from ...adapter.plumbing.durable import fsync_directory, write_all
-from ...adapter.plumbing.file_lock import FileLock, LockHeldError, NoLocksError
+from ...adapter.plumbing.file_lock import FileLock, LockHeldError, NoLocksError, holding_process
 
 __all__ = [
     "LONGEST_LINE",
@@ -145,7 +145,8 @@ class LineFile:
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
             self._lock: FileLock | None = FileLock(self.path, flags, 0o644, tries=tries)
         except LockHeldError as error:
-            by = f"process {error.pid}" if error.pid else "another process"
+            pid = holding_process(path)
+            by = f"process {pid}" if pid else "another process"
             raise EventLogError(f"{path} is being written by {by}; stop it, or write to another file") from error
         except OSError as error:
             why = (

@@ -237,7 +237,7 @@ def test_a_save_writes_only_rows_that_are_new(tmp_path):
     last = ReplayBuffer(10_000, ROW)
     last.load(tmp_path / "d")
     assert last.written == 9_100
-    assert torch.equal(last._range(0, 9_100)["reward"], torch.arange(9_100.0))
+    assert torch.equal(last._rows(torch.arange(9_100))["reward"], torch.arange(9_100.0))
 
 
 def test_saving_again_into_one_folder_leaves_only_what_is_needed(tmp_path):
@@ -249,7 +249,7 @@ def test_saving_again_into_one_folder_leaves_only_what_is_needed(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
     again = ReplayBuffer(100, ROW)
     again.load(tmp_path)
-    assert torch.equal(again._range(900, 1000)["reward"], torch.arange(900.0, 1000))
+    assert torch.equal(again._rows(torch.arange(900, 1000))["reward"], torch.arange(900.0, 1000))
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "gone", "meta"])
