@@ -99,10 +99,6 @@ def group(heading: str) -> Meta:
     return Meta(extra={"group": heading})
 
 
-def _is_nonblank(text: str) -> bool:
-    return bool(text.strip()) and is_storable(text)
-
-
 def is_read(read: Callable[[str], Any], text: str) -> bool:
     """Whether `read` takes `text`, and raises no ``ValueError``."""
     try:
@@ -113,15 +109,12 @@ def is_read(read: Callable[[str], Any], text: str) -> bool:
 
 
 LINE = Rule("a string without control characters", is_storable)
-NONBLANK = Rule("a non-empty string", _is_nonblank)
+NONBLANK = Rule("a non-empty string", lambda text: bool(text.strip()) and is_storable(text))
+_SECONDS = Rule("a number of seconds >= 0", math.isfinite, code="startup.invalid_timeout", way_out="0 means no limit.")
 NonBlank: TypeAlias = Annotated[str, NONBLANK]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
 Positive: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST)]
-Seconds: TypeAlias = Annotated[
-    float,
-    Meta(ge=0),
-    Rule("a number of seconds >= 0", math.isfinite, code="startup.invalid_timeout", way_out="0 means no limit."),
-]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0), _SECONDS]
 
 
 def shown(block: Any) -> str:
