@@ -77,16 +77,14 @@ if TYPE_CHECKING:
         TrainingJobSpec as TrainingJobSpec,
         TrainingReporter as TrainingReporter,
     )
-    from .feed import (
+    from .feed.arrow_feed import ArrowFeed as ArrowFeed, ParquetArrowBatchFeeder as ParquetArrowBatchFeeder
+    from .feed.data_module import (
         ArrowDataModule as ArrowDataModule,
-        ArrowFeed as ArrowFeed,
         FunctionDataModule as FunctionDataModule,
-        Minibatches as Minibatches,
-        ParquetArrowBatchFeeder as ParquetArrowBatchFeeder,
-        ReplayBuffer as ReplayBuffer,
-        ReplayFeed as ReplayFeed,
+        MockDataModule as MockDataModule,
     )
-    from .feed.data_module import MockDataModule as MockDataModule
+    from .feed.minibatches import Minibatches as Minibatches
+    from .feed.replay_buffer import ReplayBuffer as ReplayBuffer, ReplayFeed as ReplayFeed
     from .gradients.fsdp.strategy import FSDP2Strategy as FSDP2Strategy
     from .helpers import (
         OptimizerBundle as OptimizerBundle,
@@ -96,7 +94,7 @@ if TYPE_CHECKING:
         seed_everything as seed_everything,
         to_float_scalar as to_float_scalar,
     )
-    from .inputs import load_components as load_components
+    from .helpers.components import load_components as load_components
     from .module.module import ContractModule as ContractModule
     from .module.plugin_loading import load_trainer_plugin as load_trainer_plugin
     from .run.run import (

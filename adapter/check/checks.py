@@ -33,8 +33,8 @@ from ..discovery.rank_local import rank_local_of
 from ..module.module import ContractModule
 from ..module.plugin_loading import HOOK_ARGUMENTS, misspelled_hooks, optional_hook, signature_faults
 from ..plumbing.counted_dict import CountedDict
-from ..plumbing.finding import Finding, Level
 from .batches import halves
+from .finding import Finding, Level
 from .isolation import quiet, where_raised
 from .ranks import REFUSED, SHARDED, RanksError, train_on_ranks
 from .snapshot import Snapshot, compare_snapshots, flatten, live_weights

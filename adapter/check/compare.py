@@ -6,6 +6,7 @@ is then compared with it, step by step, or update by update where there is a fun
 
 from __future__ import annotations
 
+import gc
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from typing import Any, Final
 
 import lightning.pytorch as pl
 import msgspec
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -24,12 +26,12 @@ from ..contract.exceptions import ContractError, InputError
 from ..contract.types import StepContext
 from ..discovery.discover import Discovered, Found
 from ..feed.arrow_feed import imported
-from ..inputs import materialize_inputs
+from ..inputs.materialize import materialize_inputs
 from ..job.config import RunConfig
 from ..job.lightning_objects import instantiate_alone, make_data
 from ..module.module import ContractModule
 from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path
-from ..plumbing.devices import release_memory
+from ..plumbing.devices import accelerator
 from .batches import NO_DATA, job_batches
 from .isolation import quiet, seeded
 from .plain_loop import another_trainer, plain_context, plain_steps
@@ -261,7 +263,9 @@ def compare_job(
             else:
                 _record_function(function, replace(ctx, dataset=batches), steps, comparison.recording)
             del plugin, ctx, batches
-        release_memory()  # the training that follows needs it
+        if (device := accelerator()) is not None:  # the training that follows needs the memory
+            gc.collect()
+            getattr(torch.get_device_module(device), "empty_cache", lambda: None)()
         module = ContractModule(make_trainer(target), config.job, model_handles=handles)
         if function is None:
             callbacks_of(trainer).append(step_comparison(steps, comparison, stops=True))

@@ -15,9 +15,9 @@ from ..contract.exceptions import InputError
 from ..job.config import RunConfig
 from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path
 from ..plumbing.devices import isolated_random_numbers
-from ..plumbing.finding import Finding, Level
 from ..plumbing.redaction import text_of
 from .batches import job_batches
+from .finding import Finding, Level
 from .isolation import quiet, where_raised
 from .plain_loop import PlainLoop, plain_context
 from .snapshot import live_weights

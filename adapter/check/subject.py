@@ -16,9 +16,9 @@ from typing_extensions import override
 
 from ...callbacks.checkpoint import Checkpoint
 from ...callbacks.hook.hook import Hook
-from .. import feed
 from ..contract.types import TrainerPlugin, TrainingJobSpec
 from ..discovery.discover import Discovered
+from ..feed.data_module import MockDataModule
 from ..module.module import ContractModule
 from ..module.plugin_loading import load_trainer_plugin
 from .isolation import quiet, seeded, turn_off_dropout
@@ -155,6 +155,6 @@ class Subject:
                 use_distributed_sampler=False,
                 limit_val_batches=0,
             )
-            data = feed.MockDataModule(list(batches)) if batches else None
+            data = MockDataModule(list(batches)) if batches else None
             trainer.fit(module, datamodule=data, ckpt_path=None if resume_from is None else str(resume_from))
         return watched

@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from ..check.finding import Level
 from ..contract.exceptions import ContractError
-from ..plumbing.finding import Level
 from .parser import add_json, add_overrides, at_least
 from .terminal import complain, say_finding, say_json
 

@@ -20,6 +20,7 @@ import msgspec
 
 from ...callbacks.stop.sources import cancel_file_is_set
 from ...reporters.uploads.destinations import target_fault
+from ..check.finding import Finding, Level
 from ..contract.exceptions import InputError, StartupContractError
 from ..inputs.materialize import named_inputs
 from ..inputs.refs import Kind, checked_ref, parquet_files
@@ -27,7 +28,6 @@ from ..job.config import RunConfig, read_run_config
 from ..job.sources import ConfigErrors
 from ..job.spec import all_keys
 from ..module.plugin_loading import misspelled_hooks, on_sys_path
-from ..plumbing.finding import Finding, Level
 from ..plumbing.redaction import redact, without_secrets
 from ..plumbing.text import size_text
 from ..plumbing.urls import has_scheme, safe_url
@@ -153,7 +153,7 @@ def _stop(config: RunConfig) -> Outcomes:
 
 def _dataset(config: RunConfig) -> Outcomes:
     """The Parquet files on this machine, opened as a run opens them."""
-    from ..feed import ArrowFeed  # loads pyarrow
+    from ..feed.arrow_feed import ArrowFeed  # loads pyarrow
 
     dataset = config.dataset
     assert dataset is not None

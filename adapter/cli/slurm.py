@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from ..cluster.batch_script import GPUS, BatchScript
 from ..cluster.job_context import JobContext
-from ..job.config import resolve_run_config
+from ..job.config import RunConfig, resolve_run_config
 from ..plumbing.durable import write_bytes_durably
 from ..plumbing.safe_open import PRIVATE_FILE, make_directory
 from ..runner.contexts import CompletedContext, emit
@@ -28,8 +28,34 @@ from .terminal import complain, say
 
 __all__ = ["add_arguments", "run"]
 
-_OF_THE_SCRIPT = ("nodes", "gpus_per_node", "cpus_per_task", "grace_s", "set_up", "container", "mounts", "extra")
-"""Arguments that are passed to the script unchanged."""
+_GPUS = re.compile(r"(?:[\w.-]+:)?(?P<count>[1-9]\d{0,3})", re.ASCII)
+"""GPUs of a node, with their type where the cluster has several."""
+_OPTION = re.compile(r"[a-z][a-z-]*(=[!-~]+)?")
+SRUN_WAIT_S = 600
+"""How long after the first task has ended srun ends the others; ranks that lose one end by themselves, and rank 0 stays
+to report and to upload."""
+_RUN = """\
+trap : TERM USR1  # the signals are for the tasks; this script waits for them
+{set_up}
+export TRAINER_STOP_GRACE_SECONDS={grace_s}
+if [ -z "${{SLURM_JOB_END_TIME:-}}" ]; then  # before Slurm 23
+  end=$(squeue --noheader --job "$SLURM_JOB_ID" --format %e | grep --max-count 1 T)
+  [ -n "$end" ] && export SLURM_JOB_END_TIME=$(date --date "$end" +%s)
+fi
+events={events}
+saved() {{ grep -s '"event":"checkpoint"' "$events" | wc -l; }}
+before=$(saved) again=no
+
+{srun} \\
+  {run}
+code=$?
+"""
+_REQUEUE = """\
+[ $code -eq 75 ] && tail -n 1 "$events" | grep -Eq '"category":"({reasons})"' && again=yes  # stopped, and can go on
+[ $code -ge 128 ] && [ "$(saved)" -gt "$before" ] && again=yes  # a task was killed: its node died, say
+[ $again = yes ] && scontrol requeue "$SLURM_JOB_ID"
+"""
+_END = "exit $code  # 75: with RequeueExit=75 in slurm.conf the job is requeued without scontrol, too\n"
 WAIT_POLL_S = 2.0
 _STATE = re.compile(r".*?\bJobState=(?P<state>[A-Z_]+).*?\bExitCode=(?P<code>\d+):(?P<signal>\d+)", re.DOTALL)
 _ENDED = (
@@ -82,49 +108,102 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.action == "wait":
             return _wait(args.path, args.callbacks_file)
-        script = _batch_script(args)
+        config = _config(args)
+        script = _script(args, config)
     except ValueError as error:
         raise UsageError(str(error)) from None
     if args.action == "submit":
-        return _submit(script)
-    sys.stdout.write(script.text())
+        return _submit(script, config.artifacts_dir)
+    sys.stdout.write(script)
     return 0
 
 
-def _batch_script(args: argparse.Namespace) -> BatchScript:
+def _config(args: argparse.Namespace) -> RunConfig:
+    """The job, where a script can run it.
+
+    Raises:
+        StartupContractError: The job cannot be used.
+        UsageError: Arguments cannot stand in a directive, or one needs another; every fault is listed. Numbers are for
+            sbatch to judge.
+    """
+    faults = [
+        f"Invalid option of sbatch. Expected NAME=VALUE or NAME without blanks, but received {text!r}."
+        for text in args.extra
+        if not _OPTION.fullmatch(text)
+    ]
+    if args.gpus_per_node is not None and not _GPUS.fullmatch(args.gpus_per_node):
+        given = args.gpus_per_node
+        faults.append(f"Invalid `--gpus-per-node`. Expected a number such as 8 or h100:8, but received {given!r}.")
+    if args.mounts and args.container is None:
+        faults.append("`--mount` has no effect without `--container`.")
+    if faults:
+        raise UsageError("\n".join(faults))
     config = resolve_run_config(spec_path=args.path, overrides=args.set)
     if config.capability_token is not None and config.source_of("capability_token") == "--set":
         raise UsageError("the script would show the token; set TRAINER_CAPABILITY_TOKEN in the environment instead")
-    requeues = not args.no_requeue
-    if requeues and (config.resume_checkpoint_path or config.inputs.resume_checkpoint_ref):
+    if not args.no_requeue and (config.resume_checkpoint_path or config.inputs.resume_checkpoint_ref):
         raise UsageError(
             "the job names a checkpoint to resume from, and every start of a requeued job would begin there anew; "
             "leave it out, or give --no-requeue"
         )
+    return config
+
+
+def _script(args: argparse.Namespace, config: RunConfig) -> str:
+    """The sbatch script of a job: one srun, and a requeue where the run was stopped and can go on."""
     has_own_limit = config.max_runtime_seconds > 0  # which a requeue would not keep
-    gpus = GPUS.fullmatch(args.gpus_per_node or "")  # a text that does not match is refused by the script
-    tasks = args.tasks_per_node
     # This installation's own command, which the nodes are taken to share where nothing prepares another one.
     program = Path(sys.prefix) / "bin" / "genlight"
     is_shared = program.exists() and not args.container and not args.set_up
-    return BatchScript(
-        name=re.sub(r"[^\w.-]", "-", config.run_id, flags=re.ASCII),
-        job=config.spec_path,
-        artifacts=config.artifacts_dir,
-        events=config.events_path,
-        tasks_per_node=(1 if gpus is None else int(gpus["count"])) if tasks is None else tasks,
-        requeues=requeues,
-        requeue_after=("preempted",) if has_own_limit else ("preempted", "timeout"),
-        program=str(program) if is_shared else "genlight",
-        overrides=args.set,
-        **{name: getattr(args, name) for name in _OF_THE_SCRIPT},
+    settings = ("resume_from_latest=true", *args.set, f"artifacts_dir={config.artifacts_dir}")
+    words = [str(program) if is_shared else "genlight", "run", str(config.spec_path)]
+    words += [word for each in settings for word in ("--set", each)]
+    srun = ["srun", "--kill-on-bad-exit=0", f"--wait={SRUN_WAIT_S}"]
+    if args.cpus_per_task is not None:
+        srun.append(f"--cpus-per-task={args.cpus_per_task}")  # which srun does not take from sbatch
+    if args.container is not None:
+        srun.append(f"--container-image={shlex.quote(args.container)}")
+        srun += [f"--container-mounts={shlex.quote(','.join(args.mounts))}"] if args.mounts else []
+    filled = (_RUN + ("" if args.no_requeue else _REQUEUE)).format(
+        set_up="\n".join(args.set_up),
+        grace_s=args.grace_s,
+        events=shlex.quote(str(config.events_path)),
+        srun=" ".join(srun),
+        run=shlex.join(words),
+        reasons="preempted" if has_own_limit else "preempted|timeout",
     )
+    return "\n".join([*_directives(args, config), "", filled]) + _END
 
 
-def _submit(script: BatchScript) -> int:
-    make_directory(script.artifacts)
-    path = script.artifacts / "slurm_job.sh"
-    write_bytes_durably(path, script.text().encode(), mode=PRIVATE_FILE)
+def _directives(args: argparse.Namespace, config: RunConfig) -> list[str]:
+    name = re.sub(r"[^\w.-]", "-", config.run_id, flags=re.ASCII)
+    gpus = _GPUS.fullmatch(args.gpus_per_node or "")
+    tasks = 1 if gpus is None else int(gpus["count"])
+    options = {
+        "job-name": name,
+        "nodes": args.nodes,
+        "ntasks-per-node": tasks if args.tasks_per_node is None else args.tasks_per_node,
+        "gpus-per-node": args.gpus_per_node,
+        "cpus-per-task": args.cpus_per_task,
+        "output": config.spec_path.parent / f"{name}-%j.out",
+        "open-mode": "append",
+        "signal": f"TERM@{args.grace_s}",
+    }
+    given = [f"#SBATCH --{option}={_directive(value)}" for option, value in options.items() if value is not None]
+    requeue = "#SBATCH --no-requeue" if args.no_requeue else "#SBATCH --requeue"
+    # The user's own come last, and win.
+    return ["#!/bin/bash", *given, requeue, *(f"#SBATCH --{option}" for option in args.extra)]
+
+
+def _directive(value: object) -> str:
+    text = str(value)
+    return f'"{text}"' if " " in text else text
+
+
+def _submit(script: str, artifacts: Path) -> int:
+    make_directory(artifacts)
+    path = artifacts / "slurm_job.sh"
+    write_bytes_durably(path, script.encode(), mode=PRIVATE_FILE)
     done = _slurm("sbatch", "--parsable", str(path))
     if done.returncode:
         return complain("slurm", done.stderr.strip(), 1)

@@ -21,10 +21,10 @@ from typing import Any, TextIO
 
 from typing_extensions import Buffer, override
 
+from ..check.finding import Finding, Level
 from ..plumbing.failures import EXIT_STARTUP
-from ..plumbing.finding import Finding, Level
 from ..plumbing.redaction import redact
-from ..plumbing.text import printable
+from ..plumbing.text import printable, shortened
 
 __all__ = [
     "VisibleFormatter",
@@ -76,7 +76,7 @@ def say_json(objects: Iterable[Any]) -> None:
 def brief(value: object, most: int = 100) -> str:
     """A value in one line of at most `most` characters."""
     text = printable(value if isinstance(value, str) else json.dumps(value, default=dict))
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    return shortened(text, most)
 
 
 def aligned(rows: Iterable[Sequence[object]]) -> list[str]:

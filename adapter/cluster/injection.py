@@ -23,7 +23,8 @@ def bind_job_context(
     """The arguments with which to call `function`: those given, and the context for each parameter that asks for it.
 
     A parameter asks for it by the annotation `JobContext`, also within ``Optional`` or a union, or by the name ``job``.
-    What the caller or a ``functools.partial`` gives stays. Partial objects, ``__wrapped__``
+    What the caller or a ``functools.partial`` gives stays; so does a positional-only parameter behind one that was not
+    given. Partial objects, ``__wrapped__``
     and methods are looked through. A call that cannot be bound is left as it is, and fails in the words of Python.
     """
     given, named = tuple(args), dict(kwargs)
@@ -42,9 +43,6 @@ def bind_job_context(
             given = (*given, context)
         elif parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
             named[name] = context
-        else:  # the parameters before it have defaults, or Python refuses the call
-            before = [each.default for each in list(parameters.values())[len(given) : place]]
-            given = given if inspect.Parameter.empty in before else (*given, *before, context)
     return given, named
 
 

@@ -65,12 +65,7 @@ class JobContext:
 
         Args:
             master_port: Instead of the port of this context.
-
-        Raises:
-            ValueError: It is not a port.
         """
-        if master_port is not None and not 0 < master_port < 65_536:
-            raise ValueError(f"Invalid `master_port`. Expected a number from 1 to 65535, but received {master_port}.")
         values = {
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": self.master_port if master_port is None else master_port,

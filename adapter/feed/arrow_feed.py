@@ -68,12 +68,6 @@ class ArrowFeed(FeedOptions):
         self._refuse_out_of_range()
         self.columns = None if self.columns is None else tuple(self.columns)
         self._collate = _collate_function(self.collate)
-        runs_users_code = not self.workers and getattr(self._collate, "__module__", "") != f"{__package__}.collate"
-        if self.copy_ahead and (self._collate is None or runs_users_code):
-            raise ValueError(
-                "Invalid `copy_ahead`. It needs batches of tensors made without code of yours in this process: "
-                "`collate` 'torch', or any `collate` with `workers`."
-            )
         self._position: Position | None = None
         """Where the pass began that was begun last, or where the next one begins."""
         self._step = 0
@@ -141,14 +135,13 @@ class ArrowFeed(FeedOptions):
         if not share.steps:
             needed = f"the {share.step_rows} of a full step (`drop_last` is on)" if self.drop_last else "one a rank"
             raise InputError(f"The data has {order.rows} rows for {self.world_size} ranks, fewer than {needed}.")
-        if self.rank == 0 and not self.drop_last and share.total % share.step_rows:
+        rest = share.total - share.full_steps * share.step_rows
+        if rest and self.rank == 0 and not self.drop_last:
             # Where the batch size that was asked for is not the one that is trained with.
-            rest = share.total - share.full_steps * share.step_rows
             log.log(
                 logging.INFO if share.full_steps else logging.WARNING,
                 f"an epoch of {share.total} rows has {share.full_steps} steps of {share.step_rows} rows; the last "
-                f"{rest} rows make smaller steps, in which some ranks may have a row more, or come first in the next "
-                "epoch where they are too few for the ranks (`drop_last` leaves them out)",
+                f"{rest} rows make smaller steps, or come first in the next epoch where they are too few for the ranks",
             )
         return Layout(order, share)
 
@@ -255,14 +248,12 @@ class ArrowFeed(FeedOptions):
             yield item
 
     def _for_device(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches as an accelerator takes them best; record batches, and those of a host alone, as they are."""
-        if self._collate is None or not (self.copy_ahead or self.pin_memory is not False):
+        """The batches in pinned memory; record batches, and by default those of a host alone, as they are."""
+        if self._collate is None or self.pin_memory is False:
             return batches
         from ..plumbing.devices import accelerator
-        from .to_device import copied_ahead, pinned
+        from .collate import pinned
 
-        if self.copy_ahead:
-            return copied_ahead(batches)
         return map(pinned, batches) if self.pin_memory or accelerator() is not None else batches
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from pyarrow import fs
 
 from ..contract.exceptions import InputError
 from ..plumbing.text import HUB_LOGIN, closest
-from ..plumbing.urls import path_of_url
+from ..plumbing.urls import PATTERN_CHARACTERS, path_of_url
 
 __all__ = ["DataFile", "PathLike", "expand"]
 
@@ -30,7 +30,6 @@ PathLike: TypeAlias = str | os.PathLike[str]
 
 DATA_SUFFIXES = (".parquet", ".parq")
 _ARROW_SCHEMES = ("s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss")
-_PATTERN = frozenset("*?[")
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def expand(paths: PathLike | Iterable[PathLike], *, filesystem: Any = None) -> l
 def _expand_one(name: str, filesystem: Any) -> list[DataFile]:
     with _naming(name):
         system, path = _locate(name, filesystem)
-        if _PATTERN & set(path) and system.get_file_info(path).type == fs.FileType.NotFound:
+        if set(PATTERN_CHARACTERS) & set(path) and system.get_file_info(path).type == fs.FileType.NotFound:
             matches = _matches(system, path)
             found = [p for match, folder in matches for p in (_data_in(system, match) if folder else [match])]
         elif system.get_file_info(path).type == fs.FileType.Directory:

@@ -32,6 +32,7 @@ from ...callbacks.checkpoint.rank_state import capture_rng, restore_rng
 from ..contract.exceptions import InputError
 from ..contract.types import StepContext
 from ..plumbing.devices import isolated_random_numbers
+from ..plumbing.text import shortened
 from .arrow_feed import ArrowFeed
 from .batching import Spec
 from .position import Position
@@ -107,8 +108,8 @@ def feed_of(function: Callable[..., Any], ctx: StepContext, options: Mapping[str
         return given
     if is_batch or not (hasattr(given, "__iter__") or callable(given)):
         raise InputError(
-            f"The data function `{name}` returned {given!r:.100}, a {type(given).__name__}. Return what gives "
-            "batches: a dataset, a DataLoader, an iterable, or a function that returns the next one."
+            f"The data function `{name}` returned {shortened(repr(given), 100)}, a {type(given).__name__}. Return what "
+            "gives batches: a dataset, a DataLoader, an iterable, or a function that returns the next one."
         )
     if ctx.world_size > 1 and hasattr(given, "__iter__") and "ctx" not in inspect.signature(function).parameters:
         raise InputError(

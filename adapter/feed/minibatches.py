@@ -54,19 +54,11 @@ class Minibatches:
 
     def rest_of_pass(self, first: int) -> Iterator[dict[str, Tensor]]:
         """The minibatches from number `first` of the pass whose `order` was drawn last."""
-        order, device = self.order, None
+        order, devices = self.order, {column.device for column in self.columns.values()}
         for index in range(first, len(self)):
             rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
-            if order is None:
-                yield {name: column[rows] for name, column in self.columns.items()}
-                continue
-            minibatch, picked = {}, order[rows]
-            for name, column in self.columns.items():
-                if column.device != device:
-                    device = column.device
-                    picked = order[rows].to(device)
-                minibatch[name] = column[picked]
-            yield minibatch
+            picked = {device: rows if order is None else order[rows].to(device) for device in devices}
+            yield {name: column[picked[column.device]] for name, column in self.columns.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Columns, order of the pass and arguments, for `from_state_dict`."""

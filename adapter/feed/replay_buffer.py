@@ -25,6 +25,7 @@ from torch import Tensor
 from ..contract.exceptions import BrokenCheckpointError, InputError, ReplayWriterError
 from ..plumbing.durable import write_bytes_durably
 from ..plumbing.safe_open import read_regular
+from ..plumbing.text import shortened
 
 __all__ = ["ReplayBuffer", "ReplayFeed", "SumTree"]
 
@@ -164,12 +165,9 @@ class ReplayBuffer:
             places = np.arange(self._written, self._written + count) % self.capacity
             # Before a row of it is touched: what an interrupt leaves half written is no longer a row of the buffer.
             self._oldest = max(self._oldest, self._written + count - self.capacity)
-            try:
-                self._put(given, self._written, count)
-            except BaseException:
-                if self._tree is not None:
-                    self._tree.set(places, 0.0)
-                raise
+            if self._tree is not None:
+                self._tree.set(places, 0.0)
+            self._put(given, self._written, count)
             if self._tree is not None:
                 self._tree.set(places, self._largest_priority)
             self._written += count
@@ -294,7 +292,7 @@ class ReplayBuffer:
             most = max(1, MOST_BYTES_OF_FILE // max(1, row_bytes))
             for begin in range(first, self._written, most):
                 end = min(begin + most, self._written)
-                packed = to_safetensors(self._range(begin, end))
+                packed = to_safetensors(self._rows(torch.arange(begin, end, device="cpu")))
                 files.append(_RowFile(begin, end, len(packed), xxhash.xxh3_128_hexdigest(packed)))
                 write_bytes_durably(folder / files[-1].name, packed)
             numbers = (self._oldest, self._written)
@@ -319,19 +317,13 @@ class ReplayBuffer:
         Raises:
             FileNotFoundError: There is nothing of `save` in `folder`.
             BrokenCheckpointError: It is not whole; the buffer is empty then.
-            ValueError: It is of a buffer with other arguments; names every difference, and nothing was changed.
+            ValueError: It is of a buffer with other arguments; names both, and nothing was changed.
         """
         folder = Path(folder)
         with self._changed:
             saved, priorities, generator = _read_meta(folder / META, limit=8 * self.capacity + MOST_BYTES_OF_META)
-            layout = self._layout()
-            differ = [
-                f"{name} {saved.layout.get(name)}, not {layout[name]}"
-                for name in layout
-                if saved.layout.get(name) != layout[name]
-            ]
-            if differ:
-                raise ValueError(f"the replay buffer in {folder} has {'; '.join(differ)}")
+            if saved.layout != self._layout():
+                raise ValueError(f"the replay buffer in {folder} has {saved.layout}, and this one {self._layout()}")
             self._saved.forget()
             self._written = self._oldest = 0
             reached = saved.oldest
@@ -356,14 +348,11 @@ class ReplayBuffer:
     def _layout(self) -> dict[str, Any]:
         return {"capacity": self.capacity, "prioritised": self._tree is not None, "columns": _kinds(self._row)}
 
-    def _range(self, first: int, last: int) -> dict[str, Tensor]:
-        return self._rows(torch.arange(first, last, device="cpu"))
-
 
 def _tensors(values: Any) -> dict[str, Tensor]:
     """Columns as tensors that keep no graph of what they were computed from."""
     if not isinstance(values, Mapping) or not values:
-        raise ValueError(f"ReplayBuffer: expected rows by column, but received {values!r:.200}")
+        raise ValueError(f"ReplayBuffer: expected rows by column, but received {shortened(repr(values), 200)}")
     tensors = {}
     for name, value in values.items():
         try:

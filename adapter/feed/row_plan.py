@@ -20,10 +20,9 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-__all__ = ["SHARD_MODES", "Share", "Shard", "Span"]
+__all__ = ["Share", "Shard", "Span"]
 
 Shard: TypeAlias = Literal["rows", "row_groups"]
-SHARD_MODES: tuple[Shard, ...] = ("rows", "row_groups")
 
 Span: TypeAlias = tuple[int, int, int]
 """Epoch, first row and end (exclusive) in the order of that epoch."""

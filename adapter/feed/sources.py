@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from ..contract.exceptions import InputError
+from ..plumbing.text import shortened
 from .files import DataFile, expand
 from .schema import conform, project
 
@@ -296,8 +297,8 @@ def _items(given: Any) -> list[Any]:
         kind = _TABLES if isinstance(items[0] if items else item, _TABLES) else _PATHS
         if not isinstance(item, kind):
             raise TypeError(
-                "Invalid `source`. Expected paths or URLs, Arrow tables or record batches, or a data frame, but "
-                f"received {item!r:.200}{' among others' if items else ''}. A Hugging Face dataset is given as "
+                "Invalid `source`. Expected paths, URLs, Arrow tables, record batches or a data frame, but received "
+                f"{shortened(repr(item), 200)}{' among others' if items else ''}. A Hugging Face dataset is given as "
                 "`dataset.with_format('arrow')[:]`; ready-made batches are given to the Trainer as they are."
             )
         items.append(item)

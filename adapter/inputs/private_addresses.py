@@ -66,8 +66,7 @@ class AddressGuard:
         self._check_host(urlsplit(url).hostname or "")
 
     def _before_request(self, request: httpx2.Request) -> None:
-        host, other = request.url.host, request.extensions.get("trace")
-        goes_through_proxy = False
+        host, goes_through_proxy = request.url.host, False
 
         def trace(event: str, info: dict[str, Any]) -> None:
             nonlocal goes_through_proxy
@@ -84,8 +83,6 @@ class AddressGuard:
                 except InputError:
                     stream.close()
                     raise
-            if other is not None:
-                other(event, info)
 
         request.extensions = {**request.extensions, "trace": trace}
 

@@ -180,10 +180,11 @@ def fetch_from_hub(kind: Kind, ref: HubRef, transport: Transport) -> Path:
         name = ref.path.rstrip("/").removesuffix(".json") if kind == "checkpoint" else ref.path.rstrip("/")
         patterns = [ref.path, f"{name}/*", *([f"{name}.json", f"{name}~1/*"] if kind == "checkpoint" else [])]
     repository = "dataset" if kind == "dataset" else "model"
+    retry = transport.retry
     try:
-        folder = with_retries(lambda: _snapshot(ref, repository, patterns), transport.retry, transport.tracker.wait)
+        folder = with_retries(lambda: _snapshot(ref, repository, patterns), retry, transport.tracker.wait)
     except TransientError as error:
-        raise InputError(f"{ref.label} cannot be fetched: {error}, after {error.failures} attempts.") from None
+        raise InputError(f"{ref.label} cannot be fetched: {error}, after {retry.attempts} attempts.") from None
     transport.tracker.finish(ref.label, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
     return folder
 

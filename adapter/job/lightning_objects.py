@@ -15,7 +15,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from ... import callbacks as genlight_callbacks
 from ...reporters.events.event_logger import EventLogger
-from .. import feed
 from ..cluster.placement import placed_by_launcher
 from ..contract.exceptions import StartupContractError
 from ..plumbing.redaction import text_of
@@ -93,9 +92,11 @@ def make_data(config: RunConfig, parquet_paths: Sequence[str] = ()) -> pl.Lightn
         StartupContractError: ``startup.invalid_job_spec``: `dataset` has options that cannot be used, such as a
             `collate` that cannot be imported.
     """
+    from ..feed import data_module  # loads pyarrow
+
     dataset = config.dataset
     if config.mock_batches is not None:
-        return feed.MockDataModule(batches=list(config.mock_batches))
+        return data_module.MockDataModule(batches=list(config.mock_batches))
     if dataset is None:
         return None
     with _errors_of("The data"):
@@ -103,9 +104,9 @@ def make_data(config: RunConfig, parquet_paths: Sequence[str] = ()) -> pl.Lightn
         defaults = msgspec.to_builtins(DatasetSpec(parquet_paths=dataset.parquet_paths, epochs=dataset.epochs))
         changed = {name: value for name, value in msgspec.to_builtins(dataset).items() if value != defaults[name]}
         if config.data is not None:
-            return feed.FunctionDataModule(function=config.data, **changed)
+            return data_module.FunctionDataModule(function=config.data, **changed)
         paths = list(parquet_paths or dataset.parquet_paths)
-        return feed.ArrowDataModule(parquet_paths=paths, **changed) if paths else None
+        return data_module.ArrowDataModule(parquet_paths=paths, **changed) if paths else None
 
 
 def instantiate(

@@ -8,8 +8,13 @@ below, by `keys_of`.
 
 from __future__ import annotations
 
+import ipaddress
+import math
+import os
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -20,31 +25,23 @@ from ...reporters.uploads.config import CapabilityToken, Deadline, FileStore, To
 from ..contract.types import TRAINER_API_VERSION
 from ..feed.options import FeedOptions
 from ..plumbing.settings import (
-    ArtifactPath,
+    LINE,
+    NONBLANK,
     Block,
-    Collate,
     Count,
-    DataPath,
-    FilePath,
-    Function,
-    Host,
-    ImportPath,
     Key,
-    Minutes,
     NonBlank,
-    NonBlankReference,
     Positive,
-    Prose,
-    Reference,
     Rule,
     Seconds,
-    Text,
     alias,
     example,
+    is_read,
     keys_of,
     shown,
     variable,
 )
+from ..plumbing.text import is_storable, is_utf8
 
 __all__ = [
     "CheckpointsSpec",
@@ -60,6 +57,36 @@ __all__ = [
     "keys_at",
 ]
 
+_HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,252}[a-z0-9_])?", re.IGNORECASE)
+
+
+def _is_path(text: str) -> bool:
+    """Whether the system can encode it, whatever its bytes are, and it has no control characters."""
+    return is_read(os.fsencode, text) and all(ord(character) >= 32 for character in text)
+
+
+def _is_host(text: str) -> bool:
+    """Whether `text` is a host name, an address, a network, or a star for all."""
+    is_name = text == "*" or _HOST_NAME.fullmatch(text) is not None
+    return is_name or is_read(partial(ipaddress.ip_network, strict=False), text)
+
+
+_PATH = Rule("a string without control characters", _is_path, relative="path")
+
+Text: TypeAlias = Annotated[str, LINE]
+Prose: TypeAlias = Annotated[str, Rule("a string", is_utf8)]
+ImportPath: TypeAlias = Annotated[str, replace(LINE, code="startup.missing_trainer_import")]
+DataPath: TypeAlias = Annotated[str, replace(NONBLANK, relative="path")]
+Reference: TypeAlias = Annotated[str, replace(LINE, relative="reference")]
+NonBlankReference: TypeAlias = Annotated[str, replace(NONBLANK, relative="reference")]
+FilePath: TypeAlias = Annotated[Path, _PATH]
+ArtifactPath: TypeAlias = Annotated[Path, replace(_PATH, code="startup.invalid_artifact_paths")]
+Minutes: TypeAlias = Annotated[float, Meta(ge=0), Rule("a number of minutes >= 0", math.isfinite)]
+Host: TypeAlias = Annotated[str, Rule("host names, addresses or networks, separated by commas, or *", _is_host)]
+Collate: TypeAlias = Annotated[
+    str, Meta(pattern=r"^(torch|[^:\s]+:[^:\s]+)$"), Rule('"torch" or "module:function"', is_storable)
+]
+Function: TypeAlias = Annotated[str, Meta(pattern=r"^[^:\s]+:[^:\s]+$"), Rule('"module:function"', is_storable)]
 Version: TypeAlias = Annotated[
     str, Rule(f'"{TRAINER_API_VERSION}"', lambda version: version in ("", TRAINER_API_VERSION))
 ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -25,9 +24,7 @@ __all__ = [
     "gather_results",
     "host_group",
     "isolated_random_numbers",
-    "memory_of",
     "random_states",
-    "release_memory",
     "restore_random_states",
 ]
 
@@ -148,19 +145,3 @@ def gather_results(
     if failure is not None:
         raise failure
     return gathered
-
-
-def release_memory() -> None:
-    """Give memory back that nothing refers to any more, so that another program can have it."""
-    device = accelerator()
-    if device is not None:
-        gc.collect()
-        getattr(torch.get_device_module(device), "empty_cache", lambda: None)()
-
-
-def memory_of(device: torch.device) -> tuple[int, int] | None:
-    """Bytes that tensors on `device` take, and the most that they took; None where the device does not count them."""
-    module: Any = torch.get_device_module(device)
-    if device.type == "cpu" or not hasattr(module, "max_memory_allocated"):
-        return None
-    return int(module.memory_allocated(device)), int(module.max_memory_allocated(device))

@@ -7,7 +7,6 @@ syncs it may become durable before the bytes it names.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import secrets
@@ -25,13 +24,6 @@ __all__ = [
 
 TEMPORARY_PREFIX = ".tmp-"
 """Start of every temporary name, so that debris of a killed process can be distinguished from data and removed."""
-
-
-_SYNC_FILE_RANGE_WRITE = 2
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
-"""Linux has it, and Python has no name for it."""
-if _sync_file_range is not None:
-    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 def temporary_name(name: str) -> str:
@@ -63,10 +55,10 @@ def fsync_file(path: str | os.PathLike[str]) -> None:
 def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
     """Have the disk begin with bytes that were written, so that a later ``fsync`` is short. A hint, and no promise.
 
-    An error of the disk is reported by that ``fsync``. Does nothing where the system has no such call.
+    Linux starts to write dirty pages that are called unneeded, and keeps them until they are written. An error of the
+    disk is reported by that ``fsync``.
     """
-    if _sync_file_range is not None:
-        _sync_file_range(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
+    os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,6 +24,7 @@ from ..contract.exceptions import (
     UploadError,
 )
 from .redaction import hide_environment, text_of
+from .text import shortened
 
 __all__ = [
     "EXIT_COMPLETED",
@@ -38,12 +38,8 @@ __all__ = [
     "failure_category",
     "modules_of",
     "safe_text",
-    "stop_before",
-    "stop_behind_lost_worker",
     "stop_reason",
 ]
-
-log = logging.getLogger(__name__)
 
 EXIT_COMPLETED: Final = 0
 EXIT_FAILED: Final = 1
@@ -114,7 +110,7 @@ def safe_text(
         text = "; ".join(line.removeprefix("- ") for line in lines)
     else:
         text = ": ".join([type(error).__name__, *lines[:1]])
-    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 3]}..."
+    return shortened(text, _LONGEST_TEXT)
 
 
 def failure_category(error: BaseException) -> FailureCategory | None:
@@ -138,20 +134,6 @@ def stop_reason(error: BaseException) -> StopReason | None:
     if lightning is not None and isinstance(error, lightning.SIGTERMException):
         return "preempted"
     return "canceled" if isinstance(error, KeyboardInterrupt) else None
-
-
-def stop_behind_lost_worker(error: BaseException, reason: StopReason | None) -> TrainingCanceled | None:
-    """The stop for `reason` whose signal ended a data worker before the step was done, and says so; None otherwise."""
-    # Torch says in words alone that its loader lost a worker.
-    if reason is None or not any("DataLoader worker (pid" in text_of(part) for part in causes_of(error)):
-        return None
-    log.warning("the stop signal ended a data worker first, so no checkpoint of this step was saved")
-    return TrainingCanceled(reason)
-
-
-def stop_before(error: BaseException) -> TrainingCanceled | None:
-    """The stop during whose handling a failure arose; None where there is none."""
-    return next((part for part in causes_of(error) if isinstance(part, TrainingCanceled)), None)
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:

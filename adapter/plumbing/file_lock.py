@@ -29,12 +29,7 @@ PAUSE_S = 0.05
 
 
 class LockHeldError(OSError):
-    """Another holder, of this process or another, has the lock."""
-
-    @property
-    def pid(self) -> int | None:
-        """The process that holds it; None where the kernel does not say, or it has let go."""
-        return holding_process(self.filename)
+    """Another holder, of this process or another, has the lock; `holding_process` may tell which."""
 
 
 class NoLocksError(OSError):

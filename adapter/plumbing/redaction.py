@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, Literal
 from urllib.parse import parse_qsl, quote, unquote
 
+from .text import shortened
 from .urls import hide_urls
 
 __all__ = [
@@ -39,6 +40,8 @@ __all__ = [
 HIDDEN: Final = "<hidden>"
 SHORTEST_SECRET = 4
 SHORTEST_OF_SECRET_NAME = 6
+SHORTEST_HALF = 8
+"""Characters of a secret that are hidden next to an ellipsis, which has cut the rest."""
 SHORTEST_OF_ANY_NAME = 16
 """A value as long as this may be a secret whatever its variable, or its part of a query, is called."""
 LONGEST_TEXT = 64 * 1024
@@ -86,13 +89,16 @@ _HEADER = re.compile(
     r"[A-Za-z0-9._~+/=-]{8,}",
     re.IGNORECASE,
 )
+_ELLIPSIS = re.compile(r"(…|\.{3,})")
 _TOKEN = re.compile(
     r"(?<![A-Za-z0-9])(?:gh[opusr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|hf_[A-Za-z0-9]{16,}|"
     r"sk-(?=[\w-]{0,64}\d)[\w-]{16,}|xox[abprs]-[\w-]{10,}|A(?:KIA|SIA)[A-Z0-9]{12,}|AIza[\w-]{30,}|"
     r"eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]+)?)"
+    r"|(?<![A-Za-z0-9])(?:gh[opusr]_|github_pat_|glpat-|hf_|sk-|xox[abprs]-|AKIA|ASIA|AIza)[\w-]{8,256}+(?=…|\.{3})"
     r"|-----BEGIN (?:[A-Z]{1,16} ){0,3}PRIVATE KEY-----[^-]*(?:-----END (?:[A-Z]{1,16} ){0,3}PRIVATE KEY-----)?"
 )
-"""Tokens of GitHub, GitLab, Hugging Face, OpenAI and its like, Slack, AWS, Google; JSON Web Tokens; private keys."""
+"""Tokens of GitHub, GitLab, Hugging Face, OpenAI and its like, Slack, AWS, Google, also those that an ellipsis has cut;
+JSON Web Tokens; private keys."""
 _QUERY = re.compile(
     r"((?<=[\w.%~+-])\?(?=[^\s=?&'\"`]{1,128}=)|/[^\s/?#'\"<>`(){}\[\]|*]{0,256}\?(?![\s<)\].,;:!?]))[^\s'\"`]+"
 )
@@ -102,9 +108,10 @@ _QUERY = re.compile(
 def redact(text: str, secrets: Iterable[str | None]) -> str:
     """`text` with every secret in it replaced; one of a few characters is none, and would blot out every message.
 
-    A secret is found also in its JSON and URL spellings.
+    A secret is found also in its JSON and URL spellings, and where an ellipsis has cut it (`text.shortened`).
     """
-    return _replaced(text, _hidden_by(secrets))
+    known = _hidden_by(secrets)
+    return _without_halves(_replaced(text, known), known)
 
 
 def hide_secrets(text: str, *, secrets: Iterable[str | None] = (), environ: Mapping[str, str] | None = None) -> str:
@@ -112,8 +119,7 @@ def hide_secrets(text: str, *, secrets: Iterable[str | None] = (), environ: Mapp
 
     Paths and short values of the environment stay, because a traceback without them says little.
     """
-    found = _values_of(environ, rf"[^\s/]{{{SHORTEST_OF_ANY_NAME},}}")
-    return _without_known_forms(_without_queries(_replaced(text, found | _hidden_by(secrets))))
+    return _hidden(text, rf"[^\s/]{{{SHORTEST_OF_ANY_NAME},}}", secrets, environ)
 
 
 def hide_environment(text: str, *, secrets: Iterable[str | None] = (), environ: Mapping[str, str] | None = None) -> str:
@@ -122,8 +128,16 @@ def hide_environment(text: str, *, secrets: Iterable[str | None] = (), environ: 
     Values of fewer than 6 characters stay: ``1`` or ``true`` are part of many texts. So do those of a run's settings
     (``TRAINER_…``), less the credentials of their URLs.
     """
-    found = _values_of(environ, r"(?s:.*)")
-    return _without_known_forms(_without_queries(_replaced(text, found | _hidden_by(secrets))))
+    return _hidden(text, r"(?s:.*)", secrets, environ)
+
+
+def _hidden(text: str, of_any_name: str, secrets: Iterable[str | None], environ: Mapping[str, str] | None) -> str:
+    """`text` without `secrets`, what looks like one, and what `_values_of` says of the environment."""
+    known = _hidden_by(secrets)
+    text = _replaced(text, _values_of(environ, of_any_name) | known)
+    if _ELLIPSIS.search(text):
+        text = _without_halves(text, _values_of(environ, "") | known)
+    return _without_known_forms(_without_queries(text))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -162,10 +176,10 @@ def secrets_of_module(module: object) -> list[str]:
 
 def without_secrets(value: Any, *, secrets: Iterable[str | None] = ()) -> Any:
     """`value`, a decoded JSON value, without `secrets`, and without those of the name or form of one, or in a URL."""
-    known = _hidden_by(secrets)
+    known = tuple(secrets)
 
     def shown(text: str, is_secret: bool) -> str:
-        return HIDDEN if is_secret else _without_known_forms(hide_urls(_replaced(text, known)))
+        return HIDDEN if is_secret else _without_known_forms(hide_urls(redact(text, known)))
 
     return _with_texts(value, shown)
 
@@ -202,7 +216,7 @@ def traceback_of(error: BaseException | traceback.TracebackException) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}…\n"
+    return text if len(text) <= LONGEST_TEXT else f"{shortened(text, LONGEST_TEXT)}\n"
 
 
 def _values_of(environ: Mapping[str, str] | None, of_any_name: str) -> dict[str, str]:
@@ -271,6 +285,23 @@ def _replaced(text: str, hidden: Mapping[str, str]) -> str:
         for spelling in _spellings(value):
             text = text.replace(spelling, hidden[value])
     return text
+
+
+def _without_halves(text: str, hidden: Mapping[str, str]) -> str:
+    """`text` without those parts of the keys of `hidden` that an ellipsis has left: their beginnings and ends."""
+    pieces = _ELLIPSIS.split(text)
+    for value, shown in hidden.items():
+        for secret in _spellings(value):
+            for place, piece in enumerate(pieces):
+                lengths = range(min(len(secret), len(piece)), SHORTEST_HALF - 1, -1)
+                if place + 2 < len(pieces) and secret[:SHORTEST_HALF] in piece:
+                    left = next((length for length in lengths if piece.endswith(secret[:length])), 0)
+                    piece = f"{piece[: len(piece) - left]}{shown if left else ''}"
+                if place > 0 and secret[-SHORTEST_HALF:] in piece:
+                    left = next((length for length in lengths if piece.startswith(secret[-length:])), 0)
+                    piece = f"{shown if left else ''}{piece[left:]}"
+                pieces[place] = piece
+    return "".join(pieces)
 
 
 @functools.lru_cache(maxsize=512)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Final, Literal
 
-__all__ = ["reference", "reference_for"]
+__all__ = ["reference"]
 
 _FOLDER: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PAGES: Final = {"a-jobs-keys": "jobs.md", "all-commands": "commands.md", "the-hooks": "README.md"}
@@ -14,12 +14,3 @@ _PAGES: Final = {"a-jobs-keys": "jobs.md", "all-commands": "commands.md", "the-h
 def reference(section: Literal["a-jobs-keys", "all-commands", "the-hooks"]) -> str:
     """The path of the page that has a section, with the section's heading as a link has it."""
     return f"{os.path.join(_FOLDER, _PAGES[section])}#{section}"
-
-
-def reference_for(code: str) -> str | None:
-    """A line that says where to read about what the code of a `StartupContractError` is about; None for most."""
-    if code == "startup.invalid_job_spec":
-        return f"every key of a job: {reference('a-jobs-keys')}"
-    if code == "startup.invalid_trainer":
-        return f"every hook of a trainer class: {reference('the-hooks')}"
-    return None

@@ -27,9 +27,6 @@ TRANSIENT_STATUS = frozenset({408, 425, 429})
 class TransientError(Exception):
     """Something failed in a way that may pass.
 
-    Attributes:
-        failures: How often in a row it failed, once `with_retries` gave up.
-
     Args:
         reason: Safe text for the operator.
         retry_after_s: Seconds that the server asked to wait; None when it did not.
@@ -39,7 +36,6 @@ class TransientError(Exception):
         super().__init__(reason)
         self.reason = reason
         self.retry_after_s = retry_after_s
-        self.failures = 0
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ def with_retries(
         progressed: Whether the attempt that failed brought something; it is then counted as the first failure again.
 
     Raises:
-        TransientError: The last one, with `failures` set, once there were too many in a row.
+        TransientError: The last one, once there were `policy.attempts` in a row.
     """
     failures = 0
     while True:
@@ -89,7 +85,6 @@ def with_retries(
         except TransientError as error:
             failures = 1 if progressed() else failures + 1
             if failures >= policy.attempts:
-                error.failures = failures
                 raise
             asked_s = error.retry_after_s
         wait(policy.delay_s(failures, asked_s))

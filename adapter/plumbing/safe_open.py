@@ -29,6 +29,7 @@ __all__ = [
     "is_own_group",
     "make_directory",
     "open_below",
+    "open_checked",
     "open_own",
     "open_regular",
     "read_own",
@@ -72,7 +73,7 @@ def open_own(path: str | os.PathLike[str], flags: int, mode: int = PRIVATE_FILE)
             with contextlib.suppress(PermissionError):  # a file system that keeps no permissions
                 os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & mode)
 
-    return _open(path, flags | os.O_NOFOLLOW, mode, check)
+    return open_checked(path, flags | os.O_NOFOLLOW, mode, check)
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
@@ -82,7 +83,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
         UnsafeFileError: It is a pipe, a device or a socket.
         OSError: It cannot be opened.
     """
-    return _open(path, os.O_RDONLY)
+    return open_checked(path, os.O_RDONLY)
 
 
 def open_below(folder: str | os.PathLike[str], path: str) -> int:
@@ -103,7 +104,7 @@ def open_below(folder: str | os.PathLike[str], path: str) -> int:
 
     if "\0" in path:
         raise UnsafeFileError(errno.EINVAL, "it is not a path of names below a folder", path)
-    return _open(below, os.O_RDONLY | os.O_NOFOLLOW, check=check)
+    return open_checked(below, os.O_RDONLY | os.O_NOFOLLOW, check=check)
 
 
 def read_own(path: str | os.PathLike[str], *, limit: int) -> bytes:
@@ -211,13 +212,18 @@ def _status_of_new_file(directory: str | os.PathLike[str]) -> os.stat_result | N
         return None
 
 
-def _open(
+def open_checked(
     path: str | os.PathLike[str],
     flags: int,
     mode: int = PRIVATE_FILE,
     check: Callable[[int, os.stat_result], None] | None = None,
 ) -> int:
-    """A descriptor of a regular file, which `check` does not refuse."""
+    """A descriptor of a regular file, which `check` does not refuse; see `open_own` and `open_regular` for most uses.
+
+    Raises:
+        UnsafeFileError: It is a link that is not followed, a pipe, a device or a socket, or `check` refused it.
+        OSError: It cannot be opened.
+    """
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:

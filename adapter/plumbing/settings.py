@@ -2,26 +2,24 @@
 
 A block of settings is a struct of msgspec or a dataclass whose fields have a type, with a `Rule` where the type says
 too little, a default, and a text below. `keys_of` reads them. A job, the options of a feed and the settings of uploads
-are declared so, each in one place: `adapter.job.spec`, `adapter.feed.options`, `reporters.uploads.config`.
+are declared so, each in one place: `adapter.job.spec`, `adapter.feed.options`, `reporters.uploads.config`. Here stand
+the types that several of them use.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import inspect
-import ipaddress
 import itertools
 import json
 import math
-import os
 import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -30,17 +28,20 @@ from msgspec import Meta
 from typing_extensions import override
 
 from .redaction import HIDDEN, without_secrets
-from .text import is_storable, is_utf8
-from .urls import hide_urls, origin_of, url_fault
+from .text import is_storable
+from .urls import hide_urls
 
 __all__ = [
     "LARGEST",
+    "LINE",
+    "NONBLANK",
     "Block",
     "Key",
     "Rule",
     "alias",
     "example",
     "faults_of",
+    "is_read",
     "is_true",
     "keys_of",
     "refusal",
@@ -60,8 +61,6 @@ FALSE_WORDS = frozenset({"0", "false", "f", "no", "n", "off", "none"})
 LONGEST_VALUE = 80
 _NUMBER_LIKE = re.compile(r"[-+]?(\d{1,12}(\.\d{0,12})?(e[-+]?\d{1,4})?|nan|inf(inity)?)", re.IGNORECASE)
 
-INVALID, TIMEOUT, PATHS = "startup.invalid_job_spec", "startup.invalid_timeout", "startup.invalid_artifact_paths"
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -72,7 +71,7 @@ class Rule:
     holds: Callable[[Any], bool] = lambda _: True
     secret: bool = False
     """Whether no message may show the value."""
-    code: str = INVALID
+    code: str = "startup.invalid_job_spec"
     """The startup code of a value that does not hold."""
     way_out: str = ""
     relative: Literal["", "path", "reference"] = ""
@@ -94,26 +93,8 @@ def alias(name: str) -> Meta:
     return Meta(extra={"alias": name})
 
 
-def _is_nonblank(text: str) -> bool:
-    return bool(text.strip()) and is_storable(text)
-
-
-def _is_path(text: str) -> bool:
-    """Whether the system can encode it, whatever its bytes are, and it has no control characters."""
-    return _is_read(os.fsencode, text) and all(ord(character) >= 32 for character in text)
-
-
-def _is_origin(text: str) -> bool:
-    return _is_read(origin_of, text if "://" in text else f"https://{text}")
-
-
-def _is_host(text: str) -> bool:
-    """Whether `text` is a host name, an address, a network, or a star for all."""
-    is_name = text == "*" or _HOST_NAME.fullmatch(text) is not None
-    return is_name or _is_read(partial(ipaddress.ip_network, strict=False), text)
-
-
-def _is_read(read: Callable[[str], Any], text: str) -> bool:
+def is_read(read: Callable[[str], Any], text: str) -> bool:
+    """Whether `read` takes `text`, and raises no ``ValueError``."""
     try:
         read(text)
     except ValueError:
@@ -121,44 +102,13 @@ def _is_read(read: Callable[[str], Any], text: str) -> bool:
     return True
 
 
-_HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,252}[a-z0-9_])?", re.IGNORECASE)
-_TARGET = re.compile(r"hf://[^/@]+/[^/@]+/?(@.*)?|(?!hf:)[^:/]+://.+")
-_LINE = Rule("a string without control characters", is_storable)
-_NONBLANK = Rule("a non-empty string", _is_nonblank)
-_PATH = Rule("a string without control characters", _is_path, relative="path")
-_TOKEN = Rule(
-    "a string of printable ASCII characters",
-    lambda token: token.isascii() and is_storable(token),
-    secret=True,
-    code="startup.missing_capability_token",
-)
-
-Text: TypeAlias = Annotated[str, _LINE]
-NonBlank: TypeAlias = Annotated[str, _NONBLANK]
-Prose: TypeAlias = Annotated[str, Rule("a string", is_utf8)]
-ImportPath: TypeAlias = Annotated[str, replace(_LINE, code="startup.missing_trainer_import")]
-DataPath: TypeAlias = Annotated[str, replace(_NONBLANK, relative="path")]
-Reference: TypeAlias = Annotated[str, replace(_LINE, relative="reference")]
-NonBlankReference: TypeAlias = Annotated[str, replace(_NONBLANK, relative="reference")]
-FilePath: TypeAlias = Annotated[Path, _PATH]
-ArtifactPath: TypeAlias = Annotated[Path, replace(_PATH, code=PATHS)]
+LINE = Rule("a string without control characters", is_storable)
+NONBLANK = Rule("a non-empty string", lambda text: bool(text.strip()) and is_storable(text))
+_SECONDS = Rule("a number of seconds >= 0", math.isfinite, code="startup.invalid_timeout", way_out="0 means no limit.")
+NonBlank: TypeAlias = Annotated[str, NONBLANK]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
 Positive: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST)]
-Minutes: TypeAlias = Annotated[float, Meta(ge=0), Rule("a number of minutes >= 0", math.isfinite)]
-Seconds: TypeAlias = Annotated[
-    float, Meta(ge=0), Rule("a number of seconds >= 0", math.isfinite, code=TIMEOUT, way_out="0 means no limit.")
-]
-Token: TypeAlias = Annotated[str, _TOKEN]
-Url: TypeAlias = Annotated[str, Rule("an http:// or https:// URL", lambda url: url_fault(url) is None)]
-Target: TypeAlias = Annotated[
-    str, Rule("a URL such as hf://owner/name or s3://bucket/folder", lambda url: _TARGET.fullmatch(url) is not None)
-]
-Origin: TypeAlias = Annotated[str, Rule("origins such as https://hub.example.com, separated by commas", _is_origin)]
-Host: TypeAlias = Annotated[str, Rule("host names, addresses or networks, separated by commas, or *", _is_host)]
-Collate: TypeAlias = Annotated[
-    str, Meta(pattern=r"^(torch|[^:\s]+:[^:\s]+)$"), Rule('"torch" or "module:function"', is_storable)
-]
-Function: TypeAlias = Annotated[str, Meta(pattern=r"^[^:\s]+:[^:\s]+$"), Rule('"module:function"', is_storable)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0), _SECONDS]
 
 
 def shown(block: Any) -> str:
@@ -262,9 +212,6 @@ def value_of(key: Key | None, text: str) -> Any:
         return is_true(text)
     if key.item is not None and key.variable and not isinstance(value, list | None):
         return [entry for entry in re.split(r"[\s,]+", text) if entry]
-    if key.type_is(float) and isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            return float(value)
     return value
 
 
@@ -356,12 +303,9 @@ def _rule_of(plain: Any, metas: list[Meta]) -> Rule:
         return Rule(" or ".join([", ".join(choices[:-1]), choices[-1]]))
     words: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", Any: "anything"}
     words |= dict.fromkeys((list, tuple, frozenset, Sequence), "a list")
-    bounds = [text for meta in metas for text in (_bound(">=", meta.ge), _bound(">", meta.gt)) if text]
+    limits = [limit for meta in metas for limit in ((">=", meta.ge), (">", meta.gt))]
+    bounds = [f" {relation} {least}" for relation, least in limits if least is not None]
     return Rule("".join([words.get(typing.get_origin(plain) or plain, "an object"), *dict.fromkeys(bounds)]))
-
-
-def _bound(relation: str, least: float | None) -> str:
-    return "" if least is None else f" {relation} {least}"
 
 
 def _without_none(annotation: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Texts: the nearest name, sizes, what can be kept, a run's id as a folder, JSON without doubt about a key."""
+"""Texts: the nearest name, sizes, cuts, what can be kept, a run's id as a folder, JSON without doubt about a key."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ __all__ = [
     "is_utf8",
     "nearest",
     "printable",
+    "shortened",
     "size_text",
     "with_unique_keys",
 ]
@@ -47,6 +48,11 @@ def size_text(size_bytes: float) -> str:
             break
         size, unit = size / 1000, larger
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def shortened(text: str, most: int) -> str:
+    """At most so many characters of `text`, with an ellipsis where there were more: redaction knows a cut by it."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def is_utf8(text: str) -> bool:

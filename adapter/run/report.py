@@ -28,7 +28,7 @@ from ..contract.exceptions import (
 from ..plumbing.durable import write_bytes_durably
 from ..plumbing.failures import Failure, modules_of
 from ..plumbing.redaction import hide_secrets, text_of, traceback_of
-from ..plumbing.reference_page import reference_for
+from ..plumbing.reference_page import reference
 from ..plumbing.safe_open import make_directory
 from .this_rank import host_name, this_rank
 
@@ -130,8 +130,11 @@ def log_failure(
             place = _written(text, folder / FAILURES_DIRECTORY)
             text = f"{hide_secrets(users, secrets=secrets, environ=environ)}\n  the whole traceback {place}"
     log.error("%s failure: %s", failure.category, text)
-    if isinstance(error, StartupContractError) and (about := reference_for(error.code)) is not None:
-        log.info(about)
+    code = error.code if isinstance(error, StartupContractError) else ""
+    if code == "startup.invalid_job_spec":
+        log.info(f"every key of a job: {reference('a-jobs-keys')}")
+    elif code == "startup.invalid_trainer":
+        log.info(f"every hook of a trainer class: {reference('the-hooks')}")
 
 
 def _users_part(error: BaseException) -> str | None:

@@ -24,16 +24,8 @@ from ...callbacks.checkpoint.format.record import is_record_of_callback, record_
 from ...callbacks.stop.signals import exit_on_signal
 from ...callbacks.stop.sources import StopSources, cancel_file_is_set
 from ..contract.exceptions import EventLogError, FailureCategory, RankFailedError, TrainingCanceled, UploadError
-from ..plumbing.failures import (
-    EXIT_COMPLETED,
-    EXIT_FAILED,
-    EXIT_STOPPED,
-    Failure,
-    describe_failure,
-    stop_before,
-    stop_behind_lost_worker,
-)
-from ..plumbing.redaction import traceback_of
+from ..plumbing.failures import EXIT_COMPLETED, EXIT_FAILED, EXIT_STOPPED, Failure, causes_of, describe_failure
+from ..plumbing.redaction import text_of, traceback_of
 from .folder import STOP_NAME, withdraw_stop
 from .ranks import FailedElsewhere, RankFiles, RankProcesses, RankWatch, RankZero, first_cause, paused_ranks
 from .report import log_failure, shown_path
@@ -233,11 +225,17 @@ class Session:
 
     def _stop_behind(self, error: BaseException) -> TrainingCanceled | None:
         """The stop as which a failure is reported that would not have been without it, or came after its checkpoint."""
-        stop = stop_before(error)
+        causes, reason = list(causes_of(error)), self.stop.signals.reason
+        stop = next((cause for cause in causes if isinstance(cause, TrainingCanceled)), None)
         if stop is not None and stop is not error and self._has_checkpoint_of(self.step):
             log.error("after the run had stopped: %s", self._describe(error).text)
             return stop
-        return stop_behind_lost_worker(error, self.stop.signals.reason) if stop is None else None
+        # Torch says in words alone that its loader lost a worker.
+        lost_worker = any("DataLoader worker (pid" in text_of(cause) for cause in causes)
+        if stop is not None or reason is None or not lost_worker:
+            return None
+        log.warning("the stop signal ended a data worker first, so no checkpoint of this step was saved")
+        return TrainingCanceled(reason)
 
     def _has_checkpoint_of(self, step: int) -> bool:
         return self.checkpoints_dir is not None and (self.checkpoints_dir / f"{step_name(step)}.json").exists()

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from ...callbacks.checkpoint.format.record import FINAL_NAME, CheckpointRecord, RecordMeta, read_record
 from ...callbacks.checkpoint.selection import enqueue, never_queued
 from ...callbacks.checkpoint.storage import sweep
+from ...reporters.events.run_metadata import run_metadata
 from ..contract.exceptions import BrokenCheckpointError, ContractError, StartupContractError
 from ..helpers import seed_everything
-from ..inputs import MaterializedInputs, materialize_inputs
+from ..inputs.materialize import MaterializedInputs, materialize_inputs
 from ..job.config import JOB_NAME, RunConfig, write_job
 from ..job.identity import logged_settings
 from ..module.plugin_loading import (
@@ -28,7 +29,6 @@ from ..module.plugin_loading import (
     signature_faults,
 )
 from ..plumbing.redaction import text_of
-from ..plumbing.run_metadata import run_metadata
 from .report import is_about_what_was_given, shown_path, working_directory
 from .session import Completion, Session
 from .start import Start, decide_start

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import errno
 import json
 import os
 import pickle
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..plumbing.durable import write_bytes_durably
-from ..plumbing.safe_open import PRIVATE_FILE, UnsafeFileError, is_own_group
+from ..plumbing.safe_open import PRIVATE_FILE, UnsafeFileError, is_own_group, open_checked
 
 __all__ = ["ResultFormat", "read_pickle", "travelling", "write_pickle", "write_result"]
 
@@ -61,18 +62,16 @@ def read_pickle(path: str | os.PathLike[str]) -> Any:
 
 
 def _read_unchanged_by_others(path: str | os.PathLike[str]) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
+    def check(_: int, status: os.stat_result) -> None:
         fault = None
-        if not stat.S_ISREG(status.st_mode):
-            fault = "it is not a regular file"
-        elif status.st_uid != os.geteuid():
+        if status.st_uid != os.geteuid():
             fault = f"it belongs to another user (uid {status.st_uid})"
         elif status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not is_own_group(status.st_gid)):
             fault = "other users can write to it (`chmod go-w` prevents that)"
         if fault is not None:
-            raise UnsafeFileError(1, f"{fault}, so no pickle is loaded from it", os.fspath(path))
+            raise UnsafeFileError(errno.EPERM, f"{fault}, so no pickle is loaded from it", os.fspath(path))
+
+    with open(open_checked(path, os.O_RDONLY | os.O_NOFOLLOW, check=check), "rb") as file:
         return file.read()
 
 

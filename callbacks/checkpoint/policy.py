@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, GenlightError, StartupContractError
 from ...adapter.contract.run_state import RunState
-from ...adapter.plumbing.run_metadata import metadata_of_module
+from ...reporters.events.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, Pace, crossed, step_cadence, suppressed
 from ..hook.events import awaits_module_hook, callbacks_of, fire, run_state_of
 from ..hook.hook import Hook, RunContext, ending_the_run, skippable

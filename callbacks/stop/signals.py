@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from ...adapter.cluster.time_limit import announces_time_limit, job_end_time_s, stop_grace_s
 from ...adapter.contract.exceptions import StopReason, ThreadLimitError
 from ...adapter.plumbing.threads import started
+from .time_limit import announces_time_limit, job_end_time_s, stop_grace_s
 
 __all__ = ["REASON_OF_SIGNAL", "StopSignals", "exit_on_signal"]
 

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
-from ...adapter.plumbing.devices import memory_of
 from ..hook.cadence import NEVER, crossed, step_cadence
 from ..hook.events import FIGURES_FIELD, publish_figures
 from ..hook.hook import Hook, skippable
@@ -224,9 +223,12 @@ def _metric(trainer: pl.Trainer, *names: str) -> float | None:
 
 
 def _memory(device: torch.device) -> dict[str, float | None]:
-    of_device = memory_of(device)
-    if of_device is None:
-        resident = psutil.Process().memory_info().rss
+    """Bytes in use and the most that were: of the device where it counts them, else of the process."""
+    module: Any = torch.get_device_module(device)
+    if device.type != "cpu" and hasattr(module, "max_memory_allocated"):
+        used, peak = int(module.memory_allocated(device)), int(module.max_memory_allocated(device))
+    else:
+        used = psutil.Process().memory_info().rss
         # Linux counts the peak in KiB, and a little late.
-        of_device = resident, max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-    return {"memory_bytes": of_device[0], "peak_memory_bytes": of_device[1]}
+        peak = max(used, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return {"memory_bytes": used, "peak_memory_bytes": peak}

@@ -38,7 +38,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from genlight.adapter.feed import ArrowFeed
+from genlight.adapter import ArrowFeed
 
 BATCH = 32
 GROUPS = 20

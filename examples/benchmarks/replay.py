@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from genlight.adapter.feed import ReplayBuffer
+from genlight.adapter import ReplayBuffer
 
 ROWS, DRAWN, WRITTEN = 1_000_000, 256, 64
 ROW = {

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import psutil
 
-from genlight.adapter.plumbing.run_metadata import run_metadata
+from genlight.reporters.events.run_metadata import run_metadata
 
 COMMAND = [sys.executable, "-c", "import sys; from genlight.adapter.cli import main; sys.exit(main())"]
 METRICS = 10

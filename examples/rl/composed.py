@@ -10,8 +10,7 @@ from losses import BaseLoss, init_losses
 from ppo import MOST_NORM, POLES, RATE, STEPS, advantages, network
 from torch import Tensor, nn
 
-from genlight.adapter import StepContext, StepResult, seed_everything
-from genlight.adapter.feed import Minibatches
+from genlight.adapter import Minibatches, StepContext, StepResult, seed_everything
 from genlight.callbacks import TrainerState
 
 

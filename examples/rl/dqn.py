@@ -9,8 +9,7 @@ import torch
 from cartpole import ACTIONS, OBSERVATION, CartPoles, mean_return
 from torch import Tensor, nn
 
-from genlight.adapter import StepContext, StepResult, seed_everything
-from genlight.adapter.feed import ReplayBuffer
+from genlight.adapter import ReplayBuffer, StepContext, StepResult, seed_everything
 
 POLES, STEPS = 8, 32
 UPDATES, ROWS = 128, 64

@@ -8,8 +8,7 @@ import torch
 from cartpole import ACTIONS, OBSERVATION, CartPoles, mean_return
 from torch import Tensor, nn
 
-from genlight.adapter import StepContext, StepResult, seed_everything
-from genlight.adapter.feed import Minibatches
+from genlight.adapter import Minibatches, StepContext, StepResult, seed_everything
 
 POLES, STEPS = 8, 32
 GAMMA, LAMBDA = 0.98, 0.8

@@ -23,9 +23,9 @@ from typing_extensions import override
 from ...adapter.contract.exceptions import EventLogError
 from ...adapter.plumbing.failures import Failure, describe_failure
 from ...adapter.plumbing.redaction import secrets_of_module
-from ...adapter.plumbing.run_metadata import metadata_of_module
 from .event import RESUMED_METRIC
 from .event_log import EventLog, checked_text, finite_float
+from .run_metadata import metadata_of_module
 
 __all__ = ["EventLogger", "RecordEvents", "last_step"]
 

@@ -141,7 +141,7 @@ class LineFile:
 
     def __init__(self, path: StrPath, decode: Callable[[bytes], Any] = decode_object, *, tries: int = 1) -> None:
         # Here, so that files are read where no locks are, as on another system.
-        from ...adapter.plumbing.file_lock import FileLock, LockHeldError, NoLocksError
+        from ...adapter.plumbing.file_lock import FileLock, LockHeldError, NoLocksError, holding_process
 
         self.path = Path(path)
         self.lines, self._torn = 0, False
@@ -150,7 +150,8 @@ class LineFile:
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
             self._lock: FileLock | None = FileLock(self.path, flags, 0o644, tries=tries)
         except LockHeldError as error:
-            by = f"process {error.pid}" if error.pid else "another process"
+            pid = holding_process(path)
+            by = f"process {pid}" if pid else "another process"
             raise EventLogError(f"{path} is being written by {by}; stop it, or write to another file") from error
         except OSError as error:
             why = (

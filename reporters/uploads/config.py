@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -11,18 +12,17 @@ from msgspec import Meta
 from ...adapter.plumbing.settings import (
     Block,
     NonBlank,
-    Origin,
+    Rule,
     Seconds,
-    Target,
-    Token,
-    Url,
     example,
     faults_of,
+    is_read,
     keys_of,
     value_of,
     variable,
 )
-from ...adapter.plumbing.urls import safe_url, trusted_origins
+from ...adapter.plumbing.text import is_storable
+from ...adapter.plumbing.urls import origin_of, safe_url, trusted_origins, url_fault
 
 __all__ = [
     "ENDPOINT",
@@ -41,7 +41,25 @@ QUEUE_DIRECTORY = "uploads"
 FILE_STORE, ENDPOINT = "file store", "endpoint"
 """Names of destinations, besides those of targets."""
 
-CapabilityToken: TypeAlias = Annotated[Token, variable("TRAINER_CAPABILITY_TOKEN")]
+_TARGET = re.compile(r"hf://[^/@]+/[^/@]+/?(@.*)?|(?!hf:)[^:/]+://.+")
+_TOKEN = Rule(
+    "a string of printable ASCII characters",
+    lambda token: token.isascii() and is_storable(token),
+    secret=True,
+    code="startup.missing_capability_token",
+)
+
+
+def _is_origin(text: str) -> bool:
+    return is_read(origin_of, text if "://" in text else f"https://{text}")
+
+
+Url: TypeAlias = Annotated[str, Rule("an http:// or https:// URL", lambda url: url_fault(url) is None)]
+Target: TypeAlias = Annotated[
+    str, Rule("a URL such as hf://owner/name or s3://bucket/folder", lambda url: _TARGET.fullmatch(url) is not None)
+]
+Origin: TypeAlias = Annotated[str, Rule("origins such as https://hub.example.com, separated by commas", _is_origin)]
+CapabilityToken: TypeAlias = Annotated[str, _TOKEN, variable("TRAINER_CAPABILITY_TOKEN")]
 FileStore: TypeAlias = Annotated[Url, variable("TENSORHUB_URL")]
 TokenOrigins: TypeAlias = Annotated[frozenset[Origin], variable("TRAINER_TOKEN_ORIGINS")]
 Deadline: TypeAlias = Annotated[Seconds, variable("TRAINER_UPLOAD_DEADLINE_SECONDS")]

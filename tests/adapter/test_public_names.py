@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 import genlight.adapter
-import genlight.adapter.feed
 import genlight.adapter.helpers
-import genlight.adapter.inputs
 import genlight.callbacks
 import genlight.callbacks.checkpoint
 import genlight.reporters
@@ -22,8 +20,6 @@ import genlight.reporters.uploads
 PACKAGES = (genlight.adapter, genlight.callbacks, genlight.reporters)
 LAZY = (
     *PACKAGES,
-    genlight.adapter.feed,
-    genlight.adapter.inputs,
     genlight.callbacks.checkpoint,
     genlight.reporters.uploads,
 )

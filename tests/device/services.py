@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from device.runs import Regression, fit
-from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
-from genlight.adapter.feed import ReplayBuffer
+from genlight.adapter import ContractModule, ReplayBuffer, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint, Diagnosis, Heartbeat, Hook, Recover
 from genlight.callbacks.checkpoint import newest_valid
 from genlight.callbacks.checkpoint.capture import _SPARE, HostBuffer

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from genlight.adapter.contract.exceptions import InputError, StartupContractError
-from genlight.adapter.inputs import materialize_inputs
 from genlight.adapter.inputs.http import Download, Tracker, Transport, download
+from genlight.adapter.inputs.materialize import materialize_inputs
 from genlight.adapter.inputs.private_addresses import AddressGuard, is_private
 from genlight.adapter.inputs.refs import parse_ref
 from genlight.adapter.inputs.tensorhub import HttpResolveClient, Manifest
@@ -171,7 +171,7 @@ def _plant(folder, content):
     """A cache entry with a note that the server will confirm, as whoever may write the cache can make it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "file").write_bytes(content)
-    (folder / ".file.json").write_text(json.dumps({"etag": '"v1"'}))
+    (folder / ".file.json").write_text(json.dumps({"etag": '"v1"', "size": len(content)}))
 
 
 def test_a_digest_is_proven_on_a_hit_as_well(server, transport, tmp_path, sha256):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from genlight.adapter.job.sources import JOB_VARIABLE, VARIABLES
+from genlight.adapter.plumbing import redaction
 from genlight.adapter.plumbing.failures import describe_failure, safe_text
 from genlight.adapter.plumbing.redaction import (
     HIDDEN,
@@ -104,6 +105,9 @@ TEXTS_THAT_WERE_SLOW = [
     "token=",
     "/a?",
     "bearer ",
+    "c4nary-0…",
+    "sk-",
+    "sk-12345678...",
     "'",
     "a='",
     "\ud800",
@@ -251,6 +255,31 @@ def test_a_secret_is_known_by_its_form_whatever_its_setting_is_called(form):
     settings = {"my_pat": secret, "model": {"headers": [secret]}}
     assert "4kZ0p9Qw2Lx7Vt5Rb8Nd3Ms6" not in json.dumps(without_secrets(settings))
     assert "4kZ0p9Qw2Lx7Vt5Rb8Nd3Ms6" not in hide_secrets(f"it said {secret} today", environ={})
+
+
+@pytest.mark.parametrize("hide", [hide_secrets, hide_environment, lambda text, **known: redact(text, known["secrets"])])
+@pytest.mark.parametrize("length", range(8, len(CANARY)))
+@pytest.mark.parametrize("around", ["{}…", "{}... and more", "…{}", "x ...{}", "a…{}…b"])
+def test_of_a_secret_that_an_ellipsis_has_cut_no_half_is_left(hide, length, around):
+    half = CANARY[-length:] if around.endswith("{}") else CANARY[:length]
+
+    assert half not in hide(f"it was {around.format(half)}", secrets=[CANARY], environ={})
+    assert half not in hide_secrets(f"it was {around.format(half)}", environ={"API_KEY": CANARY})
+
+
+def test_a_token_of_a_known_form_is_hidden_where_it_is_cut():
+    assert hide_secrets("it was hf_4kZ0p9Qw2L… and hf_4kZ0p9Qw...", environ={}) == f"it was {HIDDEN}… and {HIDDEN}..."
+
+
+def test_a_text_that_genlight_shortens_shows_no_half_of_a_secret(monkeypatch):
+    monkeypatch.setattr(redaction, "LONGEST_TEXT", 40)
+    secret = CANARY * 2
+    error = ValueError(f"the key was {secret}")
+
+    for text in (text_of(error), traceback_of(error)):
+        assert CANARY[:8] in text
+        assert CANARY[:8] not in hide_secrets(text, secrets=[secret], environ={})
+    assert CANARY[:8] not in safe_text(error, secrets=[secret], environ={})
 
 
 def test_what_looks_a_little_like_a_secret_stays():

@@ -9,8 +9,8 @@ import sys
 
 import torch
 
+from genlight.adapter import Minibatches
 from genlight.adapter.contract.types import StepResult, TrainingJobSpec
-from genlight.adapter.feed import Minibatches
 from genlight.adapter.module.module import ContractModule
 from genlight.callbacks.checkpoint import Checkpoint, newest_valid
 from genlight.callbacks.hook.events import run_state_of

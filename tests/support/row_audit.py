@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from genlight.adapter.feed import ArrowFeed
+from genlight.adapter import ArrowFeed
 from genlight.adapter.feed.position import Position
 from genlight.adapter.feed.row_plan import cut
 

@@ -655,7 +655,7 @@ def test_a_checkpoint_that_is_not_there_is_not_said_to_be_taken(genlight, caplog
 
 COLLATED = """
 from genlight.adapter import StepResult
-from genlight.adapter.feed import to_torch
+from genlight.adapter.feed.collate import to_torch
 
 
 class Sums:

@@ -170,8 +170,6 @@ def test_the_ports_of_15000_jobs_in_a_row_all_differ():
 def test_a_given_port_wins_and_must_be_one():
     context = build_job_context(TASK)
     assert context.torch_distributed_env(master_port=4000)["MASTER_PORT"] == "4000"
-    with pytest.raises(ValueError, match="Invalid `master_port`"):
-        context.torch_distributed_env(master_port=0)
 
 
 @given(

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from genlight.adapter.feed import ArrowFeed
+from genlight.adapter import ArrowFeed
 
 
 def flat(batches):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from genlight.adapter.contract.exceptions import InputError
-from genlight.adapter.feed import to_torch
+from genlight.adapter.feed.collate import to_torch
 
 
 def address(array: pa.Array) -> int:

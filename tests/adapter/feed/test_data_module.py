@@ -11,9 +11,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
-from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
+from genlight.adapter import ArrowDataModule, ArrowFeed, ContractModule, StepResult, TrainingJobSpec
 from genlight.adapter.contract.exceptions import InputError
-from genlight.adapter.feed import ArrowDataModule, ArrowFeed
 from support import SUPPORT
 from support.forked import Forked
 from support.row_audit import trained_rows

@@ -6,7 +6,8 @@ import numpy as np
 import pyarrow as pa
 from hypothesis import given, strategies as st
 
-from genlight.adapter.feed import ArrowFeed, batching
+from genlight.adapter import ArrowFeed
+from genlight.adapter.feed import batching
 from genlight.adapter.feed.epoch_order import Order, permutation
 
 

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import assume, example, given, settings, strategies as st
 
-from genlight.adapter.feed import ArrowFeed
+from genlight.adapter import ArrowFeed
 from support import SUPPORT
 from support.row_audit import AuditedFeed, trained_rows
 

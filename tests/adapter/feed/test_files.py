@@ -9,8 +9,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from genlight.adapter import ArrowFeed
 from genlight.adapter.contract.exceptions import InputError
-from genlight.adapter.feed import ArrowFeed
 from genlight.adapter.feed.files import expand
 
 

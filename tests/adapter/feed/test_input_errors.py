@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from genlight.adapter import ArrowFeed
 from genlight.adapter.contract.exceptions import InputError
-from genlight.adapter.feed import ArrowFeed, batching
+from genlight.adapter.feed import batching
 
 
 def spoil_row_group(path: Path, group: int) -> None:

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from genlight.adapter import MockDataModule
 from genlight.adapter.contract.exceptions import InputError
-from genlight.adapter.feed import MockDataModule
 
 
 def mock(batches, rank=0, world_size=1):

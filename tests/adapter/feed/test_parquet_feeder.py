@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from genlight.adapter import ParquetArrowBatchFeeder
 from genlight.adapter.contract.types import ArrowFeedConfig
-from genlight.adapter.feed import ParquetArrowBatchFeeder
 
 
 def test_the_old_feeder_makes_one_pass_in_order_each_time(rows_file, ids):

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 import pyarrow as pa
 import pytest
 
-from genlight.adapter.feed import ArrowDataModule, ArrowFeed, batching
+from genlight.adapter import ArrowDataModule, ArrowFeed
+from genlight.adapter.feed import batching
 from genlight.adapter.feed.batching import ReadAhead
 
 
@@ -121,7 +122,7 @@ def test_no_thread_is_left_between_two_epochs(rows_file, decoders, has_validatio
 
 def test_a_process_that_ends_in_the_middle_of_reading_ends_cleanly(rows_file):
     code = (
-        "import sys; from genlight.adapter.feed import ArrowFeed; "
+        "import sys; from genlight.adapter import ArrowFeed; "
         "it = iter(ArrowFeed(sys.argv[1], batch_size=2, shuffle=True)); print(next(it).num_rows)"
     )
     path = rows_file(*[50] * 20)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from genlight.adapter import ReplayBuffer, ReplayFeed
 from genlight.adapter.contract.exceptions import BrokenCheckpointError, InputError, ReplayWriterError
-from genlight.adapter.feed import ReplayBuffer, ReplayFeed
 from genlight.adapter.feed.replay_buffer import SumTree
 
 ROW = {
@@ -237,7 +237,7 @@ def test_a_save_writes_only_rows_that_are_new(tmp_path):
     last = ReplayBuffer(10_000, ROW)
     last.load(tmp_path / "d")
     assert last.written == 9_100
-    assert torch.equal(last._range(0, 9_100)["reward"], torch.arange(9_100.0))
+    assert torch.equal(last._rows(torch.arange(9_100))["reward"], torch.arange(9_100.0))
 
 
 def test_saving_again_into_one_folder_leaves_only_what_is_needed(tmp_path):
@@ -249,7 +249,7 @@ def test_saving_again_into_one_folder_leaves_only_what_is_needed(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
     again = ReplayBuffer(100, ROW)
     again.load(tmp_path)
-    assert torch.equal(again._range(900, 1000)["reward"], torch.arange(900.0, 1000))
+    assert torch.equal(again._rows(torch.arange(900, 1000))["reward"], torch.arange(900.0, 1000))
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "gone", "meta"])
@@ -301,7 +301,7 @@ def test_a_save_of_another_buffer_is_refused(tmp_path):
     buffer.extend(rows(0, 10))
     buffer.save(tmp_path)
     other = ReplayBuffer(50, {**ROW, "reward": torch.tensor(0.0, dtype=torch.float64)}, priority_exponent=1.0)
-    with pytest.raises(ValueError, match=r"capacity 100, not 50; prioritised False, not True; columns .*not .*float64"):
+    with pytest.raises(ValueError, match=r"has .*: 100, .*: False, .*, and this one .*: 50, .*: True, .*float64"):
         other.load(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"it has no replay\.bin"):
         other.load(tmp_path / "nowhere")

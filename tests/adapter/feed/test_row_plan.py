@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from genlight.adapter.feed.row_plan import SHARD_MODES, Share, cut
+from genlight.adapter.feed.row_plan import Share, cut
 
 shares = st.builds(
     Share,
     total=st.integers(0, 200),
     batch_size=st.integers(1, 9),
     world_size=st.integers(1, 6),
-    shard=st.sampled_from(SHARD_MODES),
+    shard=st.sampled_from(["rows", "row_groups"]),
     drop_last=st.booleans(),
 )
 

@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from genlight.adapter import ArrowFeed
 from genlight.adapter.contract.exceptions import InputError
-from genlight.adapter.feed import ArrowFeed, batching
+from genlight.adapter.feed import batching
 from genlight.adapter.feed.files import expand
 
 
@@ -128,7 +129,7 @@ def test_every_value_of_every_type_arrives_whatever_the_row_groups(tmp_path_fact
 
 def test_importing_the_package_loads_neither_torch_nor_lightning_nor_arrow():
     code = (
-        "import sys, genlight.adapter.feed as feed; heavy = {'torch', 'lightning', 'pyarrow'}; "
+        "import sys, genlight.adapter as feed; heavy = {'torch', 'lightning', 'pyarrow'}; "
         "assert not heavy & set(sys.modules); feed.ArrowFeed, feed.ParquetArrowBatchFeeder; "
         "assert not {'torch', 'lightning'} & set(sys.modules)"
     )
@@ -171,7 +172,7 @@ def test_a_data_frame_is_read_like_a_table():
     "source", [None, 3, b"data.parquet", {"id": [1]}, [["a.parquet"]], [pa.table({"id": [1]}), "a"]]
 )
 def test_what_is_no_source_is_a_type_error_that_says_what_is(source):
-    with pytest.raises(TypeError, match=r"Invalid `source`\. Expected paths or URLs, Arrow tables"):
+    with pytest.raises(TypeError, match=r"Invalid `source`\. Expected paths, URLs, Arrow tables"):
         ArrowFeed(source).check()
 
 

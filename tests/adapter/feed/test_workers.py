@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from genlight.adapter import ArrowFeed
 from genlight.adapter.contract.exceptions import InputError
-from genlight.adapter.feed import ArrowFeed
 
 
 def with_noise(batch):

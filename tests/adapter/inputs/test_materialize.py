@@ -238,7 +238,8 @@ RANK = """
 import os
 import sys
 from pathlib import Path
-from genlight.adapter.inputs import http, materialize_inputs
+from genlight.adapter.inputs import http
+from genlight.adapter.inputs.materialize import materialize_inputs
 from genlight.adapter.job.config import resolve_run_config
 
 
@@ -274,7 +275,7 @@ def test_of_the_processes_of_a_node_one_downloads_each_input_and_the_others_wait
 
 FULL = """
 import resource, sys
-from genlight.adapter.inputs import materialize_inputs
+from genlight.adapter.inputs.materialize import materialize_inputs
 from genlight.adapter.job.config import resolve_run_config
 config = resolve_run_config(spec_path=sys.argv[1], environ={})
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
@@ -310,12 +311,3 @@ def test_one_file_at_two_addresses_never_makes_a_folder_of_both(config_of, mater
 def test_the_cache_follows_the_users_setting(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_cache_dir() == tmp_path / "genlight" / "inputs"
-
-
-def test_where_the_users_cache_cannot_be_written_the_artifacts_directory_takes_it(
-    config_of, server, monkeypatch, tmp_path
-):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
-    config = config_of(inputs={"dataset_parquet_urls": [server.put("/a.parquet", b"x")]})
-    (path,) = materialize_inputs(config).parquet_paths
-    assert path.is_relative_to(tmp_path / "artifacts")

@@ -12,8 +12,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from genlight.adapter import ContractModule, InputError, StepControlHints, StepResult, TrainingJobSpec
-from genlight.adapter.feed import ArrowFeed, MockDataModule
+from genlight.adapter import (
+    ArrowFeed,
+    ContractModule,
+    InputError,
+    MockDataModule,
+    StepControlHints,
+    StepResult,
+    TrainingJobSpec,
+)
 from genlight.callbacks import Checkpoint
 from support.trainers import quiet_trainer
 

@@ -13,8 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
-from genlight.adapter import ContractModule, StepResult, TrainingCanceled, TrainingJobSpec
-from genlight.adapter.feed import MockDataModule
+from genlight.adapter import ContractModule, MockDataModule, StepResult, TrainingCanceled, TrainingJobSpec
 from genlight.callbacks import Checkpoint, Hook
 from genlight.callbacks.hook.events import run_state_of
 

@@ -11,8 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from genlight.adapter import ContractError, ContractModule, StepResult, TrainingJobSpec
-from genlight.adapter.feed import Minibatches
+from genlight.adapter import ContractError, ContractModule, Minibatches, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint, Hook
 from genlight.callbacks.hook.events import run_state_of
 from support.rank_processes import run_ranks

@@ -11,11 +11,11 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from genlight.adapter.cli import main
 from genlight.adapter.job.config import JOB_NAME, read_job
-from genlight.adapter.plumbing.run_metadata import git_state
 from genlight.adapter.run.run import RunOptions, run_job
 from genlight.callbacks import Checkpoint
 from genlight.callbacks.checkpoint import read_record
 from genlight.reporters import EventLogger, read_events
+from genlight.reporters.events.run_metadata import git_state
 from genlight.reporters.events.validation import validate_events
 from support.saving_trainer import SAVING_TRAINER
 

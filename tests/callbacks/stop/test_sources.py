@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from genlight.adapter.cluster.time_limit import job_end_time_s
 from genlight.adapter.contract.exceptions import TrainingCanceled
 from genlight.callbacks import Checkpoint, Hook, StopRequests
 from genlight.callbacks.hook.events import fire
 from genlight.callbacks.stop.sources import Deadline, StopSources, process_age_s
+from genlight.callbacks.stop.time_limit import job_end_time_s
 
 
 def deadline_in(seconds, **facts):

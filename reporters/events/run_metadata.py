@@ -19,7 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from .redaction import HIDDEN, hide_environment, hide_secrets, is_secret_name, secrets_of_module
+from ...adapter.plumbing.redaction import HIDDEN, hide_environment, hide_secrets, is_secret_name, secrets_of_module
+from ...adapter.plumbing.text import shortened
 
 __all__ = ["command_line", "git_state", "installed_packages", "metadata_of_module", "run_metadata"]
 
@@ -114,8 +115,7 @@ def command_line(arguments: Sequence[str] | None = None, *, secrets: Iterable[st
     program = Path(sys.argv[0]).name if module is None else f"python -m {module.name.removesuffix('.__main__')}"
     program, *given = [program, *sys.argv[1:]] if arguments is None else arguments
     hidden = [_without_secret(before, argument) for before, argument in pairwise(["", *given])]
-    shown = hide_environment(f"{program} {shlex.join(hidden)}".rstrip(), secrets=secrets)
-    return shown if len(shown) <= LONGEST_COMMAND else f"{shown[:LONGEST_COMMAND]}…"
+    return shortened(hide_environment(f"{program} {shlex.join(hidden)}".rstrip(), secrets=secrets), LONGEST_COMMAND)
 
 
 def _without_secret(before: str, argument: str) -> str:

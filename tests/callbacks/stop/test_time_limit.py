@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from genlight.adapter.cluster.time_limit import announces_time_limit, job_end_time_s, stop_grace_s
 from genlight.callbacks.stop.signals import StopSignals
+from genlight.callbacks.stop.time_limit import announces_time_limit, job_end_time_s, stop_grace_s
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from genlight.adapter.plumbing import run_metadata as subject
-from genlight.adapter.plumbing.run_metadata import (
+from genlight.reporters.events import run_metadata as subject
+from genlight.reporters.events.run_metadata import (
     command_line,
     git_state,
     installed_packages,
@@ -131,7 +131,7 @@ def test_the_command_line_holds_no_value_of_the_environment(monkeypatch):
 
 def test_a_program_that_was_started_as_a_module_is_named_so(tmp_path):
     (tmp_path / "started.py").write_text(
-        "from genlight.adapter.plumbing.run_metadata import command_line\nprint(command_line())\n"
+        "from genlight.reporters.events.run_metadata import command_line\nprint(command_line())\n"
     )
     command = [sys.executable, "-m", "started", "a b"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)

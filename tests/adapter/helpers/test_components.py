@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from genlight.adapter.contract.exceptions import InputError
-from genlight.adapter.inputs.components import load_components
+from genlight.adapter.helpers.components import load_components
 
 
 @pytest.fixture

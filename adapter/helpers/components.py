@@ -1,4 +1,4 @@
-"""Components of a model folder, read from safetensors straight to their device."""
+"""Components of a model folder, read from safetensors to their device."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ __all__ = ["DTYPES", "load_components"]
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Names of precisions, as `StepContext.dtype` has them, and torch's own."""
 
-READ_DIRECTLY = ("cpu", "cuda", "mps", "xpu")
-"""Kinds of devices that safetensors reads to; tensors for others pass through memory one by one."""
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 ROOT_COMPONENT = "model"
@@ -35,7 +33,7 @@ def load_components(
 
     Args:
         directory: The model folder.
-        device: Where the tensors go; each is read there without a copy of the whole file in between.
+        device: Where the tensors go, one by one, without a copy of the whole file in between.
         dtype: ``fp32``, ``bf16`` or ``fp16``, or torch's own; integers and booleans keep their type.
 
     Raises:
@@ -88,7 +86,7 @@ def _read(files: list[Path], device: torch.device, dtype: torch.dtype) -> dict[s
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
         try:
-            with safe_open(file, "pt", str(device) if device.type in READ_DIRECTLY else "cpu") as opened:
+            with safe_open(file, "pt") as opened:
                 names = opened.keys()
                 if repeated := tensors.keys() & names:
                     raise InputError(f"The tensor {min(repeated)!r} of {str(file)!r} is in another file as well.")
