@@ -6,7 +6,6 @@ is then compared with it, step by step, or update by update where there is a fun
 
 from __future__ import annotations
 
-import gc
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -31,7 +30,7 @@ from ..job.config import RunConfig
 from ..job.lightning_objects import instantiate_alone, make_data
 from ..module.module import ContractModule
 from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path
-from ..plumbing.devices import accelerator
+from ..plumbing.devices import release_memory
 from .batches import NO_DATA, job_batches
 from .isolation import quiet, seeded
 from .plain_loop import another_trainer, plain_context, plain_steps
@@ -263,9 +262,7 @@ def compare_job(
             else:
                 _record_function(function, replace(ctx, dataset=batches), steps, comparison.recording)
             del plugin, ctx, batches
-        if (device := accelerator()) is not None:  # the training that follows needs the memory
-            gc.collect()
-            getattr(torch.get_device_module(device), "empty_cache", lambda: None)()
+        release_memory()  # the training that follows needs it
         module = ContractModule(make_trainer(target), config.job, model_handles=handles)
         if function is None:
             callbacks_of(trainer).append(step_comparison(steps, comparison, stops=True))

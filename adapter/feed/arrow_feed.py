@@ -68,6 +68,12 @@ class ArrowFeed(FeedOptions):
         self._refuse_out_of_range()
         self.columns = None if self.columns is None else tuple(self.columns)
         self._collate = _collate_function(self.collate)
+        runs_users_code = not self.workers and getattr(self._collate, "__module__", "") != f"{__package__}.collate"
+        if self.copy_ahead and (self._collate is None or runs_users_code):
+            raise ValueError(
+                "Invalid `copy_ahead`. It needs batches of tensors made without code of yours in this process: "
+                "`collate` 'torch', or any `collate` with `workers`."
+            )
         self._position: Position | None = None
         """Where the pass began that was begun last, or where the next one begins."""
         self._step = 0
@@ -248,12 +254,14 @@ class ArrowFeed(FeedOptions):
             yield item
 
     def _for_device(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches in pinned memory; record batches, and by default those of a host alone, as they are."""
-        if self._collate is None or self.pin_memory is False:
+        """The batches as an accelerator takes them best; record batches, and those of a host alone, as they are."""
+        if self._collate is None or not (self.copy_ahead or self.pin_memory is not False):
             return batches
         from ..plumbing.devices import accelerator
-        from .collate import pinned
+        from .to_device import copied_ahead, pinned
 
+        if self.copy_ahead:
+            return copied_ahead(batches)
         return map(pinned, batches) if self.pin_memory or accelerator() is not None else batches
 
     def close(self) -> None:

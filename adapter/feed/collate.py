@@ -1,4 +1,4 @@
-"""Record batches as torch tensors, without copies where the memory allows it; tensors in pinned memory.
+"""Record batches as torch tensors, without copies where the memory allows it.
 
 The tensors share memory with Arrow, which treats it as constant: work on them in place only after ``clone()``. Memory
 that is mapped from a file cannot be written at all.
@@ -15,12 +15,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.dlpack import from_dlpack
 
 from ..contract.exceptions import InputError
 
-__all__ = ["pinned", "to_torch"]
+__all__ = ["to_torch"]
 
 
 def to_torch(batch: pa.RecordBatch) -> dict[str, Any]:
@@ -42,20 +41,6 @@ def to_torch(batch: pa.RecordBatch) -> dict[str, Any]:
             named as the lengths of another one.
     """
     return _columns("", batch.schema.names, batch.columns)
-
-
-def pinned(batch: Any) -> Any:
-    """`batch` with its tensors in pinned memory, from which ``.to(device, non_blocking=True)`` does not wait.
-
-    Tensors of a device, and those that are pinned or not strided, stay as they are; so does everything else.
-    """
-    return apply_to_collection(batch, torch.Tensor, _pinned)
-
-
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_pinned():
-        return tensor
-    return tensor.pin_memory()
 
 
 def _columns(prefix: str, names: Sequence[str], columns: Sequence[pa.Array]) -> dict[str, Any]:

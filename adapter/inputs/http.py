@@ -1,8 +1,8 @@
 """Files from web servers: streamed, checked, cached, resumed after a break.
 
-While a file is incomplete it is called ``*.part``. A later attempt goes on where one broke; one of another process
-does where a digest proves the whole. Only a whole and checked file gets its name, and a note next to it has its version
-(the ETag), by which the server can confirm it.
+While a file is incomplete it is called ``*.part``. A note next to it has the version (the ETag) that it is a part of,
+so that a later attempt, also of another process, can go on where this one broke. Only a whole and checked file gets
+its name, and the note is then of that file.
 """
 
 from __future__ import annotations
@@ -98,10 +98,18 @@ class TransferAbandoned(Exception):
 
 
 class Note(msgspec.Struct, frozen=True):
-    """The version of the file that is in place."""
+    """The version of the part of a file; where there is no part, that of the whole file."""
 
-    etag: str = ""
-    size: int = -1
+    etag: str | None = None
+    boot_id: str = ""
+    """Of the system that wrote the part: what a process wrote outlives it, but maybe not the system."""
+    size: int | None = None
+    """Bytes of the whole file, where the server said."""
+
+    @property
+    def joins_parts(self) -> bool:
+        """Whether two answers with this ETag are parts of the same bytes; with a weak one they need not be."""
+        return self.etag is not None and not self.etag.startswith("W/")
 
 
 # Made here, in one thread: msgspec crashes where several ask at once for a type that it has not yet looked into.
@@ -188,8 +196,6 @@ class _Transfer:
         self.note_path = self.target.with_name(f".{self.target.name}.json")
         self.before = 0
         """Bytes of the part before the last attempt."""
-        self.etag = ""
-        """The version of the part that this process has begun; empty where the server gave none."""
 
     def is_done_since(self, asked_at: float) -> bool:
         """Whether the target has what was asked for: by its digest, or because another process has just fetched it.
@@ -226,14 +232,14 @@ class _Transfer:
         """One request: for a confirmation, for the rest, or for the whole file."""
         request, note, start, headers = self.request, self._note(), 0, {"Accept-Encoding": "identity"}
         self.before = self._part_bytes()
-        # Two answers with a weak ETag need not be parts of the same bytes.
-        joins_parts = self.etag != "" and not self.etag.startswith("W/")
-        # Only a digest shows that two answers were of two versions, or that what another process wrote has gaps.
-        if self.before and (request.digest is not None or joins_parts):
-            start = self.before
-            headers["Range"] = f"bytes={start}-"
-            headers |= {"If-Range": self.etag} if joins_parts else {}
-        elif note.etag and self._is_whole() and note.size == self.target.stat().st_size:
+        if self.part.exists():
+            # Only a digest shows that two answers without a strong ETag were of two versions, or that bytes were lost.
+            if request.digest is not None or (note.joins_parts and note.boot_id == _boot_id()):
+                start = self.before
+            if start:
+                headers["Range"] = f"bytes={start}-"
+                headers |= {"If-Range": note.etag} if note.etag is not None and note.joins_parts else {}
+        elif note.etag is not None and self._is_whole() and note.size in (None, self.target.stat().st_size):
             headers["If-None-Match"] = note.etag
         try:
             with self.transport.client.stream("GET", request.url, headers=headers) as response:
@@ -243,7 +249,7 @@ class _Transfer:
                     self._drop_part()
                     raise TransientError("the server has no such range")
                 _refuse(response, request.label)
-                start, total = self._place(response, start)
+                start, total = self._place(response, start, note)
                 self._receive(response, start, total)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise TransientError(failure_text(error)) from None
@@ -253,12 +259,10 @@ class _Transfer:
             if start:  # the first part may have been of another version, or damaged since
                 raise TransientError(f"what was put together {fault}")
             raise InputError(f"{request.label} {fault}. It was changed or damaged on the way.")
-        self.note_path.unlink(missing_ok=True)  # of the file that was in place
         os.replace(self.part, self.target)
         fsync_directory(self.target.parent)
-        write_bytes_durably(self.note_path, msgspec.json.encode(Note(self.etag, self.target.stat().st_size)))
 
-    def _place(self, response: httpx2.Response, start: int) -> tuple[int, int | None]:
+    def _place(self, response: httpx2.Response, start: int, note: Note) -> tuple[int, int | None]:
         """Where the answer begins, at 0 or exactly where the partial file ends, and the size of the whole file."""
         if response.status_code != 206:
             length = response.headers.get("content-length", "")
@@ -266,7 +270,7 @@ class _Transfer:
         content_range = CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
         if content_range is None or int(content_range["first"]) != start:
             raise TransientError("the server sent a different range from the one requested")
-        if start and self.etag and response.headers.get("etag", self.etag) != self.etag:
+        if start and note.etag is not None and response.headers.get("etag", note.etag) != note.etag:
             self._drop_part()
             raise TransientError("the server sent the rest of a different version")
         # A server may send less of it at once than was asked for.
@@ -280,7 +284,9 @@ class _Transfer:
         with os.fdopen(open_own(self.part, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
             file.truncate(size)
             file.seek(size)
-            self.etag = response.headers.get("etag", "")
+            write_bytes_durably(
+                self.note_path, msgspec.json.encode(Note(response.headers.get("etag"), _boot_id(), total))
+            )
             for chunk in response.iter_raw(CHUNK_BYTES):
                 file.write(chunk)
                 size += len(chunk)
@@ -300,8 +306,14 @@ class _Transfer:
             raise InputError(f"{request.label} has {size:,} bytes or more, but {limit:,} were expected.")
 
     def _drop_part(self) -> None:
-        self.etag = ""
+        self.note_path.unlink(missing_ok=True)  # first: without a part it would be of the file in place
         self.part.unlink(missing_ok=True)
+
+
+def _boot_id() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    return str(os.getpid())  # a later process trusts no part then
 
 
 def _refuse(response: httpx2.Response, label: str) -> None:

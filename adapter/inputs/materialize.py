@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from ..contract.exceptions import InputError
 from ..job.config import RunConfig
+from ..plumbing.safe_open import make_directory
 from ..plumbing.urls import has_scheme, is_http_url
 from .private_addresses import AddressGuard
 from .refs import Kind, Ref, RemoteRef, checked_ref, local_checkpoint, parquet_files
@@ -51,7 +53,8 @@ def materialize_inputs(
 
     Args:
         config: Names the inputs, the token and the origins that may have it.
-        cache_dir: Where downloads are kept; None takes `default_cache_dir`.
+        cache_dir: Where downloads are kept; None takes `default_cache_dir`, or the artifacts directory where that
+            cannot be written.
         raise_if_stopped: Called between pieces from any thread; what it raises ends all transfers and is raised here.
 
     Raises:
@@ -64,7 +67,7 @@ def materialize_inputs(
     if remote:
         from .transfer import fetch_all  # loads the HTTP client, which a job with local inputs can do without
 
-        fetched = fetch_all(remote, config, Path(cache_dir or default_cache_dir()), raise_if_stopped)
+        fetched = fetch_all(remote, config, _cache_dir(config, cache_dir), raise_if_stopped)
     found: dict[Kind, list[tuple[Path, str]]] = {"model": [], "dataset": [], "checkpoint": []}
     for kind, ref in wanted:
         found[kind].append((ref, str(ref)) if isinstance(ref, Path) else fetched[kind, ref])
@@ -114,3 +117,12 @@ def named_inputs(config: RunConfig) -> list[tuple[Kind, str]]:
     named += [("dataset", ref) for ref in inputs.dataset_parquet_refs]
     named += [("checkpoint", inputs.resume_checkpoint_ref)]
     return [(kind, text) for kind, text in named if text is not None]
+
+
+def _cache_dir(config: RunConfig, given: str | os.PathLike[str] | None) -> Path:
+    directory = default_cache_dir() if given is None else Path(given)
+    with contextlib.suppress(OSError):
+        make_directory(directory)
+        if os.access(directory, os.W_OK):
+            return directory
+    return config.artifacts_dir / "inputs" if given is None else directory

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ __all__ = [
     "host_group",
     "isolated_random_numbers",
     "random_states",
+    "release_memory",
     "restore_random_states",
 ]
 
@@ -145,3 +147,11 @@ def gather_results(
     if failure is not None:
         raise failure
     return gathered
+
+
+def release_memory() -> None:
+    """Give memory back that nothing refers to any more, so that another program can have it."""
+    device = accelerator()
+    if device is not None:
+        gc.collect()
+        getattr(torch.get_device_module(device), "empty_cache", lambda: None)()

@@ -18,3 +18,10 @@ def test_options_that_cannot_be_used_are_named_together_where_they_are_given(mak
         make("rows.parquet", collate="os:nope")
     with pytest.raises(TypeError, match=r"`collate`.*received 'torhc'"):
         make("rows.parquet", collate="torhc")
+
+
+@pytest.mark.parametrize("collate", [None, len])
+def test_batches_are_copied_ahead_only_where_that_changes_nothing(collate):
+    with pytest.raises(ValueError, match=r"`copy_ahead`.*`collate` 'torch', or any `collate` with `workers`"):
+        ArrowFeed("rows.parquet", collate=collate, copy_ahead=True)
+    ArrowFeed("rows.parquet", collate="torch", copy_ahead=True)

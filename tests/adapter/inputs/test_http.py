@@ -108,18 +108,36 @@ def test_a_broken_transfer_goes_on_where_it_broke(server, fetch):
     assert server.requests[1].headers["if-range"] == '"v1"'
 
 
-@pytest.mark.parametrize("heeds_if_range", [True, False])
-def test_a_file_that_changed_meanwhile_is_fetched_anew_and_never_mixed(server, fetch, heeds_if_range):
+def test_a_later_process_goes_on_where_an_earlier_one_broke(server, fetch, retry):
+    url = server.put("/a", CONTENT, break_after=[4_000_000, 0, 0, 0])
+    with pytest.raises(InputError, match="without progress"):
+        fetch(url)
+    server.requests.clear()
+    server.resources["/a"].break_after = []
+    assert fetch(url).read_bytes() == CONTENT
+    assert server.requests[0].headers["range"].startswith("bytes=")
+
+
+def test_a_file_that_changed_meanwhile_is_fetched_anew_and_never_mixed(server, fetch):
     url = server.put("/a", CONTENT, break_after=[4_000_000])
     new = b"n" * len(CONTENT)
     tracker_calls = []
 
     def change(progress):
         if not tracker_calls:
-            server.put("/a", new, etag='"v2"', heeds_if_range=heeds_if_range)
+            server.put("/a", new, etag='"v2"')
         tracker_calls.append(progress)
 
     assert fetch(url, tracker=Telling(change)).read_bytes() == new
+
+
+def test_the_rest_of_another_version_is_not_taken_from_a_server_that_ignores_the_condition(server, fetch):
+    url = server.put("/a", CONTENT, break_after=[4_000_000, 0, 0, 0])
+    with pytest.raises(InputError):
+        fetch(url)
+    new = b"n" * len(CONTENT)
+    server.put("/a", new, etag='"v2"', heeds_if_range=False)
+    assert fetch(url).read_bytes() == new
 
 
 def test_a_server_that_sends_less_than_was_asked_for_is_asked_again(server, fetch):
@@ -144,15 +162,26 @@ def test_without_a_validator_or_digest_a_broken_transfer_starts_over(server, fet
     assert [request.headers.get("range") for request in server.requests] == [None, None]
 
 
-def test_a_part_of_another_process_counts_only_with_a_digest(server, fetch, sha256):
-    """Where the system went down meanwhile, what it had not yet written to the disk may be missing, in the middle."""
+def test_a_partial_file_that_lost_bytes_goes_on_and_one_that_gained_some_is_fetched_anew(server, fetch, tmp_path):
+    for size in (10, 3 * len(CONTENT)):
+        url = server.put("/a", CONTENT, break_after=[4_000_000, 0, 0, 0])
+        with pytest.raises(InputError):
+            fetch(url)
+        os.truncate(tmp_path / "cache" / "file.part", size)
+        assert fetch(url).read_bytes() == CONTENT
+        (tmp_path / "cache" / "file").unlink()
+
+
+def test_a_part_that_a_system_wrote_before_it_went_down_counts_only_with_a_digest(server, fetch, sha256, monkeypatch):
+    """What it had not yet written to the disk may be missing, in the middle too."""
     for known in ({}, {"digest": f"sha256:{sha256(CONTENT)}"}):
         url = server.put("/a", CONTENT, break_after=[4_000_000, 0, 0, 0])
-        with pytest.raises(InputError, match="without progress"):
+        with pytest.raises(InputError):
             fetch(url, **known)
         server.requests.clear()
-        server.resources["/a"].break_after = []
-        path = fetch(url, **known)
+        with monkeypatch.context() as patch:
+            patch.setattr("genlight.adapter.inputs.http._boot_id", lambda: "another")
+            path = fetch(url, **known)
         assert path.read_bytes() == CONTENT
         assert ("range" in server.requests[0].headers) == bool(known)
         path.unlink()
@@ -297,6 +326,7 @@ def test_a_stop_ends_the_transfer_at_the_next_piece_and_keeps_what_arrived(serve
         fetch(url, tracker=Telling(told.append, stop_after_two))
     assert names(tmp_path / "cache") == ["file.part"]
     assert fetch(url).read_bytes() == CONTENT
+    assert "range" in server.requests[1].headers
 
 
 def test_of_several_that_want_one_file_one_transfers_and_the_others_take_it(server, fetch):

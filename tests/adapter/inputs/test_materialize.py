@@ -311,3 +311,12 @@ def test_one_file_at_two_addresses_never_makes_a_folder_of_both(config_of, mater
 def test_the_cache_follows_the_users_setting(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_cache_dir() == tmp_path / "genlight" / "inputs"
+
+
+def test_where_the_users_cache_cannot_be_written_the_artifacts_directory_takes_it(
+    config_of, server, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
+    config = config_of(inputs={"dataset_parquet_urls": [server.put("/a.parquet", b"x")]})
+    (path,) = materialize_inputs(config).parquet_paths
+    assert path.is_relative_to(tmp_path / "artifacts")

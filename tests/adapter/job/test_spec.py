@@ -37,7 +37,7 @@ def test_every_documented_key_is_known():
     }
     assert set(keys_of(DatasetSpec)) == {
         *("parquet_paths", "batch_size", "readahead", "columns", "shuffle", "seed", "epochs", "shard"),
-        *("drop_last", "shuffle_window", "workers", "pin_memory", "collate"),
+        *("drop_last", "shuffle_window", "workers", "pin_memory", "copy_ahead", "collate"),
     }
     assert set(keys_of(UploadUrls)) == {"metrics_url", "checkpoint_url", "sample_url", "terminal_url", "targets"}
     assert set(keys_of(InputsSpec)) == {"base_model_ref", "dataset_parquet_refs", "resume_checkpoint_ref"}
