@@ -144,6 +144,17 @@ def _lightning_callback(callback: Any, place: int, view: TrainerView) -> pl.Call
     return callback if isinstance(callback, pl.Callback) else _Adapter(callback, place)
 
 
+def _calling(hook: str) -> Any:
+    """A method of Lightning's that calls `hook` of the callback, where that has it."""
+
+    def call(self: _Adapter, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        method = getattr(self.callback, hook, None)
+        if method is not None:
+            method(view_of(trainer, pl_module))
+
+    return call
+
+
 class _Adapter(Hook):
     """Calls the six hooks of a callback, under its policy."""
 
@@ -173,35 +184,9 @@ class _Adapter(Hook):
         if hasattr(self.callback, "load_state_dict"):
             self.callback.load_state_dict(state_dict)
 
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._call("on_train_begin", trainer, pl_module)
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._call("on_train_end", trainer, pl_module)
-
-    @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._call("on_epoch_begin", trainer, pl_module)
-
-    @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._call("on_epoch_end", trainer, pl_module)
-
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._call("on_step_begin", trainer, pl_module)
-
-    @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._call("on_step_end", trainer, pl_module)
-
-    def _call(self, hook: str, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        method = getattr(self.callback, hook, None)
-        if method is not None:
-            method(view_of(trainer, pl_module))
+    on_train_start = _calling("on_train_begin")
+    on_train_end = _calling("on_train_end")
+    on_train_epoch_start = _calling("on_epoch_begin")
+    on_train_epoch_end = _calling("on_epoch_end")
+    on_train_batch_start = _calling("on_step_begin")
+    on_train_batch_end = _calling("on_step_end")
