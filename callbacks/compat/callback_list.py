@@ -17,6 +17,16 @@ from .trainer_view import TrainerView, view_of
 __all__ = ["CallbackList"]
 
 
+def _passing_on(hook: str) -> Any:
+    """A method that calls `hook` of all callbacks of the list with the trainer object of a loop of one's own."""
+
+    def call(self: CallbackList, trainer: Any, pl_module: pl.LightningModule | None = None) -> None:
+        if pl_module is None:
+            self._pass_on(hook, trainer)
+
+    return call
+
+
 class CallbackList(Hook):
     """Has its callbacks hear of a training in order, as a Lightning callback that works in any ``Trainer``.
 
@@ -99,31 +109,12 @@ class CallbackList(Hook):
 
     # The six hooks, called by a loop of one's own. Lightning and genlight call two of these names, with a module.
 
-    def on_train_begin(self, trainer: Any) -> None:
-        """Training begins."""
-        self._pass_on("on_train_begin", trainer)
-
-    def on_epoch_begin(self, trainer: Any) -> None:
-        """An epoch begins."""
-        self._pass_on("on_epoch_begin", trainer)
-
-    def on_step_begin(self, trainer: Any) -> None:
-        """A step begins."""
-        self._pass_on("on_step_begin", trainer)
-
-    def on_step_end(self, trainer: Any) -> None:
-        """A step has ended."""
-        self._pass_on("on_step_end", trainer)
-
-    @override
-    def on_epoch_end(self, trainer: Any, pl_module: Any = None) -> None:
-        if pl_module is None:
-            self._pass_on("on_epoch_end", trainer)
-
-    @override
-    def on_train_end(self, trainer: Any, pl_module: Any = None) -> None:
-        if pl_module is None:
-            self._pass_on("on_train_end", trainer)
+    on_train_begin = _passing_on("on_train_begin")
+    on_train_end = _passing_on("on_train_end")
+    on_epoch_begin = _passing_on("on_epoch_begin")
+    on_epoch_end = _passing_on("on_epoch_end")
+    on_step_begin = _passing_on("on_step_begin")
+    on_step_end = _passing_on("on_step_end")
 
     def _pass_on(self, hook: str, trainer: Any) -> None:
         if need_fit := [type(each).__name__ for each in self.callbacks if isinstance(each, NeedsFit | pl.Callback)]:

@@ -93,6 +93,7 @@ class Probe:
         """Exceptions within a step."""
         self._losses: deque[tuple[int, torch.Tensor | float]] = deque(maxlen=most_losses)
         self._batches: deque[tuple[torch.Tensor, ...]] = deque(maxlen=2)
+        self._running_step = trainer.global_step + 1
         self._began: _Moment | None = None
         self._spans: list[tuple[_Moment, _Moment]] = []
         self._seen: list[tuple[tuple[int, bool, str], torch.Tensor]] = []
@@ -135,6 +136,7 @@ class Probe:
 
     def note_loss(self, step: int, outputs: Any) -> None:
         """Keep the loss of a step, which is all that each step costs: one copy on the loss's device."""
+        self._running_step = step + 1
         loss = _loss_of(outputs)
         if isinstance(loss, torch.Tensor):
             # A copy: what a trainer writes its next loss to would change this one.
@@ -238,7 +240,7 @@ class Probe:
     def _note_output(self, name: str, module: torch.nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():  # an evaluation, or the first pass of a checkpointed one
             return
-        for tensor in tree_leaves(output):
+        for tensor in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.layout == torch.strided:
                 self._note(tensor, name=name, in_backward=False)
                 if tensor.requires_grad:
@@ -250,7 +252,7 @@ class Probe:
         # The largest magnitude, nan where there is one; a sum of squares could overflow.
         if tensor.numel():
             largest: torch.Tensor = torch.linalg.vector_norm(tensor.detach(), float("inf"))
-            self._seen.append(((self._trainer.global_step + 1, in_backward, name), largest))
+            self._seen.append(((self._running_step, in_backward, name), largest))
 
 
 def _origin(seen: Sequence[tuple[int, bool, str]], values: Sequence[float]) -> tuple[int, bool, str] | None:
