@@ -157,18 +157,6 @@ def test_a_hook_may_catch_what_its_parent_raises():
     assert child.failures == {}
 
 
-def test_a_call_of_super_is_part_of_the_outer_event_in_every_step_too(train):
-    class Child(FailingHook):
-        def on_train_batch_end(self, *args):
-            super().on_train_batch_end(*args)
-            raise AssertionError("not reached")
-
-    child = Child()
-    train([child])
-
-    assert child.failures == {"on_train_batch_end": 4}
-
-
 @pytest.mark.parametrize("event", ["on_train_batch_start", "on_mb_end"])
 def test_each_event_of_a_step_may_fail(fit, counting_trainer, event):
     def fail(self, *args):
