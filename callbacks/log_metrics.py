@@ -158,4 +158,5 @@ def _send(
     else:
         on_device = {name: torch.tensor(value) for name, value in metrics.items()}
         set_callback_metrics(trainer, on_device, dict(metrics))
-    logger_connector(trainer).log_metrics({**metrics, **figures}, step=step)
+    record: dict[str, Any] = {**metrics, **figures}
+    logger_connector(trainer).log_metrics(record, step=step)
