@@ -136,11 +136,11 @@ class UploadArtifacts(Hook):
 
     @override
     def on_samples_written(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, paths: Sequence[Path], step: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, samples: Mapping[Path, Sequence[Path]], step: int
     ) -> None:
-        for sample, files in _samples_with_files(paths):
-            if self._uploader is not None:
-                self._uploader.enqueue("sample", sample, files, step=step)
+        if self._uploader is not None:
+            for record, files in samples.items():
+                self._uploader.enqueue("sample", record, files, step=step)
 
     @override
     def on_train_batch_end(
@@ -223,17 +223,6 @@ class UploadArtifacts(Hook):
         if self._uploader is not None and self._given is None:
             self._uploader.close()
             self._uploader = None
-
-
-def _samples_with_files(paths: Sequence[Path]) -> list[tuple[Path, list[Path]]]:
-    """Each sample with the files of its own folder, which follow it."""
-    samples: list[tuple[Path, list[Path]]] = []
-    for path in paths:
-        if samples and path.is_relative_to(samples[-1][0].with_suffix("")):
-            samples[-1][1].append(path)
-        else:
-            samples.append((path, []))
-    return samples
 
 
 def _report_end(

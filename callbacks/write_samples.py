@@ -127,29 +127,32 @@ class WriteSamples(Hook):
             with timed(trainer, "samples"):
                 self.write(trainer, pl_module, trainer.global_step)
 
-    def write(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> list[Path]:
-        """Make and write the samples of `step`; returns the files, the record of each sample before its own files."""
+    def write(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> dict[Path, list[Path]]:
+        """Make and write the samples of `step`; returns the record of each with the files that belong to it."""
         self.directory.mkdir(parents=True, exist_ok=True)
         ctx = getattr(pl_module, "ctx", None)
         facts = {"run_id": str(getattr(getattr(ctx, "job", None), "run_id", "")), "step": step}
         generate = find_generator(getattr(pl_module, "contract_state", None))
         name = f"step-{step:08d}"
         samples = [(f"{name}-{at:02d}", SampleRequest(given, at)) for at, given in enumerate(self.requests)]
-        paths: list[Path] = []
+        written: dict[Path, list[Path]] = {}
         if not samples:
-            paths.append(self.directory / f"{name}.txt")
-            write_bytes_durably(paths[0], f"{facts['run_id']} step {step}\n".encode())
+            text = self.directory / f"{name}.txt"
+            write_bytes_durably(text, f"{facts['run_id']} step {step}\n".encode())
+            written[text] = []
             samples = [] if generate is None else [(name, SampleRequest({}))]
         with isolated_random_numbers():
             for name, request in samples:
-                paths += self._write_sample(generate, name, request, facts, ctx)
-        run_state_of(trainer).latest_sample_uris = [str(path) for path in paths]
-        fire(trainer, "on_samples_written", paths, step)
-        return paths
+                record, files = self._write_sample(generate, name, request, facts, ctx)
+                written[record] = files
+        uris = [str(path) for record, files in written.items() for path in (record, *files)]
+        run_state_of(trainer).latest_sample_uris = uris
+        fire(trainer, "on_samples_written", written, step)
+        return written
 
     def _write_sample(
         self, generate: Callable[..., Any] | None, name: str, request: SampleRequest, facts: dict[str, Any], ctx: Any
-    ) -> list[Path]:
+    ) -> tuple[Path, list[Path]]:
         arriving, folder = self.directory / temporary_name(name), self.directory / name
         seed = request.seed if request.seed is not None else self.seed
         offered = {field: request[field] for field in _TEXTS}
@@ -167,7 +170,7 @@ class WriteSamples(Hook):
         record = folder.with_name(f"{name}.json")
         # The generator may have returned paths within the folder that it was given.
         write_bytes_durably(record, encoded.replace(arriving.name.encode(), name.encode()))
-        return [record, *files]
+        return record, files
 
     def _replace(self, folder: Path, arriving: Path | None) -> None:
         """Put a sample's files where they belong, in place of those of an earlier attempt at the same step."""

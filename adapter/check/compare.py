@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import lightning.pytorch as pl
 import msgspec
-import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 

@@ -37,7 +37,7 @@ _SIX_HOOKS = (
     "genlight.callbacks.compat",
     (
         *("Callback", "CallbackList", "CheckpointCallback", "DiagnosisCallback", "EarlyStoppingCallback"),
-        *("EvalCallback", "HeartbeatCallback", "LoggingCallback", "ProgressCallback", "TrainingReportCallback"),
+        *("EvalCallback", "HeartbeatCallback", "LoggingCallback", "ProgressCallback"),
     ),
 )
 _WORLDFLUX = {

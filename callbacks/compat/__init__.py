@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         HeartbeatCallback as HeartbeatCallback,
         LoggingCallback as LoggingCallback,
         ProgressCallback as ProgressCallback,
-        TrainingReportCallback as TrainingReportCallback,
     )
     from .trainer_view import (
         TrainerView as TrainerView,

@@ -1,4 +1,4 @@
-"""The list that runs callbacks of the six-hook style under Lightning, or in a loop of one's own."""
+"""The list that runs callbacks of the six-hook style under Lightning, and hands calls of another loop on to them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,30 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from ..hook.events import callbacks_of, fire
+from ..hook.events import callbacks_of
 from ..hook.hook import Hook, order_callbacks
 from ..job_progress import JobProgress
-from .named import HOOKS, Callback, CheckpointCallback, LoggingCallback, TakesView
-from .own_loop import OwnLoop
+from .named import HOOKS, Callback, CheckpointCallback, LoggingCallback, NeedsFit
 from .trainer_view import TrainerView, view_of
 
 __all__ = ["CallbackList"]
 
 
+def _passing_on(hook: str) -> Any:
+    """A method that calls `hook` of all callbacks of the list with the trainer object of a loop of one's own."""
+
+    def call(self: CallbackList, trainer: Any, pl_module: pl.LightningModule | None = None) -> None:
+        if pl_module is None:
+            self._pass_on(hook, trainer)
+
+    return call
+
+
 class CallbackList(Hook):
     """Has its callbacks hear of a training in order, as a Lightning callback that works in any ``Trainer``.
 
-    You can also call it from your own loop: each of the six methods takes your trainer object and passes it on. What
-    the callbacks of this package look at there is said in `own_loop`.
+    You can also call it from your own loop: each of the six methods takes your trainer object and passes it on to your
+    callbacks, whose exceptions reach the loop. Callbacks of this package need a fit, and are refused there.
 
     Args:
         callbacks: Callbacks of the six-hook style, and Lightning callbacks; all join those of the trainer when a fit
@@ -31,7 +40,8 @@ class CallbackList(Hook):
             callback.
 
     Raises:
-        TypeError: Something in `callbacks` has none of the six hooks.
+        TypeError: Something in `callbacks` has none of the six hooks; or a loop of one's own calls the list, and it
+            holds a callback that needs a fit.
     """
 
     critical = True
@@ -41,7 +51,6 @@ class CallbackList(Hook):
         self.defaults = defaults
         self.callbacks: list[Any] = []
         self._joined: list[pl.Callback] = []
-        self._own_loop: Any = None
         for callback in callbacks:
             self.append(callback)
 
@@ -80,7 +89,7 @@ class CallbackList(Hook):
             callback.setup(trainer, pl_module, stage)
 
     def _missing(self, view: TrainerView) -> list[Any]:
-        if not self.defaults or view.own is not None:
+        if not self.defaults:
             return []
         logs = any(isinstance(callback, LoggingCallback) for callback in self.callbacks)
         saves = any(isinstance(callback, CheckpointCallback) for callback in self.callbacks)
@@ -100,55 +109,49 @@ class CallbackList(Hook):
 
     # The six hooks, called by a loop of one's own. Lightning and genlight call two of these names, with a module.
 
-    def on_train_begin(self, trainer: Any) -> None:
-        """Training begins; a loop that does not say so begins with its first step."""
-        self._own_loop = OwnLoop(trainer, self).as_trainer
-        fire(self._own_loop, "on_train_start")
+    on_train_begin = _passing_on("on_train_begin")
+    on_train_end = _passing_on("on_train_end")
+    on_epoch_begin = _passing_on("on_epoch_begin")
+    on_epoch_end = _passing_on("on_epoch_end")
+    on_step_begin = _passing_on("on_step_begin")
+    on_step_end = _passing_on("on_step_end")
 
-    def on_epoch_begin(self, trainer: Any) -> None:
-        """An epoch begins."""
-        fire(self._loop_of(trainer), "on_train_epoch_start")
-
-    def on_step_begin(self, trainer: Any) -> None:
-        """A step begins, of which callbacks of the six-hook style alone hear."""
-        loop = self._loop_of(trainer)
-        for callback in self._joined:
-            if isinstance(callback, _Adapter):
-                callback.on_train_batch_start(loop, loop.lightning_module, None, 0)
-
-    def on_step_end(self, trainer: Any) -> None:
-        """A step has ended."""
-        self._loop_of(trainer).step_ended()
-
-    @override
-    def on_epoch_end(self, trainer: Any, pl_module: Any = None) -> None:
-        if pl_module is None:
-            fire(self._loop_of(trainer), "on_train_epoch_end")
-
-    @override
-    def on_train_end(self, trainer: Any, pl_module: Any = None) -> None:
-        if pl_module is None:
-            fire(self._loop_of(trainer), "on_train_end")
-
-    def _loop_of(self, trainer: Any) -> Any:
-        if self._own_loop is None or self._own_loop.own is not trainer:
-            self.on_train_begin(trainer)
-        return self._own_loop
+    def _pass_on(self, hook: str, trainer: Any) -> None:
+        if need_fit := [type(each).__name__ for each in self.callbacks if isinstance(each, NeedsFit | pl.Callback)]:
+            raise TypeError(
+                f"{', '.join(need_fit)} cannot be called by a loop of one's own. Train with a Lightning Trainer and "
+                "give it this CallbackList, or leave them out"
+            )
+        for callback in self.callbacks:
+            method = getattr(callback, hook, None)
+            if method is not None:
+                method(trainer)
 
 
 def _lightning_callback(callback: Any, place: int, view: TrainerView) -> pl.Callback:
     """The Lightning callback by which a callback of the list hears of a training."""
-    if isinstance(callback, CheckpointCallback) and view.own is None:
+    if isinstance(callback, CheckpointCallback):
         return callback.in_a_fit(view)
-    return callback if isinstance(callback, pl.Callback) else _Adapter(callback, place, view)
+    return callback if isinstance(callback, pl.Callback) else _Adapter(callback, place)
+
+
+def _calling(hook: str) -> Any:
+    """A method of Lightning's that calls `hook` of the callback, where that has it."""
+
+    def call(self: _Adapter, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        method = getattr(self.callback, hook, None)
+        if method is not None:
+            method(view_of(trainer, pl_module))
+
+    return call
 
 
 class _Adapter(Hook):
-    """Calls the six hooks of a callback, under its policy; what it raises in a loop of one's own reaches that loop."""
+    """Calls the six hooks of a callback, under its policy."""
 
-    def __init__(self, callback: Any, place: int, view: TrainerView) -> None:
+    def __init__(self, callback: Any, place: int) -> None:
         self.callback = callback
-        self.critical = view.own is not None or bool(getattr(callback, "critical", False))
+        self.critical = bool(getattr(callback, "critical", False))
         self.ranks = getattr(callback, "ranks", "zero")
         self._place = place
 
@@ -172,36 +175,9 @@ class _Adapter(Hook):
         if hasattr(self.callback, "load_state_dict"):
             self.callback.load_state_dict(state_dict)
 
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._call("on_train_begin", trainer, pl_module)
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._call("on_train_end", trainer, pl_module)
-
-    @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._call("on_epoch_begin", trainer, pl_module)
-
-    @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._call("on_epoch_end", trainer, pl_module)
-
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._call("on_step_begin", trainer, pl_module)
-
-    @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._call("on_step_end", trainer, pl_module)
-
-    def _call(self, hook: str, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        method = getattr(self.callback, hook, None)
-        if method is not None:
-            view = view_of(trainer, pl_module)
-            method(view if view.own is None or isinstance(self.callback, TakesView) else view.own)
+    on_train_start = _calling("on_train_begin")
+    on_train_end = _calling("on_train_end")
+    on_train_epoch_start = _calling("on_epoch_begin")
+    on_train_epoch_end = _calling("on_epoch_end")
+    on_train_batch_start = _calling("on_step_begin")
+    on_train_batch_end = _calling("on_step_end")

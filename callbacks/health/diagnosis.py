@@ -15,7 +15,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ...adapter.plumbing.devices import gather_results, host_group
-from ..hook.cadence import crossed, next_multiple, step_cadence
+from ..hook.cadence import next_multiple, step_cadence
 from ..hook.events import FIGURES_FIELD, fire, publish_figures
 from ..hook.hook import Hook
 from ..telemetry.run_events import RunEvents
@@ -108,7 +108,8 @@ class Diagnosis(Hook):
     def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Count from the step that is completed now."""
         self._close()
-        self._last_check = self._step = trainer.global_step
+        self._step = trainer.global_step
+        self._next_check = next_multiple(self._step, self.check_interval)
         if self.check_interval:
             most = min(self.check_interval, LOSSES_KEPT)
             self._probe = Probe(trainer, pl_module, most_losses=most, traces=self.trace_modules)
@@ -122,11 +123,15 @@ class Diagnosis(Hook):
             return
         step = trainer.global_step
         stride, self._step = max(1, step - self._step), step
-        is_due = crossed(self._last_check, step, self.check_interval)
-        self._probe.step_ended(step, outputs, batch, compares_batch=is_due or self._steps_left() <= stride)
+        self._probe.note_loss(step, outputs)
+        if step + TIMED_STEPS * stride < self._next_check:
+            return
+        is_due = step >= self._next_check
+        if is_due or step + stride >= self._next_check:
+            self._probe.note_batch(batch)
         try:
             if is_due:
-                self._last_check = step
+                self._next_check = next_multiple(step, self.check_interval)
                 self._check(trainer, outputs)
         finally:
             self._watch_next(stride)
@@ -147,12 +152,9 @@ class Diagnosis(Hook):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._history = msgspec.convert(state_dict["history"], History)
 
-    def _steps_left(self) -> int:
-        return next_multiple(self._step, self.check_interval) - self._step
-
     def _watch_next(self, stride: int) -> None:
         """Watch the next step, where the check is near; a step counts as `stride`."""
-        left = self._steps_left()
+        left = self._next_check - self._step
         if self._probe is not None and left <= TIMED_STEPS * stride:
             self._probe.watch_next(is_checked=left <= stride)
 

@@ -220,9 +220,13 @@ class Hook(pl.Callback):
         """The checkpoint of `record` can no longer be lost; may come some steps after ``record.step``."""
 
     def on_samples_written(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, paths: Sequence[Path], step: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        samples: Mapping[Path, Sequence[Path]],
+        step: int,
     ) -> None:
-        """Samples of `step` are on disk: for each its record, then the files that belong to it."""
+        """Samples of `step` are on disk: the record of each, with the files that belong to it."""
 
     def on_roll_back_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A step has ended after which the run is to go back; fired by genlight's loop where ``rolls_back`` is set."""

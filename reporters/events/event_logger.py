@@ -271,11 +271,12 @@ class RecordEvents(Callback):
         self.event_log.checkpoint(path=record.reported_path, step=record.step)
 
     def on_samples_written(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, paths: Sequence[Path], step: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, samples: Mapping[Path, Sequence[Path]], step: int
     ) -> None:
         """Samples are on disk."""
-        for path in paths:
-            self.event_log.sample(path=path, step=step)
+        for record, files in samples.items():
+            for path in (record, *files):
+                self.event_log.sample(path=path, step=step)
 
 
 def _has_checkpoint(trainer: pl.Trainer | None) -> bool:

@@ -302,15 +302,15 @@ class Reports(Hook):
         return save(record, dump, meta=RecordMeta(run_id="run-1"))
 
     def write_samples(self, step):
-        paths = []
+        samples = {}
         for index in range(2):
             sample = self.folder / f"step-{step:08d}-{index:02d}.json"
             picture = self.folder / sample.stem / "cat.png"
             picture.parent.mkdir(parents=True)
             picture.write_bytes(b"png %d" % index)
             sample.write_text(json.dumps({"files": [f"{sample.stem}/cat.png"]}))
-            paths += [sample, picture]
-        return paths
+            samples[sample] = [picture]
+        return samples
 
 
 def test_a_checkpoint_of_our_own_format_is_sent_with_all_its_files(fit, chaos, tmp_path):

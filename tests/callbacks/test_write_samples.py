@@ -124,7 +124,8 @@ def test_files_of_a_sample_are_named_in_its_record_and_told_after_it(fit, sampli
     told = []
 
     class Listener(Hook):
-        def on_samples_written(self, trainer, pl_module, paths, step):
+        def on_samples_written(self, trainer, pl_module, samples, step):
+            paths = [path for record, files in samples.items() for path in (record, *files)]
             told.append((step, [str(path.relative_to(tmp_path)) for path in paths]))
 
     def generate(output_dir):
