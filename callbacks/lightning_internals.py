@@ -90,7 +90,7 @@ _USED: Mapping[type, str] = {
     CheckpointConnector: "_parse_ckpt_path resume_start restore_model restore_precision_plugin_state "
     "restore_optimizers_and_schedulers _loaded_checkpoint _ckpt_path",
     SignalConnector: "register_signal_handlers teardown received_sigterm",
-    LoggerConnector: "on_batch_end update_train_step_metrics _callback_metrics _progress_bar_metrics log_metrics",
+    LoggerConnector: "on_batch_end update_train_step_metrics _callback_metrics _progress_bar_metrics _logged_metrics",
     CombinedLoader: "_load_state_dicts _iterator",
     pl.Trainer: "_signal_connector _logger_connector _data_connector _checkpoint_connector received_sigterm",
     pl.LightningModule: "_trainer _current_fx_name",

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
 from .hook.cadence import next_multiple, step_cadence, suppressed
@@ -159,5 +160,12 @@ def _send(
     else:
         on_device = {name: torch.tensor(value) for name, value in metrics.items()}
         set_callback_metrics(trainer, on_device, dict(metrics))
-    record: dict[str, Any] = {**metrics, **figures}
-    logger_connector(trainer).log_metrics(record, step=step)
+    loggers = trainer.loggers
+    if loggers:
+        # `log_metrics` of the connector, less its search for tensors among what are numbers.
+        logger_connector(trainer)._logged_metrics.update(metrics)  # type: ignore[arg-type]
+        record = {**metrics, **figures} if figures else metrics
+        for logger in loggers:
+            logger.log_metrics(metrics=record, step=step)  # type: ignore[arg-type]
+            if type(logger).save is not Logger.save:  # that one does nothing
+                logger.save()

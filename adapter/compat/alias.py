@@ -37,7 +37,7 @@ _SIX_HOOKS = (
     "genlight.callbacks.compat",
     (
         *("Callback", "CallbackList", "CheckpointCallback", "DiagnosisCallback", "EarlyStoppingCallback"),
-        *("EvalCallback", "HeartbeatCallback", "LoggingCallback", "ProgressCallback"),
+        *("EvalCallback", "HeartbeatCallback", "LoggingCallback", "ProgressCallback", "TrainingReportCallback"),
     ),
 )
 _WORLDFLUX = {

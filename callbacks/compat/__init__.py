@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         HeartbeatCallback as HeartbeatCallback,
         LoggingCallback as LoggingCallback,
         ProgressCallback as ProgressCallback,
+        TrainingReportCallback as TrainingReportCallback,
     )
     from .trainer_view import (
         TrainerView as TrainerView,

@@ -1,4 +1,4 @@
-"""The list that runs callbacks of the six-hook style under Lightning, and hands calls of another loop on to them."""
+"""The list that runs callbacks of the six-hook style under Lightning, or in a loop of one's own."""
 
 from __future__ import annotations
 
@@ -8,30 +8,21 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from ..hook.events import callbacks_of
+from ..hook.events import callbacks_of, fire
 from ..hook.hook import Hook, order_callbacks
 from ..job_progress import JobProgress
-from .named import HOOKS, Callback, CheckpointCallback, LoggingCallback, NeedsFit
+from .named import HOOKS, Callback, CheckpointCallback, LoggingCallback
+from .own_loop import OwnLoop
 from .trainer_view import TrainerView, view_of
 
 __all__ = ["CallbackList"]
 
 
-def _passing_on(hook: str) -> Any:
-    """A method that calls `hook` of all callbacks of the list with the trainer object of a loop of one's own."""
-
-    def call(self: CallbackList, trainer: Any, pl_module: pl.LightningModule | None = None) -> None:
-        if pl_module is None:
-            self._pass_on(hook, trainer)
-
-    return call
-
-
 class CallbackList(Hook):
     """Has its callbacks hear of a training in order, as a Lightning callback that works in any ``Trainer``.
 
-    You can also call it from your own loop: each of the six methods takes your trainer object and passes it on to your
-    callbacks, whose exceptions reach the loop. Callbacks of this package need a fit, and are refused there.
+    You can also call it from your own loop: each of the six methods takes your trainer object and passes it on. What
+    the callbacks of this package look at there is said in `own_loop`.
 
     Args:
         callbacks: Callbacks of the six-hook style, and Lightning callbacks; all join those of the trainer when a fit
@@ -40,8 +31,7 @@ class CallbackList(Hook):
             callback.
 
     Raises:
-        TypeError: Something in `callbacks` has none of the six hooks; or a loop of one's own calls the list, and it
-            holds a callback that needs a fit.
+        TypeError: Something in `callbacks` has none of the six hooks.
     """
 
     critical = True
@@ -51,6 +41,7 @@ class CallbackList(Hook):
         self.defaults = defaults
         self.callbacks: list[Any] = []
         self._joined: list[pl.Callback] = []
+        self._own_loop: Any = None
         for callback in callbacks:
             self.append(callback)
 
@@ -89,7 +80,7 @@ class CallbackList(Hook):
             callback.setup(trainer, pl_module, stage)
 
     def _missing(self, view: TrainerView) -> list[Any]:
-        if not self.defaults:
+        if not self.defaults or view.own is not None:
             return []
         logs = any(isinstance(callback, LoggingCallback) for callback in self.callbacks)
         saves = any(isinstance(callback, CheckpointCallback) for callback in self.callbacks)
@@ -109,30 +100,47 @@ class CallbackList(Hook):
 
     # The six hooks, called by a loop of one's own. Lightning and genlight call two of these names, with a module.
 
-    on_train_begin = _passing_on("on_train_begin")
-    on_train_end = _passing_on("on_train_end")
-    on_epoch_begin = _passing_on("on_epoch_begin")
-    on_epoch_end = _passing_on("on_epoch_end")
-    on_step_begin = _passing_on("on_step_begin")
-    on_step_end = _passing_on("on_step_end")
+    def on_train_begin(self, trainer: Any) -> None:
+        """Training begins; a loop that does not say so begins with its first step."""
+        self._own_loop = OwnLoop(trainer, self).as_trainer
+        fire(self._own_loop, "on_train_start")
 
-    def _pass_on(self, hook: str, trainer: Any) -> None:
-        if need_fit := [type(each).__name__ for each in self.callbacks if isinstance(each, NeedsFit | pl.Callback)]:
-            raise TypeError(
-                f"{', '.join(need_fit)} cannot be called by a loop of one's own. Train with a Lightning Trainer and "
-                "give it this CallbackList, or leave them out"
-            )
-        for callback in self.callbacks:
-            method = getattr(callback, hook, None)
-            if method is not None:
-                method(trainer)
+    def on_epoch_begin(self, trainer: Any) -> None:
+        """An epoch begins."""
+        fire(self._loop_of(trainer), "on_train_epoch_start")
+
+    def on_step_begin(self, trainer: Any) -> None:
+        """A step begins, of which callbacks of the six-hook style alone hear."""
+        loop = self._loop_of(trainer)
+        for callback in self._joined:
+            if isinstance(callback, _Adapter):
+                callback.on_train_batch_start(loop, loop.lightning_module, None, 0)
+
+    def on_step_end(self, trainer: Any) -> None:
+        """A step has ended."""
+        self._loop_of(trainer).step_ended()
+
+    @override
+    def on_epoch_end(self, trainer: Any, pl_module: Any = None) -> None:
+        if pl_module is None:
+            fire(self._loop_of(trainer), "on_train_epoch_end")
+
+    @override
+    def on_train_end(self, trainer: Any, pl_module: Any = None) -> None:
+        if pl_module is None:
+            fire(self._loop_of(trainer), "on_train_end")
+
+    def _loop_of(self, trainer: Any) -> Any:
+        if self._own_loop is None or self._own_loop.own is not trainer:
+            self.on_train_begin(trainer)
+        return self._own_loop
 
 
 def _lightning_callback(callback: Any, place: int, view: TrainerView) -> pl.Callback:
     """The Lightning callback by which a callback of the list hears of a training."""
-    if isinstance(callback, CheckpointCallback):
+    if isinstance(callback, CheckpointCallback) and view.own is None:
         return callback.in_a_fit(view)
-    return callback if isinstance(callback, pl.Callback) else _Adapter(callback, place)
+    return callback if isinstance(callback, pl.Callback) else _Adapter(callback, place, view)
 
 
 def _calling(hook: str) -> Any:
@@ -141,17 +149,18 @@ def _calling(hook: str) -> Any:
     def call(self: _Adapter, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         method = getattr(self.callback, hook, None)
         if method is not None:
-            method(view_of(trainer, pl_module))
+            view = view_of(trainer, pl_module)
+            method(view if view.own is None or isinstance(self.callback, TakesView) else view.own)
 
     return call
 
 
 class _Adapter(Hook):
-    """Calls the six hooks of a callback, under its policy."""
+    """Calls the six hooks of a callback, under its policy; what it raises in a loop of one's own reaches that loop."""
 
-    def __init__(self, callback: Any, place: int) -> None:
+    def __init__(self, callback: Any, place: int, view: TrainerView) -> None:
         self.callback = callback
-        self.critical = bool(getattr(callback, "critical", False))
+        self.critical = view.own is not None or bool(getattr(callback, "critical", False))
         self.ranks = getattr(callback, "ranks", "zero")
         self._place = place
 

@@ -6,6 +6,7 @@ Where genlight has a callback for the same, the one here is that callback with t
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -13,13 +14,16 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import lightning.pytorch as pl
+import msgspec
 import torch
 from typing_extensions import override
 
+from ...adapter.plumbing.durable import write_bytes_durably
+from ...adapter.plumbing.redaction import without_secrets
 from ..checkpoint.policy import Checkpoint
 from ..early_stopping import EarlyStopping
 from ..health.diagnosis import Diagnosis
-from ..hook.cadence import crossed, step_cadence
+from ..hook.cadence import crossed
 from ..hook.events import log_to_loggers, run_state_of
 from ..hook.hook import Hook
 from ..job_progress import JobProgress
@@ -35,8 +39,9 @@ __all__ = [
     "EvalCallback",
     "HeartbeatCallback",
     "LoggingCallback",
-    "NeedsFit",
     "ProgressCallback",
+    "TakesView",
+    "TrainingReportCallback",
 ]
 
 HOOKS: Final = ("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_step_end")
@@ -85,15 +90,17 @@ class Callback:
     state_key = on_exception = setup
 
 
-class NeedsFit(Callback):
-    """A callback of this package, which uses what a `TrainerView` has; trainer objects of other classes are refused."""
+class TakesView(Callback):
+    """A callback of this package, which is handed a `TrainerView` in a loop of one's own, too."""
 
 
-class _Periodic(NeedsFit):
+class _Periodic(TakesView):
     """Acts at the end of every so many steps; 0 turns it off."""
 
     def __init__(self, name: str, every: int) -> None:
-        self._every = step_cadence(name, every)
+        if every < 0:
+            raise ValueError(f"Invalid `{name}`. Expected a number >= 0, but received {every}.")
+        self._every = every
         self._step = 0
 
     @override
@@ -160,8 +167,11 @@ class LoggingCallback(_Periodic):
             log_to_loggers(trainer.lightning, metrics, self._step)
 
 
-class CheckpointCallback(NeedsFit):
+class CheckpointCallback(_Periodic):
     """Saves checkpoints with `Checkpoint` at a cadence, and keeps the newest and the best.
+
+    In a loop of one's own it has the ``save_checkpoint(path)`` of the trainer write ``checkpoint_<step>.pt`` and
+    ``checkpoint_best.pt``.
 
     Args:
         save_interval: Cadence in steps; 0 turns it off.
@@ -185,11 +195,13 @@ class CheckpointCallback(NeedsFit):
     ) -> None:
         if max_checkpoints is not None and max_checkpoints < 1:
             raise ValueError(f"Invalid `max_checkpoints`. Expected a number >= 1, but received {max_checkpoints}.")
-        self.save_interval = step_cadence("save_interval", save_interval)
+        super().__init__("save_interval", save_interval)
         self.save_best = save_best
         self.max_checkpoints = max_checkpoints
         self.output_dir = None if output_dir is None else Path(output_dir)
         self._checkpoint: Checkpoint | None = None
+        self._best = math.inf
+        self._written: list[Path] = []
 
     def in_a_fit(self, trainer: TrainerView) -> Checkpoint:
         """The Lightning callback that this one stands for; made at the first call."""
@@ -197,9 +209,22 @@ class CheckpointCallback(NeedsFit):
             # A module that hosts no trainer logs its loss under a name of its own, or not at all.
             monitor = "train/loss" if self.save_best and hasattr(trainer.module, "step_result") else None
             self._checkpoint = Checkpoint(
-                self.output_dir, every_n_steps=self.save_interval, keep_last=self.max_checkpoints, monitor=monitor
+                self.output_dir, every_n_steps=self._every, keep_last=self.max_checkpoints, monitor=monitor
             )
         return self._checkpoint
+
+    @override
+    def act(self, trainer: TrainerView) -> None:
+        folder = self.output_dir or trainer.output_dir / "checkpoints"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._written.append(folder / f"checkpoint_{self._step}.pt")
+        trainer.own.save_checkpoint(self._written[-1])
+        while self.max_checkpoints is not None and len(self._written) > self.max_checkpoints:
+            self._written.pop(0).unlink(missing_ok=True)
+        loss = trainer.metrics.get("loss", math.inf)
+        if self.save_best and loss < self._best:
+            self._best = loss
+            trainer.own.save_checkpoint(folder / "checkpoint_best.pt")
 
 
 class EvalCallback(_Periodic):
@@ -323,3 +348,27 @@ class DiagnosisCallback(_NamesRun, Diagnosis):
     ) -> None:
         super().__init__(check_interval, gradient_min_norm, latent_std_min, scenario=scenario, path=metrics_path)
         self.run_id = run_id
+
+
+class TrainingReportCallback(TakesView):
+    """Writes a JSON file when training has ended: steps, losses, times and the configuration, without secrets.
+
+    Args:
+        path: The file; None is ``training_report.json`` where the run puts its files.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self.path = None if path is None else Path(path)
+
+    @override
+    def on_train_end(self, trainer: TrainerView) -> None:
+        report = {
+            **{name: getattr(trainer, name) for name in ("run_id", "global_step", "epoch", "train_start_time")},
+            **{name: getattr(trainer, name) for name in ("loss", "best_loss", "metrics")},
+            **trainer.runtime_profile(),
+            "config": without_secrets(vars(trainer.config)),
+        }
+        # What JSON does not have becomes null where it is nan or infinite, and its text elsewhere.
+        encoded = msgspec.json.encode(report, enc_hook=str, order="sorted")
+        path = self.path or trainer.output_dir / "training_report.json"
+        write_bytes_durably(path, msgspec.json.format(encoded) + b"\n")

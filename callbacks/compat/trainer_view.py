@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from ...adapter.plumbing.redaction import text_of
 from ..early_stopping import StopVote
 from ..hook.events import model_of, run_state_of, step_metrics
 
-__all__ = ["TrainerView", "load_checkpoint", "save_checkpoint", "view_of"]
+__all__ = ["TrainerView", "is_number", "load_checkpoint", "save_checkpoint", "view_of"]
 
 ESSENTIAL: Final = ("model_state_dict", "optimizer_state_dict", "global_step")
 """Without these a file is not a checkpoint."""
@@ -42,26 +43,35 @@ class TrainerView:
     itself it takes from the Lightning trainer, also as ``epoch``, ``total_steps`` and ``is_main_process``.
 
     Args:
-        trainer: The Lightning trainer.
+        trainer: The Lightning trainer, or what stands in for one in a loop of one's own.
         module: Its module.
 
     Attributes:
         lightning: The Lightning trainer.
         module: The LightningModule.
+        own: The trainer object of a loop of one's own; None in a fit.
         state: This object.
         device: The device that trains.
         output_dir: Where the run puts its files.
         best_loss: The smallest loss that any callback has seen; ``inf`` before. A loss that no one reads is not read.
+        train_start_time: When the fit was set up, in seconds since 1970.
+        ttfi_sec: Seconds from there to the end of the first step of this attempt; None before.
     """
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.lightning = trainer
         self.module = module
+        self.own: Any = getattr(trainer, "own", None)
         self.state = self
         self.device = trainer.strategy.root_device
         self.output_dir = Path(trainer.default_root_dir)
         self.best_loss = math.inf
         self.stop_vote = StopVote(self, trainer.global_step)
+        self.train_start_time = time.time()
+        self.ttfi_sec: float | None = None
+        self._began_at = time.monotonic()
+        self._first_step = self._last_step = trainer.global_step
+        self._total_loss: Any = 0.0
         self._named: Mapping[str, Any] = {}
         self._metrics: dict[str, float] | None = None
 
@@ -105,7 +115,7 @@ class TrainerView:
     def metrics(self) -> dict[str, float]:
         """Metrics of the last step, as the step named them and as they are reported; read from the device once."""
         if self._metrics is None:
-            own = {str(name): float(value) for name, value in self._named.items() if _is_number(value)}
+            own = {str(name): float(value) for name, value in self._named.items() if is_number(value)}
             self._metrics = {**step_metrics(self.lightning, self.module), **own}
             if "train/loss" in self._metrics:
                 self._metrics.setdefault("loss", self._metrics["train/loss"])
@@ -116,6 +126,21 @@ class TrainerView:
     def loss(self) -> float | None:
         """The loss among `metrics`."""
         return self.metrics.get("loss")
+
+    @property
+    def total_loss(self) -> float:
+        """The sum of the losses of this attempt's steps; read from the device when it is asked for."""
+        return float(self._total_loss)
+
+    def runtime_profile(self) -> dict[str, float | None]:
+        """Seconds since the fit was set up, those to the end of the first step, and steps a second of this attempt."""
+        elapsed = time.monotonic() - self._began_at
+        steps = self.global_step - self._first_step
+        return {
+            "elapsed_sec": elapsed,
+            "ttfi_sec": self.ttfi_sec,
+            "throughput_steps_per_sec": steps / elapsed if elapsed > 0 else None,
+        }
 
     @property
     def should_stop(self) -> bool:
@@ -161,9 +186,21 @@ class TrainerView:
         return checkpoint
 
     def step_ended(self, outputs: Any) -> None:
-        """A step has ended with `outputs`; metrics that were read before are of an earlier one."""
+        """A step has ended with `outputs`; metrics that were read before are of an earlier one.
+
+        Each `CallbackList` of the trainer says so; a step counts once.
+        """
         self._named = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
         self._metrics = None
+        if self.global_step == self._last_step:
+            return
+        self._last_step = self.global_step
+        if self.ttfi_sec is None:
+            self.ttfi_sec = time.monotonic() - self._began_at
+        loss = self._named.get("loss", self._named.get("train/loss"))
+        if is_number(loss):
+            # Added on its device, which nobody waits for.
+            self._total_loss = self._total_loss + (loss.detach() if isinstance(loss, torch.Tensor) else loss)
 
     def _checkpoint(self) -> dict[str, Any]:
         checkpoint = {
@@ -191,7 +228,7 @@ def view_of(trainer: pl.Trainer, module: pl.LightningModule) -> TrainerView:
     return view
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Whether a metric is one number."""
     return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)
 

@@ -167,7 +167,7 @@ def test_callbacks_are_importable_under_the_path_that_existing_code_uses(without
     namespace = {}
 
     exec("from worldflux.training.callbacks import Callback, CallbackList, HeartbeatCallback", namespace)
-    exec("from worldflux.training import Callback, EvalCallback", namespace)
+    exec("from worldflux.training import Callback, EvalCallback, TrainingReportCallback", namespace)
 
     from genlight.callbacks import compat as six_hooks
 
