@@ -13,7 +13,7 @@ from ..hook.hook import Hook, order_callbacks
 from ..job_progress import JobProgress
 from .named import HOOKS, Callback, CheckpointCallback, LoggingCallback
 from .own_loop import OwnLoop
-from .trainer_view import TrainerView, view_of
+from .trainer_view import TakesView, TrainerView, view_of
 
 __all__ = ["CallbackList"]
 
