@@ -11,9 +11,9 @@ from typing_extensions import override
 from ..hook.events import callbacks_of, fire
 from ..hook.hook import Hook, order_callbacks
 from ..job_progress import JobProgress
-from .named import HOOKS, Callback, CheckpointCallback, LoggingCallback
+from .named import HOOKS, Callback, CheckpointCallback, LoggingCallback, TakesView
 from .own_loop import OwnLoop
-from .trainer_view import TakesView, TrainerView, view_of
+from .trainer_view import TrainerView, view_of
 
 __all__ = ["CallbackList"]
 
