@@ -440,9 +440,9 @@ def failed_ranks(files: RankFiles | None, processes: RankProcesses) -> Check:
             stopped = failure.exit_code == EXIT_STOPPED
             return TrainingCanceled(failure.category) if stopped else FailedElsewhere(failure)
         if files is not None and time.monotonic() >= ask_at:
-            ask_at = time.monotonic() + ASK_FOR_LOCKS_EVERY_S
-            if have_met():
+            if have_met():  # at once: that a rank has died is not seen where its lock never was
                 files.look()
+                ask_at = time.monotonic() + ASK_FOR_LOCKS_EVERY_S
             lost = _lost_rank(files)  # which counts next time: its process or its record says more
         return None
 

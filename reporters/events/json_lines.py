@@ -69,7 +69,7 @@ def decode_line(path: StrPath, number: int, line: bytes, decode: Callable[[bytes
         return decode(line)
     except (ValueError, RecursionError) as error:
         raise EventLogError(
-            f"line {number} of event log {os.fspath(path)!s} is broken: {error}; `genlight events FILE --check` lists "
+            f"line {number} of event log {os.fspath(path)!s} is broken: {error}; `genlight events RUN --check` lists "
             "every fault"
         ) from error
 
@@ -192,14 +192,14 @@ class LineFile:
         Raises:
             EventLogError: The file is closed, or the line could not be written; the file then ends with the one before.
         """
-        descriptor = self._descriptor
-        if descriptor < 0:
+        lock = self._lock
+        if lock is None or lock.descriptor < 0:
             raise EventLogError(f"{self.path} is closed in process {os.getpid()}")
         if self._torn:
             self._cut_off()
         before = self.size, self.lines
         try:
-            write_all(descriptor, line)
+            write_all(lock.descriptor, line)
             self.size, self.lines = self.size + len(line), self.lines + 1
         except BaseException as error:
             # Also for a KeyboardInterrupt that lands between a write and its bookkeeping.

@@ -120,7 +120,7 @@ def test_a_job_that_is_shorter_says_so(compare):
         ("CollectsNothing", ROLLOUTS, "the rollout after step 0 gave no batches"),
         ("WrongSignature", [], "load_state_dict(self, state, payload) cannot be called as"),
         ("LOCKED", [], "is one instance of HasALock and cannot be copied"),
-        ("Plain", ["--set", "mock_batches=[]"], "The data has 0 rows"),
+        ("Plain", ["--set", "mock_batches=[]"], "0 mock batches"),
         ("Plain", ["--set", "mock_batches=null"], "The job names no data"),
         ("Plain", ["--set", "lightning.precision=17"], "The `lightning` block of the job cannot be used"),
         ("Plain", ["--against", "support.compared:nowhere"], "has no attribute 'nowhere'"),

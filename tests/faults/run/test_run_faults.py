@@ -76,7 +76,7 @@ FAULTS = {
     "file truncated": Fault("input", "truncated.parquet", fields=data("truncated.parquet")),
     "file corrupt": Fault("input", "corrupt.parquet", fields=data("corrupt.parquet")),
     "column missing": Fault("input", "y", fields=data("x.parquet", columns=["y"])),
-    "no batches": Fault("input", "The data has 0 rows", fields={"mock_batches": []}),
+    "no batches": Fault("input", "0 mock batches", fields={"mock_batches": []}),
     "401 of an input": Fault("auth", "401", fields=fetched("/refused/401")),
     "403 of an input": Fault("auth", "403", fields=fetched("/refused/403")),
     "404 of an input": Fault("input", "404", fields=fetched("/refused/404")),
