@@ -5,7 +5,6 @@ python examples/goodput/killed_run.py          writes to runs/killed below the w
 
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -49,9 +48,8 @@ def train():
 
 def kill_at(process, step, attempt):
     """End `process` as a machine does that goes away, once attempt number `attempt` has come to `step`."""
-    attempts, has_ended = 0, threading.Event()
-    threading.Thread(target=lambda: (process.wait(), has_ended.set()), daemon=True).start()
-    for event in follow(EVENTS, stop=has_ended):
+    attempts = 0
+    for event in follow(EVENTS):
         attempts += event["event"] == "started"
         if attempts == attempt and event.get("step", 0) >= step:
             break
