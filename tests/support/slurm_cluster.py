@@ -42,6 +42,7 @@ SlurmdParameters=config_overrides
 KillWait=5
 SlurmdTimeout=10
 MinJobAge=7200
+FirstJobId={first_job}
 NodeName=n9 NodeHostname={host} NodeAddr=127.0.0.1 Port={n9_port} CPUs=4 RealMemory=8000 State=UNKNOWN
 NodeName=n10 NodeHostname={host} NodeAddr=127.0.0.1 Port={n10_port} CPUs=4 RealMemory=8000 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
@@ -86,6 +87,8 @@ class Cluster:
             CONFIGURATION.format(
                 host=socket.gethostname().partition(".")[0], user="root", folder=self.folder,
                 controller_port=ports[0], n9_port=ports[1], n10_port=ports[2],
+                # Ranks meet at a port that follows from their job: that of no cluster of another test.
+                first_job=1 + int.from_bytes(os.urandom(2), "big"),
             )
         )  # fmt: skip
         munge = {name: f"{self.folder}/munge/{name}" for name in ("socket", "log", "seed", "pid", "key")}
