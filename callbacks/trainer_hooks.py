@@ -18,7 +18,7 @@ from ..adapter.plumbing.text import nearest
 from .checkpoint.format.record import read_record
 from .checkpoint.policy import savers_of
 from .hook.events import entry_of, is_own_loop, log_to_loggers, model_of, run_state_of, step_metrics
-from .hook.hook import Hook, judge
+from .hook.hook import Hook, judge, telling
 from .log_metrics import rollout_means
 
 __all__ = [
@@ -154,15 +154,6 @@ class TrainerHook:
 TRAINER_HOOK_EVENTS = tuple(name for name in vars(TrainerHook) if name.startswith("on_"))
 
 
-def _telling(event: str) -> Any:
-    """A hook of the callback that tells `event` to the trainer hook."""
-
-    def tell(self: TrainerHookAdapter, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.tell(event, trainer, pl_module)
-
-    return tell
-
-
 class TrainerHookAdapter(Hook):
     """Runs a trainer hook as a callback: ``Trainer(callbacks=[TrainerHookAdapter(hook) for hook in hooks])``.
 
@@ -203,13 +194,13 @@ class TrainerHookAdapter(Hook):
             except Exception as error:  # noqa: BLE001  # the policy raises it again
                 judge(self, event, error)
 
-    on_new_training_run = _telling("on_new_training_run")
-    on_rollout_start = _telling("on_rollout_start")
-    on_rollout_end = _telling("on_rollout_end")
-    on_mb_end = _telling("on_mb_end")
-    on_train_phase_end = _telling("on_train_phase_end")
-    on_epoch_end = _telling("on_epoch_end")
-    on_training_end = _telling("on_training_end")
+    on_new_training_run = telling("on_new_training_run")
+    on_rollout_start = telling("on_rollout_start")
+    on_rollout_end = telling("on_rollout_end")
+    on_mb_end = telling("on_mb_end")
+    on_train_phase_end = telling("on_train_phase_end")
+    on_epoch_end = telling("on_epoch_end")
+    on_training_end = telling("on_training_end")
 
     # Lightning's own loop
 

@@ -24,8 +24,8 @@ def bind_job_context(
 
     A parameter asks for it by the annotation `JobContext`, also within ``Optional`` or a union, or by the name ``job``.
     What the caller or a ``functools.partial`` gives stays; so does a positional-only parameter behind one that was not
-    given. Partial objects, ``__wrapped__``
-    and methods are looked through. A call that cannot be bound is left as it is, and fails in the words of Python.
+    given. Partial objects, ``__wrapped__`` and methods are looked through. A call that cannot be bound is left as it
+    is, and fails in the words of Python.
     """
     given, named = tuple(args), dict(kwargs)
     try:

@@ -147,7 +147,8 @@ class ArrowFeed(FeedOptions):
             log.log(
                 logging.INFO if share.full_steps else logging.WARNING,
                 f"an epoch of {share.total} rows has {share.full_steps} steps of {share.step_rows} rows; the last "
-                f"{rest} rows make smaller steps, or come first in the next epoch where they are too few for the ranks",
+                f"{rest} rows make smaller steps, or come first in the next epoch where they are too few for the ranks "
+                "(`drop_last` leaves them out)",
             )
         return Layout(order, share)
 

@@ -40,6 +40,7 @@ from ..plumbing.redaction import text_of, without_secrets
 from ..plumbing.safe_open import PRIVATE_FILE, make_directory, read_own
 from .ranks import (
     FOLDER,
+    LOOK_EVERY_S,
     RankProcesses,
     RankZero,
     failed_ranks,
@@ -63,7 +64,6 @@ ENDS_BY_ITSELF_S = 10.0
 NODE_PACKAGES = ("genlight", "torch", "lightning", "numpy", "pyarrow", "safetensors")
 FOLDER_PATIENCE_S = 10.0
 """How long a network file system may take to show a new file on another node."""
-LOOK_EVERY_S = 0.1
 
 
 def join(session: Session, trainer: pl.Trainer, module: pl.LightningModule) -> None:

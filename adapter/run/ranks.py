@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FOLDER",
     "LAUNCH_ID",
+    "LOOK_EVERY_S",
     "Check",
     "FailedElsewhere",
     "RankFiles",

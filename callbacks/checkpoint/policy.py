@@ -151,8 +151,11 @@ class Checkpoint(Hook, LightningCheckpoint):
         weights: Literal["all", "trained"] = "all",
     ) -> None:
         wrong = []
-        if every_n_epochs < 0:
-            wrong.append(f"Invalid `every_n_epochs`. Expected a number >= 0, but received {every_n_epochs}.")
+        try:
+            self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
+            self.every_n_epochs = step_cadence("every_n_epochs", every_n_epochs)
+        except ValueError as error:
+            wrong.append(str(error))
         if not 0 <= every_minutes < math.inf:
             wrong.append(f"Invalid `every_minutes`. Expected a number >= 0, but received {every_minutes}.")
         if on_error not in ("stop", "continue"):
@@ -162,11 +165,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         if wrong:
             raise ValueError(" ".join(wrong))
         self.dirpath = None if dirpath is None else local_path(dirpath)
-        self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
-        self.every_n_epochs, self.every_minutes = step_cadence("every_n_epochs", every_n_epochs), every_minutes
         self.retention = Retention(keep_last, keep_best, monitor, mode)
         self.save_final, self.asynchronous, self.critical = save_final, asynchronous, on_error == "stop"
-        self.replace_existing, self.weights = replace_existing, weights
+        self.every_minutes, self.replace_existing, self.weights = every_minutes, replace_existing, weights
         self.run = RecordMeta()
         """Facts for every record of this run; the runtime sets run_id, attempt, max_steps and spec digest."""
         self._clock = SaveClock(self.every_minutes)

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from ..hook.events import callbacks_of, fire
-from ..hook.hook import Hook, order_callbacks
+from ..hook.hook import Hook, order_callbacks, telling
 from ..job_progress import JobProgress
 from .named import HOOKS, Callback, CheckpointCallback, LoggingCallback, TakesView
 from .own_loop import OwnLoop
@@ -143,18 +143,6 @@ def _lightning_callback(callback: Any, place: int, view: TrainerView) -> pl.Call
     return callback if isinstance(callback, pl.Callback) else _Adapter(callback, place, view)
 
 
-def _calling(hook: str) -> Any:
-    """A method of Lightning's that calls `hook` of the callback, where that has it."""
-
-    def call(self: _Adapter, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        method = getattr(self.callback, hook, None)
-        if method is not None:
-            view = view_of(trainer, pl_module)
-            method(view if view.own is None or isinstance(self.callback, TakesView) else view.own)
-
-    return call
-
-
 class _Adapter(Hook):
     """Calls the six hooks of a callback, under its policy; what it raises in a loop of one's own reaches that loop."""
 
@@ -184,9 +172,16 @@ class _Adapter(Hook):
         if hasattr(self.callback, "load_state_dict"):
             self.callback.load_state_dict(state_dict)
 
-    on_train_start = _calling("on_train_begin")
-    on_train_end = _calling("on_train_end")
-    on_train_epoch_start = _calling("on_epoch_begin")
-    on_train_epoch_end = _calling("on_epoch_end")
-    on_train_batch_start = _calling("on_step_begin")
-    on_train_batch_end = _calling("on_step_end")
+    def tell(self, hook: str, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Call `hook` of the callback, where it has it."""
+        method = getattr(self.callback, hook, None)
+        if method is not None:
+            view = view_of(trainer, pl_module)
+            method(view if view.own is None or isinstance(self.callback, TakesView) else view.own)
+
+    on_train_start = telling("on_train_begin")
+    on_train_end = telling("on_train_end")
+    on_train_epoch_start = telling("on_epoch_begin")
+    on_train_epoch_end = telling("on_epoch_end")
+    on_train_batch_start = telling("on_step_begin")
+    on_train_batch_end = telling("on_step_end")

@@ -50,6 +50,7 @@ __all__ = [
     "report_failures",
     "skippable",
     "skipping_hook",
+    "telling",
 ]
 
 log = logging.getLogger(__name__)
@@ -270,6 +271,15 @@ def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             self._inside_event = False
 
     return event
+
+
+def telling(event: str) -> Any:
+    """A hook that passes `event` on by ``self.tell(event, trainer, pl_module)``, for adapters of another style."""
+
+    def tell(self: Any, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self.tell(event, trainer, pl_module)
+
+    return tell
 
 
 def ending_the_run(error: Exception) -> Exception:

@@ -265,8 +265,7 @@ class EventLog:
                 over = "already has its terminal event" if phase == "ended" else "has already started"
                 raise EventLogError(f"cannot write {name!r} to {log.path}: the attempt {over}")
             common: dict[str, Any] = {"run_id": self.run_id, "timestamp_ms": _timestamp_ms(time_ns())}
-            seq = self._last_seq_found + log.lines
-            events = [kind(seq=seq + n, **common, **each) for n, each in enumerate(fields, start=1)]
+            events = [kind(seq=seq, **common, **each) for seq, each in enumerate(fields, start=self.seq + 1)]
             for event in events:
                 if fault := self._rules.fault(event):
                     raise EventLogError(f"cannot write {name!r} to {log.path}: {fault[1]}")
