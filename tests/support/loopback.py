@@ -49,11 +49,11 @@ class Server:
                 self.end_headers()
                 path = self.path.partition("?")[0]
                 half = len(body) // 2 if path in server.gates else 0
-                self.wfile.write(body[:half])
-                if path in server.gates:
-                    server.at_gate.append(path)
-                    server.gates[path].wait(120)
                 with contextlib.suppress(ConnectionError):  # nobody may wait for it any more
+                    self.wfile.write(body[:half])
+                    if path in server.gates:
+                        server.at_gate.append(path)
+                        server.gates[path].wait(120)
                     self.wfile.write(body[half:])
 
             def log_message(self, *_): ...
