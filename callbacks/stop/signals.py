@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -13,15 +14,18 @@ from typing import Any
 
 from ...adapter.contract.exceptions import StopReason, ThreadLimitError
 from ...adapter.plumbing.threads import started
-from .time_limit import announces_time_limit, job_end_time_s, stop_grace_s
 
-__all__ = ["REASON_OF_SIGNAL", "StopSignals", "exit_on_signal"]
+__all__ = ["REASON_OF_SIGNAL", "StopSignals", "announces_time_limit", "exit_on_signal", "job_end_time_s"]
 
 _REASONS: dict[str, StopReason] = {"SIGTERM": "preempted", "SIGUSR1": "preempted", "SIGINT": "canceled"}
 
 REASON_OF_SIGNAL = {signal.Signals[name]: why for name, why in _REASONS.items() if hasattr(signal, name)}
 """Signals that ask for a stop. Windows, where some commands work, lacks SIGUSR1."""
 
+SIGNAL_MAY_BE_EARLY_S = 60.0
+"""Slurm looks at ``--signal`` about once a minute, and rather sends it early."""
+WITHOUT_WARNING_S = 30.0
+"""How long after the limit itself Slurm waits, as it is delivered (``KillWait``), where no signal was asked for."""
 LEFT_AFTER_S = 1.0
 """How long a thread that reads arrivals is waited for when it is to end."""
 
@@ -48,7 +52,6 @@ class StopSignals:
         """Called before a second signal ends the process, as `on_stop` is: ends processes that would stay behind."""
         self.what_next = ""
         """The consequence of a first signal now, printed to standard error when it comes; empty prints nothing."""
-        self._ends_at_s, self._grace_s = job_end_time_s(), stop_grace_s()
         self._unsaid = threading.Lock()
         self._handled: list[int] = []
         self._arrived: list[int] = []
@@ -117,8 +120,7 @@ class StopSignals:
 
     def _reason_of(self, number: int) -> StopReason:
         reason = REASON_OF_SIGNAL[signal.Signals(number)]
-        is_over = reason == "preempted" and announces_time_limit(self._ends_at_s, self._grace_s)
-        return "timeout" if is_over else reason
+        return "timeout" if reason == "preempted" and announces_time_limit(time.time()) else reason
 
     def _watch_arrivals(self) -> None:
         # The kernel may give a signal to any thread. Where that is not the main one, a main thread that sleeps or waits
@@ -163,6 +165,32 @@ class StopSignals:
             # What it has not read yet belongs to what has ended, not to the next fit. A process that was
             # forked off in C may keep the other end of its pipe open: then it stays.
             watch.join(LEFT_AFTER_S)
+
+
+def job_end_time_s() -> float | None:
+    """When Slurm ends this job, in seconds since 1970; None outside of one, or where it does not say.
+
+    Slurm sets ``SLURM_JOB_END_TIME`` from release 23 on; the script of ``genlight slurm render`` does under older ones.
+    """
+    return _seconds("SLURM_JOB_END_TIME")
+
+
+def announces_time_limit(now_s: float) -> bool:
+    """Whether a stop signal that comes at `now_s` says that the job's time is over; else others want the machine.
+
+    ``TRAINER_STOP_GRACE_SECONDS`` is how long before the end the scheduler sends it; without that it sends none before.
+
+    Args:
+        now_s: Seconds since 1970.
+    """
+    ends_at_s, grace_s = job_end_time_s(), _seconds("TRAINER_STOP_GRACE_SECONDS")
+    before_s = (WITHOUT_WARNING_S if grace_s is None else grace_s) + SIGNAL_MAY_BE_EARLY_S
+    return ends_at_s is not None and ends_at_s - now_s <= before_s
+
+
+def _seconds(name: str) -> float | None:
+    text = os.environ.get(name, "").strip()
+    return float(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
 
 
 def exit_on_signal(exit_code: int) -> None:

@@ -11,8 +11,7 @@ from typing import cast, get_args
 from ...adapter.contract.exceptions import StopReason, TrainingCanceled
 from ...adapter.contract.run_state import RunState
 from ...adapter.plumbing.safe_open import open_regular
-from .signals import StopSignals
-from .time_limit import job_end_time_s
+from .signals import StopSignals, job_end_time_s
 
 __all__ = ["Deadline", "StopSources", "cancel_file_is_set", "process_age_s"]
 

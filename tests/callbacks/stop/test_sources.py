@@ -10,8 +10,8 @@ import pytest
 from genlight.adapter.contract.exceptions import TrainingCanceled
 from genlight.callbacks import Checkpoint, Hook, StopRequests
 from genlight.callbacks.hook.events import fire
+from genlight.callbacks.stop.signals import job_end_time_s
 from genlight.callbacks.stop.sources import Deadline, StopSources, process_age_s
-from genlight.callbacks.stop.time_limit import job_end_time_s
 
 
 def deadline_in(seconds, **facts):
@@ -82,8 +82,9 @@ def test_the_end_of_a_slurm_job_is_a_limit_and_the_earlier_one_counts(monkeypatc
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-1", "0", "NONE", "²"])
-def test_an_end_time_that_says_nothing_is_none(text):
-    assert job_end_time_s({"SLURM_JOB_END_TIME": text}) is None
+def test_an_end_time_that_says_nothing_is_none(monkeypatch, text):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", text)
+    assert job_end_time_s() is None
 
 
 # shared

@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from genlight.callbacks.stop.signals import StopSignals
-from genlight.callbacks.stop.time_limit import announces_time_limit, job_end_time_s, stop_grace_s
+from genlight.callbacks.stop.signals import StopSignals, announces_time_limit, job_end_time_s
 
 
 @pytest.mark.parametrize(
@@ -23,18 +22,24 @@ from genlight.callbacks.stop.time_limit import announces_time_limit, job_end_tim
         (-1, None, True),
     ],
 )
-def test_a_signal_near_the_end_is_the_time_limit(left_s, grace_s, is_limit):
-    assert announces_time_limit(1000.0 + left_s, grace_s, now_s=1000.0) is is_limit
+def test_a_signal_near_the_end_is_the_time_limit(monkeypatch, left_s, grace_s, is_limit):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(10_000 + left_s))
+    if grace_s is not None:
+        monkeypatch.setenv("TRAINER_STOP_GRACE_SECONDS", str(grace_s))
+    assert announces_time_limit(10_000.0) is is_limit
 
 
-def test_without_an_end_every_signal_is_a_preemption():
-    assert announces_time_limit(None, 300.0) is False
+def test_without_an_end_every_signal_is_a_preemption(monkeypatch):
+    monkeypatch.setenv("TRAINER_STOP_GRACE_SECONDS", "300")
+    assert announces_time_limit(10_000.0) is False
 
 
-def test_both_times_are_variables():
-    assert job_end_time_s({"SLURM_JOB_END_TIME": "1700000000"}) == 1700000000.0
-    assert stop_grace_s({"TRAINER_STOP_GRACE_SECONDS": "120"}) == 120.0
-    assert job_end_time_s({}) is stop_grace_s({"TRAINER_STOP_GRACE_SECONDS": "soon"}) is None
+def test_a_grace_that_is_no_number_of_seconds_is_none(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
+    monkeypatch.setenv("TRAINER_STOP_GRACE_SECONDS", "soon")
+    assert job_end_time_s() == 1700000000.0
+    assert not announces_time_limit(1700000000.0 - 100)
+    assert announces_time_limit(1700000000.0 - 90)
 
 
 @pytest.mark.parametrize(("left_s", "reason"), [(10_000, "preempted"), (60, "timeout"), (None, "preempted")])
