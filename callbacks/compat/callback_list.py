@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from typing_extensions import override
 
-from ..hook.events import callbacks_of, fire
+from ..hook.events import callbacks_of, fire, run_state_of
 from ..hook.hook import Hook, order_callbacks, telling
 from ..job_progress import JobProgress
 from .named import HOOKS, Callback, CheckpointCallback, LoggingCallback, TakesView
-from .own_loop import OwnLoop
-from .trainer_view import TrainerView, view_of
+from .trainer_view import TrainerView, is_number, view_of
 
 __all__ = ["CallbackList"]
 
@@ -21,8 +22,8 @@ __all__ = ["CallbackList"]
 class CallbackList(Hook):
     """Has its callbacks hear of a training in order, as a Lightning callback that works in any ``Trainer``.
 
-    You can also call it from your own loop: each of the six methods takes your trainer object and passes it on. What
-    the callbacks of this package look at there is said in `own_loop`.
+    You can also call it from your own loop: each of the six methods takes your trainer object and passes it on.
+    `OwnLoop` says what the callbacks of this package look at there.
 
     Args:
         callbacks: Callbacks of the six-hook style, and Lightning callbacks; all join those of the trainer when a fit
@@ -102,8 +103,11 @@ class CallbackList(Hook):
 
     def on_train_begin(self, trainer: Any) -> None:
         """Training begins; a loop that does not say so begins with its first step."""
-        self._own_loop = OwnLoop(trainer, self).as_trainer
-        fire(self._own_loop, "on_train_start")
+        loop: Any = OwnLoop(trainer, self)
+        self._own_loop = loop
+        run_state_of(loop).run_id = str(loop.find("run_id", ""))
+        self.setup(loop, loop.lightning_module, "fit")
+        fire(loop, "on_train_start")
 
     def on_epoch_begin(self, trainer: Any) -> None:
         """An epoch begins."""
@@ -118,7 +122,11 @@ class CallbackList(Hook):
 
     def on_step_end(self, trainer: Any) -> None:
         """A step has ended."""
-        self._loop_of(trainer).step_ended()
+        loop = self._loop_of(trainer)
+        loop.steps += 1
+        metrics = loop.callback_metrics
+        fire(loop, "on_metrics", {name: float(value) for name, value in metrics.items()}, loop.global_step)
+        fire(loop, "on_train_batch_end", metrics, None, loop.steps - 1)
 
     @override
     def on_epoch_end(self, trainer: Any, pl_module: Any = None) -> None:
@@ -185,3 +193,86 @@ class _Adapter(Hook):
     on_train_epoch_end = telling("on_epoch_end")
     on_train_batch_start = telling("on_step_begin")
     on_train_batch_end = telling("on_step_end")
+
+
+class _Module(pl.LightningModule):
+    """The module: what holds the model of the loop."""
+
+    def __init__(self, trainer: Any, model: Any) -> None:
+        super().__init__()
+        self.contract_state = trainer
+        if isinstance(model, torch.nn.Module):
+            self.model = model
+
+
+class OwnLoop:
+    """The attributes that callbacks ask of a Lightning trainer, for the trainer object of a loop of one's own.
+
+    They find what they look at on that object, or on its ``state``: ``global_step`` (completed steps, counted where it
+    is not there), ``metrics`` (a mapping; else ``loss``), ``model``, ``optimizer``, ``epoch``, ``max_steps`` or
+    ``total_steps``, ``output_dir`` and ``run_id``. To end training they set its ``should_stop``, which the loop looks
+    at after each step.
+
+    Args:
+        own: That object, of any class.
+        callbacks: The list by which callbacks hear of the loop; it adds them when it is set up.
+    """
+
+    world_size, is_global_zero, distributed_sampler_kwargs = 1, True, None
+    max_epochs = -1
+    enable_validation = True  # whoever waits for a score goes on waiting
+    lr_scheduler_configs, precision_plugin = (), None
+
+    def __init__(self, own: Any, callbacks: CallbackList) -> None:
+        self.own = own
+        self.callbacks: list[pl.Callback] = [callbacks]
+        self.loggers: list[Any] = []
+        self.steps = 0
+        self.lightning_module = _Module(own, self.find("model"))
+        parameter = next(self.lightning_module.parameters(), torch.empty(0))
+        self.strategy = SimpleNamespace(root_device=parameter.device)
+        self.default_root_dir = self.find("output_dir", ".")
+
+    def find(self, name: str, default: Any = None) -> Any:
+        """An attribute of the trainer object, or of its ``state``; `default` where neither has it."""
+        found = (getattr(holder, name, None) for holder in (self.own, getattr(self.own, "state", None)))
+        return next((value for value in found if value is not None), default)
+
+    @property
+    def global_step(self) -> int:
+        """Completed steps: the trainer's own number, else those since this was made."""
+        return int(self.find("global_step", self.steps))
+
+    @property
+    def current_epoch(self) -> int:
+        """Completed epochs."""
+        return int(self.find("epoch", 0))
+
+    @property
+    def max_steps(self) -> int:
+        """The step after which training ends; -1 where that is not known."""
+        return int(self.find("max_steps", self.find("total_steps", -1)))
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """Its optimizer."""
+        optimizer = self.find("optimizer")
+        return [] if optimizer is None else [optimizer]
+
+    @property
+    def callback_metrics(self) -> dict[str, torch.Tensor]:
+        """The metrics of the last step; its loss where there is no mapping of them."""
+        named = self.find("metrics")
+        found = named if isinstance(named, Mapping) else {"loss": self.find("loss")}
+        return {str(name): torch.as_tensor(value) for name, value in found.items() if is_number(value)}
+
+    progress_bar_metrics = callback_metrics
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether training is to end."""
+        return bool(self.find("should_stop", False))
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self.own.should_stop = value

@@ -23,7 +23,7 @@ from ...adapter.plumbing.redaction import without_secrets
 from ..checkpoint.policy import Checkpoint
 from ..early_stopping import EarlyStopping
 from ..health.diagnosis import Diagnosis
-from ..hook.cadence import crossed
+from ..hook.cadence import crossed, step_cadence
 from ..hook.events import log_to_loggers, run_state_of
 from ..hook.hook import Hook
 from ..job_progress import JobProgress
@@ -98,9 +98,7 @@ class _Periodic(TakesView):
     """Acts at the end of every so many steps; 0 turns it off."""
 
     def __init__(self, name: str, every: int) -> None:
-        if every < 0:
-            raise ValueError(f"Invalid `{name}`. Expected a number >= 0, but received {every}.")
-        self._every = every
+        self._every = step_cadence(name, every)
         self._step = 0
 
     @override
