@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import lightning.pytorch as pl
@@ -48,8 +47,6 @@ RULES_OF_FAULTS = {"nonfinite": ("nonfinite_loss", "nonfinite_gradients"), "loss
 ALL_PARAMETERS = "all parameters"
 """How a message names the gradients of an update."""
 
-Target = tuple[int, Path]
-"""Step and record of a checkpoint."""
 _OF_THE_DATA = ("run_id", "epoch", "minibatch_index", "latest_checkpoint_uri")
 """Facts of the run state that do not go back."""
 
@@ -125,8 +122,10 @@ class Recover(Hook):
     critical = True
     ranks: Literal["zero", "all"] = "all"
     writes = ("rolls_back", FIGURES_FIELD)
-    _of_this_process = frozenset({"_trainer"})
+    _of_this_process = frozenset({"_trainer", "_saver"})
     _trainer: pl.Trainer | None = None
+    _saver: Checkpoint | None = None
+    """The callback whose checkpoints a roll-back goes to."""
 
     def __init__(
         self,
@@ -154,7 +153,6 @@ class Recover(Hook):
         self.good_steps = good_steps
         self.max_attempts = max_attempts
         self._rules = [rule for kind in faults for rule in RULES_OF_FAULTS[kind]]
-        self._train_began_at = time.monotonic()
         self._begin()
 
     def _begin(self) -> None:
@@ -164,7 +162,7 @@ class Recover(Hook):
         """Of the step that runs."""
         self._reading: Reading | None = None
         """Of its last update."""
-        self._target: Target | None = None
+        self._target: CheckpointRecord | None = None
 
     @property
     def judges_losses(self) -> bool:
@@ -189,14 +187,14 @@ class Recover(Hook):
             raise RecoveryError(f"Recover cannot be used here: {'; '.join(wrong)}")
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self._trainer = trainer
         self._train_began_at = time.monotonic()
         run_state_of(trainer).rolls_back = False
         run_id_of(trainer)  # by which checkpoints are distinguished from those of other runs
-        saver, channel = _saver_of(trainer), getattr(pl_module, "rank_channel", None)
-        if "roll_back" in self.ladder and saver is not None and channel is not None and channel.size > 1:
-            require_shared_directory(channel, saver.directory)  # every rank reads what it goes back to
+        self._saver = _saver_of(trainer)
+        if "roll_back" in self.ladder and self._saver is not None and pl_module.rank_channel.size > 1:
+            require_shared_directory(pl_module.rank_channel, self._saver.directory)  # every rank reads from it
 
     def may_update(self, *, is_finite: bool, loss: float | None) -> bool:
         """Whether an update is made; the guard of updates asks it within a step, with the same figures on all ranks.
@@ -260,38 +258,36 @@ class Recover(Hook):
             figures["recover/lr_factor"] = progress.rate_factor
             what += f", and the learning rate is multiplied by {progress.rate_factor:.4g} until step {until}"
         if rung == "roll_back":
-            saver = _saver_of(trainer)
-            assert saver is not None
-            self._target = _last_good_checkpoint(trainer, saver, progress.began_at)
+            assert self._saver is not None
+            self._target = _last_good_checkpoint(trainer, self._saver, progress.began_at)
             run_state_of(trainer).rolls_back = self._target is not None
             if self._target is None:
                 what += ", because there is no good checkpoint from before the incident"
             else:
-                what = f"Training rolls back to step {self._target[0]} and skips the batches since then"
+                what = f"Training rolls back to step {self._target.step} and skips the batches since then"
         publish_figures(trainer, figures)
         if trainer.is_global_zero:
             log.warning("step %d: %s. %s (attempt %d)", step, fault.text, what, attempt)
 
     @override
     def on_roll_back_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        target, self._target = self._target, None
+        target, self._target, saver = self._target, None, self._saver
         run_state_of(trainer).rolls_back = False
-        saver = _saver_of(trainer)
         assert target is not None
         assert saver is not None
-        step, saved_at = trainer.global_step, target[1].stat().st_mtime
-        log_to_loggers(trainer, {ROLLED_BACK_METRIC: float(target[0])}, step)
+        step, saved_at = trainer.global_step, target.path.stat().st_mtime
+        log_to_loggers(trainer, {ROLLED_BACK_METRIC: float(target.step)}, step)
         _restore(trainer, pl_module, target, keeps=self)
-        self._progress.window_began_at = min(self._progress.window_began_at, target[0] + 1)
+        self._progress.window_began_at = min(self._progress.window_began_at, target.step + 1)
         for callback in callbacks_of(trainer):
             if isinstance(callback, Hook):
                 rewind(callback, trainer.global_step)
         fire(trainer, "on_roll_back")
         if trainer.is_global_zero:
-            _abandon_later(trainer, saver, target[0])
+            _abandon_later(trainer, saver, target.step)
             log.warning(
                 "rolled back from step %d to step %d; the batches of these %d steps are skipped",
-                *(step, target[0], step - target[0]),
+                *(step, target.step, step - target.step),
             )
         lost_s = min(time.time() - saved_at, time.monotonic() - self._train_began_at)
         fire(trainer, "on_time_spent", "lost", max(lost_s, 0.0))
@@ -350,20 +346,19 @@ def _saver_of(trainer: pl.Trainer) -> Checkpoint | None:
     return next((each for each in savers_of(trainer) if each.saves_while_training), None)
 
 
-def _last_good_checkpoint(trainer: pl.Trainer, saver: Checkpoint, before: int) -> Target | None:
+def _last_good_checkpoint(trainer: pl.Trainer, saver: Checkpoint, before: int) -> CheckpointRecord | None:
     """The newest checkpoint of this run before step `before` that proves whole and has finite weights. Collective."""
     saver.wait(trainer)
-    target: Target | None = None
+    target: CheckpointRecord | None = None
     if trainer.is_global_zero:
 
         def is_good(record: CheckpointRecord) -> bool:
             return _is_of_run(record, trainer, saver) and record.finite_weights is not False and record.step < before
 
-        record, warnings = newest_valid(saver.directory, accept=is_good, knows_types=True)
+        target, warnings = newest_valid(saver.directory, accept=is_good, knows_types=True)
         for warning in warnings:
             log.warning("%s", warning)
-        target = None if record is None else (record.step, record.path)
-    shared: Target | None = trainer.strategy.broadcast(target)
+    shared: CheckpointRecord | None = trainer.strategy.broadcast(target)
     return shared
 
 
@@ -378,7 +373,7 @@ def _is_of_run(record: CheckpointRecord, trainer: pl.Trainer, saver: Checkpoint)
     return record.writer == WRITER and record.run_id == (saver.run.run_id or run_state_of(trainer).run_id)
 
 
-def _restore(trainer: pl.Trainer, pl_module: Any, target: Target, *, keeps: pl.Callback) -> None:
+def _restore(trainer: pl.Trainer, pl_module: Any, target: CheckpointRecord, *, keeps: pl.Callback) -> None:
     """Restore the state of a checkpoint, without rewinding the data. Collective.
 
     Weights, optimizers, schedulers, scalers, the state of the trainer class, random states, gradients of an open
@@ -395,10 +390,9 @@ def _restore(trainer: pl.Trainer, pl_module: Any, target: Target, *, keeps: pl.C
         BrokenCheckpointError: The checkpoint is no longer whole.
         RecoveryError: The restored state differs from the checkpoint; names the value.
     """
-    step, path = target
     connector, given = checkpoint_connector(trainer), trainer.ckpt_path
     data = {name: getattr(run_state_of(trainer), name) for name in _OF_THE_DATA}
-    connector.resume_start(path)
+    connector.resume_start(target.path)
     checkpoint = connector._loaded_checkpoint
     try:
         connector.restore_model()
@@ -412,10 +406,10 @@ def _restore(trainer: pl.Trainer, pl_module: Any, target: Target, *, keeps: pl.C
         setattr(run_state_of(trainer), name, fact)
     pl_module.step_result = None
     loop: Any = trainer.fit_loop.epoch_loop
-    loop.roll_back_to(step)
+    loop.roll_back_to(target.step)
     trainer.should_stop = False  # what asked for it has seen steps that are undone
     parts = checkpoint[CONTRACT_KEY]
-    _require_equal(pl_module, parts.get("state", {}), path)
+    _require_equal(pl_module, parts.get("state", {}), target.name)
     gradients = gradients_of_rank(parts.get("gradients", []), trainer.global_rank, trainer.world_size)
     restore_gradients(pl_module, gradients, clears_others=True)
     restore_rng_of_rank(parts["rng"], trainer.global_rank)
@@ -435,7 +429,7 @@ def _restore_callbacks(
             callback.load_state_dict(copy.deepcopy(state))
 
 
-def _require_equal(pl_module: Any, expected: Any, path: Path) -> None:
+def _require_equal(pl_module: Any, expected: Any, name: str) -> None:
     """Refuse a state that is not that of the checkpoint: a class may not expect ``load_state_dict`` within a run."""
     payload = pl_module.state_payload()
     on_host = tree_map(lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, payload)
@@ -443,7 +437,7 @@ def _require_equal(pl_module: Any, expected: Any, path: Path) -> None:
     where = next((path for path in {**saved, **now} if saved.get(path) != now.get(path)), None)
     if where is not None:
         raise RecoveryError(
-            f"the roll-back to {path.stem} is not exact: {format_path(('state', *where))} differs from the checkpoint, "
+            f"the roll-back to {name} is not exact: {format_path(('state', *where))} differs from the checkpoint, "
             f"after `load_state_dict` of {type(pl_module.plugin).__name__} was called within a run. Restore the whole "
             "payload there, or leave 'roll_back' out of the ladder; the run can be resumed from that checkpoint"
         )
