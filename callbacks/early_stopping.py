@@ -14,7 +14,7 @@ from ..adapter.contract.exceptions import MonitorError
 from ..adapter.plumbing.text import nearest
 from .health.recover import Recover
 from .hook.cadence import Boundaries
-from .hook.events import callbacks_of
+from .hook.events import callbacks_of, step_metrics
 from .hook.hook import Hook, skippable
 
 __all__ = ["EarlyStopping", "StopVote"]
@@ -195,9 +195,7 @@ class EarlyStopping(Hook):
     def _judge_logged(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Look at what a module that hosts no trainer class has logged."""
         if not hasattr(pl_module, "step_result"):
-            logged = trainer.callback_metrics.items()
-            numbers = {name: float(value) for name, value in logged if value.numel() == 1}
-            self.judge(trainer, numbers, trainer.global_step)
+            self.judge(trainer, step_metrics(trainer, pl_module), trainer.global_step)
 
     def _missing(self, how: str) -> MonitorError:
         known = f"; there are {', '.join(sorted(self._names))}" if self._names else ""

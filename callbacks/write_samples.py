@@ -24,7 +24,7 @@ from ..adapter.plumbing.durable import (
     write_bytes_durably,
 )
 from .hook.cadence import Boundaries, step_cadence, suppressed
-from .hook.events import fire, run_state_of, timed
+from .hook.events import entry_of, fire, run_state_of, timed
 from .hook.hook import Hook, skippable
 
 __all__ = ["WriteSamples"]
@@ -102,7 +102,6 @@ class WriteSamples(Hook):
         self.requests = [dict(request) for request in requests]
         self.seed = seed
         self.critical = critical
-        self._boundaries = Boundaries(self)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -183,9 +182,7 @@ class WriteSamples(Hook):
 
 def find_generator(state: Any) -> Callable[..., Any] | None:
     """The ``generate_sample`` of a trainer's state, as an attribute or a key."""
-    generate = getattr(state, "generate_sample", None)
-    if generate is None and isinstance(state, Mapping):
-        generate = state.get("generate_sample")
+    generate = entry_of(state, "generate_sample")
     return generate if callable(generate) else None
 
 

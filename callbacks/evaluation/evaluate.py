@@ -48,7 +48,6 @@ class Evaluate(Hook):
         self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
         self.critical = critical
         self.average = average
-        self._boundaries = Boundaries(self)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

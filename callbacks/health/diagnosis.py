@@ -91,7 +91,6 @@ class Diagnosis(Hook):
         self._limits = limits
         self._history = History()
         self._events = RunEvents(scenario, path)
-        self._train_began_at = time.monotonic()
 
     @property
     def faults(self) -> dict[str, Fault]:

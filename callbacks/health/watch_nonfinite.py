@@ -52,10 +52,6 @@ class WatchNonfinite(Hook):
             raise ValueError(f"Invalid `policy`. Expected 'warn' or 'stop', but received {policy!r}.")
         self.policy = policy
         self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
-        self._boundaries = Boundaries(self)
-        self._seen_finite_at = 0
-        self._has_spoken = False
-        self._is_scaled = False
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

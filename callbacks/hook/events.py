@@ -78,15 +78,16 @@ def model_of(pl_module: Any) -> Any:
 
 
 def entry_of(state: Any, name: str) -> Any:
-    """An entry of a trainer's state, which may be a mapping or any object; None where it has none."""
-    return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
+    """An entry of a trainer's state, a member of a mapping or an attribute of any object; None where it has none."""
+    entry = state.get(name) if isinstance(state, Mapping) else None
+    return getattr(state, name, None) if entry is None else entry
 
 
 def step_metrics(trainer: pl.Trainer, pl_module: Any) -> dict[str, float]:
     """Metrics of the last step, read from the device: those of a hosted trainer, else what the module has logged."""
     if hasattr(pl_module, "step_result"):
         return dict(pl_module.metrics()) if pl_module.step_result is not None else {}
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
 
 
 def publish_metrics(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:

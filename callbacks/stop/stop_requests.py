@@ -18,7 +18,7 @@ from ...adapter.contract.exceptions import StopReason, TrainingCanceled
 from ...adapter.plumbing.devices import host_group
 from ..checkpoint.policy import savers_of
 from ..hook.cadence import Pace, steps_within
-from ..hook.events import run_state_of
+from ..hook.events import is_own_loop, run_state_of
 from ..hook.hook import Hook, RunContext, skippable
 from ..lightning_internals import signal_connector
 from .data_workers import protected_workers
@@ -167,7 +167,6 @@ class StopRequests(Hook):
         self.sources = StopSources(cancel_file, max_runtime_s=max_runtime_s, canceled=canceled, signals=signals)
         self._requested: StopReason | None = None
         self._next_poll = 0.0
-        self._pace = Pace(self.poll_s)
         self._has_fitted = False
 
     @override
@@ -222,7 +221,7 @@ class StopRequests(Hook):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.sources.signals.on_stop = self._wake
         self.sources.deadline.begin_training(saves=bool(savers_of(trainer)))
-        if not getattr(trainer.fit_loop, "raises_stops", False):
+        if not is_own_loop(trainer):
             self.on_train_batch_start = _raise_if_stopped  # type: ignore[method-assign, assignment]
         self._pace = Pace(self.poll_s)
         code = self._code()

@@ -110,8 +110,6 @@ class Heartbeat(Hook):
         self.interval_steps = step_cadence("interval_steps", interval_steps)
         self.count_flops = count_flops
         self.events = RunEvents(scenario, path)
-        self._set_up_at = time.monotonic()
-        self._window = self._attempt = _Mark(self._set_up_at, 0, 0)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

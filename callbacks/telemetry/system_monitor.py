@@ -52,8 +52,6 @@ class SystemMonitor(Hook):
         if not 0 < every_s < math.inf:
             raise ValueError(f"Invalid `every_s`. Expected a positive number of seconds, but received {every_s!r}.")
         self.every_s = every_s
-        self._pace = Pace(every_s)
-        self._next_at = 0.0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
