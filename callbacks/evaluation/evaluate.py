@@ -72,14 +72,23 @@ class Evaluate(Hook):
 def scores_of(pl_module: pl.LightningModule) -> dict[str, float]:
     """Call the hosted trainer's ``evaluate`` and return its scores by name; leaves the random numbers as they are.
 
+    An evaluation sets the modes of modules; where it fails half-way, they are put back.
+
     Raises:
         ContractError: There is no ``evaluate``, or it returned no mapping of numbers.
     """
-    with isolated_random_numbers():
-        scores = _evaluation_of(pl_module)(getattr(pl_module, "contract_state", None), getattr(pl_module, "ctx", None))
-    if not isinstance(scores, Mapping):
-        raise ContractError(f"evaluate returned a {type(scores).__qualname__}; it must be a mapping of scores")
-    return {str(name): _number(name, score) for name, score in scores.items()}
+    evaluate = _evaluation_of(pl_module)
+    modes = [(part, part.training) for part in pl_module.modules()]
+    try:
+        with isolated_random_numbers():
+            scores = evaluate(getattr(pl_module, "contract_state", None), getattr(pl_module, "ctx", None))
+        if not isinstance(scores, Mapping):
+            raise ContractError(f"evaluate returned a {type(scores).__qualname__}; it must be a mapping of scores")
+        return {str(name): _number(name, score) for name, score in scores.items()}
+    except BaseException:
+        for part, is_training in modes:
+            part.training = is_training
+        raise
 
 
 def _number(name: object, score: Any) -> float:
@@ -88,17 +97,6 @@ def _number(name: object, score: Any) -> float:
     except (TypeError, ValueError, RuntimeError) as error:
         kind = type(score).__qualname__
         raise ContractError(f"evaluate returned a {kind} as {name!r}; a score is one number ({error})") from error
-
-
-def _scores_of_rank(pl_module: pl.LightningModule) -> dict[str, float]:
-    """The scores, with the modes of all modules put back where the evaluation, which sets them, fails half-way."""
-    modes = [(part, part.training) for part in pl_module.modules()]
-    try:
-        return scores_of(pl_module)
-    except BaseException:
-        for part, is_training in modes:
-            part.training = is_training
-        raise
 
 
 def _evaluation_of(pl_module: pl.LightningModule) -> Callable[..., Any]:
@@ -119,9 +117,9 @@ def _scores_of_all_ranks(trainer: pl.Trainer, pl_module: pl.LightningModule, *, 
         Exception: What it raised on this rank, after all ranks know of it.
     """
     if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
-        return _scores_of_rank(pl_module)
+        return scores_of(pl_module)
     scores: list[dict[str, float]] = []
-    for rank, (theirs, problem) in enumerate(gather_results(lambda: _scores_of_rank(pl_module))):
+    for rank, (theirs, problem) in enumerate(gather_results(lambda: scores_of(pl_module))):
         if theirs is None:
             raise EvaluationError(f"the evaluation failed on rank {rank}: {problem}")
         scores.append(theirs)
