@@ -66,7 +66,6 @@ class LogMetrics(Hook):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
         if stage == "fit" and not hasattr(pl_module, "step_result"):
             name = type(pl_module).__name__
             log.warning("LogMetrics has no effect: %s does not host a trainer and logs by itself", name)

@@ -153,31 +153,31 @@ class WriteSamples(Hook):
         self, generate: Callable[..., Any] | None, name: str, request: SampleRequest, facts: dict[str, Any], ctx: Any
     ) -> tuple[Path, list[Path]]:
         arriving, folder = self.directory / temporary_name(name), self.directory / name
+        record = self.directory / f"{name}.json"
         seed = request.seed if request.seed is not None else self.seed
         offered = {field: request[field] for field in _TEXTS}
         offered |= {"step": facts["step"], "ctx": ctx, "request": request, "seed": seed}
         offered |= {"mode": request.mode, "output_dir": str(arriving)}
         arriving.mkdir()
         try:
-            returned = None if generate is None else call_with_accepted(generate, offered)
+            returned = {} if generate is None else call_with_accepted(generate, offered)
+            if not isinstance(returned, Mapping | None):
+                kind = type(returned).__qualname__
+                raise ContractError(f"generate_sample returned a {kind}; it must be a mapping or None")
             files = [folder / file.relative_to(arriving) for file in _durable_files(arriving, name)]
             named = [str(file.relative_to(self.directory)) for file in files]
-            encoded = _encoded({**request, "seed": seed, **facts, **_as_mapping(returned), "files": named}, name)
-            self._replace(folder, arriving if files else None)
+            encoded = _encoded({**request, "seed": seed, **facts, **(returned or {}), "files": named}, name)
+            # What an earlier attempt at the same step left goes; its record first, or it would name what is gone.
+            record.unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            if files:
+                arriving.rename(folder)
+            fsync_directory(self.directory)
         finally:
             shutil.rmtree(arriving, ignore_errors=True)
-        record = folder.with_name(f"{name}.json")
         # The generator may have returned paths within the folder that it was given.
         write_bytes_durably(record, encoded.replace(arriving.name.encode(), name.encode()))
         return record, files
-
-    def _replace(self, folder: Path, arriving: Path | None) -> None:
-        """Put a sample's files where they belong, in place of those of an earlier attempt at the same step."""
-        folder.with_name(f"{folder.name}.json").unlink(missing_ok=True)  # first, or it would name what is gone
-        shutil.rmtree(folder, ignore_errors=True)
-        if arriving is not None:
-            arriving.rename(folder)
-        fsync_directory(self.directory)
 
 
 def find_generator(state: Any) -> Callable[..., Any] | None:
@@ -224,14 +224,6 @@ def _sweep(directory: Path) -> None:
             shutil.rmtree(entry)
         else:
             entry.unlink()
-
-
-def _as_mapping(returned: Any) -> Mapping[str, Any]:
-    if returned is None:
-        return {}
-    if not isinstance(returned, Mapping):
-        raise ContractError(f"generate_sample returned a {type(returned).__qualname__}; it must be a mapping or None")
-    return returned
 
 
 def _encoded(record: Mapping[str, Any], name: str) -> bytes:

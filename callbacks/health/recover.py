@@ -176,7 +176,6 @@ class Recover(Hook):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
         if stage == "fit":  # a resume restores the state after this
             self._begin()
 

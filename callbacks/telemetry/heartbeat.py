@@ -113,7 +113,6 @@ class Heartbeat(Hook):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
         self._set_up_at = time.monotonic()
 
     @override
