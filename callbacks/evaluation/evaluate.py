@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import ContractError, EvaluationError
@@ -116,7 +115,7 @@ def _scores_of_all_ranks(trainer: pl.Trainer, pl_module: pl.LightningModule, *, 
         EvaluationError: It failed on another rank, or scores to average have different names on different ranks.
         Exception: What it raised on this rank, after all ranks know of it.
     """
-    if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+    if trainer.world_size == 1:
         return scores_of(pl_module)
     scores: list[dict[str, float]] = []
     for rank, (theirs, problem) in enumerate(gather_results(lambda: scores_of(pl_module))):
