@@ -67,7 +67,9 @@ class CallbackList(Hook):
         shows_progress = any(isinstance(each, JobProgress) for each in present)
         self._joined = []
         for place, each in enumerate([*self.callbacks, *self._missing(view)]):
-            callback = _lightning_callback(each, place, view)
+            callback = each if isinstance(each, pl.Callback) else _Adapter(each, place, view)
+            if isinstance(each, CheckpointCallback) and view.own is None:
+                callback = each.in_a_fit(view)
             is_second_progress = shows_progress and isinstance(callback, JobProgress)
             if callback not in present and not is_second_progress:
                 self._joined.append(callback)
@@ -142,13 +144,6 @@ class CallbackList(Hook):
         if self._own_loop is None or self._own_loop.own is not trainer:
             self.on_train_begin(trainer)
         return self._own_loop
-
-
-def _lightning_callback(callback: Any, place: int, view: TrainerView) -> pl.Callback:
-    """The Lightning callback by which a callback of the list hears of a training."""
-    if isinstance(callback, CheckpointCallback) and view.own is None:
-        return callback.in_a_fit(view)
-    return callback if isinstance(callback, pl.Callback) else _Adapter(callback, place, view)
 
 
 class _Adapter(Hook):

@@ -283,7 +283,9 @@ class Recover(Hook):
                 rewind(callback, trainer.global_step)
         fire(trainer, "on_roll_back")
         if trainer.is_global_zero:
-            _abandon_later(trainer, saver, target.step)
+            for record in own_records(list_checkpoints(saver.directory)):  # or a start would resume from one
+                if record.step > target.step and _is_of_run(record, trainer, saver):
+                    delete_checkpoint(record.path)
             log.warning(
                 "rolled back from step %d to step %d; the batches of these %d steps are skipped",
                 *(step, target.step, step - target.step),
@@ -359,13 +361,6 @@ def _last_good_checkpoint(trainer: pl.Trainer, saver: Checkpoint, before: int) -
             log.warning("%s", warning)
     shared: CheckpointRecord | None = trainer.strategy.broadcast(target)
     return shared
-
-
-def _abandon_later(trainer: pl.Trainer, saver: Checkpoint, step: int) -> None:
-    """Remove the checkpoints that this run saved after `step`, so that no start resumes from them. On rank zero."""
-    for record in own_records(list_checkpoints(saver.directory)):
-        if record.step > step and _is_of_run(record, trainer, saver):
-            delete_checkpoint(record.path)
 
 
 def _is_of_run(record: CheckpointRecord, trainer: pl.Trainer, saver: Checkpoint) -> bool:

@@ -25,6 +25,7 @@ __all__ = [
     "publish_scores",
     "run_state_of",
     "share_run_state",
+    "step_metrics",
     "timed",
 ]
 

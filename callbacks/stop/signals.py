@@ -112,15 +112,13 @@ class StopSignals:
                 self.before_exit()
             finally:
                 os._exit(128 + number)
-        self.reason = self.reason or self._reason_of(number)
+        reason = REASON_OF_SIGNAL[signal.Signals(number)]
+        is_over = reason == "preempted" and announces_time_limit(time.time())
+        self.reason = self.reason or ("timeout" if is_over else reason)
         # The handler and the thread that reads arrivals both come here; neither may wait for the other.
         if self.what_next and self._unsaid.acquire(blocking=False):
             _say(number, self.what_next)
         self.on_stop()
-
-    def _reason_of(self, number: int) -> StopReason:
-        reason = REASON_OF_SIGNAL[signal.Signals(number)]
-        return "timeout" if reason == "preempted" and announces_time_limit(time.time()) else reason
 
     def _watch_arrivals(self) -> None:
         # The kernel may give a signal to any thread. Where that is not the main one, a main thread that sleeps or waits

@@ -98,7 +98,10 @@ class Agreement:
             self._read()
 
     def _begin(self, number: int, *, trains: bool) -> None:
-        self._numbers = torch.tensor([number, -self._wanted_distance(), trains], device="cpu")
+        before, self._began_at = self._began_at, self._clock()
+        # How many steps fit between two rounds, at the speed since the last one.
+        wanted = steps_within(ROUND_S, steps=self._distance, took_s=self._began_at - before, most=MOST_STEPS)
+        self._numbers = torch.tensor([number, -wanted, trains], device="cpu")
         self._work = self._group.allreduce([self._numbers], dist.ReduceOp.MAX)
 
     def _read(self) -> int:
@@ -109,11 +112,6 @@ class Agreement:
         self._distance = -negative_distance
         self._is_over = agreed != 0 or not someone_trains
         return int(agreed)
-
-    def _wanted_distance(self) -> int:
-        """How many steps fit between two rounds, at the speed since the last one."""
-        before, self._began_at = self._began_at, self._clock()
-        return steps_within(ROUND_S, steps=self._distance, took_s=self._began_at - before, most=MOST_STEPS)
 
 
 _REASONS: tuple[StopReason | None, ...] = (None, "canceled", "timeout", "preempted")
@@ -208,8 +206,10 @@ class StopRequests(Hook):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._undo = ExitStack()
         if stage == "fit":
-            if self._has_fitted:
-                self._forget_last_fit()
+            if self._has_fitted:  # a stop ends with the fit that it ended, unless its source says otherwise
+                self._requested, self.sources.canceled = None, False
+                if not self.sources.signals.are_handled:
+                    self.sources.signals.forget()
             self._has_fitted = True
             self._take_signals(trainer)
             self._undo.enter_context(protected_workers())
@@ -263,12 +263,6 @@ class StopRequests(Hook):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._undo.close()
-
-    def _forget_last_fit(self) -> None:
-        """A stop that was asked for is over with the fit that it ended, unless its source says otherwise."""
-        self._requested, self.sources.canceled = None, False
-        if not self.sources.signals.are_handled:
-            self.sources.signals.forget()
 
     def _take_signals(self, trainer: pl.Trainer) -> None:
         """Handle signals from now on, unless another part of the program does for this callback.
