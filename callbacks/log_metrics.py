@@ -42,8 +42,8 @@ class LogMetrics(Hook):
 
     Metrics and scores, but not figures, also go to ``callback_metrics`` and the progress bar. Fires ``on_metrics``.
 
-    For modules that host a trainer of the contract (``pl_module.metrics()``); other modules log by themselves, and with
-    one of them it warns and does nothing.
+    For modules that host a trainer of the contract (``pl_module.metrics()``). Other modules log by themselves: with one
+    of them it warns, and sends scores and the figures of other hooks alone.
 
     Args:
         every_n_steps: Cadence in steps; 0 turns it off.
