@@ -34,6 +34,7 @@ __all__ = [
     "secrets_of_module",
     "text_of",
     "traceback_of",
+    "with_texts",
     "without_secrets",
 ]
 
@@ -163,7 +164,7 @@ def secrets_in(value: Any) -> list[str]:
             found[text] = None
         found.update(dict.fromkeys([*_secrets_of_url(text), *(match[0] for match in _TOKEN.finditer(text))]))
 
-    _with_texts(value, note)
+    with_texts(value, note)
     return list(found)
 
 
@@ -181,15 +182,15 @@ def without_secrets(value: Any, *, secrets: Iterable[str | None] = ()) -> Any:
     def shown(text: str, is_secret: bool) -> str:
         return HIDDEN if is_secret else _without_known_forms(hide_urls(redact(text, known)))
 
-    return _with_texts(value, shown)
+    return with_texts(value, shown)
 
 
-def _with_texts(value: Any, act: Callable[[str, bool], Any], is_secret: bool = False) -> Any:
+def with_texts(value: Any, act: Callable[[str, bool], Any], is_secret: bool = False) -> Any:
     """`value` with what `act` makes of each text in it, which is told whether that stands under a secret name."""
     if isinstance(value, Mapping):
-        return {name: _with_texts(inner, act, is_secret or is_secret_name(str(name))) for name, inner in value.items()}
+        return {name: with_texts(inner, act, is_secret or is_secret_name(str(name))) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_with_texts(inner, act, is_secret) for inner in value]
+        return [with_texts(inner, act, is_secret) for inner in value]
     return act(value, is_secret) if isinstance(value, str) else value
 
 
