@@ -27,7 +27,7 @@ from ..plumbing.http import build_client
 from ..plumbing.retry import RetryPolicy, TransientError, is_transient, with_retries
 from ..plumbing.text import HUB_LOGIN
 from ..plumbing.threads import DaemonThreads
-from .http import Download, Tracker, Transport, download
+from .http import Download, Transport, download, log_arrival
 from .private_addresses import AddressGuard
 from .refs import CozyRef, HttpRef, HubRef, Kind, RemoteRef, local_checkpoint
 from .tensorhub import HttpResolveClient
@@ -52,7 +52,7 @@ def fetch_all(
         wanted: What to fetch, and what for.
         config: Has the token, the origins that may see it, and the tensor hub.
         directory: The download cache.
-        raise_if_stopped: Ends the transfers when the run was stopped, by an exception.
+        raise_if_stopped: Called every 0.1 s; what it raises ends all transfers and is raised here.
 
     Returns:
         The path of each, and its name without credentials.
@@ -61,22 +61,22 @@ def fetch_all(
         AuthError: A server refused the credentials.
         InputError: Something is missing, malformed, unreachable, or cannot be stored.
     """
-    tracker = Tracker(raise_if_stopped)
     with build_client(config.capability_token, config.token_origins, max_connections=PARALLEL_TRANSFERS) as client:
         if config.private_hosts is not None:
             AddressGuard(config.private_hosts).attach(client)
-        fetcher = _Fetcher(config, directory, Transport(client, tracker, RETRY))
+        transport = Transport(client, RETRY)
+        fetcher = _Fetcher(config, directory, transport)
         threads = DaemonThreads(PARALLEL_TRANSFERS, "genlight-input")
         futures = {key: threads.submit(fetcher.fetch, *key) for key in dict.fromkeys(wanted)}
         left = set(futures.values())
         try:
             while left:
                 done, left = wait(left, LOOK_EVERY_S, return_when="FIRST_COMPLETED")
+                raise_if_stopped()
                 for future in done:
                     future.result()
-                tracker.check()
         except BaseException:
-            tracker.abandon()
+            transport.ended.set()
             wait(left, LEFT_AFTER_S)
             raise
         return {key: future.result() for key, future in futures.items()}
@@ -97,7 +97,7 @@ class _Fetcher:
             AuthError: A server refused the credentials.
             InputError: It is missing, malformed, unreachable, or cannot be stored.
         """
-        self.transport.tracker.check()
+        self.transport.wait(0)
         try:
             if isinstance(ref, HttpRef):
                 return self._http(kind, ref)
@@ -180,12 +180,12 @@ def fetch_from_hub(kind: Kind, ref: HubRef, transport: Transport) -> Path:
         name = ref.path.rstrip("/").removesuffix(".json") if kind == "checkpoint" else ref.path.rstrip("/")
         patterns = [ref.path, f"{name}/*", *([f"{name}.json", f"{name}~1/*"] if kind == "checkpoint" else [])]
     repository = "dataset" if kind == "dataset" else "model"
-    retry = transport.retry
     try:
-        folder = with_retries(lambda: _snapshot(ref, repository, patterns), retry, transport.tracker.wait)
+        folder = with_retries(lambda: _snapshot(ref, repository, patterns), transport.retry, transport.wait)
     except TransientError as error:
-        raise InputError(f"{ref.label} cannot be fetched: {error}, after {retry.attempts} attempts.") from None
-    transport.tracker.finish(ref.label, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
+        attempts = transport.retry.attempts
+        raise InputError(f"{ref.label} cannot be fetched: {error}, after {attempts} attempts.") from None
+    log_arrival(ref.label, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
     return folder
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from genlight.adapter.contract.exceptions import AuthError, InputError
 from genlight.adapter.contract.types import ResolvedRef
-from genlight.adapter.inputs.http import Tracker, Transport
+from genlight.adapter.inputs.http import Transport
 from genlight.adapter.inputs.refs import parse_ref
 from genlight.adapter.inputs.tensorhub import HttpResolveClient
 from genlight.adapter.plumbing.http import build_client
@@ -37,7 +37,7 @@ def publish(server, sha256):
 @pytest.fixture
 def resolver(server, tmp_path, retry):
     with build_client("canary", {origin_of(server.url)}) as client:
-        yield HttpResolveClient(f"{server.url}/base", Transport(client, Tracker(), retry), tmp_path / "cozy")
+        yield HttpResolveClient(f"{server.url}/base", Transport(client, retry), tmp_path / "cozy")
 
 
 @pytest.fixture
