@@ -21,12 +21,12 @@ __contract__ = (
 
 if TYPE_CHECKING:
     from ..reporters.events.reader import read_events as read_events
-    from .cluster.hostlist import expand_hostlist as expand_hostlist
     from .cluster.injection import bind_job_context as bind_job_context
     from .cluster.job_context import (
         JobContext as JobContext,
         build_job_context as build_job_context,
         current_job_context as current_job_context,
+        expand_hostlist as expand_hostlist,
     )
     from .cluster.placement import SlurmEnvironment as SlurmEnvironment
     from .contract.exceptions import (

@@ -259,7 +259,7 @@ class ArrowFeed(FeedOptions):
         if self._collate is None or not (self.copy_ahead or self.pin_memory is not False):
             return batches
         from ..plumbing.devices import accelerator
-        from .to_device import copied_ahead, pinned
+        from .collate import copied_ahead, pinned
 
         if self.copy_ahead:
             return copied_ahead(batches)
