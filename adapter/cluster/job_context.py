@@ -97,15 +97,14 @@ def _context_of(variables: frozenset[tuple[str, str]]) -> JobContext:
     return build_job_context(dict(variables))
 
 
-def in_srun_task(environ: Mapping[str, str] | None = None) -> bool:
+def in_srun_task() -> bool:
     """Whether srun started this process as one of several tasks.
 
     A login node, the shell of ``salloc``, the batch script and a step of one task have Slurm's variables as well, but
     whatever runs there has to start its other ranks itself.
     """
-    env = os.environ if environ is None else environ
-    step, tasks = env.get("SLURM_STEP_ID", ""), env.get("SLURM_STEP_NUM_TASKS", "")
-    is_step = step.isdecimal() and int(step) < _SPECIAL_STEPS and env.get("SLURM_PROCID", "").isdecimal()
+    step, rank, tasks = (os.environ.get(f"SLURM_{name}", "") for name in ("STEP_ID", "PROCID", "STEP_NUM_TASKS"))
+    is_step = step.isdecimal() and int(step) < _SPECIAL_STEPS and rank.isdecimal()
     return is_step and tasks.isdecimal() and int(tasks) > 1
 
 

@@ -9,7 +9,6 @@ A module of its own because it imports torch, which a feed of record batches doe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -155,7 +154,7 @@ def copied_ahead(batches: Iterator[Any]) -> Iterator[Any]:
         return
     device = torch.device(kind.type, torch.accelerator.current_device_index())
     stream = torch.Stream(device)
-    waiting: _Copy | None = None
+    waiting: tuple[Any, torch.Event, Any] | None = None
     for batch in batches:
         source = pinned(batch)
         training = torch.accelerator.current_stream(device)
@@ -167,25 +166,16 @@ def copied_ahead(batches: Iterator[Any]) -> Iterator[Any]:
         finally:
             torch.accelerator.set_stream(training)
         if waiting is not None:
-            yield waiting.arrived(device)
-        waiting = _Copy(copy, arrives, source)
+            yield _arrived(device, *waiting[:2])
+        waiting = copy, arrives, source  # which must live on the host until the copy was handed out
     if waiting is not None:
-        yield waiting.arrived(device)
+        yield _arrived(device, *waiting[:2])
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """A batch on its way to the device."""
-
-    batch: Any
-    arrives: torch.Event
-    source: Any
-    """On the host; it must live until the copy was handed out."""
-
-    def arrived(self, device: torch.device) -> Any:
-        """The batch, for what the training stream does from now on."""
-        training = torch.accelerator.current_stream(device)
-        training.wait_event(self.arrives)
-        # Else its memory could be given to the next copy while a kernel of the training stream still reads it.
-        apply_to_collection(self.batch, torch.Tensor, lambda tensor: tensor.record_stream(training))
-        return self.batch
+def _arrived(device: torch.device, batch: Any, arrives: torch.Event) -> Any:
+    """A batch on its way to the device, for what the training stream does from now on."""
+    training = torch.accelerator.current_stream(device)
+    training.wait_event(arrives)
+    # Else its memory could be given to the next copy while a kernel of the training stream still reads it.
+    apply_to_collection(batch, torch.Tensor, lambda tensor: tensor.record_stream(training))
+    return batch
