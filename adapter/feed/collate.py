@@ -83,13 +83,7 @@ def _convert(name: str, array: pa.Array) -> Any:
 def _is_tensor(kind: pa.DataType) -> bool:
     while pa.types.is_fixed_size_list(kind):
         kind = kind.value_type
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind) or _is_time(kind))
-
-
-def _is_time(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_timestamp(kind) or pa.types.is_duration(kind) or pa.types.is_time(kind) or pa.types.is_date(kind)
-    )
+    return bool(pa.types.is_primitive(kind) and not pa.types.is_interval(kind))
 
 
 def _refuse_nulls(name: str, array: pa.Array) -> None:
@@ -108,7 +102,7 @@ def _tensor(name: str, array: pa.Array) -> torch.Tensor:
         return inner.view(len(array), kind.list_size, *inner.shape[1:])
     if pa.types.is_boolean(kind):
         return torch.from_numpy(array.to_numpy(zero_copy_only=False))
-    if _is_time(kind):
+    if pa.types.is_temporal(kind):
         array = array.view(pa.int64() if kind.bit_width == 64 else pa.int32())
     if len(array) == 0:
         return torch.from_numpy(array.to_numpy().copy())

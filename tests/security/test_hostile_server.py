@@ -19,7 +19,7 @@ from genlight.adapter.inputs.http import Download, Transport, download
 from genlight.adapter.inputs.materialize import materialize_inputs
 from genlight.adapter.inputs.private_addresses import AddressGuard, is_private
 from genlight.adapter.inputs.refs import parse_ref
-from genlight.adapter.inputs.tensorhub import HttpResolveClient, Manifest
+from genlight.adapter.inputs.transfer import HttpResolveClient, Manifest
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.retry import retry_after_s
 
