@@ -8,6 +8,7 @@ A module of its own because it loads the HTTP client, which a job with local inp
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -74,7 +75,7 @@ def fetch_all(
         transport = Transport(client, RETRY)
         fetcher = _Fetcher(config, directory, transport)
         threads = DaemonThreads(PARALLEL_TRANSFERS, "genlight-input")
-        futures = {key: threads.submit(fetcher.fetch, *key) for key in dict.fromkeys(wanted)}
+        futures = {key: threads.submit(functools.partial(fetcher.fetch, *key)) for key in dict.fromkeys(wanted)}
         left = set(futures.values())
         try:
             while left:

@@ -144,11 +144,6 @@ class Key:
     default: Any = None
     is_required: bool = False
 
-    @property
-    def is_text(self) -> bool:
-        """Whether the value is a text, so that ``--set key=17`` means the text "17"."""
-        return self.type_is(str)
-
     def type_is(self, plain: type) -> bool:
         """Whether it is a plain value of that type."""
         return _plain(self.type) is plain
@@ -195,7 +190,7 @@ def value_of(key: Key | None, text: str) -> Any:
         value = text
     if key is None:
         return value
-    if key.is_text:
+    if key.type_is(str):
         return value if isinstance(value, str | None) else text
     if key.type_is(bool) and text.strip().lower() in TRUE_WORDS | FALSE_WORDS:
         return is_true(text)

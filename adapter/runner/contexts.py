@@ -21,7 +21,6 @@ __all__ = ["CompletedContext", "RunBeginContext", "RunEndContext", "bind_job_con
 
 log = logging.getLogger("genlight.runner")
 
-Status = Literal["success", "failure"]
 NAME = "job"
 """A parameter of this name asks for the context, whatever its annotation."""
 
@@ -51,7 +50,7 @@ class RunBeginContext:
 class Outcome:
     """The result of the function."""
 
-    status: Status
+    status: Literal["success", "failure"]
     exit_code: int
     error_type: str | None = None
     error_message: str | None = None
