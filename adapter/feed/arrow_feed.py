@@ -21,9 +21,8 @@ from ..contract.exceptions import InputError
 from ..contract.types import ArrowFeedConfig
 from ..plumbing.settings import faults_of
 from .batching import ReadAhead, Spec, decoded, rebatched
-from .epoch_order import Order
 from .options import FeedOptions
-from .position import Layout, Position
+from .position import Layout, Order, Position
 from .row_plan import Share
 from .sources import Source, open_source
 
