@@ -227,10 +227,9 @@ class ArrowFeed(FeedOptions):
         if own is not None:
             return self._timed(own(spec, position, self.workers, opened=opened))
         if self.workers:
-            from .workers import arrow_blocks, batches_of_blocks
+            from .workers import arrow_batches
 
-            blocks = arrow_blocks(spec, position, self.workers, ahead=self.readahead, opened=opened)
-            return batches_of_blocks(self._timed(blocks), is_packed=self._collate is None)
+            return self._timed(arrow_batches(spec, position, self.workers, ahead=self.readahead, opened=opened))
         rows = decoded(spec, position, steps)
         opened.callback(source.close)
         if self.readahead:
