@@ -138,7 +138,8 @@ def _hidden(text: str, of_any_name: str, secrets: Iterable[str | None], environ:
     text = _replaced(text, _values_of(environ, of_any_name) | known)
     if _ELLIPSIS.search(text):
         text = _without_halves(text, _values_of(environ, "") | known)
-    return _without_known_forms(_without_queries(text))
+    # After those of whole URLs, the queries of relative ones.
+    return _without_known_forms(_QUERY.sub(rf"\1{HIDDEN}", hide_urls(text)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -261,11 +262,6 @@ def _secrets_of_url(url: str) -> Iterator[str]:
     for secret in found:
         if len(secret) >= SHORTEST_OF_SECRET_NAME:
             yield from dict.fromkeys((secret, unquote(secret)))
-
-
-def _without_queries(text: str) -> str:
-    """`text` without the credentials and queries of its URLs."""
-    return _QUERY.sub(rf"\1{HIDDEN}", hide_urls(text))
 
 
 def _without_known_forms(text: str) -> str:
