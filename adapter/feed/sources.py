@@ -98,11 +98,11 @@ def _project(named: Iterable[tuple[str, pa.Schema]], columns: Sequence[str] | No
     schemas = [(name, _plain(schema)) for name, schema in named]
     first_name, first = schemas[0]
     wanted = list(dict.fromkeys(first.names if columns is None else columns))
-    errors = [error for name, schema in schemas for error in _missing(name, schema, wanted)]
-    if errors:
-        return first, errors
-    for name, schema in schemas[1:]:
-        errors += _differences(first_name, first, name, schema, wanted, all_columns=columns is None)
+    errors = [error for name, schema in schemas for error in _missing(name, schema, wanted)] or [
+        error
+        for name, schema in schemas[1:]
+        for error in _differences(first_name, first, name, schema, wanted, all_columns=columns is None)
+    ]
     if errors:
         return first, errors
     fields = [
@@ -139,18 +139,16 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
     return pa.binary() if pa.types.is_binary_view(kind) else kind
 
 
-def _missing(name: str, schema: pa.Schema, wanted: Sequence[str]) -> list[str]:
+def _missing(name: str, schema: pa.Schema, wanted: Sequence[str]) -> Iterator[str]:
     known = schema.names
-    errors = []
     for column in wanted:
         count = known.count(column)
         if count == 0:
             near = closest(column, known, alike=0.5)
             hint = f"did you mean {near!r}?" if near else f"it has {_in_words(known)}"
-            errors.append(f"{name}: no column {column!r}; {hint}")
+            yield f"{name}: no column {column!r}; {hint}"
         elif count > 1:
-            errors.append(f"{name}: {count} columns are named {column!r}")
-    return errors
+            yield f"{name}: {count} columns are named {column!r}"
 
 
 def _in_words(names: Sequence[str], most: int = 12) -> str:
@@ -160,16 +158,14 @@ def _in_words(names: Sequence[str], most: int = 12) -> str:
 
 def _differences(
     first_name: str, first: pa.Schema, name: str, schema: pa.Schema, wanted: Sequence[str], *, all_columns: bool
-) -> list[str]:
-    errors = [
-        f"{name}: column {column!r} is {schema.field(column).type}, but {first.field(column).type} in {first_name}"
-        for column in wanted
-        if not schema.field(column).type.equals(first.field(column).type)
-    ]
+) -> Iterator[str]:
+    for column in wanted:
+        kind, expected = schema.field(column).type, first.field(column).type
+        if not kind.equals(expected):
+            yield f"{name}: column {column!r} is {kind}, but {expected} in {first_name}"
     extra = [column for column in schema.names if column not in wanted] if all_columns else []
     if extra:
-        errors.append(f"{name}: columns {_in_words(extra)} are not in {first_name}; name `columns` to leave them out")
-    return errors
+        yield f"{name}: columns {_in_words(extra)} are not in {first_name}; name `columns` to leave them out"
 
 
 _FOOTER_THREADS = 16
