@@ -13,7 +13,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -75,16 +75,9 @@ class JobContext:
         Args:
             master_port: Instead of the port of this context.
         """
-        values = {
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": self.master_port if master_port is None else master_port,
-            "WORLD_SIZE": self.world_size,
-            "RANK": self.rank,
-            "LOCAL_RANK": self.local_rank,
-            "LOCAL_WORLD_SIZE": self.local_world_size,
-            "NODE_RANK": self.node_rank,
-        }
-        return {name: str(value) for name, value in values.items() if value is not None}
+        here = self if master_port is None else replace(self, master_port=master_port)
+        names = ("master_addr", "master_port", "world_size", "rank", "local_rank", "local_world_size", "node_rank")
+        return {name.upper(): str(value) for name in names if (value := getattr(here, name)) is not None}
 
 
 def current_job_context() -> JobContext:
