@@ -12,6 +12,7 @@ from concurrent.futures import CancelledError
 import pytest
 
 from genlight.adapter.contract.exceptions import AuthError, InputError
+from genlight.adapter.inputs import http
 from genlight.adapter.inputs.http import Download, Transport, download
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.urls import origin_of
@@ -326,13 +327,19 @@ def test_a_stop_ends_the_transfer_at_the_next_piece_and_keeps_what_arrived(serve
     assert "range" in server.requests[1].headers
 
 
-def test_of_several_that_want_one_file_one_transfers_and_the_others_take_it(server, fetch):
-    url = server.put("/a", CONTENT, etag=None)
-    gate = threading.Barrier(4)
+def test_of_several_that_want_one_file_one_transfers_and_the_others_take_it(server, fetch, monkeypatch):
+    asked, locked = threading.Semaphore(0), http._locked
+
+    def noted(target, transport):
+        asked.release()
+        return locked(target, transport)
+
+    monkeypatch.setattr(http, "_locked", noted)
+    # Who asks after the file has come would have it confirmed.
+    url = server.put("/a", CONTENT, etag=None, before_answer=lambda: [asked.acquire(timeout=60) for _ in range(4)])
     found = []
 
     def work():
-        gate.wait()
         found.append(fetch(url).read_bytes() == CONTENT)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
