@@ -21,12 +21,11 @@ __contract__ = (
 
 if TYPE_CHECKING:
     from ..reporters.events.reader import read_events as read_events
-    from .cluster.hostlist import expand_hostlist as expand_hostlist
-    from .cluster.injection import bind_job_context as bind_job_context
     from .cluster.job_context import (
         JobContext as JobContext,
         build_job_context as build_job_context,
         current_job_context as current_job_context,
+        expand_hostlist as expand_hostlist,
     )
     from .cluster.placement import SlurmEnvironment as SlurmEnvironment
     from .contract.exceptions import (
@@ -106,6 +105,7 @@ if TYPE_CHECKING:
         CompletedContext as CompletedContext,
         RunBeginContext as RunBeginContext,
         RunEndContext as RunEndContext,
+        bind_job_context as bind_job_context,
     )
     from .training_loop import run_training_loop as run_training_loop
 else:

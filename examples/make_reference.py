@@ -24,7 +24,7 @@ import genlight.callbacks
 import genlight.callbacks.compat
 import genlight.reporters
 from genlight.adapter.job.sources import VARIABLES
-from genlight.adapter.job.spec import JobSpec, SampleRequest, key_at
+from genlight.adapter.job.spec import JobSpec, SampleRequest, Settings, key_at
 from genlight.adapter.job.standard_callbacks import STANDARD_CALLBACKS
 from genlight.adapter.plumbing.settings import Key, keys_of
 
@@ -75,11 +75,12 @@ def job_schema() -> dict[str, Any]:
         [JobSpec], ref_template="#/$defs/{name}", schema_hook=lambda _: {"type": "string"}
     )
     root = definitions.pop("JobSpec")
-    blocks = [(root, keys_of(JobSpec)), *((definitions[name], keys_of(key.block)) for name, key in _blocks())]
-    for shape, keys in [*blocks, (definitions["SampleRequest"], keys_of(SampleRequest))]:
-        for name, key in keys.items():
-            shape["properties"][name] = {"description": key.description, **shape["properties"][name]}
-        aliases = {key.alias: name for name, key in keys.items() if key.alias}
+    blocks = [key.block for key in keys_of(JobSpec).values() if key.block is not None]
+    for block in (JobSpec, *blocks, SampleRequest):
+        shape, texts = root if block is JobSpec else definitions[block.__name__], _texts_below(block)
+        for name in keys_of(block):
+            shape["properties"][name] = {"description": texts[name], **shape["properties"][name]}
+        aliases = {key.alias: name for name, key in keys_of(block).items() if key.alias}
         shape["properties"] |= {alias: shape["properties"][name] for alias, name in aliases.items()}
     root["required"] = []  # the environment and `--set` may give them
     items = root["properties"]["sample_prompts"]
@@ -89,10 +90,11 @@ def job_schema() -> dict[str, Any]:
     return {**head, **{name: value for name, value in root.items() if name != "title"}, "$defs": definitions}
 
 
-def _blocks() -> Iterator[tuple[str, Any]]:
-    for key in keys_of(JobSpec).values():
-        if key.block is not None:
-            yield key.block.__name__, key
+def _texts_below(block: Any) -> dict[str, str]:
+    """The text below each field of a block."""
+    classes = [cls for cls in reversed(block.__mro__) if "__annotations__" in vars(cls)]
+    fields = [field for cls in classes for field in docstring_parser.parse_from_object(cls).params]
+    return {field.arg_name: " ".join((field.description or "").split()) for field in fields}
 
 
 def schema_text() -> str:
@@ -102,18 +104,19 @@ def schema_text() -> str:
 
 def job_reference() -> str:
     """Every key of a job as Markdown: type, default, meaning and example, one table for each block."""
-    tables = [("Top level", keys_of(JobSpec))]
-    tables += [(f"`{key.name}`", keys_of(key.block)) for key in keys_of(JobSpec).values() if key.block is not None]
-    tables.append(("Each of `sample_prompts`", keys_of(SampleRequest)))
-    return "\n".join(line for title, keys in tables for line in _table(title, keys.values()))
+    tables: list[tuple[str, Any]] = [("Top level", JobSpec)]
+    tables += [(f"`{key.name}`", key.block) for key in keys_of(JobSpec).values() if key.block is not None]
+    tables.append(("Each of `sample_prompts`", SampleRequest))
+    return "\n".join(line for title, block in tables for line in _table(title, block))
 
 
-def _table(title: str, keys: Iterable[Key]) -> Iterator[str]:
+def _table(title: str, block: Any) -> Iterator[str]:
+    texts = _texts_below(block)
     yield from (f"### {title}", "", "| key | what | default | meaning | example |", "|---|---|---|---|---|")
-    for key in keys:
+    for key in keys_of(block).values():
         example = f"`{json.dumps(key.examples[0], ensure_ascii=False)}`" if key.examples else ""
         alias = f" Also `{key.alias}`." if key.alias else ""
-        yield f"| `{key.name}` | {_what(key)} | {_default_of(key)} | {key.description}{alias} | {example} |"
+        yield f"| `{key.name}` | {_what(key)} | {_default_of(key)} | {texts[key.name]}{alias} | {example} |"
     yield ""
 
 
@@ -136,9 +139,10 @@ def variables_reference() -> str:
     lines = ["| variable | setting | meaning |", "|---|---|---|"]
     for variable, setting in VARIABLES.items():
         in_file = "" if setting.partition(".")[0] in keys_of(JobSpec) else ", not in a job file"
-        key = key_at(tuple(setting.split(".")))
-        assert key is not None
-        lines.append(f"| `{variable}` | `{setting}`{in_file} | {key.description} |")
+        path, _, name = setting.rpartition(".")
+        block = key_at((path,)) if path else None
+        text = _texts_below(Settings if block is None else block.block)[name]
+        lines.append(f"| `{variable}` | `{setting}`{in_file} | {text} |")
     return "\n".join([*lines, ""])
 
 

@@ -7,20 +7,29 @@ Each field takes the first of Slurm's variables that is set and sound. A look-up
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 from ..plumbing.settings import render_text
-from .hostlist import MOST_HOSTS, expand_hostlist
 
-__all__ = ["JobContext", "build_job_context", "current_job_context", "derived_port", "in_srun_task", "rank_errors"]
+__all__ = [
+    *("JobContext", "build_job_context", "current_job_context", "derived_port"),
+    *("expand_hostlist", "in_srun_task", "rank_errors"),
+]
 
+MOST_HOSTS = 65_536
+"""Slurm's own limit on a range; here it holds for the whole list."""
+
+_BETWEEN_SEPARATORS = re.compile(r"(?:[^,\s\[\]]+|\[[^\[\]]*\]|[\[\]])+")
+_WORD = re.compile(r"(?:[\w.:-]+|\[[\d,-]+\])+", re.ASCII)
+_RANGE = re.compile(r"(?P<low>\d{1,18})(-(?P<high>\d{1,18}))?", re.ASCII)
 _PORTS = range(15_000, 30_000)
 _PER_JOB, _PER_STEP = 7919, 4793
 """Without a common factor with the number of ports: 15,000 job ids in a row, and their first steps, all differ."""
@@ -66,16 +75,9 @@ class JobContext:
         Args:
             master_port: Instead of the port of this context.
         """
-        values = {
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": self.master_port if master_port is None else master_port,
-            "WORLD_SIZE": self.world_size,
-            "RANK": self.rank,
-            "LOCAL_RANK": self.local_rank,
-            "LOCAL_WORLD_SIZE": self.local_world_size,
-            "NODE_RANK": self.node_rank,
-        }
-        return {name: str(value) for name, value in values.items() if value is not None}
+        here = self if master_port is None else replace(self, master_port=master_port)
+        names = ("master_addr", "master_port", "world_size", "rank", "local_rank", "local_world_size", "node_rank")
+        return {name.upper(): str(value) for name in names if (value := getattr(here, name)) is not None}
 
 
 def current_job_context() -> JobContext:
@@ -88,15 +90,14 @@ def _context_of(variables: frozenset[tuple[str, str]]) -> JobContext:
     return build_job_context(dict(variables))
 
 
-def in_srun_task(environ: Mapping[str, str] | None = None) -> bool:
+def in_srun_task() -> bool:
     """Whether srun started this process as one of several tasks.
 
     A login node, the shell of ``salloc``, the batch script and a step of one task have Slurm's variables as well, but
     whatever runs there has to start its other ranks itself.
     """
-    env = os.environ if environ is None else environ
-    step, tasks = env.get("SLURM_STEP_ID", ""), env.get("SLURM_STEP_NUM_TASKS", "")
-    is_step = step.isdecimal() and int(step) < _SPECIAL_STEPS and env.get("SLURM_PROCID", "").isdecimal()
+    step, rank, tasks = (os.environ.get(f"SLURM_{name}", "") for name in ("STEP_ID", "PROCID", "STEP_NUM_TASKS"))
+    is_step = step.isdecimal() and int(step) < _SPECIAL_STEPS and rank.isdecimal()
     return is_step and tasks.isdecimal() and int(tasks) > 1
 
 
@@ -229,6 +230,51 @@ def _contradictions(context: JobContext, tasks: list[int]) -> Iterator[str]:
         yield f"There are {ranks} tasks, but the tasks per node add up to {sum(tasks)}."
     if context.job_id is not None and max(ranks or 1, nodes or 1) > 1 and context.master_addr is None:
         yield "No variable gives the host of rank 0. Set `MASTER_ADDR`."
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """The host names that a hostlist expression stands for, such as ``n[9-10],rack[1-2]n[3-4]``.
+
+    As ``scontrol show hostnames`` expands them: order and duplicates are kept. Of three or more brackets scontrol
+    varies the last one fastest and the last but one slowest; ranks count nodes in that order, so it is kept as well. A
+    suffix after the last bracket (``n[1-2]-ib``), which releases before 23 refuse, is taken.
+
+    Raises:
+        ValueError: It names no host, is malformed, or stands for more than 65,536 hosts; quotes it.
+    """
+    try:
+        names = (name for word in _BETWEEN_SEPARATORS.findall(text) for name in _names(word))
+        found = list(itertools.islice(names, MOST_HOSTS + 1))
+    except ValueError as error:
+        raise ValueError(f"Invalid hostlist {text!r}. {error}") from None
+    if not found:
+        raise ValueError(f"Invalid hostlist {text!r}. It names no host.")
+    if len(found) > MOST_HOSTS:
+        raise ValueError(f"Invalid hostlist {text!r}. It stands for more than {MOST_HOSTS:,} hosts.")
+    return found
+
+
+def _names(word: str) -> Iterator[str]:
+    if _WORD.fullmatch(word) is None:
+        raise ValueError(f"{word!r} is not the name of a host, with numbers such as [9-10,12] in brackets.")
+    parts = re.split(r"[\[\]]", word)
+    brackets = range(1, len(parts), 2)
+    # scontrol expands the last bracket within all others, and those from the right: the last but one varies slowest.
+    order = [*reversed(brackets[:-1]), *brackets[-1:]]
+    # No bracket is counted out beyond what is refused anyway.
+    choices = [list(itertools.islice(_numbers(parts[place]), MOST_HOSTS + 1)) for place in order]
+    for numbers in itertools.product(*choices):
+        filled = {**dict(enumerate(parts)), **dict(zip(order, numbers, strict=True))}
+        yield "".join(filled.values())
+
+
+def _numbers(entries: str) -> Iterator[str]:
+    for entry in entries.split(","):
+        match = _RANGE.fullmatch(entry)
+        low, high = (int(match["low"]), int(match["high"] or match["low"])) if match else (1, 0)
+        if match is None or high < low:
+            raise ValueError(f"{entry!r} is not a number, nor a range of rising numbers.")
+        yield from (f"{number:0{len(match['low'])}d}" for number in range(low, high + 1))
 
 
 def rank_errors(environ: Mapping[str, str]) -> list[str]:

@@ -21,9 +21,8 @@ from ..contract.exceptions import InputError
 from ..contract.types import ArrowFeedConfig
 from ..plumbing.settings import faults_of
 from .batching import ReadAhead, Spec, decoded, rebatched
-from .epoch_order import Order
 from .options import FeedOptions
-from .position import Layout, Position
+from .position import Layout, Order, Position
 from .row_plan import Share
 from .sources import Source, open_source
 
@@ -65,7 +64,12 @@ class ArrowFeed(FeedOptions):
     filesystem: Any = None
 
     def __post_init__(self) -> None:
-        self._refuse_out_of_range()
+        faults = faults_of(self, FeedOptions)
+        if type(self.world_size) is not int or type(self.rank) is not int or not 0 <= self.rank < self.world_size:
+            given = f"{self.rank!r} of {self.world_size!r}"
+            faults.append(f"Invalid `rank`. Expected 0 <= rank < `world_size`, but received {given}.")
+        if faults:
+            raise ValueError(" ".join(faults))
         self.columns = None if self.columns is None else tuple(self.columns)
         self._collate = _collate_function(self.collate)
         runs_users_code = not self.workers and getattr(self._collate, "__module__", "") != f"{__package__}.collate"
@@ -84,14 +88,6 @@ class ArrowFeed(FeedOptions):
         """Threads and processes of the pass."""
         self.wait_seconds = 0.0
         """Seconds that the consumer has waited for batches so far."""
-
-    def _refuse_out_of_range(self) -> None:
-        faults = faults_of(self, FeedOptions)
-        if type(self.world_size) is not int or type(self.rank) is not int or not 0 <= self.rank < self.world_size:
-            given = f"{self.rank!r} of {self.world_size!r}"
-            faults.append(f"Invalid `rank`. Expected 0 <= rank < `world_size`, but received {given}.")
-        if faults:
-            raise ValueError(" ".join(faults))
 
     # --- what the data is
 
@@ -231,10 +227,9 @@ class ArrowFeed(FeedOptions):
         if own is not None:
             return self._timed(own(spec, position, self.workers, opened=opened))
         if self.workers:
-            from .workers import arrow_blocks, batches_of_blocks
+            from .workers import arrow_batches
 
-            blocks = arrow_blocks(spec, position, self.workers, ahead=self.readahead, opened=opened)
-            return batches_of_blocks(self._timed(blocks), is_packed=self._collate is None)
+            return self._timed(arrow_batches(spec, position, self.workers, ahead=self.readahead, opened=opened))
         rows = decoded(spec, position, steps)
         opened.callback(source.close)
         if self.readahead:
@@ -259,7 +254,7 @@ class ArrowFeed(FeedOptions):
         if self._collate is None or not (self.copy_ahead or self.pin_memory is not False):
             return batches
         from ..plumbing.devices import accelerator
-        from .to_device import copied_ahead, pinned
+        from .collate import copied_ahead, pinned
 
         if self.copy_ahead:
             return copied_ahead(batches)
@@ -310,7 +305,7 @@ class ArrowFeed(FeedOptions):
             )
 
 
-class ParquetArrowBatchFeeder:
+class ParquetArrowBatchFeeder(ArrowFeed):
     """One pass over Parquet files in order, as record batches; what classes of the older runtime import.
 
     Args:
@@ -321,14 +316,7 @@ class ParquetArrowBatchFeeder:
     def __init__(self, parquet_paths: Any, config: ArrowFeedConfig | None = None) -> None:
         self.config = config or ArrowFeedConfig()
         options = {name: getattr(self.config, name) for name in ("batch_size", "readahead", "columns")}
-        self._feed = ArrowFeed(parquet_paths, epochs=1, **options)
-
-    def iter_batches(self) -> Iterator[pa.RecordBatch]:
-        """All batches, from the first row; each call starts over."""
-        return self._feed.iter_batches()
-
-    def __iter__(self) -> Iterator[pa.RecordBatch]:
-        return self.iter_batches()
+        super().__init__(parquet_paths, epochs=1, **options)
 
 
 def _refuse_data_loader_workers() -> None:

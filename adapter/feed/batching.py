@@ -12,8 +12,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import pyarrow as pa
 
 from ..contract.exceptions import ThreadLimitError
-from .epoch_order import Order, Piece
-from .position import Layout, Position
+from .position import Layout, Order, Piece, Position
 from .row_plan import cut
 from .sources import Source
 

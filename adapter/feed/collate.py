@@ -1,4 +1,4 @@
-"""Record batches as torch tensors, without copies where the memory allows it.
+"""Record batches as torch tensors, without copies where the memory allows it, and tensors on their way to a device.
 
 The tensors share memory with Arrow, which treats it as constant: work on them in place only after ``clone()``. Memory
 that is mapped from a file cannot be written at all.
@@ -8,18 +8,20 @@ A module of its own because it imports torch, which a feed of record batches doe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.dlpack import from_dlpack
 
 from ..contract.exceptions import InputError
+from ..plumbing.devices import accelerator
 
-__all__ = ["to_torch"]
+__all__ = ["copied_ahead", "pinned", "to_torch"]
 
 
 def to_torch(batch: pa.RecordBatch) -> dict[str, Any]:
@@ -81,13 +83,7 @@ def _convert(name: str, array: pa.Array) -> Any:
 def _is_tensor(kind: pa.DataType) -> bool:
     while pa.types.is_fixed_size_list(kind):
         kind = kind.value_type
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind) or _is_time(kind))
-
-
-def _is_time(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_timestamp(kind) or pa.types.is_duration(kind) or pa.types.is_time(kind) or pa.types.is_date(kind)
-    )
+    return bool(pa.types.is_primitive(kind) and not pa.types.is_interval(kind))
 
 
 def _refuse_nulls(name: str, array: pa.Array) -> None:
@@ -106,7 +102,7 @@ def _tensor(name: str, array: pa.Array) -> torch.Tensor:
         return inner.view(len(array), kind.list_size, *inner.shape[1:])
     if pa.types.is_boolean(kind):
         return torch.from_numpy(array.to_numpy(zero_copy_only=False))
-    if _is_time(kind):
+    if pa.types.is_temporal(kind):
         array = array.view(pa.int64() if kind.bit_width == 64 else pa.int32())
     if len(array) == 0:
         return torch.from_numpy(array.to_numpy().copy())
@@ -124,3 +120,56 @@ def _padded(name: str, array: pa.Array) -> tuple[torch.Tensor, torch.Tensor]:
     padded = values.new_zeros(len(lengths), longest, *values.shape[1:])
     padded[torch.arange(longest) < lengths[:, None]] = values
     return padded, lengths
+
+
+def pinned(batch: Any) -> Any:
+    """`batch` with its tensors in pinned memory, from which ``.to(device, non_blocking=True)`` does not wait.
+
+    Tensors of a device, and those that are pinned or not strided, stay as they are; so does everything else.
+    """
+    return apply_to_collection(batch, torch.Tensor, _pinned)
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_pinned():
+        return tensor
+    return tensor.pin_memory()
+
+
+def copied_ahead(batches: Iterator[Any]) -> Iterator[Any]:
+    """`batches` on the current accelerator, each copied while the step before it trains; without one, as they are.
+
+    A stream of its own copies; the stream that trains waits for the copy of a batch before it uses it, the host never.
+    One batch more than was handed out has been taken from `batches` and lies on the device.
+    """
+    kind = accelerator()
+    if kind is None:
+        yield from batches
+        return
+    device = torch.device(kind.type, torch.accelerator.current_device_index())
+    stream = torch.Stream(device)
+    waiting: tuple[Any, torch.Event, Any] | None = None
+    for batch in batches:
+        source = pinned(batch)
+        training = torch.accelerator.current_stream(device)
+        torch.accelerator.set_stream(stream)
+        try:
+            copy = apply_to_collection(source, torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True))
+            arrives = torch.Event(device)
+            arrives.record(stream)
+        finally:
+            torch.accelerator.set_stream(training)
+        if waiting is not None:
+            yield _arrived(device, *waiting[:2])
+        waiting = copy, arrives, source  # which must live on the host until the copy was handed out
+    if waiting is not None:
+        yield _arrived(device, *waiting[:2])
+
+
+def _arrived(device: torch.device, batch: Any, arrives: torch.Event) -> Any:
+    """A batch on its way to the device, for what the training stream does from now on."""
+    training = torch.accelerator.current_stream(device)
+    training.wait_event(arrives)
+    # Else its memory could be given to the next copy while a kernel of the training stream still reads it.
+    apply_to_collection(batch, torch.Tensor, lambda tensor: tensor.record_stream(training))
+    return batch

@@ -304,10 +304,10 @@ class DatasetSource:
     def batches(self, spec: Spec, position: Position, workers: int, *, opened: ExitStack) -> Iterator[Any]:
         """The batches of an epoch from `position` on. Workers of the next one see what changed in the dataset."""
         steps, seed = _rows_of_steps(spec, position), spec.layout.order.seed
+        make = partial(_batch, self.dataset, spec.collate, of_worker=workers > 0)
         if workers:
-            make = partial(_batch_of_worker, self.dataset, spec.collate)
             return made_by_workers(make, steps, workers, ahead=2, seed=seed, opened=opened)
-        return (_batch(self.dataset, spec.collate, rows) for _, rows in steps)
+        return map(make, steps)
 
 
 def _rows_of_steps(spec: Spec, position: Position) -> Iterator[tuple[tuple[int, ...], list[int]]]:
@@ -323,16 +323,13 @@ def _rows_of_steps(spec: Spec, position: Position) -> Iterator[tuple[tuple[int, 
         yield entropy_of(spec, position, step), rows[first:end].tolist()
 
 
-def _batch(dataset: Any, collate: Callable[[Any], Any] | None, rows: list[int]) -> Any:
+def _batch(
+    dataset: Any, collate: Callable[[Any], Any] | None, step: tuple[tuple[int, ...], list[int]], *, of_worker: bool
+) -> Any:
+    """The batch of a step; a worker draws it from random numbers that neither a resume nor other workers change."""
+    entropy, rows = step
+    if of_worker:
+        draw_from(entropy)
     fetch = getattr(dataset, "__getitems__", None)
     found = fetch(rows) if callable(fetch) else [dataset[row] for row in rows]
     return found if collate is None else collate(found)
-
-
-def _batch_of_worker(
-    dataset: Any, collate: Callable[[Any], Any] | None, step: tuple[tuple[int, ...], list[int]]
-) -> Any:
-    """A batch, drawn from random numbers that neither a resume nor other workers change."""
-    entropy, rows = step
-    draw_from(entropy)
-    return _batch(dataset, collate, rows)

@@ -68,7 +68,6 @@ class Minibatches:
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Minibatches:
         """The minibatches that `state_dict` described, in the middle of the same pass."""
-        arguments = {name: state[name] for name in ("batch_size", "shuffle", "drop_last")}
-        minibatches = cls(state["columns"], **arguments)
+        minibatches = cls(**{name: value for name, value in state.items() if name != "order"})
         minibatches.order = state["order"]
         return minibatches

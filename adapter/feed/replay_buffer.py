@@ -472,7 +472,6 @@ class ReplayFeed:
     """
 
     begins_anew = True  # a pass has no position but the buffer's
-    lost_on_resume = None
 
     def __init__(
         self,

@@ -124,12 +124,8 @@ def cut(spans: Sequence[Span], ranges: Iterable[tuple[int, int]]) -> list[Span]:
         for epoch, first, last in spans:
             low, high = max(start - offset, 0) + first, min(end - offset, last - first) + first
             if low < high:
-                _append_merged(result, (epoch, low, high))
+                if result and result[-1][0] == epoch and result[-1][2] == low:
+                    low = result.pop()[1]
+                result.append((epoch, low, high))
             offset += last - first
     return result
-
-
-def _append_merged(spans: list[Span], span: Span) -> None:
-    if spans and spans[-1][0] == span[0] and spans[-1][2] == span[1]:
-        span = (span[0], spans.pop()[1], span[2])
-    spans.append(span)

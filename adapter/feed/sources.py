@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
 from ..contract.exceptions import InputError
-from ..plumbing.text import shortened
+from ..plumbing.text import closest, shortened
 from .files import DataFile, expand
-from .schema import conform, project
 
-__all__ = ["ParquetSource", "Source", "TableSource", "open_source"]
+__all__ = ["Source", "open_source"]
 
 _MOST_ERRORS = 40
 
@@ -60,11 +60,11 @@ class TableSource:
     """
 
     def __init__(self, given: Sequence[pa.Table | pa.RecordBatch], *, columns: Sequence[str] | None = None) -> None:
-        self.schema, errors = project([(f"table {i}", table.schema) for i, table in enumerate(given)], columns)
+        self.schema, errors = _project([(f"table {i}", table.schema) for i, table in enumerate(given)], columns)
         if errors:
             raise _input_error(errors)
         tables = [table if isinstance(table, pa.Table) else pa.Table.from_batches([table]) for table in given]
-        self._groups = [conform(batch, self.schema) for table in tables for batch in table.to_batches()]
+        self._groups = [_conform(batch, self.schema) for table in tables for batch in table.to_batches()]
         self.group_rows: tuple[int, ...] = tuple(batch.num_rows for batch in self._groups)
         if not sum(self.group_rows):
             raise _input_error(["no rows in the tables"])
@@ -88,6 +88,84 @@ def _input_error(errors: Sequence[str]) -> InputError:
         return InputError(f"Cannot read the training data: {errors[0]}")
     shown = [*errors[:_MOST_ERRORS], *([f"and {len(errors) - _MOST_ERRORS} more"] if errors[_MOST_ERRORS:] else [])]
     return InputError("Cannot read the training data:" + "".join(f"\n- {error}" for error in shown))
+
+
+def _project(named: Iterable[tuple[str, pa.Schema]], columns: Sequence[str] | None) -> tuple[pa.Schema, list[str]]:
+    """The one schema of `columns` (None: all of the first) in all files, and every error that stands against it.
+
+    The order of columns may differ between files, and so may nullability and metadata; names and types may not.
+    """
+    schemas = [(name, _plain(schema)) for name, schema in named]
+    first_name, first = schemas[0]
+    wanted = list(dict.fromkeys(first.names if columns is None else columns))
+    errors = [error for name, schema in schemas for error in _missing(name, schema, wanted)] or [
+        error
+        for name, schema in schemas[1:]
+        for error in _differences(first_name, first, name, schema, wanted, all_columns=columns is None)
+    ]
+    if errors:
+        return first, errors
+    fields = [
+        first.field(column).with_nullable(any(schema.field(column).nullable for _, schema in schemas))
+        for column in wanted
+    ]
+    return pa.schema(fields, metadata=first.metadata), []
+
+
+def _conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """The columns of `schema`, in its order; copies nothing but what `_project` gave another type."""
+    if batch.schema.equals(schema):
+        return batch
+    columns = [_decoded(batch.column(field.name), field.type) for field in schema]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _decoded(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    if pa.types.is_run_end_encoded(column.type):
+        return pc.run_end_decode(column)
+    return column if column.type.equals(kind) else column.cast(kind)
+
+
+def _plain(schema: pa.Schema) -> pa.Schema:
+    """The schema without encodings whose rows Arrow can neither reorder nor filter."""
+    return pa.schema([field.with_type(_plain_type(field.type)) for field in schema], metadata=schema.metadata)
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_run_end_encoded(kind):
+        return kind.value_type
+    if pa.types.is_string_view(kind):
+        return pa.string()
+    return pa.binary() if pa.types.is_binary_view(kind) else kind
+
+
+def _missing(name: str, schema: pa.Schema, wanted: Sequence[str]) -> Iterator[str]:
+    known = schema.names
+    for column in wanted:
+        count = known.count(column)
+        if count == 0:
+            near = closest(column, known, alike=0.5)
+            hint = f"did you mean {near!r}?" if near else f"it has {_in_words(known)}"
+            yield f"{name}: no column {column!r}; {hint}"
+        elif count > 1:
+            yield f"{name}: {count} columns are named {column!r}"
+
+
+def _in_words(names: Sequence[str], most: int = 12) -> str:
+    shown = ", ".join(repr(name) for name in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "") if names else "no columns"
+
+
+def _differences(
+    first_name: str, first: pa.Schema, name: str, schema: pa.Schema, wanted: Sequence[str], *, all_columns: bool
+) -> Iterator[str]:
+    for column in wanted:
+        kind, expected = schema.field(column).type, first.field(column).type
+        if not kind.equals(expected):
+            yield f"{name}: column {column!r} is {kind}, but {expected} in {first_name}"
+    extra = [column for column in schema.names if column not in wanted] if all_columns else []
+    if extra:
+        yield f"{name}: columns {_in_words(extra)} are not in {first_name}; name `columns` to leave them out"
 
 
 _FOOTER_THREADS = 16
@@ -129,7 +207,7 @@ class ParquetSource:
         footers, errors = _read_footers(files, columns)
         self.schema = pa.schema([])
         if footers:
-            self.schema, mismatches = project([(f.file.name, f.schema) for f in footers], columns)
+            self.schema, mismatches = _project([(f.file.name, f.schema) for f in footers], columns)
             errors += mismatches
         if not errors and not any(sum(footer.group_rows) for footer in footers):
             errors.append(f"no rows in {', '.join(footer.file.name for footer in footers)}")
@@ -172,7 +250,7 @@ class ParquetSource:
             for raw in self._decoded(footer, range(index, index + len(ends)), first, max_bytes):
                 low, at = max(first - at, 0), at + raw.num_rows
                 if low < raw.num_rows:
-                    yield conform(raw.slice(low, end - (at - raw.num_rows) - low), self.schema)
+                    yield _conform(raw.slice(low, end - (at - raw.num_rows) - low), self.schema)
             footer.file.require(footer.stamp, label)
         except InputError:
             raise

@@ -22,7 +22,7 @@ from ..contract.exceptions import InputError
 from .batching import CHUNK_BYTES, Spec, decoded, rebatched
 from .position import Position
 
-__all__ = ["arrow_blocks", "batches_of_blocks", "draw_from", "entropy_of", "made_by_workers"]
+__all__ = ["arrow_batches", "draw_from", "entropy_of", "made_by_workers"]
 
 _BLOCK_ROWS = 65_536
 _IPC = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=False, unify_dictionaries=False)
@@ -72,24 +72,19 @@ def made_by_workers(
     return made
 
 
-def arrow_blocks(spec: Spec, position: Position, workers: int, *, ahead: int, opened: ExitStack) -> Iterator[Any]:
-    """A pass from `position` on in blocks of about one row group, each decoded by a worker; see `batches_of_blocks`.
+def arrow_batches(spec: Spec, position: Position, workers: int, *, ahead: int, opened: ExitStack) -> Iterator[Any]:
+    """The batches of a pass from `position` on, which workers decode in blocks of about one row group.
 
     Raises:
-        InputError: The processes cannot be started.
+        InputError: The processes cannot be started, or one of them had it; then the batches before it have come.
     """
     share, group_rows = spec.layout.share(position.rows), spec.layout.order.group_rows
     own_rows = share.batch_size if share.shard == "row_groups" else share.step_rows
     steps = max(1, min(max(group_rows), _BLOCK_ROWS) // own_rows)
     blocks = (range(first, min(first + steps, share.steps)) for first in range(position.step, share.steps, steps))
     make, seed = partial(_block, spec, position), spec.layout.order.seed
-    return made_by_workers(make, blocks, workers, ahead=ahead, seed=seed, opened=opened)
-
-
-def batches_of_blocks(blocks: Iterator[Any], *, is_packed: bool) -> Iterator[Any]:
-    """The batches of blocks that workers made; raises an `InputError` where one of them had it."""
-    for batches, error in blocks:
-        yield from pa.ipc.open_stream(batches) if is_packed else batches
+    for batches, error in made_by_workers(make, blocks, workers, ahead=ahead, seed=seed, opened=opened):
+        yield from pa.ipc.open_stream(batches) if spec.collate is None else batches
         if error is not None:
             raise InputError(error)
 

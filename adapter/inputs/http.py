@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,7 +33,7 @@ from ..plumbing.safe_open import make_directory, open_own, open_regular, read_ow
 from ..plumbing.text import size_text
 from ..plumbing.urls import safe_url
 
-__all__ = ["Download", "Tracker", "TransferAbandoned", "Transport", "download"]
+__all__ = ["Download", "Transport", "download", "log_arrival"]
 
 log = logging.getLogger(__name__)
 
@@ -42,59 +42,6 @@ CHUNK_BYTES = 1 << 20
 LOCK_POLL_S = 0.1
 LARGEST_NOTE_BYTES = 1 << 16
 CONTENT_RANGE = re.compile(r"bytes (?P<first>\d{1,18})-\d{1,18}/(?P<total>\d{1,18}|\*)")
-
-
-class Tracker:
-    """Logs how far each transfer is, and asks between any two pieces whether the run was stopped.
-
-    Args:
-        raise_if_stopped: Raises to end all transfers; called from any thread.
-    """
-
-    def __init__(self, raise_if_stopped: Callable[[], None] = lambda: None) -> None:
-        self._raise_if_stopped = raise_if_stopped
-        self._abandoned = threading.Event()
-        self._told_s: dict[str, float] = {}
-
-    def abandon(self) -> None:
-        """Make every transfer end at its next piece, and every wait at once."""
-        self._abandoned.set()
-
-    def check(self) -> None:
-        """Raise if the transfers should end.
-
-        Raises:
-            TransferAbandoned: Another transfer has failed or was stopped.
-        """
-        if self._abandoned.is_set():
-            raise TransferAbandoned
-        self._raise_if_stopped()
-
-    def wait(self, seconds: float) -> None:
-        """Sleep in short pieces, so that a stop is noticed; raises like `check`."""
-        remaining = seconds
-        while remaining > 0:
-            self.check()
-            self._abandoned.wait(min(remaining, 0.1))
-            remaining -= 0.1
-        self.check()
-
-    def tell(self, name: str, done_bytes: int, total_bytes: int | None) -> None:
-        """Log how much of an input has arrived, every few seconds; raises like `check`."""
-        now = time.monotonic()
-        if now - self._told_s.setdefault(name, now) >= LINE_EVERY_S:
-            self._told_s[name] = now
-            total = f" of {size_text(total_bytes)}" if total_bytes else ""
-            log.info("%s: %s%s", name, size_text(done_bytes), total)
-        self.check()
-
-    def finish(self, name: str, size: int) -> None:
-        """Log that an input is there."""
-        log.info("%s is here (%s)", name, size_text(size))
-
-
-class TransferAbandoned(Exception):
-    """This transfer ended because another one did."""
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -122,8 +69,18 @@ class Transport:
 
     client: httpx2.Client
     """Shows the token to the origins that may have it."""
-    tracker: Tracker = field(default_factory=Tracker)
     retry: RetryPolicy = field(default_factory=RetryPolicy)
+    ended: threading.Event = field(default_factory=threading.Event)
+    """Makes every transfer end at its next piece, and every wait at once."""
+
+    def wait(self, seconds: float) -> None:
+        """Wait, or only look whether the transfers go on.
+
+        Raises:
+            CancelledError: They were ended.
+        """
+        if self.ended.wait(seconds):
+            raise CancelledError
 
 
 @dataclass(frozen=True)
@@ -166,25 +123,31 @@ def download(request: Download, transport: Transport) -> Path:
     Raises:
         AuthError: The server refused the credentials (401, 403).
         InputError: The server has no such file, its content has another digest or size, or it cannot be reached.
+        CancelledError: All transfers were ended.
     """
     make_directory(request.target.parent)
     asked_at = time.time()
-    lock = _locked(request.target, transport.tracker)
+    lock = _locked(request.target, transport)
     try:
         transfer = _Transfer(request, transport)
         if not transfer.is_done_since(asked_at):
             transfer.run()
     finally:
         lock.release()
-    transport.tracker.finish(request.label, request.target.stat().st_size)
+    log_arrival(request.label, request.target.stat().st_size)
     return request.target
 
 
-def _locked(target: Path, tracker: Tracker) -> FileLock:
+def log_arrival(name: str, size: int) -> None:
+    """Log that an input is there."""
+    log.info("%s is here (%s)", name, size_text(size))
+
+
+def _locked(target: Path, transport: Transport) -> FileLock:
     while True:
         with contextlib.suppress(LockHeldError):
             return FileLock(target.with_name(f".{target.name}.lock"))
-        tracker.wait(LOCK_POLL_S)
+        transport.wait(LOCK_POLL_S)
 
 
 class _Transfer:
@@ -196,6 +159,7 @@ class _Transfer:
         self.note_path = self.target.with_name(f".{self.target.name}.json")
         self.before = 0
         """Bytes of the part before the last attempt."""
+        self.logged_s = time.monotonic()
 
     def is_done_since(self, asked_at: float) -> bool:
         """Whether the target has what was asked for: by its digest, or because another process has just fetched it.
@@ -208,9 +172,9 @@ class _Transfer:
 
     def run(self) -> None:
         """Attempt until the file is in place; attempts that brought bytes don't count as failures."""
-        retry, wait = self.transport.retry, self.transport.tracker.wait
+        retry = self.transport.retry
         try:
-            with_retries(self._attempt, retry, wait, progressed=lambda: self._part_bytes() > self.before)
+            with_retries(self._attempt, retry, self.transport.wait, progressed=lambda: self._part_bytes() > self.before)
         except TransientError as error:
             raise InputError(
                 f"{self.request.label} could not be fetched: {error}, after {retry.attempts} attempts without progress."
@@ -291,11 +255,17 @@ class _Transfer:
                 file.write(chunk)
                 size += len(chunk)
                 self._refuse_excess(size)
-                self.transport.tracker.tell(self.request.label, size, total or self.request.size_bytes)
+                self._log_progress(size, total or self.request.size_bytes)
+                self.transport.wait(0)
             file.flush()
             os.fsync(file.fileno())
         if total is not None and size != total:
             raise TransientError(f"{size} of {total} bytes arrived")
+
+    def _log_progress(self, size: int, total: int | None) -> None:
+        if time.monotonic() - self.logged_s >= LINE_EVERY_S:
+            self.logged_s = time.monotonic()
+            log.info("%s: %s%s", self.request.label, size_text(size), f" of {size_text(total)}" if total else "")
 
     def _refuse_excess(self, size: int) -> None:
         """End a transfer that brings more than there is, before it has filled the disk."""

@@ -15,7 +15,7 @@ from ..plumbing.urls import has_scheme, is_http_url
 from .private_addresses import AddressGuard
 from .refs import Kind, Ref, RemoteRef, checked_ref, local_checkpoint, parquet_files
 
-__all__ = ["MaterializedInputs", "default_cache_dir", "materialize_inputs", "named_inputs"]
+__all__ = ["MaterializedInputs", "materialize_inputs", "named_inputs"]
 
 
 @dataclass(frozen=True)
@@ -35,27 +35,15 @@ class MaterializedInputs:
         return {name: str(value) for name, value in handles.items() if value is not None}
 
 
-def default_cache_dir() -> Path:
-    """Where downloads are kept between runs: ``$XDG_CACHE_HOME/genlight/inputs``, else below ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "genlight" / "inputs"
-
-
-def materialize_inputs(
-    config: RunConfig,
-    *,
-    cache_dir: str | os.PathLike[str] | None = None,
-    raise_if_stopped: Callable[[], None] = lambda: None,
-) -> MaterializedInputs:
+def materialize_inputs(config: RunConfig, *, raise_if_stopped: Callable[[], None] = lambda: None) -> MaterializedInputs:
     """Fetch every input that `config` names, several at a time, and say where each lies.
 
     Every process of a node may call this at once: one transfers, the others wait for the files.
 
     Args:
         config: Names the inputs, the token and the origins that may have it.
-        cache_dir: Where downloads are kept; None takes `default_cache_dir`, or the artifacts directory where that
-            cannot be written.
-        raise_if_stopped: Called between pieces from any thread; what it raises ends all transfers and is raised here.
+        raise_if_stopped: Called every 0.1 s while files are fetched; what it raises ends all transfers and is raised
+            here.
 
     Raises:
         AuthError: A server refused the credentials.
@@ -67,7 +55,7 @@ def materialize_inputs(
     if remote:
         from .transfer import fetch_all  # loads the HTTP client, which a job with local inputs can do without
 
-        fetched = fetch_all(remote, config, _cache_dir(config, cache_dir), raise_if_stopped)
+        fetched = fetch_all(remote, config, _cache_dir(config), raise_if_stopped)
     found: dict[Kind, list[tuple[Path, str]]] = {"model": [], "dataset": [], "checkpoint": []}
     for kind, ref in wanted:
         found[kind].append((ref, str(ref)) if isinstance(ref, Path) else fetched[kind, ref])
@@ -119,10 +107,14 @@ def named_inputs(config: RunConfig) -> list[tuple[Kind, str]]:
     return [(kind, text) for kind, text in named if text is not None]
 
 
-def _cache_dir(config: RunConfig, given: str | os.PathLike[str] | None) -> Path:
-    directory = default_cache_dir() if given is None else Path(given)
+def _cache_dir(config: RunConfig) -> Path:
+    """Where downloads are kept between runs: ``$XDG_CACHE_HOME/genlight/inputs``, else below ``~/.cache``.
+
+    Where that cannot be written, it is the artifacts directory.
+    """
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "genlight", "inputs")
     with contextlib.suppress(OSError):
         make_directory(directory)
         if os.access(directory, os.W_OK):
             return directory
-    return config.artifacts_dir / "inputs" if given is None else directory
+    return config.artifacts_dir / "inputs"

@@ -16,7 +16,7 @@ from ..plumbing.urls import PATTERN_CHARACTERS, is_http_url, looks_like_path, pa
 
 __all__ = [
     *("CozyRef", "HttpRef", "HubRef", "Kind", "Ref", "RemoteRef"),
-    *("checked_ref", "local_checkpoint", "parquet_files", "parse_ref"),
+    *("checked_ref", "local_checkpoint", "parquet_files", "parse_ref", "taken_as"),
 ]
 
 REPOSITORY = r"(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)"
@@ -153,14 +153,21 @@ def checked_ref(kind: Kind, text: str) -> Ref:
         InputError: It is malformed, or names files that are not there or cannot be used as what they are named for.
     """
     ref = parse_ref(text)
-    if not isinstance(ref, Path):
-        return ref
+    return taken_as(kind, ref) if isinstance(ref, Path) else ref
+
+
+def taken_as(kind: Kind, path: Path) -> Path:
+    """`path` as what it is named for: a model's folder, a checkpoint's record, or Parquet files.
+
+    Raises:
+        InputError: There are no such files, or they cannot be used as that.
+    """
     if kind == "checkpoint":
-        return local_checkpoint(ref)
+        return local_checkpoint(path)
     if kind == "dataset":
-        parquet_files(str(ref))
-        return ref
-    return ref if ref.is_dir() else _readable(ref).parent
+        parquet_files(str(path))
+        return path
+    return path if path.is_dir() else _readable(path).parent
 
 
 def local_checkpoint(path: Path) -> Path:

@@ -8,31 +8,35 @@ A module of its own because it loads the HTTP client, which a job with local inp
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import httpx2
+import msgspec
 
 from ...callbacks.checkpoint.format.record import LARGEST_RECORD_BYTES, CheckpointRecord, read_record
 from ...reporters.uploads.destinations import remote_name
 from ..contract.exceptions import AuthError, BrokenCheckpointError, InputError
+from ..contract.types import ResolvedRef
 from ..job.config import RunConfig
 from ..plumbing.failures import causes_of
 from ..plumbing.http import build_client
 from ..plumbing.retry import RetryPolicy, TransientError, is_transient, with_retries
 from ..plumbing.text import HUB_LOGIN
 from ..plumbing.threads import DaemonThreads
-from .http import Download, Tracker, Transport, download
+from .http import Download, Transport, download, log_arrival
 from .private_addresses import AddressGuard
-from .refs import CozyRef, HttpRef, HubRef, Kind, RemoteRef, local_checkpoint
-from .tensorhub import HttpResolveClient
+from .refs import CozyRef, HttpRef, HubRef, Kind, RemoteRef, parse_ref, taken_as
 
-__all__ = ["fetch_all", "fetch_checkpoint", "fetch_from_hub"]
+__all__ = ["HttpResolveClient", "fetch_all", "fetch_checkpoint", "fetch_from_hub"]
 
 PARALLEL_TRANSFERS = 4
 RETRY = RetryPolicy()
@@ -41,6 +45,10 @@ LOOK_EVERY_S = 0.1
 LEFT_AFTER_S = 2.0
 """How long transfers that were ended are waited for. One whose server says nothing stays behind: its thread keeps no
 process alive."""
+DEFAULT_TAG = "latest"
+PLAIN_NAME = re.compile(r"(?!\.{1,2}$)[\w.+=@~#,() -]{1,255}")
+"""A part of a path that means the same to each system, server and terminal."""
+LARGEST_ANSWER_BYTES = 64 << 20
 
 
 def fetch_all(
@@ -52,7 +60,7 @@ def fetch_all(
         wanted: What to fetch, and what for.
         config: Has the token, the origins that may see it, and the tensor hub.
         directory: The download cache.
-        raise_if_stopped: Ends the transfers when the run was stopped, by an exception.
+        raise_if_stopped: Called every 0.1 s; what it raises ends all transfers and is raised here.
 
     Returns:
         The path of each, and its name without credentials.
@@ -61,22 +69,22 @@ def fetch_all(
         AuthError: A server refused the credentials.
         InputError: Something is missing, malformed, unreachable, or cannot be stored.
     """
-    tracker = Tracker(raise_if_stopped)
     with build_client(config.capability_token, config.token_origins, max_connections=PARALLEL_TRANSFERS) as client:
         if config.private_hosts is not None:
             AddressGuard(config.private_hosts).attach(client)
-        fetcher = _Fetcher(config, directory, Transport(client, tracker, RETRY))
+        transport = Transport(client, RETRY)
+        fetcher = _Fetcher(config, directory, transport)
         threads = DaemonThreads(PARALLEL_TRANSFERS, "genlight-input")
-        futures = {key: threads.submit(fetcher.fetch, *key) for key in dict.fromkeys(wanted)}
+        futures = {key: threads.submit(functools.partial(fetcher.fetch, *key)) for key in dict.fromkeys(wanted)}
         left = set(futures.values())
         try:
             while left:
                 done, left = wait(left, LOOK_EVERY_S, return_when="FIRST_COMPLETED")
+                raise_if_stopped()
                 for future in done:
                     future.result()
-                tracker.check()
         except BaseException:
-            tracker.abandon()
+            transport.ended.set()
             wait(left, LEFT_AFTER_S)
             raise
         return {key: future.result() for key, future in futures.items()}
@@ -97,7 +105,7 @@ class _Fetcher:
             AuthError: A server refused the credentials.
             InputError: It is missing, malformed, unreachable, or cannot be stored.
         """
-        self.transport.tracker.check()
+        self.transport.wait(0)
         try:
             if isinstance(ref, HttpRef):
                 return self._http(kind, ref)
@@ -119,22 +127,17 @@ class _Fetcher:
 
     def _hub(self, kind: Kind, ref: HubRef) -> tuple[Path, str]:
         path = fetch_from_hub(kind, ref, self.transport) / (ref.path or ".")
-        if kind == "dataset":
-            return path, ref.label
-        if not path.exists():
+        if kind != "dataset" and not path.exists():  # of which a dataset's may be a pattern
             raise InputError(f"{ref.label}: the repository has no path {ref.path!r}.")
-        if kind == "checkpoint":
-            return local_checkpoint(path), ref.label
-        return path if path.is_dir() else path.parent, ref.label
+        return taken_as(kind, path), ref.label
 
     def _cozy(self, kind: Kind, ref: RemoteRef) -> tuple[Path, str]:
         assert isinstance(ref, CozyRef)
         if self.config.file_store_url is None:
             raise InputError(f"{ref.label} needs a tensor hub. Set `TENSORHUB_URL`.")
         resolver = HttpResolveClient(self.config.file_store_url, self.transport, self.directory / "cozy")
-        folder, resolved = resolver.fetch(ref)
-        path = local_checkpoint(folder) if kind == "checkpoint" else folder
-        return path, f"cozy:{resolved.owner}/{resolved.repo}@{resolved.digest}"
+        folder, label = resolver.fetch(ref)
+        return taken_as(kind, folder), label
 
 
 def fetch_checkpoint(ref: HttpRef, folder: Path, transport: Transport) -> Path:
@@ -180,12 +183,12 @@ def fetch_from_hub(kind: Kind, ref: HubRef, transport: Transport) -> Path:
         name = ref.path.rstrip("/").removesuffix(".json") if kind == "checkpoint" else ref.path.rstrip("/")
         patterns = [ref.path, f"{name}/*", *([f"{name}.json", f"{name}~1/*"] if kind == "checkpoint" else [])]
     repository = "dataset" if kind == "dataset" else "model"
-    retry = transport.retry
     try:
-        folder = with_retries(lambda: _snapshot(ref, repository, patterns), retry, transport.tracker.wait)
+        folder = with_retries(lambda: _snapshot(ref, repository, patterns), transport.retry, transport.wait)
     except TransientError as error:
-        raise InputError(f"{ref.label} cannot be fetched: {error}, after {retry.attempts} attempts.") from None
-    transport.tracker.finish(ref.label, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
+        attempts = transport.retry.attempts
+        raise InputError(f"{ref.label} cannot be fetched: {error}, after {attempts} attempts.") from None
+    log_arrival(ref.label, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
     return folder
 
 
@@ -230,3 +233,119 @@ def _meaning(error: Exception, ref: HubRef, kind: str) -> Exception:
     if isinstance(error, OSError) and error.errno is not None:
         return error
     return TransientError(f"the hub answered with status {status}" if status else "the hub cannot be reached")
+
+
+class ManifestFile(msgspec.Struct, frozen=True):
+    """One file of a repository."""
+
+    path: str
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{64}$")]
+    size_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """The files of a repository."""
+
+    files: list[ManifestFile]
+
+
+class Resolution(msgspec.Struct, frozen=True):
+    """The server's answer to a tag."""
+
+    owner: str
+    repo: str
+    digest: Annotated[str, msgspec.Meta(pattern=r"^sha256:[0-9a-f]{64}\Z")]
+
+
+# Made here, in one thread; see `http`.
+_MANIFEST, _RESOLUTION = msgspec.json.Decoder(Manifest), msgspec.json.Decoder(Resolution)
+
+
+@dataclass(frozen=True)
+class HttpResolveClient:
+    """A `ResolveClient` over HTTP: a tag becomes a digest, the digest a list of files, each with its own digest.
+
+    Two requests below the base URL describe a repository:
+
+    ``GET /api/v1/resolve/<owner>/<repo>?tag=<tag>``
+        answers ``{"owner", "repo", "digest"}``; the digest is ``sha256:`` and 64 hexadecimal digits.
+    ``GET /api/v1/manifest/<owner>/<repo>/<digest>``
+        answers the manifest, ``{"files": [{"path", "sha256", "size_bytes"}]}``. Its bytes have that digest, so a
+        reference with a digest names the same files for ever, whatever the server says.
+
+    A file lies at ``/api/v1/file/v1/<owner>/<repo>/<digest>/<path>``; the server may redirect from there.
+
+    Args:
+        base_url: ``TENSORHUB_URL``.
+        transport: Sends the token to the origins that may have it.
+        directory: Of the cache.
+    """
+
+    base_url: str
+    transport: Transport
+    directory: Path
+
+    def resolve(self, *, ref: str) -> ResolvedRef:
+        """The digest behind ``cozy:owner/repo[:tag][@digest]``; a digest in the reference is taken as it is.
+
+        Raises:
+            AuthError: The server refused the credentials.
+            InputError: There is no such repository or tag, or the answer is malformed.
+        """
+        parsed = parse_ref(ref if ref.startswith("cozy:") else f"cozy:{ref}")
+        assert isinstance(parsed, CozyRef)
+        if parsed.digest is not None:
+            return ResolvedRef(parsed.owner, parsed.repo, parsed.digest)
+        tag = parsed.tag or DEFAULT_TAG
+        path = f"resolve/{quote(parsed.owner)}/{quote(parsed.repo)}?tag={quote(tag, safe='')}"
+        answer = _decode(self._get(path, f"resolve-{parsed.owner}-{parsed.repo}"), _RESOLUTION, parsed.label)
+        if (answer.owner, answer.repo) != (parsed.owner, parsed.repo):
+            named = f"{answer.owner}/{answer.repo}"
+            raise InputError(f"{parsed.label}: the server answered for a different repository, {named!r:.200}.")
+        return ResolvedRef(answer.owner, answer.repo, answer.digest)
+
+    def fetch(self, ref: CozyRef) -> tuple[Path, str]:
+        """Bring all files of a repository to this machine; the folder that they are in, and its name with the digest.
+
+        Raises:
+            AuthError: The server refused the credentials.
+            InputError: As `resolve`; the manifest has another digest or names that no file should have; a file is not
+                what it says.
+        """
+        resolved = self.resolve(ref=ref.label)
+        where = f"{quote(resolved.owner)}/{quote(resolved.repo)}/{quote(resolved.digest)}"
+        label = f"cozy:{resolved.owner}/{resolved.repo}@{resolved.digest}"
+        files = _decode(self._get(f"manifest/{where}", "manifest", resolved.digest), _MANIFEST, label).files
+        _refuse_unusual_names(files, label)
+        folder = self.directory / resolved.owner / resolved.repo / resolved.digest.replace(":", "-")
+        for file in files:
+            url, digest = f"{self._base}/file/v1/{where}/{quote(file.path)}", f"sha256:{file.sha256.lower()}"
+            download(Download(url, folder / file.path, digest, file.size_bytes), self.transport)
+        return folder, label
+
+    def _get(self, path: str, name: str, digest: str | None = None) -> bytes:
+        target = self.directory / ".answers" / hashlib.sha256((digest or path).encode()).hexdigest() / f"{name}.json"
+        request = Download(f"{self._base}/{path}", target, digest, most_bytes=LARGEST_ANSWER_BYTES)
+        return download(request, self.transport).read_bytes()
+
+    @property
+    def _base(self) -> str:
+        return f"{self.base_url.rstrip('/')}/api/v1"
+
+
+def _decode(content: bytes, decoder: msgspec.json.Decoder[Any], label: str) -> Any:
+    try:
+        return decoder.decode(content)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{label}: the server's answer is malformed: {error}.") from None
+
+
+def _refuse_unusual_names(files: Sequence[ManifestFile], label: str) -> None:
+    """Two files of one name, or one that is the folder of another, would have one take the other's place."""
+    for file in files:
+        if not all(map(PLAIN_NAME.fullmatch, file.path.split("/"))):
+            raise InputError(f"{label}: its manifest lists a file with unusual characters: {file.path!r:.200}.")
+    paths = [PurePosixPath(file.path) for file in files]
+    folders = {parent for path in paths for parent in path.parents}
+    if len(set(paths)) < len(paths) or not folders.isdisjoint(paths):
+        raise InputError(f"{label}: its manifest lists the same path twice.")

@@ -26,7 +26,7 @@ from typing_extensions import override
 from ...reporters.uploads.config import QUEUE_DIRECTORY, UploadConfig
 from ..contract.types import TrainingJobSpec
 from ..plumbing.durable import write_bytes_durably
-from ..plumbing.redaction import HIDDEN, secrets_of_environment, without_secrets
+from ..plumbing.redaction import HIDDEN, secrets_of_environment, with_texts, without_secrets
 from ..plumbing.safe_open import read_regular
 from ..plumbing.settings import Block, render_value, value_of
 from ..plumbing.text import HUB_LOGIN, folder_name
@@ -36,16 +36,7 @@ from .sources import COMMENT, DEFAULT, LARGEST_FILE_BYTES, ConfigErrors, Sources
 from .spec import DatasetSpec, JobSpec, Settings
 from .standard_callbacks import faults_of_callbacks
 
-__all__ = [
-    "JOB_NAME",
-    "UNKNOWN_RUN_ID",
-    "RunConfig",
-    "job_file",
-    "read_job",
-    "read_run_config",
-    "resolve_run_config",
-    "write_job",
-]
+__all__ = ["JOB_NAME", "UNKNOWN_RUN_ID", "RunConfig", "read_job", "read_run_config", "resolve_run_config", "write_job"]
 
 ENVIRONMENT_ARTIFACTS_DIR = Path("/tmp/training")  # noqa: S108 -- the contract's own default for containers
 UNKNOWN_RUN_ID = "unknown"
@@ -94,18 +85,15 @@ class RunConfig(Settings, frozen=True, kw_only=True):
         Raises:
             ValueError: As `UploadConfig`.
         """
-        asked: dict[str, Any] = {
-            "run_id": self.run_id,
+        given: dict[str, Any] = {
+            **{name: getattr(self, name) for name in ("run_id", "owner", "file_store_url", "token_origins")},
             "queue_dir": self.artifacts_dir / QUEUE_DIRECTORY,
-            "owner": self.owner,
             "token": self.capability_token,
-            "file_store_url": self.file_store_url,
-            "token_origins": sorted(self.token_origins),
             "roots": (self.checkpoints_dir, self.samples_dir),
             "deadline_s": self.upload_deadline_seconds,
             **msgspec.structs.asdict(self.uploads),
         }
-        return UploadConfig(**(asked | changes))
+        return UploadConfig(**(given | changes))
 
     def source_of(self, name: str) -> str:
         """Where a setting comes from: ``--set``, the name of an environment variable, ``job spec`` or ``default``."""
@@ -289,8 +277,17 @@ def job_file(config: RunConfig, environ: Mapping[str, str] | None = None) -> dic
     if "dataset" in job and config.source_of("dataset.seed") == DEFAULT and config.seed is not None:
         del job["dataset"]["seed"]
     job["base_dir"] = str(config.spec_dir)
-    shown = without_secrets(job, secrets=[*config.secrets, *secrets_of_environment(environ)])
-    return {COMMENT: _COMMENT, **_with_marks(job, shown)}
+    secrets = [*config.secrets, *secrets_of_environment(environ)]
+
+    def marked(text: str, is_secret: bool) -> str:
+        """`text` as it may be shown, with a mark where a URL lost something; a digest that it names is none of that."""
+        safe = HIDDEN if is_secret else without_secrets(text, secrets=secrets)
+        plain, _, fragment = text.partition("#")
+        if safe == text or HIDDEN in safe:
+            return safe
+        return text if plain == safe and _DIGEST.fullmatch(fragment) else f"{safe}{HIDDEN}"
+
+    return {COMMENT: _COMMENT, **with_texts(job, marked)}
 
 
 def write_job(config: RunConfig, environ: Mapping[str, str] | None = None) -> bool:
@@ -322,15 +319,3 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in plain.items() if value is not None and value not in ("", [], ())}
     blocks = {name for name, value in values.items() if dataclasses.is_dataclass(value) or isinstance(value, Block)}
     return {name: _given(value) if name in blocks else value for name, value in given.items()}
-
-
-def _with_marks(value: Any, shown: Any) -> Any:
-    """`shown` with a mark where a URL of `value` lost something to it; a digest that it names is none of that."""
-    if isinstance(shown, dict):
-        return {name: _with_marks(value[name], inner) for name, inner in shown.items()}
-    if isinstance(shown, list):
-        return [_with_marks(*pair) for pair in zip(value, shown, strict=True)]
-    if value == shown or HIDDEN in shown:
-        return shown
-    plain, _, fragment = value.partition("#")
-    return value if plain == shown and _DIGEST.fullmatch(fragment) else f"{shown}{HIDDEN}"

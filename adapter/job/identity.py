@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ..plumbing.redaction import is_secret_name
 from ..plumbing.urls import safe_url
 from .spec import JobSpec
@@ -28,21 +30,17 @@ def spec_fields(job: JobSpec, folder: Path) -> dict[str, Any]:
     A path under `folder` counts relative to it, so that a folder that was moved is still the same job. Of a URL
     neither user info nor query counts; a ``#sha256=`` does. A hyperparameter of a secret name does not count.
     """
-    dataset, inputs = job.dataset, job.inputs
-    identity: dict[str, Any] = {"trainer": job.trainer, "hyperparams": _public(job.hyperparams), "seed": job.seed}
-    if dataset is not None:
-        identity["dataset"] = {
-            "parquet_paths": [_reference(path, folder) for path in dataset.parquet_paths],
-            "columns": dataset.columns,
-            "shuffle": dataset.shuffle,
-            "seed": dataset.seed,
-        }
-    identity |= {"data": job.data, "mock_batches": job.mock_batches and digest_of_fields({"": job.mock_batches})}
-    identity["inputs"] = {
-        "base_model_ref": _reference(inputs.base_model_ref, folder),
-        "dataset_parquet_refs": [_reference(ref, folder) for ref in inputs.dataset_parquet_refs],
-        "resume_checkpoint_ref": _reference(inputs.resume_checkpoint_ref, folder),
+    identity = {
+        "trainer": job.trainer,
+        "hyperparams": _public(job.hyperparams),
+        "seed": job.seed,
+        "data": job.data,
+        "mock_batches": job.mock_batches and digest_of_fields({"": job.mock_batches}),
+        "inputs": {name: _references(value, folder) for name, value in msgspec.structs.asdict(job.inputs).items()},
     }
+    if job.dataset is not None:
+        of_dataset = {name: getattr(job.dataset, name) for name in ("columns", "shuffle", "seed")}
+        identity["dataset"] = {"parquet_paths": _references(job.dataset.parquet_paths, folder), **of_dataset}
     return dict(leaves(identity))
 
 
@@ -81,12 +79,14 @@ def _public(hyperparams: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _reference(reference: str | None, folder: Path) -> str | None:
-    """A path relative to `folder`; a URL without user info and query, with its fragment."""
-    if reference is None or "://" not in reference:
-        return reference and reference.removeprefix(f"{folder}/")
-    _, mark, fragment = reference.partition("#")
-    return f"{safe_url(reference)}{mark if fragment else ''}{fragment}"
+def _references(given: Any, folder: Path) -> Any:
+    """Paths relative to `folder`, and URLs without user info and query, with their fragments; of one, or of each."""
+    if not isinstance(given, str):
+        return given and [_references(each, folder) for each in given]
+    if "://" not in given:
+        return given.removeprefix(f"{folder}/")
+    _, mark, fragment = given.partition("#")
+    return f"{safe_url(given)}{mark if fragment else ''}{fragment}"
 
 
 def leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -12,11 +12,14 @@ import lightning.pytorch as pl
 import msgspec
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from ... import callbacks as genlight_callbacks
 from ...reporters.events.event_logger import EventLogger
 from ..cluster.placement import placed_by_launcher
 from ..contract.exceptions import StartupContractError
+from ..plumbing.devices import accelerator
 from ..plumbing.redaction import text_of
 from ..plumbing.text import as_list, nearest
 from .config import RunConfig
@@ -26,33 +29,12 @@ from .standard_callbacks import callbacks_of_job
 
 __all__ = ["epochs_of", "instantiate", "instantiate_alone", "make_data"]
 
-_MIXED_PRECISION = "lightning.pytorch.plugins.MixedPrecision"
 _LISTS = ("callbacks", "logger", "plugins")
 """Trainer arguments of which a job's own entries come after ours."""
 _VALIDATION = ("val_check_interval", "check_val_every_n_epoch", "limit_val_batches")
 """Trainer arguments by which a job asks Lightning to validate; without them only its `validate` evaluates."""
 _LEAVES_SOMETHING = ("callbacks", "logger", "profiler", "default_root_dir", "limit_train_batches", *_VALIDATION)
 """Trainer arguments that a training without callbacks and results does not take over."""
-
-
-def _their_arguments(config: RunConfig) -> Mapping[str, Any]:
-    """The job's own ``lightning`` block, in words that Lightning takes, a class as its path and arguments.
-
-    For a sharded model it refuses ``"16-mixed"``, since it cannot unscale shards itself, but takes the plugin that this
-    stands for. `ContractModule` does unscale them.
-    """
-    theirs = config.lightning
-    strategy = theirs.get("strategy")
-    name = str(strategy.get("class_path") if isinstance(strategy, Mapping) else strategy).rpartition(".")[2]
-    if name not in ("ModelParallelStrategy", "FSDP2Strategy") or str(theirs.get("precision")) not in ("16", "16-mixed"):
-        return theirs
-    from ..plumbing.devices import accelerator
-
-    here = None if theirs.get("accelerator") == "cpu" else accelerator()
-    device = "cpu" if here is None else here.type
-    plugin = {"class_path": _MIXED_PRECISION, "init_args": {"precision": "16-mixed", "device": device}}
-    rest = {name: value for name, value in theirs.items() if name != "precision"}
-    return {**rest, "plugins": [*_entries(theirs.get("plugins")), plugin]}
 
 
 def _our_arguments(config: RunConfig) -> dict[str, Any]:
@@ -125,7 +107,7 @@ def instantiate(
     with _errors_of("The `callbacks` block"):
         callbacks = [getattr(genlight_callbacks, name)(**given) for name, given in callbacks_of_job(config).items()]
     with _errors_of("The `lightning` block"):
-        theirs = _instantiated(_their_arguments(config))
+        theirs = _instantiated(config.lightning)
         logger = EventLogger(config.events_path, run_id=config.run_id)
         ours = {**_our_arguments(config), "callbacks": callbacks, "logger": [logger]}
         lists = {name: [*ours.get(name, []), *_entries(theirs.get(name))] for name in _LISTS}
@@ -141,7 +123,7 @@ def instantiate_alone(config: RunConfig, callbacks: Sequence[pl.Callback]) -> pl
         StartupContractError: ``startup.invalid_job_spec``: the ``lightning`` block has arguments that cannot be
             used.
     """
-    given = {name: value for name, value in _their_arguments(config).items() if name not in _LEAVES_SOMETHING}
+    given = {name: value for name, value in config.lightning.items() if name not in _LEAVES_SOMETHING}
     with _errors_of("The `lightning` block"):
         alone = {"logger": False, "enable_checkpointing": False, "limit_val_batches": 0, "callbacks": list(callbacks)}
         return pl.Trainer(**{**_our_arguments(config), **_instantiated(given), **alone})
@@ -174,4 +156,10 @@ def _instantiated(given: Mapping[str, Any]) -> dict[str, Any]:
     if errors:
         raise ValueError("\n  - ".join(["", *errors]) if len(errors) > 1 else errors[0])
     made = {name: parser.instantiate(read).lightning[name] for name, (parser, read) in parsed.items()}
+    if isinstance(made.get("strategy"), ModelParallelStrategy) and str(made.get("precision")) in ("16", "16-mixed"):
+        # Lightning refuses the name, since it cannot unscale shards itself, but takes the plugin that this stands for.
+        # `ContractModule` does unscale them.
+        here = None if made.get("accelerator") == "cpu" else accelerator()
+        plugin = MixedPrecision("16-mixed", "cpu" if here is None else here.type)
+        made = {**made, "precision": None, "plugins": [*_entries(made.get("plugins")), plugin]}
     return {**made, **placed_by_launcher(made)}

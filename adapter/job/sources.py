@@ -184,7 +184,7 @@ class Sources:
             if key.is_required and name not in values:
                 if complete and name not in misspelled and not self.errors.concern(f"{prefix}{name}"):
                     self._missing(prefix, key)
-                values[name] = "" if key.is_text else 0
+                values[name] = "" if key.type_is(str) else 0
         return values
 
     def _unknown(self, prefix: str, name: str, keys: Mapping[str, Key]) -> str | None:
@@ -350,7 +350,7 @@ def _read_environment(sources: Sources, environ: Mapping[str, str], errors: Conf
         text = environ.get(key.variable, "").strip()
         if not text:
             continue
-        value = text if key.is_text else value_of(key, text)
+        value = text if key.type_is(str) else value_of(key, text)
         if key.type_is(bool) and not isinstance(value, bool):
             errors.warn(f"`{key.variable}` is none of the true words 1 true t yes y, so it counts as false.")
             value = False

@@ -74,10 +74,9 @@ class LateCopy:
 def random_states() -> dict[str, list[torch.Tensor]]:
     """The states of the global generators of every accelerator, by its kind; nothing of one that nobody has used."""
     device = accelerator()
-    if device is None:
-        return {}
-    module: Any = torch.get_device_module(device)
-    if not getattr(module, "is_initialized", lambda: True)():  # to ask would start it, which takes its memory
+    module: Any = None if device is None else torch.get_device_module(device)
+    # To ask one that nobody has used would start it, which takes its memory.
+    if device is None or not getattr(module, "is_initialized", lambda: True)():
         return {}
     whole = getattr(module, "get_rng_state_all", None)  # not there for Apple's, of which a machine has one
     return {device.type: list(whole()) if whole is not None else [module.get_rng_state()]}

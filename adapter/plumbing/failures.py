@@ -29,15 +29,12 @@ from .text import shortened
 __all__ = [
     "EXIT_COMPLETED",
     "EXIT_FAILED",
-    "EXIT_NONFINITE",
     "EXIT_STARTUP",
     "EXIT_STOPPED",
     "Failure",
     "causes_of",
     "describe_failure",
-    "failure_category",
     "modules_of",
-    "safe_text",
     "stop_reason",
 ]
 

@@ -27,6 +27,8 @@ __all__ = ["build_client", "failure_text"]
 
 _TOKEN_ORIGIN = "genlight.token_origin"  # noqa: S105 - the name of a request extension, not a secret
 MAX_REDIRECTS = 5
+CONNECT_TIMEOUT_S = 10.0
+"""How long a connection may take to stand."""
 
 
 def _connected_origin(url: httpx2.URL) -> str | None:
@@ -90,7 +92,6 @@ def build_client(
     token: str | None,
     origins: Collection[str],
     *,
-    connect_timeout_s: float = 10.0,
     timeout_s: float = 30.0,
     max_connections: int = 4,
 ) -> httpx2.Client:
@@ -102,7 +103,6 @@ def build_client(
     Args:
         token: The bearer token; None or empty sends none.
         origins: What `trusted_origins` (`urls.py`) returned.
-        connect_timeout_s: Seconds until a connection must stand.
         timeout_s: Seconds without a byte moving, in either direction, after which a transfer counts as stalled.
         max_connections: Connections opened at most.
 
@@ -116,7 +116,7 @@ def build_client(
     try:
         return httpx2.Client(
             auth=_OriginAuth(token, origins) if token else None,
-            timeout=httpx2.Timeout(timeout_s, connect=connect_timeout_s),
+            timeout=httpx2.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
             limits=httpx2.Limits(max_connections=max_connections, max_keepalive_connections=0),
             follow_redirects=True,
             max_redirects=MAX_REDIRECTS,

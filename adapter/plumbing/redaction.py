@@ -34,6 +34,7 @@ __all__ = [
     "secrets_of_module",
     "text_of",
     "traceback_of",
+    "with_texts",
     "without_secrets",
 ]
 
@@ -137,7 +138,8 @@ def _hidden(text: str, of_any_name: str, secrets: Iterable[str | None], environ:
     text = _replaced(text, _values_of(environ, of_any_name) | known)
     if _ELLIPSIS.search(text):
         text = _without_halves(text, _values_of(environ, "") | known)
-    return _without_known_forms(_without_queries(text))
+    # After those of whole URLs, the queries of relative ones.
+    return _without_known_forms(_QUERY.sub(rf"\1{HIDDEN}", hide_urls(text)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -163,7 +165,7 @@ def secrets_in(value: Any) -> list[str]:
             found[text] = None
         found.update(dict.fromkeys([*_secrets_of_url(text), *(match[0] for match in _TOKEN.finditer(text))]))
 
-    _with_texts(value, note)
+    with_texts(value, note)
     return list(found)
 
 
@@ -181,15 +183,15 @@ def without_secrets(value: Any, *, secrets: Iterable[str | None] = ()) -> Any:
     def shown(text: str, is_secret: bool) -> str:
         return HIDDEN if is_secret else _without_known_forms(hide_urls(redact(text, known)))
 
-    return _with_texts(value, shown)
+    return with_texts(value, shown)
 
 
-def _with_texts(value: Any, act: Callable[[str, bool], Any], is_secret: bool = False) -> Any:
+def with_texts(value: Any, act: Callable[[str, bool], Any], is_secret: bool = False) -> Any:
     """`value` with what `act` makes of each text in it, which is told whether that stands under a secret name."""
     if isinstance(value, Mapping):
-        return {name: _with_texts(inner, act, is_secret or is_secret_name(str(name))) for name, inner in value.items()}
+        return {name: with_texts(inner, act, is_secret or is_secret_name(str(name))) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_with_texts(inner, act, is_secret) for inner in value]
+        return [with_texts(inner, act, is_secret) for inner in value]
     return act(value, is_secret) if isinstance(value, str) else value
 
 
@@ -260,11 +262,6 @@ def _secrets_of_url(url: str) -> Iterator[str]:
     for secret in found:
         if len(secret) >= SHORTEST_OF_SECRET_NAME:
             yield from dict.fromkeys((secret, unquote(secret)))
-
-
-def _without_queries(text: str) -> str:
-    """`text` without the credentials and queries of its URLs."""
-    return _QUERY.sub(rf"\1{HIDDEN}", hide_urls(text))
 
 
 def _without_known_forms(text: str) -> str:

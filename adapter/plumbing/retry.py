@@ -9,14 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TypeVar
 
-__all__ = [
-    "RetryPolicy",
-    "TransientError",
-    "is_transient",
-    "parsed_date",
-    "retry_after_s",
-    "with_retries",
-]
+__all__ = ["RetryPolicy", "TransientError", "is_transient", "parsed_date", "retry_after_s", "with_retries"]
 
 T = TypeVar("T")
 

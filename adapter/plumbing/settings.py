@@ -1,17 +1,14 @@
 """Declarations of settings, and the table that is read from them.
 
 A block of settings is a struct of msgspec or a dataclass whose fields have a type, with a `Rule` where the type says
-too little, a default, and a text below. `keys_of` reads them. A job, the options of a feed and the settings of uploads
-are declared so, each in one place: `adapter.job.spec`, `adapter.feed.options`, `reporters.uploads.config`. Here stand
-the types that several of them use.
+too little, a default, and a text below, for the reference. `keys_of` reads them. A job, the options of a feed and the
+settings of uploads are declared so, each in one place: `adapter.job.spec`, `adapter.feed.options`,
+`reporters.uploads.config`. Here stand the types that several of them use.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
-import itertools
 import json
 import math
 import re
@@ -32,7 +29,6 @@ from .text import is_storable
 from .urls import hide_urls
 
 __all__ = [
-    "LARGEST",
     "LINE",
     "NONBLANK",
     "Block",
@@ -147,18 +143,6 @@ class Key:
     """Another spelling of its name in a job file."""
     default: Any = None
     is_required: bool = False
-    owner: Any = None
-    """The block that it is a key of."""
-
-    @property
-    def description(self) -> str:
-        """Its purpose: the text below its declaration."""
-        return "" if self.owner is None else _texts(self.owner)[self.name]
-
-    @property
-    def is_text(self) -> bool:
-        """Whether the value is a text, so that ``--set key=17`` means the text "17"."""
-        return self.type_is(str)
 
     def type_is(self, plain: type) -> bool:
         """Whether it is a plain value of that type."""
@@ -191,7 +175,7 @@ def keys_of(block: Any) -> Mapping[str, Key]:
     for each in fields:
         default = each.default if each.default_factory in missing else each.default_factory()
         given = {"is_required": True} if default in missing else {"default": default}
-        keys[each.name] = replace(_key(each.name, hints[each.name]), owner=block, **given)
+        keys[each.name] = replace(_key(each.name, hints[each.name]), **given)
     return keys
 
 
@@ -206,7 +190,7 @@ def value_of(key: Key | None, text: str) -> Any:
         value = text
     if key is None:
         return value
-    if key.is_text:
+    if key.type_is(str):
         return value if isinstance(value, str | None) else text
     if key.type_is(bool) and text.strip().lower() in TRUE_WORDS | FALSE_WORDS:
         return is_true(text)
@@ -264,19 +248,6 @@ def render_text(value: Any) -> str:
     Variables get mixed up, and then this one holds a token.
     """
     return str(value) if _NUMBER_LIKE.fullmatch(str(value)) else f"a string of length {len(str(value))}"
-
-
-@cache
-def _texts(block: Any) -> Mapping[str, str]:
-    """The text below each field of a block, from its source."""
-    found = {}
-    for cls in reversed([cls for cls in block.__mro__ if "__annotations__" in vars(cls)]):
-        (declared,) = ast.parse(inspect.getsource(cls)).body
-        assert isinstance(declared, ast.ClassDef)
-        for above, below in itertools.pairwise(declared.body):
-            if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name) and isinstance(below, ast.Expr):
-                found[above.target.id] = " ".join(ast.literal_eval(below.value).split())
-    return found
 
 
 def _key(name: str, annotation: Any) -> Key:

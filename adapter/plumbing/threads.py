@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from typing import Any, ParamSpec, TypeVar
-
-from typing_extensions import override
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from ..contract.exceptions import ThreadLimitError
 
 __all__ = ["DaemonThreads", "carry_out", "started"]
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -33,7 +30,7 @@ def started(thread: threading.Thread) -> threading.Thread:
     return thread
 
 
-class DaemonThreads(Executor):
+class DaemonThreads:
     """One thread for each call, a few at a time; the standard pool keeps a process alive until its threads end.
 
     Args:
@@ -45,13 +42,13 @@ class DaemonThreads(Executor):
         self._turns = threading.Semaphore(most)
         self._name = name
 
-    @override
-    def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """The result of `call`, once a thread of its own has it."""
         future: Future[T] = Future()
 
         def run() -> None:
             with self._turns:
-                carry_out(future, lambda: call(*args, **kwargs))
+                carry_out(future, call)
 
         started(threading.Thread(target=run, name=self._name, daemon=True))
         return future

@@ -21,9 +21,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..cluster.injection import bind_job_context
 from ..cluster.job_context import current_job_context
-from .contexts import CompletedContext, RunBeginContext, RunEndContext, emit
+from .contexts import CompletedContext, RunBeginContext, RunEndContext, bind_job_context, emit
 from .transport import read_pickle, travelling, write_result
 
 __all__ = ["main"]

@@ -1,20 +1,28 @@
-"""The arguments of a job's callbacks: from the runner inside of it, and from the client that waits for its end."""
+"""What a job's function and its callbacks are given: the `JobContext` where a signature asks for it, and how it went.
+
+Callbacks get theirs from the runner inside of the job, and from the client that waits for its end.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
-from collections.abc import Iterable
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ..cluster.job_context import JobContext
 
-__all__ = ["CompletedContext", "RunBeginContext", "RunEndContext", "Status", "emit"]
+__all__ = ["CompletedContext", "RunBeginContext", "RunEndContext", "bind_job_context", "emit"]
 
 log = logging.getLogger("genlight.runner")
 
-Status = Literal["success", "failure"]
+NAME = "job"
+"""A parameter of this name asks for the context, whatever its annotation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +50,7 @@ class RunBeginContext:
 class Outcome:
     """The result of the function."""
 
-    status: Status
+    status: Literal["success", "failure"]
     exit_code: int
     error_type: str | None = None
     error_message: str | None = None
@@ -83,3 +91,66 @@ def emit(callbacks: Iterable[Any], event: str, context: object) -> None:
                 method(context)
         except (Exception, SystemExit, KeyboardInterrupt):
             log.exception("%s.%s failed; the run goes on", type(callback).__name__, event)
+
+
+def bind_job_context(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], context: JobContext
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with which to call `function`: those given, and the context for each parameter that asks for it.
+
+    A parameter asks for it by the annotation `JobContext`, also within ``Optional`` or a union, or by the name ``job``.
+    What the caller or a ``functools.partial`` gives stays; so does a positional-only parameter behind one that was not
+    given. Partial objects, ``__wrapped__`` and methods are looked through. A call that cannot be bound is left as it
+    is, and fails in the words of Python.
+    """
+    given, named = tuple(args), dict(kwargs)
+    try:
+        parameters = inspect.signature(function).parameters
+        bound = inspect.signature(function).bind_partial(*given, **named).arguments
+    except (TypeError, ValueError):  # a call that Python will refuse, or a builtin without a signature
+        return given, named
+    layers = list(_layers(function))
+    fixed = {name for each in layers if isinstance(each, functools.partial) for name in each.keywords}
+    namespace = _namespace(layers[-1])
+    for place, (name, parameter) in enumerate(parameters.items()):
+        if name in bound or name in fixed or not _asks(parameter, namespace):
+            continue
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY and place == len(given):
+            given = (*given, context)
+        elif parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
+            named[name] = context
+    return given, named
+
+
+def _asks(parameter: inspect.Parameter, namespace: dict[str, Any]) -> bool:
+    if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+        return False
+    return parameter.name == NAME or _allows_context(parameter.annotation, namespace)
+
+
+def _allows_context(annotation: Any, namespace: dict[str, Any]) -> bool:
+    """Whether an annotation is the context, or a union with it."""
+    # Each on its own: another annotation may name what is imported for type checkers alone.
+    holder: Any = types.SimpleNamespace(__annotations__={NAME: annotation})
+    try:
+        hint = typing.get_type_hints(holder, namespace)[NAME]
+    except Exception:  # noqa: BLE001 - whatever it means, it is not the context
+        return False
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return JobContext in (typing.get_args(hint) if is_union else (hint,))
+
+
+def _layers(function: Any) -> Iterator[Any]:
+    """`function`, and what its partial objects and ``__wrapped__`` stand for, one within the other."""
+    while function is not None:
+        yield function
+        function = function.func if isinstance(function, functools.partial) else getattr(function, "__wrapped__", None)
+
+
+def _namespace(innermost: Any) -> dict[str, Any]:
+    """Where the texts of annotations are looked up: the module of the function, then the names of this rule."""
+    if not hasattr(innermost, "__globals__"):  # a class, or an object that can be called
+        kind: Any = innermost if isinstance(innermost, type) else type(innermost)
+        innermost = inspect.unwrap(kind.__init__ if kind is innermost else kind.__call__)
+    known = {"JobContext": JobContext, "Optional": typing.Optional, "Union": typing.Union}
+    return {**known, **getattr(innermost, "__globals__", {})}

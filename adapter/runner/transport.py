@@ -34,14 +34,12 @@ def write_pickle(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def travelling(callbacks: Iterable[Any]) -> list[Any]:
-    """Those callbacks that the runner is to call; a submitter writes only them."""
-    return [callback for callback in callbacks if _asks(callback)]
+    """Those callbacks that the runner is to call, by their ``requires_runner_transport``, an attribute or a method.
 
-
-def _asks(callback: Any) -> bool:
-    """The answer of ``requires_runner_transport``, an attribute or a method."""
-    asked = getattr(callback, "requires_runner_transport", False)
-    return bool(asked() if callable(asked) else asked)
+    A submitter writes only them.
+    """
+    asked = [(each, getattr(each, "requires_runner_transport", False)) for each in callbacks]
+    return [each for each, answer in asked if (answer() if callable(answer) else answer)]
 
 
 def read_pickle(path: str | os.PathLike[str]) -> Any:

@@ -59,8 +59,6 @@ LIGHT = (
     "genlight.adapter.cli.events",
     "genlight.adapter.cli.run",
     "genlight.adapter.cli.uploads",
-    "genlight.adapter.cluster.hostlist",
-    "genlight.adapter.cluster.injection",
     "genlight.adapter.cluster.job_context",
     "genlight.adapter.compat",
     "genlight.adapter.runner",

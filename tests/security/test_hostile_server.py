@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from genlight.adapter.contract.exceptions import InputError, StartupContractError
-from genlight.adapter.inputs.http import Download, Tracker, Transport, download
+from genlight.adapter.inputs.http import Download, Transport, download
 from genlight.adapter.inputs.materialize import materialize_inputs
 from genlight.adapter.inputs.private_addresses import AddressGuard, is_private
 from genlight.adapter.inputs.refs import parse_ref
-from genlight.adapter.inputs.tensorhub import HttpResolveClient, Manifest
+from genlight.adapter.inputs.transfer import HttpResolveClient, Manifest
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.retry import retry_after_s
 
@@ -34,7 +34,7 @@ def client():
 
 @pytest.fixture
 def transport(client, retry):
-    return Transport(client, Tracker(), retry)
+    return Transport(client, retry)
 
 
 @pytest.fixture
@@ -42,6 +42,12 @@ def fetch_repository(server, transport, tmp_path):
     """Fetches ``cozy:owner/repo`` below ``<tmp>/deep/cozy``."""
     resolver = HttpResolveClient(server.url, transport, tmp_path / "deep" / "cozy")
     return lambda: resolver.fetch(parse_ref("cozy:owner/repo"))
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """Downloads are kept in ``<tmp>/cache``."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def _nothing_was_fetched(tmp_path):
@@ -372,36 +378,37 @@ def test_behind_a_proxy_the_name_is_judged(server, tmp_path, retry, monkeypatch)
         AddressGuard().attach(client)
         metadata = Download("http://169.254.169.254/latest/meta-data", tmp_path / "file")
         with pytest.raises(InputError, match=r"169\.254\.169\.254, which is a private address"):
-            download(metadata, Transport(client, Tracker(), retry))
+            download(metadata, Transport(client, retry))
     assert server.requests == []
 
 
-def test_an_orchestrated_run_keeps_its_references_from_private_addresses(server, config_of, tmp_path):
+@pytest.mark.usefixtures("own_cache")
+def test_an_orchestrated_run_keeps_its_references_from_private_addresses(server, config_of):
     job = {"orchestrated": True, "capability_token": "t", "inputs": {"base_model_ref": server.put("/a.bin", GOOD)}}
     with pytest.raises(InputError, match="private address"):
-        materialize_inputs(config_of(**job), cache_dir=tmp_path / "cache")
+        materialize_inputs(config_of(**job))
     assert server.requests == []
     for environ in (
         {"TRAINER_PRIVATE_HOSTS": "127.0.0.0/8"},
         {"TRAINER_PRIVATE_HOSTS": "*"},
         {"TENSORHUB_URL": server.url},
     ):
-        assert materialize_inputs(config_of(environ=environ, **job), cache_dir=tmp_path / "cache").model_dir is not None
+        assert materialize_inputs(config_of(environ=environ, **job)).model_dir is not None
 
 
-def test_so_the_data_files_that_it_names_by_url(server, config_of, tmp_path):
+@pytest.mark.usefixtures("own_cache")
+def test_so_the_data_files_that_it_names_by_url(server, config_of):
     job = {"orchestrated": True, "capability_token": "t", "dataset": {"parquet_paths": [f"{server.url}/a.parquet"]}}
     with pytest.raises(InputError, match="private address"):
-        materialize_inputs(config_of(**job), cache_dir=tmp_path / "cache")
+        materialize_inputs(config_of(**job))
 
 
-def test_a_run_by_hand_may_reach_them_unless_told_otherwise(server, config_of, tmp_path):
+@pytest.mark.usefixtures("own_cache")
+def test_a_run_by_hand_may_reach_them_unless_told_otherwise(server, config_of):
     job = {"inputs": {"base_model_ref": server.put("/a.bin", GOOD)}}
-    assert materialize_inputs(config_of(**job), cache_dir=tmp_path / "cache").model_dir is not None
+    assert materialize_inputs(config_of(**job)).model_dir is not None
     with pytest.raises(InputError, match="private address"):
-        materialize_inputs(
-            config_of(environ={"TRAINER_PRIVATE_HOSTS": "10.0.0.1"}, **job), cache_dir=tmp_path / "cache"
-        )
+        materialize_inputs(config_of(environ={"TRAINER_PRIVATE_HOSTS": "10.0.0.1"}, **job))
 
 
 def test_the_job_spec_cannot_allow_itself_anything(config_of):

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from genlight.adapter.cluster.hostlist import expand_hostlist
+from genlight.adapter.cluster.job_context import expand_hostlist
 
 pytestmark = pytest.mark.slurm
 

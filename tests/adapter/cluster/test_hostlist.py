@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from genlight.adapter.cluster.hostlist import expand_hostlist
+from genlight.adapter.cluster.job_context import expand_hostlist
 
 EXPANDED = {
     "n[9-11]": "n9 n10 n11",

@@ -209,9 +209,10 @@ BATCH = SALLOC | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"
     ],
     ids=["login", "salloc", "batch", "newer_batch", "one_task", "task", "interactive_srun"],
 )
-def test_only_one_of_several_tasks_of_srun_is_taken_for_one(env, is_task):
+def test_only_one_of_several_tasks_of_srun_is_taken_for_one(env, is_task, monkeypatch):
     build_job_context(env)
-    assert in_srun_task(env) is is_task
+    monkeypatch.setattr("os.environ", env)
+    assert in_srun_task() is is_task
 
 
 def test_a_context_is_made_without_torch_and_lightning():

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from genlight.adapter import ArrowFeed
 from genlight.adapter.feed import batching
-from genlight.adapter.feed.epoch_order import Order, permutation
+from genlight.adapter.feed.position import Order, permutation
 
 
 def test_a_permutation_never_changes_between_releases_of_numpy_or_of_ours():

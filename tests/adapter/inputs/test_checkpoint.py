@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from genlight.adapter.contract.exceptions import AuthError, InputError
-from genlight.adapter.inputs.http import Tracker, Transport
+from genlight.adapter.inputs.http import Transport
 from genlight.adapter.inputs.refs import local_checkpoint, parse_ref
 from genlight.adapter.inputs.transfer import fetch_checkpoint
 from genlight.adapter.plumbing.http import build_client
@@ -34,7 +34,7 @@ def record(files=FILES, final=False):
 def fetch(server, tmp_path, retry):
     def run(url, token=None):
         with build_client(token, {origin_of(server.url)}) as client:
-            return fetch_checkpoint(parse_ref(url), tmp_path / "cache", Transport(client, Tracker(), retry))
+            return fetch_checkpoint(parse_ref(url), tmp_path / "cache", Transport(client, retry))
 
     return run
 

@@ -10,7 +10,7 @@ import pytest
 
 from genlight.adapter.cli import main
 from genlight.adapter.contract.exceptions import AuthError, InputError
-from genlight.adapter.inputs.http import Tracker, Transport
+from genlight.adapter.inputs.http import Transport
 from genlight.adapter.inputs.refs import parse_ref
 from genlight.adapter.inputs.transfer import fetch_from_hub
 from genlight.adapter.plumbing.text import HUB_LOGIN
@@ -26,7 +26,7 @@ def hub(hub_with):
 @pytest.fixture
 def fetch(hub, retry):
     with httpx2.Client() as client:  # huggingface_hub has one of its own
-        transport = Transport(client, Tracker(), retry)
+        transport = Transport(client, retry)
         yield lambda text, kind="model": fetch_from_hub(kind, parse_ref(text), transport)
 
 

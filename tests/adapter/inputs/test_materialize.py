@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ import time
 import pytest
 
 from genlight.adapter.contract.exceptions import AuthError, InputError
-from genlight.adapter.inputs.materialize import default_cache_dir, materialize_inputs
+from genlight.adapter.inputs.materialize import materialize_inputs
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.retry import RetryPolicy
 
@@ -22,7 +23,8 @@ from genlight.adapter.plumbing.retry import RetryPolicy
 def materialize(tmp_path, retry, monkeypatch):
     monkeypatch.setattr("genlight.adapter.inputs.transfer.LEFT_AFTER_S", 60.0)
     monkeypatch.setattr("genlight.adapter.inputs.transfer.RETRY", retry)
-    return lambda config, **options: materialize_inputs(config, cache_dir=tmp_path / "cache", **options)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return materialize_inputs
 
 
 def test_a_job_without_inputs_needs_none_and_touches_nothing(config_of, materialize, tmp_path):
@@ -253,7 +255,7 @@ class NotedLock(http.FileLock):
 
 http.FileLock = NotedLock
 config = resolve_run_config(spec_path=sys.argv[1], environ={})
-print(len(materialize_inputs(config, cache_dir=sys.argv[2]).parquet_paths))
+print(len(materialize_inputs(config).parquet_paths))
 """
 
 
@@ -263,8 +265,9 @@ def test_of_the_processes_of_a_node_one_downloads_each_input_and_the_others_wait
     for resource in server.resources.values():
         resource.before_answer = lambda: all_wait.wait(240)
     config = config_of(inputs={"dataset_parquet_urls": urls})
-    command = [sys.executable, "-c", RANK, str(config.spec_path), str(tmp_path / "cache")]
-    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    command = [sys.executable, "-c", RANK, str(config.spec_path)]
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) for _ in range(2)]
     while len(list((tmp_path / "cache").rglob("*.lock.*"))) < 6:  # each holds or waits for each of three locks
         assert all(rank.poll() is None for rank in ranks)
         time.sleep(0.01)
@@ -279,24 +282,27 @@ from genlight.adapter.inputs.materialize import materialize_inputs
 from genlight.adapter.job.config import resolve_run_config
 config = resolve_run_config(spec_path=sys.argv[1], environ={})
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
-materialize_inputs(config, cache_dir=sys.argv[2])
+materialize_inputs(config)
 """
 
 
 def test_a_disk_that_takes_no_more_is_an_input_error_with_the_way_out(config_of, server, tmp_path):
     config = config_of(inputs={"dataset_parquet_urls": [server.put("/a.parquet", bytes(3_000_000))]})
-    command = [sys.executable, "-c", FULL, str(config.spec_path), str(tmp_path / "cache")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", FULL, str(config.spec_path)]
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 1
     assert "InputError: " in done.stderr
     assert "a.parquet cannot be stored below" in done.stderr
     assert "XDG_CACHE_HOME" in done.stderr
 
 
-def test_a_cache_that_cannot_be_made_is_an_input_error(config_of, server):
+def test_a_cache_that_cannot_be_made_is_an_input_error(config_of, server, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
+    (tmp_path / "artifacts").touch()
     config = config_of(inputs={"dataset_parquet_urls": [server.put("/a.parquet", b"x")]})
-    with pytest.raises(InputError, match="cannot be stored below '/proc/none'"):
-        materialize_inputs(config, cache_dir="/proc/none")
+    with pytest.raises(InputError, match=r"cannot be stored below '.*/artifacts/inputs': Not a directory"):
+        materialize_inputs(config)
 
 
 def test_one_file_at_two_addresses_never_makes_a_folder_of_both(config_of, materialize, server, sha256):
@@ -308,9 +314,9 @@ def test_one_file_at_two_addresses_never_makes_a_folder_of_both(config_of, mater
     ]
 
 
-def test_the_cache_follows_the_users_setting(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_cache_dir() == tmp_path / "genlight" / "inputs"
+def test_the_cache_follows_the_users_setting(config_of, materialize, server, tmp_path):
+    (path,) = materialize(config_of(inputs={"dataset_parquet_urls": [server.put("/a.parquet", b"x")]})).parquet_paths
+    assert path.is_relative_to(tmp_path / "cache" / "genlight" / "inputs")
 
 
 def test_where_the_users_cache_cannot_be_written_the_artifacts_directory_takes_it(

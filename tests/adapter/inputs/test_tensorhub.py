@@ -7,10 +7,9 @@ import json
 import pytest
 
 from genlight.adapter.contract.exceptions import AuthError, InputError
-from genlight.adapter.contract.types import ResolvedRef
-from genlight.adapter.inputs.http import Tracker, Transport
+from genlight.adapter.inputs.http import Transport
 from genlight.adapter.inputs.refs import parse_ref
-from genlight.adapter.inputs.tensorhub import HttpResolveClient
+from genlight.adapter.inputs.transfer import HttpResolveClient
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.urls import origin_of
 
@@ -37,7 +36,7 @@ def publish(server, sha256):
 @pytest.fixture
 def resolver(server, tmp_path, retry):
     with build_client("canary", {origin_of(server.url)}) as client:
-        yield HttpResolveClient(f"{server.url}/base", Transport(client, Tracker(), retry), tmp_path / "cozy")
+        yield HttpResolveClient(f"{server.url}/base", Transport(client, retry), tmp_path / "cozy")
 
 
 @pytest.fixture
@@ -47,8 +46,8 @@ def fetch(resolver):
 
 def test_a_tag_is_resolved_and_all_files_arrive(publish, fetch):
     digest = publish("v2")
-    folder, resolved = fetch("cozy:owner/repo:v2")
-    assert resolved == ResolvedRef("owner", "repo", digest)
+    folder, label = fetch("cozy:owner/repo:v2")
+    assert label == f"cozy:owner/repo@{digest}"
     assert {name: (folder / name).read_bytes() for name in FILES} == FILES
 
 

@@ -56,6 +56,11 @@ def test_a_job_may_name_its_schema_for_editors(tmp_path):
     assert {"base_model_ref", "base_model_url"} < set(job_schema()["$defs"]["InputsSpec"]["properties"])
 
 
+def test_every_key_has_a_description():
+    for shape in (job_schema(), *job_schema()["$defs"].values()):
+        assert [name for name, kind in shape["properties"].items() if not kind["description"]] == []
+
+
 def test_the_tables_have_every_key():
     blocks = [keys_of(JobSpec), *(keys_of(key.block) for key in keys_of(JobSpec).values() if key.block is not None)]
     names = [name for keys in blocks for name in keys]
