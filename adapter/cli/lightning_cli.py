@@ -335,13 +335,11 @@ class GenlightCLI(LightningCLI):
         completion, session = self.completion, self._session
         if completion is None or not session.is_rank_zero or getattr(self.trainer, "fast_dev_run", False):
             return
-        step, stopped = completion.step, completion.stopped
-        ended = f"fit completed at step {step}" + (f" ({stopped})" if stopped else "")
-        if step == self._resumed_step:
-            ended = f"the fit had completed at step {step} before; there was nothing to train"
-        events = None if session.event_log is None else session.event_log.path
-        places = {"checkpoints": session.checkpoints_dir, "events": events}
-        show_results(ended, {"final checkpoint": completion.final_checkpoint, **places})
+        ended, events = f"fit {completion}", None if session.event_log is None else session.event_log.path
+        if completion.step == self._resumed_step:
+            ended = f"the fit had completed at step {completion.step} before; there was nothing to train"
+        places = {"final checkpoint": completion.final_checkpoint, "checkpoints": session.checkpoints_dir}
+        show_results(ended, {**places, "events": events})
 
     @property
     def _resumes(self) -> bool:

@@ -230,9 +230,6 @@ def _way_on(config: RunConfig, options: RunOptions, environ: Mapping[str, str]) 
 
 def _show_results(config: RunConfig, completion: Completion) -> None:
     """Say how the run ended, and where everything is."""
-    stopped = f" ({completion.stopped})" if completion.stopped else ""
-    if not completion.finite:
-        stopped += ", but its final weights are not finite (nan or infinite)"
     places = {"checkpoints": config.checkpoints_dir, "samples": config.samples_dir, "events": config.events_path}
-    ended = f"run {config.run_id} completed at step {completion.step}{stopped}"
+    ended = f"run {config.run_id} {completion}"
     show_results(ended, {"final checkpoint": completion.final_checkpoint, **places})

@@ -61,6 +61,11 @@ class Completion:
     was_reported: bool = False
     """Whether an older runtime ended the run, and sent the terminal message."""
 
+    def __str__(self) -> str:
+        stopped = f" ({self.stopped})" if self.stopped else ""
+        weights = "" if self.finite else ", but its final weights are not finite (nan or infinite)"
+        return f"completed at step {self.step}{stopped}{weights}"
+
 
 @dataclass(kw_only=True, eq=False)
 class Session:

@@ -69,10 +69,13 @@ def test_an_exception_of_the_users_code_is_reported(reported, raises, code, erro
     assert (ended, last["event"], last["step"], last["error"]) == (code, "failed", 3, error)
 
 
-def test_a_setting_that_lightning_refuses_once_the_fit_has_begun_is_reported(reported):
-    code, last = reported.ended(reported.start(at="nowhere", val_check_interval=900, limit_val_batches=1, max_epochs=1))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_setting_that_lightning_refuses_once_the_fit_has_begun_is_reported(job, reported, ranks):
+    late = {"val_check_interval": 900, "limit_val_batches": 1, "max_epochs": 1}
+    code, last = reported.ended(reported.start(at="nowhere", **late, **(TWO if ranks > 1 else {})))
     assert (code, last["event"], last["category"], last["step"]) == (2, "failed", "startup", 0)
     assert "`val_check_interval` (900) must be less than or equal" in last["error"]
+    assert "Traceback" not in said(job)
 
 
 def test_a_stop_is_reported(job, reported):
