@@ -73,12 +73,13 @@ class EventLogger(Logger):
         self._last_step = 0
         self._left_out: set[str] = set()
 
-    @rank_zero_only
     def join_run(self, run: _HasEventLog) -> None:
         """Add metrics to the log of `run`; one that has none yet, as of a fit, gets this logger's, and ends it.
 
         A run has one log. A logger of another file keeps and ends its own.
         """
+        if not run.is_rank_zero:  # Lightning does not know the rank of a process before it has started the others
+            return
         if run.event_log is None:
             run.event_log, self._ends_log = self.experiment, False
         elif run.event_log.path.absolute() == self.path.absolute():
@@ -217,6 +218,7 @@ class _HasEventLog(Protocol):
 
     event_log: EventLog | None
     """The log of the run's attempt, open, on rank zero."""
+    is_rank_zero: bool
 
 
 def last_step(trainer: pl.Trainer) -> int | None:

@@ -283,6 +283,7 @@ def test_an_attached_logger_adds_metrics_and_leaves_the_rest_to_the_owner(tmp_pa
 
 class Run:
     event_log = None
+    is_rank_zero = True
 
 
 def test_a_run_without_a_log_gets_that_of_its_logger_and_ends_it(tmp_path, path):
@@ -293,6 +294,14 @@ def test_a_run_without_a_log_gets_that_of_its_logger_and_ends_it(tmp_path, path)
     run.event_log.completed(step=6, final_checkpoint=None)
     run.event_log.close()
     assert [event["event"] for event in sound_events(path)] == ["started", *["metric"] * 6, "completed"]
+
+
+def test_another_rank_of_a_run_opens_no_log(path):
+    run = Run()
+    run.is_rank_zero = False
+    EventLogger(path, run_id="r").join_run(run)
+    assert run.event_log is None
+    assert not path.exists()
 
 
 def test_another_logger_of_a_run_keeps_a_log_of_its_own(tmp_path, path):
