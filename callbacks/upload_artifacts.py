@@ -124,25 +124,43 @@ class UploadArtifacts(Hook):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._queue_resumed(trainer)  # before, FSDP does not know what it resumes from
+        """Queue what the run resumes from, and what came before: its last process may have been killed before it did.
+
+        What was delivered before is not sent again, and another run's checkpoint is not ours to send. One without a
+        `run_id`, of a module that genlight does not host, is ours where this fit goes on saving.
+        """
+        if self._uploader is None or trainer.ckpt_path is None:  # which under FSDP is not known before
+            return
+        try:
+            found = find_checkpoint(trainer.ckpt_path)
+            record = read_record(found)
+        except (FileNotFoundError, BrokenCheckpointError):  # or one of another format
+            return
+        goes_on = found.parent in [saver.directory for saver in savers_of(trainer)]
+        if record.run_id == self._uploader.config.run_id or (not record.run_id and goes_on):
+            for each in (*never_queued(self._uploader, record), record):
+                self.on_checkpoint_durable(trainer, pl_module, each)
 
     @override
     def on_checkpoint_durable(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: CheckpointRecord
     ) -> None:
-        self._queue_record(record)
+        if self._uploader is not None:
+            self._newest = record
+            enqueue(self._uploader, record)
 
     @override
     def on_metrics(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: Mapping[str, float], step: int
     ) -> None:
-        self._queue_metrics(metrics, step)
+        if self._uploader is not None:
+            self._uploader.enqueue_metrics(metrics, step)
 
     @override
     def on_scores(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, scores: Mapping[str, float], step: int
     ) -> None:
-        self._queue_metrics(scores, step)
+        self.on_metrics(trainer, pl_module, scores, step)
 
     @override
     def on_samples_written(
@@ -156,11 +174,12 @@ class UploadArtifacts(Hook):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._uploader is not None and self._uploader.failure is not None:
+        if self._uploader is None:
+            return
+        if self._uploader.failure is not None:
             raise self._uploader.failure
-        step = trainer.global_step
-        if self._metrics_due.crosses(step) and not hasattr(pl_module, "step_result"):
-            self._queue_metrics(trainer.callback_metrics, step)
+        if self._metrics_due.crosses(trainer.global_step) and not hasattr(pl_module, "step_result"):
+            self._uploader.enqueue_metrics(trainer.callback_metrics, trainer.global_step)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -173,35 +192,8 @@ class UploadArtifacts(Hook):
                 wait_after_failure(functools.partial(saver.wait, trainer))
         self._finish(trainer, exception)
 
-    def _queue_resumed(self, trainer: pl.Trainer) -> None:
-        """Queue what the run resumes from, and what came before: its last process may have been killed before it did.
-
-        What was delivered before is not sent again, and another run's checkpoint is not ours to send. One without a
-        `run_id`, of a module that genlight does not host, is ours where this fit goes on saving.
-        """
-        if self._uploader is None or trainer.ckpt_path is None:
-            return
-        try:
-            found = find_checkpoint(trainer.ckpt_path)
-            record = read_record(found)
-        except (FileNotFoundError, BrokenCheckpointError):  # or one of another format
-            return
-        goes_on = found.parent in [saver.directory for saver in savers_of(trainer)]
-        if record.run_id == self._uploader.config.run_id or (not record.run_id and goes_on):
-            for each in (*never_queued(self._uploader, record), record):
-                self._queue_record(each)
-
-    def _queue_record(self, record: CheckpointRecord) -> None:
-        if self._uploader is not None:
-            self._newest = record
-            enqueue(self._uploader, record)
-
     def _waiting_files(self) -> set[Path]:
         return set() if self._uploader is None else self._uploader.queue.unlinked_files()
-
-    def _queue_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
-        if self._uploader is not None:
-            self._uploader.enqueue_metrics({name: float(value) for name, value in metrics.items()}, step)
 
     def _finish(self, trainer: pl.Trainer, error: BaseException | None) -> None:
         """Wait for required uploads, then send the terminal message; an uploader of the caller's is left to them.
