@@ -151,8 +151,10 @@ class Session:
     def place(self, folder: Path | None, checkpoints_dir: Path | None) -> None:
         """Say where the attempt has its files: its `folder` and its `checkpoints_dir`."""
         self.folder, self.checkpoints_dir = folder, checkpoints_dir
-        self.rank_files = None if folder is None else RankFiles(folder)
-        if folder is not None and self.rank_files is not None and self.is_rank_zero:
+        if folder is None:
+            return
+        self.rank_files = RankFiles(folder)
+        if self.is_rank_zero:
             withdraw_stop(folder)  # It was meant for an earlier attempt.
             self.stop.cancel_files.append(folder / STOP_NAME)
             self.stop.add_check(self.rank_files.stop_reason)
