@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -12,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from ..adapter.contract.exceptions import BrokenCheckpointError, UploadError
+from ..adapter.contract.exceptions import BrokenCheckpointError
 from ..adapter.plumbing.failures import describe_failure
 from ..adapter.plumbing.redaction import secrets_of_module
 from ..reporters.uploads import QUEUE_DIRECTORY, UploadConfig, Uploader
@@ -22,7 +23,7 @@ from .checkpoint.policy import savers_of, wait_after_failure
 from .checkpoint.selection import enqueue, find_checkpoint, never_queued
 from .hook.cadence import Boundaries, step_cadence
 from .hook.events import callbacks_of
-from .hook.hook import Hook
+from .hook.hook import Hook, RunContext
 
 __all__ = ["UploadArtifacts"]
 
@@ -53,8 +54,9 @@ class UploadArtifacts(Hook):
         ValueError: Neither `uploader` nor `run_id` is given, a number is out of range, or a URL is none.
     """
 
-    _of_this_process = frozenset({"_given", "_uploader"})
+    _of_this_process = frozenset({"_given", "_run", "_uploader"})
     _given: Uploader | None = None
+    _run: RunContext | None = None
     _uploader: Uploader | None = None
 
     def __init__(
@@ -89,6 +91,10 @@ class UploadArtifacts(Hook):
         return 0 if queue is None else len(queue.entries("checkpoint", "sample"))
 
     @override
+    def join_run(self, run: RunContext) -> None:
+        self._run = run
+
+    @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit" or self._given is not None:
             return
@@ -98,6 +104,10 @@ class UploadArtifacts(Hook):
         if lacking := config.lacks_for_files():
             log.warning("%s", lacking)
         self._uploader = Uploader(config).__enter__()
+        run = self._run
+        if run is not None and run.uploader is None:  # from here on it is the run's
+            run.uploader = self._given = self._uploader
+            run.requires_uploads, run.deadline_s = self.critical, config.deadline_s
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -114,25 +124,43 @@ class UploadArtifacts(Hook):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._queue_resumed(trainer)  # before, FSDP does not know what it resumes from
+        """Queue what the run resumes from, and what came before: its last process may have been killed before it did.
+
+        What was delivered before is not sent again, and another run's checkpoint is not ours to send. One without a
+        `run_id`, of a module that genlight does not host, is ours where this fit goes on saving.
+        """
+        if self._uploader is None or trainer.ckpt_path is None:  # which under FSDP is not known before
+            return
+        try:
+            found = find_checkpoint(trainer.ckpt_path)
+            record = read_record(found)
+        except (FileNotFoundError, BrokenCheckpointError):  # or one of another format
+            return
+        goes_on = found.parent in [saver.directory for saver in savers_of(trainer)]
+        if record.run_id == self._uploader.config.run_id or (not record.run_id and goes_on):
+            for each in (*never_queued(self._uploader, record), record):
+                self.on_checkpoint_durable(trainer, pl_module, each)
 
     @override
     def on_checkpoint_durable(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: CheckpointRecord
     ) -> None:
-        self._queue_record(record)
+        if self._uploader is not None:
+            self._newest = record
+            enqueue(self._uploader, record)
 
     @override
     def on_metrics(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: Mapping[str, float], step: int
     ) -> None:
-        self._queue_metrics(metrics, step)
+        if self._uploader is not None:
+            self._uploader.enqueue_metrics(metrics, step)
 
     @override
     def on_scores(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, scores: Mapping[str, float], step: int
     ) -> None:
-        self._queue_metrics(scores, step)
+        self.on_metrics(trainer, pl_module, scores, step)
 
     @override
     def on_samples_written(
@@ -146,11 +174,12 @@ class UploadArtifacts(Hook):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._uploader is not None and self._uploader.failure is not None:
+        if self._uploader is None:
+            return
+        if self._uploader.failure is not None:
             raise self._uploader.failure
-        step = trainer.global_step
-        if self._metrics_due.crosses(step) and not hasattr(pl_module, "step_result"):
-            self._queue_metrics(trainer.callback_metrics, step)
+        if self._metrics_due.crosses(trainer.global_step) and not hasattr(pl_module, "step_result"):
+            self._uploader.enqueue_metrics(trainer.callback_metrics, trainer.global_step)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -163,39 +192,8 @@ class UploadArtifacts(Hook):
                 wait_after_failure(functools.partial(saver.wait, trainer))
         self._finish(trainer, exception)
 
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._close()
-
-    def _queue_resumed(self, trainer: pl.Trainer) -> None:
-        """Queue what the run resumes from, and what came before: its last process may have been killed before it did.
-
-        What was delivered before is not sent again, and another run's checkpoint is not ours to send. One without a
-        `run_id`, of a module that genlight does not host, is ours where this fit goes on saving.
-        """
-        if self._uploader is None or trainer.ckpt_path is None:
-            return
-        try:
-            found = find_checkpoint(trainer.ckpt_path)
-            record = read_record(found)
-        except (FileNotFoundError, BrokenCheckpointError):  # or one of another format
-            return
-        goes_on = found.parent in [saver.directory for saver in savers_of(trainer)]
-        if record.run_id == self._uploader.config.run_id or (not record.run_id and goes_on):
-            for each in (*never_queued(self._uploader, record), record):
-                self._queue_record(each)
-
-    def _queue_record(self, record: CheckpointRecord) -> None:
-        if self._uploader is not None:
-            self._newest = record
-            enqueue(self._uploader, record)
-
     def _waiting_files(self) -> set[Path]:
         return set() if self._uploader is None else self._uploader.queue.unlinked_files()
-
-    def _queue_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
-        if self._uploader is not None:
-            self._uploader.enqueue_metrics({name: float(value) for name, value in metrics.items()}, step)
 
     def _finish(self, trainer: pl.Trainer, error: BaseException | None) -> None:
         """Wait for required uploads, then send the terminal message; an uploader of the caller's is left to them.
@@ -207,32 +205,18 @@ class UploadArtifacts(Hook):
         uploader = self._uploader
         if uploader is None or self._given is not None:
             return
-        try:
+        self._uploader = None
+        step, final = trainer.global_step, None if self._newest is None else str(self._newest.reported_path)
+        with contextlib.closing(uploader):
             refusal = uploader.settle(progress=log.info)
-            # Sent whether or not an upload was refused.
-            unacknowledged = _report_end(uploader, trainer, error or refusal, self._newest)
-        finally:
-            self._close()
+            if (ended_by := error or refusal) is None:
+                unacknowledged = uploader.deliver_terminal("completed", step, final)
+            else:  # which is sent whether or not an upload was refused
+                secrets = secrets_of_module(trainer.lightning_module)
+                text = describe_failure(ended_by, has_checkpoint=final is not None, secrets=secrets).text
+                unacknowledged = uploader.deliver_terminal("failed", step, final, text)
         failure = refusal or unacknowledged
         if failure is not None and error is None:
             raise failure
         if failure is not None:
             log.error("uploads of the failed run: %s", failure)
-
-    def _close(self) -> None:
-        if self._uploader is not None and self._given is None:
-            self._uploader.close()
-            self._uploader = None
-
-
-def _report_end(
-    uploader: Uploader, trainer: pl.Trainer, error: BaseException | None, newest: CheckpointRecord | None
-) -> UploadError | None:
-    """Send how the fit ended, with the text that its event log gets too; the error where it was not acknowledged."""
-    step = trainer.global_step
-    checkpoint = None if newest is None else str(newest.reported_path)
-    if error is None:
-        return uploader.deliver_terminal("completed", step, checkpoint)
-    secrets = secrets_of_module(trainer.lightning_module)
-    text = describe_failure(error, has_checkpoint=checkpoint is not None, secrets=secrets).text
-    return uploader.deliver_terminal("failed", step, checkpoint, text)

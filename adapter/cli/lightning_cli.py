@@ -21,26 +21,24 @@ from lightning.pytorch.callbacks.timer import Interval
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
-from ...callbacks.checkpoint.format.record import FINAL_NAME, CheckpointRecord
+from ...callbacks.checkpoint.format.record import CheckpointRecord
 from ...callbacks.checkpoint.policy import savers_of
 from ...callbacks.checkpoint.selection import find_checkpoint, list_checkpoints
 from ...callbacks.job_progress import JobProgress
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import StopSources
 from ...callbacks.stop.stop_requests import StopRequests
-from ...reporters.events.event_logger import EventLogger
 from ..cluster.placement import placed_by_launcher, placement_fault
 from ..contract.exceptions import EventLogError, GenlightError, MonitorError
 from ..job.parser_errors import UnusableValueError, root_cause, shortened
 from ..module.module import ContractModule
-from ..plumbing.failures import EXIT_STARTUP
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.redaction import secrets_in, without_secrets
 from ..plumbing.text import as_list
 from ..run.fit import continue_runs, fit, join
 from ..run.folder import directory_fault, lock_directory
 from ..run.report import is_about_what_was_given, show_results, shown_path
-from ..run.session import FollowerSession, Session
+from ..run.session import Completion, FollowerSession, Session
 from ..run.start import WaysOut, move_checkpoints_aside, newest_start, refuse_to_overwrite
 from ..run.this_rank import is_rank_zero
 from .parser import UsageError, offered_name, refuse
@@ -171,6 +169,8 @@ class GenlightCLI(LightningCLI):
         self._session = session
         self._arguments = arguments
         self._resumed_step: int | None = None
+        self.completion: Completion | None = None
+        """How a fit ended, once it has."""
         super().__init__(
             pl.LightningModule,
             None,  # a model may bring its own loaders
@@ -187,6 +187,10 @@ class GenlightCLI(LightningCLI):
             parser_class=_Parser,
             args=list(arguments),
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Processes that are spawned get the parser, which holds this object; the session stays here.
+        return {name: value for name, value in vars(self).items() if name != "_session"}
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -309,22 +313,33 @@ class GenlightCLI(LightningCLI):
         if session.checkpoints_dir is not None and session.is_rank_zero:
             resumes = self._resumed_step is not None or self._resumes
             continue_runs(trainer, session.checkpoints_dir, resumes=resumes)
-        fit(session, trainer, model, **arguments)
+        try:
+            fit(session, trainer, model, **arguments)
+        except SystemExit as error:  # of the user's code: the process ends with its code
+            session.fail(error)
+            raise
 
     def after_fit(self) -> None:
-        """Say how the training ended, and where its results are."""
+        """Note how the training ended. Its final checkpoint is the newest."""
         trainer, directory = self.trainer, self._session.checkpoints_dir
-        if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
+        step = getattr(self.model, "completed_steps", trainer.global_step)
+        stopped = getattr(self.model, "stopped", None) or ("should_stop" if trainer.should_stop else None)
+        self.completion = Completion(step, None, stopped)
+        for listed in [] if directory is None or not trainer.is_global_zero else list_checkpoints(directory):
+            if (record := listed.record) is not None:
+                finite = record.finite_weights is not False
+                self.completion = Completion(step, record.reported_path, stopped, finite=finite)
+
+    def show_results(self) -> None:
+        """Say how a training ended, and where its results are."""
+        completion, session = self.completion, self._session
+        if completion is None or not session.is_rank_zero or getattr(self.trainer, "fast_dev_run", False):
             return
-        event_logs = [logger.path for logger in trainer.loggers if isinstance(logger, EventLogger)]
-        steps = getattr(self.model, "completed_steps", trainer.global_step)
-        stopped = getattr(self.model, "stopped", None)
-        ended = f"fit completed at step {steps}" + (f" ({stopped})" if stopped else "")
-        if steps == self._resumed_step:
-            ended = f"the fit had completed at step {steps} before; there was nothing to train"
-        final = None if directory is None else directory / f"{FINAL_NAME}.json"
-        events = event_logs[0] if event_logs else None
-        show_results(ended, {"final checkpoint": final, "checkpoints": directory, "events": events})
+        ended, events = f"fit {completion}", None if session.event_log is None else session.event_log.path
+        if completion.step == self._resumed_step:
+            ended = f"the fit had completed at step {completion.step} before; there was nothing to train"
+        places = {"final checkpoint": completion.final_checkpoint, "checkpoints": session.checkpoints_dir}
+        show_results(ended, {**places, "events": events})
 
     @property
     def _resumes(self) -> bool:
@@ -388,16 +403,15 @@ def run_lightning_cli(arguments: Sequence[str], signals: StopSignals) -> int:
     install()
     if os.getcwd() not in sys.path:  # a console script does not see the folder it is called in
         sys.path.insert(0, os.getcwd())
-    kind = Session if is_rank_zero() else FollowerSession
-    # Callbacks of the fit keep its log and its uploads.
-    session = kind(stop=StopSources(signals=signals), reports_at_once=False)
+    session = (Session if is_rank_zero() else FollowerSession)(stop=StopSources(signals=signals))
     with session, redacted_logs(()):
         try:
-            GenlightCLI(arguments, session)
-            return session.complete()
+            cli = GenlightCLI(arguments, session)
+            code = session.complete(cli.completion)
+            cli.show_results()
+            return code
         except (UsageError, MisconfigurationException) as error:
-            log.error("%s", error)  # noqa: TRY400 - its message says all
-            return EXIT_STARTUP
+            return session.fail(UsageError(str(error)), stage="startup")  # its message says all
         except Exception as error:  # noqa: BLE001 - whatever ends it is reported
             return session.fail(error)
 

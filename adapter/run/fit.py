@@ -1,5 +1,8 @@
 """The Lightning fit of a session: what takes part gets the session, loggers go on, and the other ranks are watched.
 
+A strategy that makes the processes that train as copies of this one (``ddp_spawn``, ``ddp_fork``) leaves the session
+here. In the copies callbacks and loggers keep their own log and uploads, as in a Trainer of one's own.
+
 On several nodes `NodeCheck` refuses, before anything is trained, a run whose nodes have another folder or other code.
 
 Imports Lightning, so that it is imported only once there is something to train.
@@ -26,6 +29,7 @@ import msgspec
 import xxhash
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from typing_extensions import override
 
 from ...callbacks.checkpoint.policy import savers_of
@@ -33,7 +37,7 @@ from ...callbacks.checkpoint.sharded.rank_channel import Channel
 from ...callbacks.hook.events import run_state_of
 from ...callbacks.hook.hook import join_run
 from ...callbacks.lightning_internals import set_run_of_logger
-from ...reporters.events.event_logger import EventLogger
+from ...reporters.events.event_logger import has_stock_checkpoint
 from ..contract.exceptions import StartupContractError, TrainingCanceled
 from ..plumbing.durable import write_bytes_durably
 from ..plumbing.redaction import text_of, without_secrets
@@ -45,7 +49,6 @@ from .ranks import (
     RankZero,
     failed_ranks,
     kill_paused,
-    lasting,
     paused_ranks,
     stopped_before_meeting,
 )
@@ -59,8 +62,6 @@ __all__ = ["NodeCheck", "continue_runs", "fit", "join", "node_faults"]
 log = logging.getLogger(__name__)
 
 LARGEST_BYTES = 1 << 20
-ENDS_BY_ITSELF_S = 10.0
-"""How long a fit that keeps its own log and uploads may take to end of what another rank died of."""
 NODE_PACKAGES = ("genlight", "torch", "lightning", "numpy", "pyarrow", "safetensors")
 FOLDER_PATIENCE_S = 10.0
 """How long a network file system may take to show a new file on another node."""
@@ -75,8 +76,15 @@ def join(session: Session, trainer: pl.Trainer, module: pl.LightningModule) -> N
         logger.log_hyperparams = functools.partial(_log_hyperparams, logger)  # type: ignore[method-assign]
     session.stop.run_state = run_state_of(trainer)
     session.count_steps = lambda: int(getattr(module, "failed_step", trainer.global_step))
-    join_run(trainer, session)
+    if not trains_in_copies(trainer):
+        join_run(trainer, session)
+    session.has_other_checkpoint = functools.partial(has_stock_checkpoint, trainer)
     session.before_report += [functools.partial(saver.report_durable, trainer) for saver in savers_of(trainer)]
+
+
+def trains_in_copies(trainer: pl.Trainer) -> bool:
+    """Whether the processes that train are copies of this one, which itself only waits for them."""
+    return isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
 
 
 def _log_hyperparams(logger: Logger, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
@@ -118,35 +126,23 @@ def fit(session: Session, trainer: pl.Trainer, module: pl.LightningModule, **arg
 @contextlib.contextmanager
 def _watched_ranks(session: Session, trainer: pl.Trainer) -> Iterator[None]:
     """End the attempt when another rank fails, also while this one hangs in a collective."""
-    if trainer.world_size == 1:
+    if trainer.world_size == 1 or trains_in_copies(trainer):
         yield
         return
     processes = session.processes = RankProcesses(trainer)
     session.stop.signals.before_exit = processes.kill
     files = session.rank_files if session.is_rank_zero else None
-    failed = failed_ranks(files, processes)
-    checks = [stopped_before_meeting(session.stop)]
-    checks.append(failed if session.reports_at_once else lasting(ENDS_BY_ITSELF_S, failed))
+    checks = [stopped_before_meeting(session.stop), failed_ranks(files, processes)]
     if files is not None:
         checks.append(paused_ranks(lambda: files.processes, session.stop))
-        session.before_exit += [lambda error: _end_logs(trainer, error), lambda _: kill_paused(files.processes)]
-    session.before_exit.append(lambda _: processes.kill())
+        session.before_exit.append(lambda: kill_paused(files.processes))
+    session.before_exit.append(processes.kill)
     announced = RankZero.announced() if session.is_rank_zero else contextlib.nullcontext()
     try:
         with session.watch.looking(*checks), announced:
             yield
     finally:
         session.stop.signals.before_exit = lambda: None
-
-
-def _end_logs(trainer: pl.Trainer, error: BaseException) -> None:
-    """Have event loggers that keep their own log write how it ended, as Lightning does when training raises."""
-    for logger in trainer.loggers:
-        if isinstance(logger, EventLogger):
-            try:
-                raise error
-            except BaseException:  # noqa: BLE001 - the logger looks at the exception that is handled
-                logger.finalize("failed")
 
 
 def continue_runs(trainer: pl.Trainer, directory: Path, *, resumes: bool) -> None:

@@ -23,7 +23,6 @@ from ..contract.exceptions import EventLogError, GenlightError, StartupContractE
 from ..contract.types import JobLifecycleClient
 from ..job.config import UNKNOWN_RUN_ID, RunConfig, read_run_config
 from ..job.sources import JOB_VARIABLE
-from ..plumbing.failures import EXIT_FAILED
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.operating_system import require_linux
 from ..plumbing.settings import is_true
@@ -94,8 +93,6 @@ def attempt_job(options: RunOptions) -> tuple[int, BaseException | None]:
                 log.warning(warning)
             _open(session, config, options)
             completion = train(config, session, allow_changed=options.allow_changed)
-            if session.uploader is not None:
-                signals.what_next = "the run ends without waiting for the rest of its uploads"
             code = session.complete(completion)
             if session.event_log is not None:
                 _show_results(config, completion)
@@ -103,12 +100,6 @@ def attempt_job(options: RunOptions) -> tuple[int, BaseException | None]:
             if session.is_rank_zero and session.folder is None:
                 _open_for_failed_start(session, config, options, error)
             code = session.fail(error)
-        try:
-            if session.event_log is not None:
-                session.event_log.close()
-        except EventLogError as error:
-            log.error("the event log may not be durable: %s", error)  # noqa: TRY400
-            return code or EXIT_FAILED, session.cause or error
         return code, session.cause
 
 
@@ -163,7 +154,6 @@ def _open(session: Session, config: RunConfig, options: RunOptions) -> None:
         stop.add_check(session.lease.reason)
     session.uploader = _open_uploader(config) if session.is_rank_zero else None
     if session.uploader is not None:
-        session.holds.callback(session.uploader.close)
         session.uploader.start()
 
 
@@ -205,7 +195,6 @@ def _open_for_failed_start(session: Session, config: RunConfig, options: RunOpti
             queue = session.holds.enter_context(tempfile.TemporaryDirectory())
             target = config.upload_config(run_id=run_id, queue_dir=Path(queue), targets=(), file_store_url=None)
             session.uploader = Uploader(target)  # which needs no thread for this message
-            session.holds.callback(session.uploader.close)
 
 
 @contextlib.contextmanager
@@ -241,9 +230,6 @@ def _way_on(config: RunConfig, options: RunOptions, environ: Mapping[str, str]) 
 
 def _show_results(config: RunConfig, completion: Completion) -> None:
     """Say how the run ended, and where everything is."""
-    stopped = f" ({completion.stopped})" if completion.stopped else ""
-    if not completion.finite:
-        stopped += ", but its final weights are not finite (nan or infinite)"
     places = {"checkpoints": config.checkpoints_dir, "samples": config.samples_dir, "events": config.events_path}
-    ended = f"run {config.run_id} completed at step {completion.step}{stopped}"
+    ended = f"run {config.run_id} {completion}"
     show_results(ended, {"final checkpoint": completion.final_checkpoint, **places})

@@ -61,6 +61,11 @@ class Completion:
     was_reported: bool = False
     """Whether an older runtime ended the run, and sent the terminal message."""
 
+    def __str__(self) -> str:
+        stopped = f" ({self.stopped})" if self.stopped else ""
+        weights = "" if self.finite else ", but its final weights are not finite (nan or infinite)"
+        return f"completed at step {self.step}{stopped}{weights}"
+
 
 @dataclass(kw_only=True, eq=False)
 class Session:
@@ -77,7 +82,7 @@ class Session:
     A failure of a run that is being stopped is reported as the stop if the checkpoint of the stop is durable, or if the
     signal itself caused it; else it is reported as what it is.
 
-    A context: leaving it ends what it `holds`, the last first.
+    A context: leaving it closes uploads and log, then what it `holds`, the last first.
     """
 
     stop: StopSources
@@ -90,9 +95,8 @@ class Session:
     """How long the end waits for uploads and messages."""
     way_on: str = "Start it again to go on."
     """What a user does to go on after a stop or a failure."""
-    reports_at_once: bool = True
-    """Whether a failure of another rank is reported by the watch. A fit whose callbacks keep log and uploads has some
-    seconds to end by itself, of what the failure does to its collectives."""
+    requires_uploads: bool = True
+    """Whether an attempt that completes, but for an upload that did not arrive, fails."""
     preparing: FailureCategory = "model-load"
     """The part that was being prepared last."""
     folder: Path | None = None
@@ -102,7 +106,7 @@ class Session:
     rank_files: RankFiles | None = None
     """The files by which ranks inform each other."""
     event_log: EventLog | None = None
-    """The log of this attempt, open; None where a logger of the fit keeps its own, and on the other ranks."""
+    """The log of this attempt, open; None on the other ranks, and of a fit without an `EventLogger`."""
     uploader: Uploader | None = None
     lease: Lease | None = None
     """The claim on the run, of a control plane."""
@@ -110,11 +114,13 @@ class Session:
     """Metadata of the run for every checkpoint record; None leaves it to the `Checkpoint` callback."""
     count_steps: Callable[[], int] = lambda: 0
     """Gives the step that is being executed, else the completed ones."""
+    has_other_checkpoint: Callable[[], bool] = lambda: False
+    """Whether a restart finds a checkpoint elsewhere than in `checkpoints_dir`."""
     processes: RankProcesses | None = None
     """Those of other ranks that this one started, which end with it; None where there are no other ranks."""
     before_report: list[Callable[[], None]] = field(default_factory=list)
     """Called before `end_now` reports: what the training thread would have reported first."""
-    before_exit: list[Callable[[BaseException], None]] = field(default_factory=list)
+    before_exit: list[Callable[[], None]] = field(default_factory=list)
     """Called before `end_now` ends the process."""
     cause: BaseException | None = None
     """The error that ended the attempt, as it was reported; None where it completed."""
@@ -126,7 +132,6 @@ class Session:
     def __post_init__(self) -> None:
         self.watch = RankWatch(self.end_now)
         self._reporting = threading.RLock()  # taken once, by the thread that reports
-        self._cause_elsewhere: Failure | None = None
         self._end_by: float | None = None
 
     def __enter__(self) -> Self:
@@ -134,13 +139,22 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.watch.close()
-        self.holds.close()
+        with self.holds:
+            if self.uploader is not None:
+                self.uploader.close()
+            try:
+                if self.event_log is not None:
+                    self.event_log.close()
+            except EventLogError as error:
+                log.error("the event log may not be durable: %s", error)  # noqa: TRY400 - its message says all
 
     def place(self, folder: Path | None, checkpoints_dir: Path | None) -> None:
         """Say where the attempt has its files: its `folder` and its `checkpoints_dir`."""
         self.folder, self.checkpoints_dir = folder, checkpoints_dir
-        self.rank_files = None if folder is None else RankFiles(folder)
-        if folder is not None and self.rank_files is not None and self.is_rank_zero:
+        if folder is None:
+            return
+        self.rank_files = RankFiles(folder)
+        if self.is_rank_zero:
             withdraw_stop(folder)  # It was meant for an earlier attempt.
             self.stop.cancel_files.append(folder / STOP_NAME)
             self.stop.add_check(self.rank_files.stop_reason)
@@ -161,6 +175,9 @@ class Session:
     def complete(self, completion: Completion | None = None) -> int:
         """Report that the attempt ended as planned; returns the exit code.
 
+        Args:
+            completion: How it ended; None where nothing was trained.
+
         Raises:
             UploadError: Something required did not arrive by the deadline, and nothing was reported.
             TrainingCanceled: A stop was asked for first, and nothing was reported.
@@ -169,8 +186,12 @@ class Session:
         if completion is not None:
             final = None if completion.final_checkpoint is None else str(completion.final_checkpoint)
             send = functools.partial(self._send_end, "completed", completion.step, final)
+            if self.uploader is not None:
+                self.stop.signals.what_next = "the run ends without waiting for the rest of its uploads"
             for undelivered in self._deliver(None if completion.was_reported else send, self._show_unless_stopped):
-                raise undelivered
+                if self.requires_uploads:
+                    raise undelivered
+                log.error("%s", undelivered)
             if self.lease is not None:
                 self.lease.completed(completion.step, final, within_s=self._left_s())
             if self.event_log is not None:
@@ -181,19 +202,26 @@ class Session:
                         stopped=completion.stopped,
                         finite=completion.finite,
                     )
+                    self.event_log.close()
                 except EventLogError as error:
+                    self.cause = error
                     log.error("the completed run could not be recorded: %s", error)  # noqa: TRY400
                     return EXIT_FAILED
         self._inform_ranks(EXIT_COMPLETED)
         return EXIT_COMPLETED
 
-    def fail(self, error: BaseException) -> int:
-        """Report what ended the attempt; returns the exit code, whatever goes wrong here."""
+    def fail(self, error: BaseException, stage: FailureCategory | None = None) -> int:
+        """Report what ended the attempt; returns the exit code, whatever goes wrong here.
+
+        Args:
+            error: What ended it.
+            stage: The category of an error whose type says nothing; None takes that of the current stage.
+        """
         self._reporting.acquire()
         try:
             error = self.cause = self._stop_behind(error) or error
-            own = self._describe(error)
-            first = self.first_cause(own)
+            own = self._describe(error, stage)
+            first = self._first_cause(own)
             if first != own:
                 error = self.cause = FailedElsewhere(first)
             return self._report(error, first)
@@ -218,7 +246,7 @@ class Session:
                 _attempted(report)
             code = self.fail(error)
             for act in self.before_exit:
-                _attempted(functools.partial(act, error))
+                _attempted(act)
             logging.shutdown()
         finally:
             os._exit(code)
@@ -228,7 +256,7 @@ class Session:
         causes, reason = list(causes_of(error)), self.stop.signals.reason
         stop = next((cause for cause in causes if isinstance(cause, TrainingCanceled)), None)
         if stop is not None and stop is not error and self._has_checkpoint_of(self.step):
-            log.error("after the run had stopped: %s", self._describe(error).text)
+            log.error("after the run had stopped: %s", self._describe(error, None).text)
             return stop
         # Torch says in words alone that its loader lost a worker.
         lost_worker = any("DataLoader worker (pid" in text_of(cause) for cause in causes)
@@ -240,20 +268,19 @@ class Session:
     def _has_checkpoint_of(self, step: int) -> bool:
         return self.checkpoints_dir is not None and (self.checkpoints_dir / f"{step_name(step)}.json").exists()
 
-    def first_cause(self, own: Failure) -> Failure:
-        """The failure to report: `own`, or an earlier one of another rank that caused it; asks once."""
+    def _first_cause(self, own: Failure) -> Failure:
+        """The failure to report: `own`, or an earlier one of another rank that caused it."""
         if self.processes is None or self.rank_files is None or own.exit_code == EXIT_STOPPED:
             return own
-        if self._cause_elsewhere is None:
-            self._cause_elsewhere = first_cause(own, time.time(), self.rank_files, self.processes)
-        is_own = self._cause_elsewhere.text == own.text
-        return own if is_own else replace(self._cause_elsewhere, resumable=own.resumable)
+        return first_cause(own, time.time(), self.rank_files, self.processes)
 
-    def _describe(self, error: BaseException) -> Failure:
+    def _describe(self, error: BaseException, stage: FailureCategory | None) -> Failure:
+        saved = None if self.checkpoints_dir is None else any(self.checkpoints_dir.glob("*.json"))
         own = describe_failure(
             error,
-            stage=self.stage,
-            has_checkpoint=self.checkpoints_dir is not None and any(self.checkpoints_dir.glob("*.json")),
+            stage=stage or self.stage,
+            has_checkpoint=bool(saved) or self.has_other_checkpoint(),
+            lost_steps=saved is None and self.step > 0,
             secrets=self.secrets,
             environ=self.environ,
         )
@@ -274,19 +301,24 @@ class Session:
 
     def _log_end(self, error: BaseException, failure: Failure) -> None:
         """Log how the attempt ended, and as the last line what continues it."""
-        newest = None if self.checkpoints_dir is None else _newest_record(self.checkpoints_dir)
-        going_on = "" if newest is None else f" It goes on from {shown_path(newest)}."
         if isinstance(error, TrainingCanceled):
             # Else every further start stops at once, and nothing says why.
             still_there = [
                 path for path in self.stop.cancel_files if path.name != STOP_NAME and cancel_file_is_set(path)
             ]
             first = "".join(f" Remove the cancel file {path} first." for path in still_there)
-            log.warning("stopped: %s.%s%s %s", error.reason, going_on, first, self.way_on)
+            log.warning("stopped: %s.%s%s %s", error.reason, self._goes_on_from(), first, self.way_on)
             return
         log_failure(error, failure, secrets=self.secrets, environ=self.environ, folder=self.folder)
         if self.is_rank_zero and failure.category == "train-step" and self.step:
-            log.error("it failed in step %d.%s %s", self.step, going_on, self.way_on)
+            log.error("it failed in step %d.%s %s", self.step, self._goes_on_from(), self.way_on)
+
+    def _goes_on_from(self) -> str:
+        """A sentence that names the newest checkpoint, by its name alone; empty where there is none."""
+        records = [] if self.checkpoints_dir is None else record_paths(self.checkpoints_dir)
+        names = [path for path in records if is_record_of_callback(path)]
+        newest = max(names, key=lambda path: step_of_name(path.stem) or 0, default=None)
+        return "" if newest is None else f" It goes on from {shown_path(newest)}."
 
     def _inform_ranks(self, exit_code: int) -> None:
         """Let the other ranks end, with this exit code; also removes what a rank of a killed attempt has left."""
@@ -354,14 +386,14 @@ class FollowerSession(Session):
         return EXIT_FAILED if self._rank_zero is not None and self._rank_zero.is_gone() else EXIT_COMPLETED
 
     @override
-    def fail(self, error: BaseException) -> int:
+    def fail(self, error: BaseException, stage: FailureCategory | None = None) -> int:
         self.watch.close()
         if not isinstance(error, TrainingCanceled):
             self.cause = error
         elif self.stop.is_agreed:
             code = self._exit_code_of_rank_zero()
             return EXIT_STOPPED if code is None else code
-        return self._report(error, self._describe(error))  # rank zero may not be there at all
+        return self._report(error, self._describe(error, stage))  # rank zero may not be there at all
 
     @override
     def _report(self, error: BaseException, failure: Failure) -> int:
@@ -374,8 +406,7 @@ class FollowerSession(Session):
         self._log_end(error, failure)
         if rank_zero is not None and not rank_zero.is_gone():  # else the next attempt would take it for one of its own
             rank_zero.files.leave(this_rank(), failure)
-            if self.reports_at_once:
-                rank_zero.wait_for_end(within_s=ACKNOWLEDGED_WITHIN_S, is_bounded=True)
+            rank_zero.wait_for_end(within_s=ACKNOWLEDGED_WITHIN_S, is_bounded=True)
         return failure.exit_code
 
     def _exit_code_of_rank_zero(self) -> int | None:
@@ -391,9 +422,3 @@ def _attempted(act: Callable[[], None]) -> None:
         act()
     except Exception:
         log.exception("not all of the end of the run could be reported")
-
-
-def _newest_record(directory: Path) -> Path | None:
-    """The record of the newest checkpoint, by its name alone."""
-    records = [path for path in record_paths(directory) if is_record_of_callback(path)]
-    return max(records, key=lambda path: step_of_name(path.stem) or 0, default=None)

@@ -32,8 +32,7 @@ from ..health.rules import Fault
 from .events import callbacks_of, run_state_of
 
 if TYPE_CHECKING:
-    from ...adapter.plumbing.failures import Failure
-    from ...reporters.events.event_log import EventLog
+    from ...reporters.uploads import Uploader
     from ..checkpoint.format.record import RecordMeta
     from ..stop.sources import StopSources
 
@@ -80,12 +79,12 @@ class RunContext(Protocol):
     """Everything that can ask the run to stop."""
     record: RecordMeta | None
     """Metadata of the run for every checkpoint record; None where it is not known beforehand."""
-    event_log: EventLog | None
-    """The log of this attempt, open, on rank zero; None where an `EventLogger` keeps its own."""
-
-    def first_cause(self, own: Failure) -> Failure:
-        """The failure to report where this rank fails: its own, or an earlier one of another rank that caused it."""
-        ...
+    uploader: Uploader | None
+    """Sends what the run produces, on rank zero; whoever opens it sets it, and the run completes and closes it."""
+    requires_uploads: bool
+    """Whether a run that completes, but for an upload that did not arrive, fails."""
+    deadline_s: float
+    """How long its end waits for uploads."""
 
     def end_now(self, error: BaseException) -> NoReturn:
         """Report a failure from a thread that watches the training, and end the process."""

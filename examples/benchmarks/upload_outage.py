@@ -28,12 +28,12 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from genlight.callbacks.upload_artifacts import UploadArtifacts
+from genlight.callbacks import Checkpoint, UploadArtifacts
 
 WARM_UP_STEPS = 20
+URLS = ("TENSORHUB_URL", *(f"TRAINER_UPLOAD_{kind}_URL" for kind in ("METRICS", "CHECKPOINT", "TERMINAL")))
 
 
 class Network(pl.LightningModule):
@@ -74,8 +74,7 @@ def train(steps: int, width: int, upload: UploadArtifacts | None) -> Clock:
     """Train once; returns the clock."""
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
-        checkpoints = ModelCheckpoint(dirpath=Path(folder, "checkpoints"), every_n_train_steps=100, save_top_k=2,
-                                      monitor="loss")  # fmt: skip
+        checkpoints = Checkpoint(Path(folder, "checkpoints"), every_n_steps=100)
         trainer = pl.Trainer(
             max_steps=steps,
             accelerator="cpu",
@@ -123,10 +122,8 @@ def measure(kind: str, steps: int, rounds: int, width: int) -> dict[str, object]
     without, during = [], []
     with outage(kind) as url:
         for number in range(rounds):
-            upload = UploadArtifacts(
-                run_id=f"run-{number}", owner="me", metrics_url=url, checkpoint_url=url, terminal_url=url,
-                file_store_url=url, metric_every=10, deadline_s=0.1, critical=False,
-            )  # fmt: skip
+            os.environ |= dict.fromkeys(URLS, url) | {"TRAINER_UPLOAD_DEADLINE_SECONDS": "0.1"}
+            upload = UploadArtifacts(run_id=f"run-{number}", owner="me", metric_every=10, critical=False)
             arms = [(without, None), (during, upload)]
             for clocks, callback in arms if number % 2 else reversed(arms):
                 clocks.append(train(steps, width, callback))

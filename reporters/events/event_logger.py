@@ -21,13 +21,13 @@ from torch.nn import Module
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import EventLogError
-from ...adapter.plumbing.failures import Failure, describe_failure
+from ...adapter.plumbing.failures import describe_failure
 from ...adapter.plumbing.redaction import secrets_of_module
 from .event import RESUMED_METRIC
 from .event_log import EventLog, checked_text, finite_float
 from .run_metadata import metadata_of_module
 
-__all__ = ["EventLogger", "RecordEvents", "last_step"]
+__all__ = ["EventLogger", "RecordEvents", "has_stock_checkpoint", "last_step"]
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,8 @@ class EventLogger(Logger):
     - ``checkpoint`` and ``sample`` for what genlight's `Checkpoint` and `WriteSamples` made durable.
       Lightning's own ``ModelCheckpoint`` has no events: its files are not made durable. Metrics that arrive for a step
       whose checkpoint was already reported are dropped with a warning;
-    - ``completed`` or ``failed`` when the fit ends, with the number of completed optimizer steps.
+    - ``completed`` or ``failed`` when the fit ends, with the number of completed optimizer steps; of ``genlight fit``,
+      once its uploads have settled.
 
     Each fit is one attempt of the run. ``validate`` and ``test`` are attempts of their own if they log something.
 
@@ -66,17 +67,22 @@ class EventLogger(Logger):
         self.run_id = uuid.uuid4().hex if run_id is None else checked_text("run_id", run_id)
         self.path = Path(path)
         self._log: EventLog | None = None
-        self._owns_log = True
+        self._owns_log = self._ends_log = True
         self._trainer: pl.Trainer | None = None
         self._recorder: RecordEvents | None = None
         self._last_step = 0
         self._left_out: set[str] = set()
-        self._run: _HasEventLog | None = None
 
     def join_run(self, run: _HasEventLog) -> None:
-        """Add metrics to the log of `run`, as `attach` does, where it has one; called on each rank."""
-        self._run = run
-        if run.event_log is not None:
+        """Add metrics to the log of `run`; one that has none yet, as of a fit, gets this logger's, and ends it.
+
+        A run has one log. A logger of another file keeps and ends its own.
+        """
+        if not run.is_rank_zero:  # Lightning does not know the rank of a process before it has started the others
+            return
+        if run.event_log is None:
+            run.event_log, self._ends_log = self.experiment, False
+        elif run.event_log.path.absolute() == self.path.absolute():
             self.attach(run.event_log)
 
     def attach(self, event_log: EventLog) -> None:
@@ -85,12 +91,12 @@ class EventLogger(Logger):
         `RecordEvents` writes the events of the fit.
         """
         self.run_id, self.path = event_log.run_id, event_log.path.absolute()
-        self._log, self._owns_log = event_log, False
+        self._log, self._owns_log, self._ends_log = event_log, False, False
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy opens its own log at its first use; that of a session is closed in a copy.
-        own_log = None if self._owns_log else self._log
-        return {**vars(self), "_log": own_log, "_trainer": None, "_recorder": None, "_run": None}
+        own_log, owns = None if self._owns_log else self._log, self._owns_log
+        return {**vars(self), "_log": own_log, "_ends_log": owns, "_trainer": None, "_recorder": None}
 
     @property
     @override
@@ -161,7 +167,7 @@ class EventLogger(Logger):
     @rank_zero_only
     def finalize(self, status: str) -> None:
         event_log = self._log
-        if event_log is None or not self._owns_log or status == _LIVES_ON:
+        if event_log is None or not self._ends_log or status == _LIVES_ON:
             return
         try:
             if status != "success":
@@ -200,22 +206,19 @@ class EventLogger(Logger):
             return
         step = self._completed_steps()
         secrets = secrets_of_module(None if self._trainer is None else self._trainer.lightning_module)
-        has_checkpoint = event_log.last_checkpoint is not None or _has_checkpoint(self._trainer)
+        has_checkpoint = event_log.last_checkpoint is not None or (
+            self._trainer is not None and has_stock_checkpoint(self._trainer)
+        )
         failure = describe_failure(error, has_checkpoint=has_checkpoint, lost_steps=step > 0, secrets=secrets)
-        event_log.record_failure(failure if self._run is None else self._run.first_cause(failure), step)
+        event_log.record_failure(failure, step)
 
 
 class _HasEventLog(Protocol):
     """The part of a run that the logger reads."""
 
-    @property
-    def event_log(self) -> EventLog | None:
-        """The log of the run's attempt, open, on rank zero."""
-        ...
-
-    def first_cause(self, own: Failure) -> Failure:
-        """The failure to report: `own`, or an earlier one of another rank that caused it."""
-        ...
+    event_log: EventLog | None
+    """The log of the run's attempt, open, on rank zero."""
+    is_rank_zero: bool
 
 
 def last_step(trainer: pl.Trainer) -> int | None:
@@ -244,9 +247,9 @@ def _extent(trainer: pl.Trainer) -> dict[str, int]:
 class RecordEvents(Callback):
     """Writes ``started``, ``checkpoint`` and ``sample`` events of a fit to an open log, on rank zero.
 
-    Metrics come from an `EventLogger` of the same log. Who opened the log writes the terminal event: the run of a job,
-    or the `EventLogger` that opened it itself. The first callback of a trainer writes ``started`` before any other one
-    can log something.
+    Metrics come from an `EventLogger` of the same log. The session of ``genlight run`` or ``genlight fit`` writes the
+    terminal event, else the `EventLogger` that opened the log itself. The first callback of a trainer writes
+    ``started`` before any other one can log something.
 
     Args:
         event_log: An open log.
@@ -279,10 +282,8 @@ class RecordEvents(Callback):
                 self.event_log.sample(path=path, step=step)
 
 
-def _has_checkpoint(trainer: pl.Trainer | None) -> bool:
-    """Whether a restart finds a stock checkpoint of this attempt, or the one from which it resumed."""
-    if trainer is None:
-        return False
+def has_stock_checkpoint(trainer: pl.Trainer) -> bool:
+    """Whether a restart finds a checkpoint of Lightning's own callback, or the one from which this attempt resumed."""
     stock = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     return trainer.ckpt_path is not None or any(each.last_model_path or each.best_model_path for each in stock)
 

@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, SupportsFloat
 
 from ...adapter.contract.exceptions import ThreadLimitError, UploadError
 from ...adapter.plumbing.retry import LONGEST_RETRY_AFTER_S, RetryPolicy, TransientError, with_retries
@@ -108,7 +108,7 @@ class Uploader:
 
     # enqueueing, from the training thread
 
-    def enqueue_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+    def enqueue_metrics(self, metrics: Mapping[str, SupportsFloat], step: int) -> None:
         """Queue metrics of a step, best effort: a full disk raises nothing, and the oldest go when too many wait."""
         if not self.config.wants("metrics"):
             return

@@ -281,6 +281,40 @@ def test_an_attached_logger_adds_metrics_and_leaves_the_rest_to_the_owner(tmp_pa
     assert (logger.run_id, logger.path) == ("r", path)
 
 
+class Run:
+    event_log = None
+    is_rank_zero = True
+
+
+def test_a_run_without_a_log_gets_that_of_its_logger_and_ends_it(tmp_path, path):
+    logger, run = EventLogger(path, run_id="r"), Run()
+    logger.join_run(run)
+    make_trainer(tmp_path, logger=logger).fit(Line())
+    assert run.event_log.phase == "started"
+    run.event_log.completed(step=6, final_checkpoint=None)
+    run.event_log.close()
+    assert [event["event"] for event in sound_events(path)] == ["started", *["metric"] * 6, "completed"]
+
+
+def test_another_rank_of_a_run_opens_no_log(path):
+    run = Run()
+    run.is_rank_zero = False
+    EventLogger(path, run_id="r").join_run(run)
+    assert run.event_log is None
+    assert not path.exists()
+
+
+def test_another_logger_of_a_run_keeps_a_log_of_its_own(tmp_path, path):
+    loggers, run = [EventLogger(tmp_path / name, run_id="r") for name in ("events.jsonl", "other.jsonl")], Run()
+    for logger in loggers:
+        logger.join_run(run)
+    make_trainer(tmp_path, logger=loggers).fit(Line())
+    run.event_log.completed(step=6, final_checkpoint=None)
+    run.event_log.close()
+    for log in (path, tmp_path / "other.jsonl"):
+        assert [event["event"] for event in sound_events(log)] == ["started", *["metric"] * 6, "completed"]
+
+
 def test_a_logger_can_be_used_without_a_trainer(path):
     logger = EventLogger(path, run_id="r")
     logger.log_hyperparams({"lr": 0.1})

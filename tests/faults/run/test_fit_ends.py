@@ -1,0 +1,156 @@
+"""However ``genlight fit`` ends, its log has one terminal event and its receiver one message, which say the same."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from genlight.reporters import read_events
+from genlight.reporters.events.validation import validate_events
+
+pytestmark = pytest.mark.slow
+
+FEED = {"class_path": "genlight.adapter.ArrowDataModule", "init_args": {"parquet_paths": "x.parquet", "batch_size": 1}}
+TWO = {"devices": 2, "strategy": "ddp"}
+EVENTS = {"class_path": "genlight.reporters.EventLogger", "init_args": {"path": "events.jsonl", "run_id": "fit"}}
+CHECKPOINTS = {"class_path": "genlight.callbacks.Checkpoint", "init_args": {"dirpath": "checkpoints"}}
+HANGS = {"class_path": "genlight.callbacks.WatchHangs", "init_args": {"floor_s": 1.0, "factor": 1.0, "end_run": True}}
+IN_FIVE_MINUTES = 300.0
+
+
+def said(job):
+    log = job.folder / "stderr"
+    return log.read_text() if log.exists() else ""
+
+
+def uploads(**arguments):
+    return {"class_path": "genlight.callbacks.UploadArtifacts", "init_args": {"run_id": "fit", **arguments}}
+
+
+@pytest.fixture
+def reported(job, fit):
+    """Starts a fit with a log and uploads; `ended` proves that its end was reported once, and returns how."""
+
+    class Reported:
+        def start(self, *callbacks, critical=True, deadline_s=30.0, **arguments):
+            environ = {f"TRAINER_UPLOAD_{kind}_URL": f"{job.server.url}/{kind}" for kind in ("CHECKPOINT", "TERMINAL")}
+            environ["TRAINER_UPLOAD_DEADLINE_SECONDS"] = str(deadline_s)
+            together = [CHECKPOINTS, uploads(critical=critical), *callbacks]
+            return fit(FEED, logger=EVENTS, callbacks=together, environ=environ, **arguments)
+
+        def ended(self, process, *, is_told=True):
+            code, said = process.wait(120), (job.folder / "stderr").read_text()
+            assert validate_events(job.folder / "events.jsonl") == [], said
+            *before, last = read_events(job.folder / "events.jsonl")
+            assert [event["event"] for event in before if event["event"] in ("completed", "failed")] == [], said
+            told = [(each["status"], each["step"], each["error"]) for each in job.server.posted("/TERMINAL")]
+            assert told == ([(last["event"], last["step"], last.get("error", ""))] if is_told else []), said
+            return code, last
+
+    return Reported()
+
+
+def test_a_fit_that_completes_reports_it_once_its_checkpoints_have_arrived(job, reported):
+    code, last = reported.ended(reported.start(at="nowhere", max_steps=3))
+    assert (code, last["event"], last["step"]) == (0, "completed", 3)
+    assert last["final_checkpoint"] == str(job.folder / "checkpoints" / "final.json")
+    assert [path for path, _ in job.server.posts] == ["/CHECKPOINT", "/TERMINAL"]
+    assert job.server.posted("/TERMINAL")[0]["final_checkpoint"] == last["final_checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("raises", "code", "error"),
+    [("ValueError", 1, "train-step:ValueError: injected"), ("SystemExit", 1, "train-step:SystemExit: injected")],
+)
+def test_an_exception_of_the_users_code_is_reported(reported, raises, code, error):
+    ended, last = reported.ended(reported.start(plan={"raises": raises}))
+    assert (ended, last["event"], last["step"], last["error"]) == (code, "failed", 3, error)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_setting_that_lightning_refuses_once_the_fit_has_begun_is_reported(job, reported, ranks):
+    late = {"val_check_interval": 900, "limit_val_batches": 1, "max_epochs": 1}
+    code, last = reported.ended(reported.start(at="nowhere", **late, **(TWO if ranks > 1 else {})))
+    assert (code, last["event"], last["category"], last["step"]) == (2, "failed", "startup", 0)
+    assert "`val_check_interval` (900) must be less than or equal" in last["error"]
+    assert "Traceback" not in said(job)
+
+
+def test_a_stop_is_reported(job, reported):
+    process = reported.start()
+    job.wait_until(job.reached, process)
+    process.send_signal(signal.SIGTERM)
+    job.go()
+    code, last = reported.ended(process)
+    assert (code, last["error"], last["resumable"]) == (75, "preempted", True)
+
+
+def test_a_stop_while_a_fit_that_completed_waits_for_its_uploads_is_reported(job, reported):
+    job.server.status["/CHECKPOINT"] = 503
+    process = reported.start(at="nowhere", max_steps=3, deadline_s=IN_FIVE_MINUTES)
+    job.wait_until(lambda: "uploads: 1 left" in said(job), process)
+    process.send_signal(signal.SIGTERM)
+    code, last = reported.ended(process)
+    assert (code, last["event"], last.get("error"), last.get("resumable")) == (75, "failed", "preempted", True)
+
+
+@pytest.mark.parametrize("critical", [True, False])
+def test_an_upload_that_does_not_arrive_fails_a_fit_where_it_is_critical(job, reported, critical):
+    job.server.status["/CHECKPOINT"] = 503
+    code, last = reported.ended(reported.start(at="nowhere", max_steps=3, deadline_s=1.0, critical=critical))
+    assert (code, last["event"]) == ((1, "failed") if critical else (0, "completed"))
+    assert last.get("category") == ("upload" if critical else None)
+
+
+def test_a_second_signal_ends_a_fit_at_once_and_the_next_one_goes_on(job, reported):
+    process = reported.start()
+    job.wait_until(job.reached, process)
+    process.send_signal(signal.SIGTERM)
+    job.wait_until(lambda: "SIGTERM" in said(job), process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 128 + signal.SIGTERM
+    assert {event["event"] for event in read_events(job.folder / "events.jsonl")} == {"started"}
+    assert validate_events(job.folder / "events.jsonl") == []
+
+
+def test_a_hang_is_reported(reported):
+    code, last = reported.ended(reported.start(HANGS, plan={"holds": IN_FIVE_MINUTES}))
+    assert (code, last["event"], last["category"]) == (1, "failed", "train-step")
+    assert "no step was finished on rank 0" in last["error"]
+
+
+@pytest.mark.parametrize("plan", [{"raises": "ValueError"}, {"dies": True}], ids=["raises", "dies"])
+def test_a_rank_that_fails_is_reported_by_rank_zero(reported, plan):
+    code, last = reported.ended(reported.start(rank=1, plan=plan, **TWO))
+    assert (code, last["event"], last["category"]) == (1, "failed", "train-step")
+    assert "ValueError: injected (rank 1)" in last["error"] or "rank 1 ended with exit code 9" in last["error"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
+def test_in_copies_of_the_process_logger_and_uploads_keep_their_own(job, strategy):
+    """The session stays in the process that started them; one that is spawned imports the program anew."""
+    config = {
+        "trainer": {
+            "max_steps": 2,
+            "accelerator": "cpu",
+            "limit_val_batches": 0,
+            "enable_model_summary": False,
+            "strategy": strategy,
+            "devices": 2,
+            "logger": EVENTS,
+            "callbacks": [CHECKPOINTS, uploads()],
+        },
+        "model": {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"},
+    }
+    (job.folder / "fit.json").write_text(json.dumps(config))
+    environ = job.process_environ(TRAINER_UPLOAD_TERMINAL_URL=f"{job.server.url}/TERMINAL", OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "genlight.adapter.cli", "fit", "--config", "fit.json"]
+    done = subprocess.run(
+        command, cwd=job.folder, env=environ, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    kinds = [event["event"] for event in read_events(job.folder / "events.jsonl")]
+    assert (kinds[0], kinds[-1], kinds.count("completed")) == ("started", "completed", 1)
+    assert [each["status"] for each in job.server.posted("/TERMINAL")] == ["completed"]
