@@ -35,7 +35,7 @@ from ..module.module import ContractModule
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.redaction import secrets_in, without_secrets
 from ..plumbing.text import as_list
-from ..run.fit import continue_runs, fit, join
+from ..run.fit import continue_runs, fit, join, trains_in_copies
 from ..run.folder import directory_fault, lock_directory
 from ..run.report import is_about_what_was_given, show_results, shown_path
 from ..run.session import Completion, FollowerSession, Session
@@ -320,15 +320,19 @@ class GenlightCLI(LightningCLI):
             raise
 
     def after_fit(self) -> None:
-        """Note how the training ended. Its final checkpoint is the newest."""
+        """Note how the training ended. Its final checkpoint is the newest of its own steps."""
         trainer, directory = self.trainer, self._session.checkpoints_dir
+        found = [] if directory is None or not trainer.is_global_zero else list_checkpoints(directory)
+        records = [listed.record for listed in found if listed.record is not None]
         step = getattr(self.model, "completed_steps", trainer.global_step)
+        if records and trains_in_copies(trainer):  # this process knows nothing of their steps
+            step = max(records, key=lambda record: record.created_at_ms).step
         stopped = getattr(self.model, "stopped", None) or ("should_stop" if trainer.should_stop else None)
         self.completion = Completion(step, None, stopped)
-        for listed in [] if directory is None or not trainer.is_global_zero else list_checkpoints(directory):
-            if (record := listed.record) is not None:
-                finite = record.finite_weights is not False
-                self.completion = Completion(step, record.reported_path, stopped, finite=finite)
+        # Later ones are of another fit, where this one went on from an older checkpoint.
+        if own := [record for record in records if record.step <= step]:
+            finite = own[-1].finite_weights is not False
+            self.completion = Completion(step, own[-1].reported_path, stopped, finite=finite)
 
     def show_results(self) -> None:
         """Say how a training ended, and where its results are."""

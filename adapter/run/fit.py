@@ -57,7 +57,7 @@ from .session import Session
 from .start import RUNS_FILE
 from .this_rank import host_name
 
-__all__ = ["NodeCheck", "continue_runs", "fit", "join", "node_faults"]
+__all__ = ["NodeCheck", "continue_runs", "fit", "join", "node_faults", "trains_in_copies"]
 
 log = logging.getLogger(__name__)
 

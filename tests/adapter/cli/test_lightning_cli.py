@@ -532,6 +532,16 @@ def test_a_fit_goes_on_from_a_named_checkpoint_and_says_so(genlight, caplog, tmp
     assert read_record(tmp_path / "c" / "final.json").step == 2
 
 
+def test_a_fit_from_an_older_checkpoint_ends_with_its_own_and_not_with_a_later_one_of_another_fit(genlight):
+    counts = {"plugin": "refused_trainer:Counts", "callback": {"every_n_steps": 1, "keep_last": 9}}
+    assert genlight(**counts, max_steps=5)[0] == 0
+    assert genlight("fit", "--resume", "auto", **counts, max_steps=6)[0] == 0  # the final one of step 5 gets its name
+
+    code, words = genlight("fit", "--ckpt_path", "c/step-00000002.json", **counts, max_steps=3)
+    assert (code, read_record("c/final.json").step) == (0, 3)
+    assert "fit completed at step 3\n  final checkpoint  c/final.json\n" in words
+
+
 def test_the_last_checkpoint_of_a_folder_without_a_whole_one_is_not_step_0(genlight, tmp_path):
     works = {"plugin": "refused_trainer:Works"}
     assert genlight(**works)[0] == 0

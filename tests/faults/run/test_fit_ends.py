@@ -151,6 +151,7 @@ def test_in_copies_of_the_process_logger_and_uploads_keep_their_own(job, strateg
         command, cwd=job.folder, env=environ, capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 0, done.stderr
+    assert "fit completed at step 2\n" in done.stdout + done.stderr
     kinds = [event["event"] for event in read_events(job.folder / "events.jsonl")]
     assert (kinds[0], kinds[-1], kinds.count("completed")) == ("started", "completed", 1)
     assert [each["status"] for each in job.server.posted("/TERMINAL")] == ["completed"]
