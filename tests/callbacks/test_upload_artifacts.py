@@ -210,7 +210,7 @@ def test_a_checkpoint_that_is_refused_ends_the_run_early_and_is_told_in_the_term
 def test_an_outage_of_the_terminal_endpoint_alone_fails_the_run(fit, chaos):
     chaos.control(script=["503"] * 1000, script_paths="/terminal", retry_after="900")  # which is after the deadline
     with pytest.raises(UploadError, match="terminal of step 6"):
-        fit()
+        fit(deadline_s=5.0)
 
 
 def test_an_outage_at_the_end_fails_the_run_after_the_deadline(fit, chaos):
