@@ -43,11 +43,10 @@ from .codec.tensors import (
     TensorTable,
     bytes_of,
     content_digests,
-    entry_of,
     is_plain,
     stored_as,
 )
-from .contents import SlicedTensor, build_header
+from .contents import SlicedTensor, build_header, part_folder
 from .format.record import FROZEN_FILE, MODEL_FILE, TRAINER_FOLDER, CheckpointRecord, LeftOut, RecordMeta
 from .storage import STATE_MARKER, Staging, naming_the_checkpoint
 
@@ -97,8 +96,7 @@ class Captured:
     rest: bytes
     """Everything else that is not a tensor; the content of the state file."""
     entries: list[Entry]
-    slices: list[Entry]
-    """The slices of sharded tensors that this rank holds."""
+    """Tensors, and the slices of sharded ones that this rank holds."""
     sharded_tensors: dict[tuple[str, str], SlicedTensor]
     """All sharded tensors, by file and key, without their slices."""
     staging: Staging
@@ -110,7 +108,7 @@ class Captured:
     @property
     def nbytes(self) -> int:
         """Bytes that will be written, about."""
-        return len(self.rest) + sum(entry.nbytes for entry in (*self.entries, *self.slices))
+        return len(self.rest) + sum(entry.nbytes for entry in self.entries)
 
 
 def capture(checkpoint: Mapping[str, Any], meta: RecordMeta, staging: Staging) -> Captured:
@@ -137,7 +135,7 @@ def capture(checkpoint: Mapping[str, Any], meta: RecordMeta, staging: Staging) -
     metadata = encode(getattr(checkpoint.get(_WEIGHTS), "_metadata", None), table, root="state_dict._metadata")
     content = {"format_version": 1, "weights_metadata": metadata, "checkpoint": {"$dict": list(encoded.items())}}
     state_file = STATE_MARKER + b"," + json.dumps(content, separators=(",", ":"), allow_nan=False)[1:].encode()
-    return Captured(meta, step, state, state_file, table.entries, table.slices, table.sharded_tensors, staging)
+    return Captured(meta, step, state, state_file, table.entries, table.sharded_tensors, staging)
 
 
 def _as_stored(result: Mapping[str, Any], staging: Staging) -> Mapping[str, Any]:
@@ -160,9 +158,8 @@ def snapshot(captured: Captured, buffer: HostBuffer) -> Captured:
     """`captured` with the values of now, in `buffer`; what is written once, frozen tensors, gets memory of its own."""
     once = [entry for entry in captured.entries if entry.file == FROZEN_FILE]
     again = [entry for entry in captured.entries if entry.file != FROZEN_FILE]
-    copies, count = buffer.copy([*again, *captured.slices]), len(again)
-    own = [replace(entry, source=entry.source.detach().to("cpu", copy=True)) for entry in once]
-    return replace(captured, entries=own + copies[:count], slices=copies[count:])
+    own = [_with(entry, entry.source.detach().to("cpu", copy=True)) for entry in once]
+    return replace(captured, entries=own + buffer.copy(again))
 
 
 def finite_weights(captured: Captured) -> bool | None:
@@ -170,25 +167,30 @@ def finite_weights(captured: Captured) -> bool | None:
 
     An infinite buffer is nothing unusual: a mask is one.
     """
-    slices = [entry.source for entry in captured.slices if entry.file == MODEL_FILE]
-    entries = [entry for entry in captured.entries if entry.file in (MODEL_FILE, FROZEN_FILE)]
-    if not are_finite(slices):
-        return False
-    if are_finite([entry.source for entry in entries]):  # what is linked or left out was finite from the start
-        return True if entries or slices or captured.linked or captured.left_out else None
+    weights = [entry for entry in captured.entries if entry.file in (MODEL_FILE, FROZEN_FILE)]
+    if are_finite([entry.source for entry in weights]):  # what is linked or left out was finite from the start
+        return True if weights or captured.linked or captured.left_out else None
     names = captured.meta.parameters
-    return are_finite([entry.source for entry in entries if entry.key in names]) if names else None
+    known = [entry.source for entry in weights if entry.box is not None or entry.key in names]
+    return False if not are_finite(known) else True if names else None
 
 
-def by_file(entries: Iterable[Entry]) -> Iterable[tuple[str, list[Entry]]]:
-    """Entries as they follow each other in each file: large elements first, so that every tensor is aligned."""
-    ordered = sorted(entries, key=lambda entry: (entry.file, -entry.source.dtype.itemsize))
-    return [(file, list(some)) for file, some in itertools.groupby(ordered, key=lambda entry: entry.file)]
+def by_file(entries: Iterable[Entry], rank: int = 0) -> Iterable[tuple[str, list[Entry]]]:
+    """Entries as they follow each other in each file: large elements first, so that every tensor is aligned.
+
+    Slices are in files of the same names in the folder of their `rank`.
+    """
+
+    def name(entry: Entry) -> str:
+        return entry.file if entry.box is None else f"{part_folder(rank)}/{entry.file}"
+
+    ordered = sorted(entries, key=lambda entry: (name(entry), -entry.source.dtype.itemsize))
+    return [(file, list(some)) for file, some in itertools.groupby(ordered, key=name)]
 
 
 def header_of(entries: Iterable[Entry]) -> bytes:
     """The start of a file of `entries`."""
-    return build_header([(e.key, e.dtype, e.shape, e.nbytes) for e in entries], {"format": "pt"})
+    return build_header((e.key, *stored_as(e.source), e.nbytes) for e in entries)
 
 
 _LEAST_BYTES = 4096
@@ -299,7 +301,7 @@ def _identity_of(path: Path) -> tuple[int, int, int]:
 def _has_the_bytes(file: FrozenFile, tensors: Mapping[str, torch.Tensor]) -> bool:
     """Whether `file`, which was proven when it was loaded, is what writing `tensors` would give."""
     hasher = xxhash.xxh3_128()
-    for _, entries in by_file(entry_of(FROZEN_FILE, key, tensor.detach()) for key, tensor in tensors.items()):
+    for _, entries in by_file(Entry(FROZEN_FILE, key, tensor.detach()) for key, tensor in tensors.items()):
         hasher.update(header_of(entries))
         for entry in entries:
             hasher.update(bytes_of(entry.source))
@@ -406,4 +408,4 @@ def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
 
 def _with(entry: Entry, source: torch.Tensor) -> Entry:
     """`entry` with other values; `dataclasses.replace` would take longer than the copy of a small tensor."""
-    return Entry(entry.file, entry.key, entry.dtype, entry.shape, entry.nbytes, source, entry.box)
+    return Entry(entry.file, entry.key, source, entry.box)

@@ -116,11 +116,9 @@ Stored = dict[tuple[str, str], TypedShape]
 """What the files of a checkpoint hold, by file and key."""
 
 
-def build_header(
-    tensors: Sequence[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str] | None = None
-) -> bytes:
+def build_header(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
     """The start of a file that holds `tensors` (key, element type, shape, bytes) one after the other."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for key, dtype, shape, size in tensors:
         header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}

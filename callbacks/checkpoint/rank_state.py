@@ -366,7 +366,7 @@ def digests_of(tree: Any) -> Digests:
         members = _members(value)
         if members is None:
             stored, table = _taken_apart(path, value)
-            found[path] = stored, [entry.source for entry in table.entries]
+            found[path] = stored, [entry.source for entry in table.entries if entry.box is None]
         else:
             found[path] = [type(value).__name__, [key for key, _ in members]], []
             stack.extend(((*path, key), member) for key, member in reversed(members))

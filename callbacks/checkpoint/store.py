@@ -32,11 +32,10 @@ import socket
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -294,7 +293,8 @@ class CheckpointStore:
             )
         self.wait()
         if groups is not None and groups.training.rank != 0:
-            return replace(captured, entries=[], rest=b"", state=None)  # its slices alone
+            slices = [entry for entry in captured.entries if entry.box is not None]
+            return replace(captured, entries=slices, rest=b"", state=None)
         frozen = self._frozen.get(staging.record.parent)
         return captured if frozen is None else frozen.divide(captured)
 
@@ -500,58 +500,48 @@ def _write(channel: Channel, captured: Captured) -> CheckpointRecord | None:
 
 def _write_part(rank: int, captured: Captured) -> Part:
     """Write the slices of this rank, and on rank zero what is not sharded."""
-    staging = captured.staging
-    _wait_until_seen(staging.path, rank)
-    slices: list[SlicedTensor] = []
-    with naming_the_checkpoint(staging.record, captured.nbytes):
-        files = _write_files(staging, captured) if rank == 0 else []
-        for file, entries in by_file(captured.slices):
-            name = f"{staging.folder(part_folder(rank)).name}/{file}"
-            buffers = _indexed(rank, entries, captured, slices)
-            files.append(FileEntry(name, *_write_tensors(staging.path / name, entries, buffers)))
+    folder, slices = captured.staging.path, list[SlicedTensor]()
+    _wait_until_seen(folder, rank)
+    with naming_the_checkpoint(captured.staging.record, captured.nbytes):
+        files = _hook_files(folder) if rank == 0 else []
+        for name, entries in by_file(captured.entries, rank):
+            (folder / name).parent.mkdir(exist_ok=True)
+            files.append(FileEntry(name, *write_file(folder / name, _content(rank, entries, captured, slices))))
         if slices:
-            fsync_directory(staging.folder(part_folder(rank)))
+            fsync_directory(folder / part_folder(rank))
+        if captured.linked is not None:
+            files.append(FileEntry(FROZEN_FILE, captured.linked.size, captured.linked.xxh3_128))
+        if rank == 0:
+            files.append(FileEntry(STATE_FILE, *write_file(folder / STATE_FILE, [captured.rest])))
     return Part(files, slices, finite_weights(captured))
 
 
-def _write_files(staging: Staging, captured: Captured) -> list[FileEntry]:
-    """Write everything but slices; files are named relative to the staging folder."""
-    written = [(f"{TRAINER_FOLDER}/{name}", *facts) for name, facts in _hook_files(staging.path / TRAINER_FOLDER)]
-    for file, entries in by_file(captured.entries):
-        written.append((file, *_write_tensors(staging.path / file, entries, (bytes_of(e.source) for e in entries))))
-    if captured.linked is not None:
-        written.append((FROZEN_FILE, captured.linked.size, captured.linked.xxh3_128))
-    written.append((STATE_FILE, *write_file(staging.path / STATE_FILE, [captured.rest])))
-    return [FileEntry(name, size, digest) for name, size, digest in written]
-
-
-def _write_tensors(path: Path, entries: Iterable[Entry], buffers: Iterable[memoryview]) -> tuple[int, str]:
-    """Write a safetensors file of `entries`, whose bytes `buffers` gives; its size and digest."""
-    return write_file(path, chain([header_of(entries)], buffers))
-
-
-def _indexed(rank: int, entries: list[Entry], captured: Captured, slices: list[SlicedTensor]) -> Iterator[memoryview]:
-    """The bytes of each entry, which is added to `slices` on the way."""
-    begin = len(header_of(entries))
+def _content(
+    rank: int, entries: list[Entry], captured: Captured, slices: list[SlicedTensor]
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file of `entries`; what of these is a slice is added to `slices` on the way."""
+    header = header_of(entries)
+    yield header
+    begin = len(header)
     for entry in entries:
-        assert entry.box is not None
         data = bytes_of(entry.source)
-        of = captured.sharded_tensors[entry.file, entry.key]
-        slices.append(msgspec.structs.replace(of, slices=(StoredSlice(rank, entry.box, begin, digest_of(data)),)))
+        if entry.box is not None:
+            of = captured.sharded_tensors[entry.file, entry.key]
+            slices.append(msgspec.structs.replace(of, slices=(StoredSlice(rank, entry.box, begin, digest_of(data)),)))
         begin += len(data)
         yield data
 
 
-def _hook_files(folder: Path) -> list[tuple[str, tuple[int, str]]]:
-    """Make durable what the trainer's hook wrote; name within `folder`, then size and digest of each file."""
+def _hook_files(staged: Path) -> list[FileEntry]:
+    """Make durable what the trainer's hook wrote into the folder that is `staged`."""
     found = []
-    for path, folders, files in os.walk(folder):
+    for path, folders, files in os.walk(staged / TRAINER_FOLDER):
         for name in sorted([*files, *(name for name in folders if (Path(path) / name).is_symlink())]):
             file = Path(path) / name
             if file.is_symlink():  # it would not survive a move, nor be durable
                 raise CheckpointError(f"save_checkpoint left a link, {name} -> {file.readlink()}; write a file instead")
             fsync_file(file)
-            found.append((file.relative_to(folder).as_posix(), hash_file(file)))
+            found.append(FileEntry(file.relative_to(staged).as_posix(), *hash_file(file)))
     return found
 
 

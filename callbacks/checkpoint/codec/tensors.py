@@ -4,7 +4,7 @@ A tensor that is met again, with the same memory, shape and strides, is stored o
 loading. Other views of the same memory are stored with values of their own. A tensor of the model always has an entry
 of its own, so that ``model.safetensors`` is complete for other tools.
 
-A tensor that is sharded over the ranks has no entry, but a slice: the part of it that this rank holds.
+Of a tensor that is sharded over the ranks, the entry is a slice: the part of it that this rank holds.
 
 Bytes in host memory are hashed there (xxh3-128), at about the speed at which memory is read. Those of another device
 stay there: two sums of 64 bits over its words, each of which is mixed with its place first, and 16 bytes per tensor
@@ -42,7 +42,6 @@ __all__ = [
     "content_digests",
     "device_digest",
     "element_type",
-    "entry_of",
     "is_plain",
     "stored_as",
 ]
@@ -57,13 +56,14 @@ class Entry:
 
     file: str
     key: str
-    dtype: str
-    """The element type in the file."""
-    shape: tuple[int, ...]
-    nbytes: int
     source: torch.Tensor
     box: Box | None = None
-    """Where it lies in a sharded tensor, of which it is only a part."""
+    """Where it lies in a sharded tensor, of which it is only the slice of this rank."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.source.nbytes
 
 
 class TensorTable:
@@ -71,8 +71,7 @@ class TensorTable:
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self.slices: list[Entry] = []
-        """The slices of sharded tensors that this rank holds."""
+        """Tensors, and the slices of sharded ones that this rank holds."""
         self.sharded_tensors: dict[tuple[str, str], SlicedTensor] = {}
         """All sharded tensors, by file and key, without their slices."""
         self._keys: set[tuple[str, str]] = set()
@@ -84,10 +83,10 @@ class TensorTable:
         file, key = TENSORS_FILE, ""
         if path[:-1] == WEIGHTS and type(path[-1]) is str:
             file, key = MODEL_FILE, path[-1]
-        box = None
+        box, has_values = None, True
         if is_sharded(tensor):
             sharded = cast("DTensor", tensor.detach())
-            values, box = sharded.to_local(), slice_of(sharded)
+            values, box, has_values = sharded.to_local(), slice_of(sharded), is_saved_by_this_rank(sharded)
         else:
             values = unsharded(tensor)
             if not is_plain(values):
@@ -99,16 +98,16 @@ class TensorTable:
         if memory not in self._known or file == MODEL_FILE:
             key = key or self._free_key(file, path)
             self._keys.add((file, key))
-            if box is None:
-                self.entries.append(entry_of(file, key, values))
-                facts = _facts(values)
-            else:
-                name, shape = _name_of(values.dtype), tuple(sharded.shape)
-                self.sharded_tensors[file, key] = SlicedTensor(file, key, name, shape, ())
-                if is_saved_by_this_rank(sharded):
-                    self.slices.append(entry_of(file, key, values, box))
-                facts = {} if name in TORCH_TYPES else {"dtype": name, "shape": list(shape)}
-            self._known.setdefault(memory, {"file": file, "key": key, **facts})
+            if has_values:
+                self.entries.append(Entry(file, key, values, box))
+            known: dict[str, Any] = {"file": file, "key": key}
+            if (name := _name_of(values.dtype)) not in TORCH_TYPES:
+                known |= {"dtype": name, "shape": list(tensor.shape)}
+            if box is not None:
+                self.sharded_tensors[file, key] = SlicedTensor(file, key, name, tuple(tensor.shape), ())
+            elif not values.is_contiguous() and _is_dense(values):
+                known["stride"] = list(values.stride())
+            self._known.setdefault(memory, known)
         reference = dict(self._known[memory])
         if tensor.requires_grad:
             reference["requires_grad"] = True
@@ -124,21 +123,6 @@ class TensorTable:
             number += 1
             candidate = f"{key}#{number}"
         return candidate
-
-
-def entry_of(file: str, key: str, values: torch.Tensor, box: Box | None = None) -> Entry:
-    """The entry of a plain tensor."""
-    return Entry(file, key, *stored_as(values), values.nbytes, values, box)
-
-
-def _facts(tensor: torch.Tensor) -> dict[str, Any]:
-    """The part of a reference that a tensor's file cannot tell."""
-    facts: dict[str, Any] = {}
-    if (name := _name_of(tensor.dtype)) not in TORCH_TYPES:
-        facts |= {"dtype": name, "shape": list(tensor.shape)}
-    if not tensor.is_contiguous() and _is_dense(tensor):
-        facts["stride"] = list(tensor.stride())
-    return facts
 
 
 @functools.cache
