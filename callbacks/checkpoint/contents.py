@@ -417,16 +417,6 @@ def read_contents(
     return content, stored, sliced
 
 
-class _Described:
-    """A `TensorSource` that compares references with what is stored, and describes the tensors."""
-
-    def __init__(self, stored: Stored) -> None:
-        self._stored = stored
-
-    def tensor(self, reference: Any) -> TypedShape:
-        return check_tensor(reference, self._stored)
-
-
 def check_contents(record: CheckpointRecord, *, knows_types: bool = False) -> None:
     """Prove that the parts of a checkpoint, whose digests hold, fit together and can be restored in this process.
 
@@ -448,7 +438,7 @@ def check_contents(record: CheckpointRecord, *, knows_types: bool = False) -> No
         ("state", record.state),
     ):
         try:
-            check(tree, _Described(stored), knows_types=knows_types)
+            check(tree, lambda reference: check_tensor(reference, stored), knows_types=knows_types)
         except (BrokenCheckpointError, OSError, MemoryError):
             raise
         except CheckpointError as error:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ...adapter.plumbing.devices import random_states, restore_random_states
 from .codec.state_tree import Path, decode, encode, format_path
-from .codec.tensors import TensorTable, content_digests
+from .codec.tensors import TensorTable, as_referred, content_digests
 from .format.record import digest_of
 from .loader_position import generators_of, warn_of_loaders_without_position
 from .sharded.rank_channel import Channel
@@ -317,8 +317,7 @@ def differences_of_ranks(tree: dict[str, Any], channel: Channel) -> list[list[Di
     of_zero: Digests = channel.share(digests)
     found = [] if channel.rank == 0 else list(_differing(tree, (), digests, of_zero))
     return [
-        [Differing(path, decode(stored, _Sent(sources))) for path, stored, sources in sent]
-        for sent in channel.gather([_packed(path, value) for path, value in found])
+        [_unpacked(*one) for one in sent] for sent in channel.gather([_packed(path, value) for path, value in found])
     ]
 
 
@@ -390,19 +389,6 @@ def _differing(value: Any, path: Path, own: Digests, of_zero: Digests) -> Iterat
         yield from _differing(member, (*path, key), own, of_zero)
 
 
-@dataclass
-class _Sent:
-    """A `TensorSource` over the tensors of a value that another rank has sent, by file and key."""
-
-    sources: Sources
-
-    def tensor(self, reference: dict[str, Any]) -> torch.Tensor:
-        made = self.sources[reference["file"], reference["key"]].detach()
-        if reference.get("parameter"):
-            return torch.nn.Parameter(made, requires_grad=reference.get("requires_grad", False))
-        return made.requires_grad_(reference.get("requires_grad", False))
-
-
 def _packed(path: Path, value: Any) -> tuple[Path, Any, Sources]:
     """A value on its way to rank zero: as in a file, so that no class of the user is looked up to receive it."""
     stored, table = _taken_apart(path, value)
@@ -413,3 +399,8 @@ def _packed(path: Path, value: Any) -> tuple[Path, Any, Sources]:
         )
     # A part of larger memory would be sent with all of it.
     return path, stored, {(entry.file, entry.key): entry.source.cpu().clone() for entry in table.entries}
+
+
+def _unpacked(path: Path, stored: Any, sources: Sources) -> Differing:
+    """A value that another rank has packed."""
+    return Differing(path, decode(stored, lambda of: as_referred(sources[of["file"], of["key"]], of)))

@@ -61,8 +61,8 @@ from .capture import (
     header_of,
     snapshot,
 )
-from .codec.state_tree import decode
-from .codec.tensors import Entry, as_uint8, bytes_of, element_type
+from .codec.state_tree import decode, dtype_of
+from .codec.tensors import Entry, as_referred, as_uint8, bytes_of
 from .contents import (
     RAW,
     SLICES_FILE,
@@ -683,12 +683,12 @@ def load_record(
         return {**asked, "epoch": 0, "global_step": record.step, CONTRACT_KEY: {"state": record.state}}
     source = _Source(record, base, share)
     try:
-        checkpoint: dict[str, Any] = decode(source.content["checkpoint"], source)
+        checkpoint: dict[str, Any] = decode(source.content["checkpoint"], source.tensor)
         if record.state or CONTRACT_KEY in checkpoint:
-            checkpoint.setdefault(CONTRACT_KEY, {})["state"] = decode(record.state, source)
+            checkpoint.setdefault(CONTRACT_KEY, {})["state"] = decode(record.state, source.tensor)
         if "state_dict" in checkpoint:
             weights = checkpoint["state_dict"] = OrderedDict(checkpoint["state_dict"])
-            if (metadata := decode(source.content["weights_metadata"], source)) is not None:
+            if (metadata := decode(source.content["weights_metadata"], source.tensor)) is not None:
                 # Versions of modules, where torch looks for them.
                 weights._metadata = metadata  # type: ignore[attr-defined]
     except (CheckpointError, OSError, MemoryError):  # of this machine: references were compared with the files
@@ -700,7 +700,7 @@ def load_record(
 
 
 class _Source:
-    """A `TensorSource` over the files of one checkpoint."""
+    """The tensors in the files of one checkpoint."""
 
     def __init__(self, record: CheckpointRecord, base: Base | None, share: slice | None) -> None:
         """Read and prove all files, of those with slices the own share."""
@@ -739,11 +739,7 @@ class _Source:
             return WholeTensor(self._sliced[place])
         if place not in self._given:
             self._given[place] = self._read(reference)
-        tensor = self._given[place]
-        if reference.get("parameter"):
-            return torch.nn.Parameter(tensor, requires_grad=reference.get("requires_grad", False))
-        tensor = tensor.detach()
-        return tensor.requires_grad_() if reference.get("requires_grad") else tensor
+        return as_referred(self._given[place], reference)
 
     def _read(self, reference: dict[str, Any]) -> torch.Tensor:
         """The stored tensor behind a reference, with its own type and strides; for all references to it."""
@@ -752,7 +748,7 @@ class _Source:
             return self._sliced[place].whole()
         tensor = self._stored[place]
         if "dtype" in reference:
-            tensor = tensor.view(element_type(reference["dtype"])).reshape(reference["shape"])
+            tensor = tensor.view(dtype_of(reference["dtype"])).reshape(reference["shape"])
         if "stride" in reference:
             strided = torch.empty_strided(tensor.shape, reference["stride"], dtype=tensor.dtype, device="cpu")
             tensor = strided.copy_(tensor)
@@ -774,7 +770,7 @@ class StoredSlices:
     @property
     def dtype(self) -> torch.dtype:
         """Element type."""
-        return element_type(self.tensor.dtype)
+        return dtype_of(self.tensor.dtype)
 
     def whole(self) -> torch.Tensor:
         """All of it, put together from all slices."""

@@ -37,11 +37,11 @@ __all__ = [
     "WEIGHTS",
     "Entry",
     "TensorTable",
+    "as_referred",
     "as_uint8",
     "bytes_of",
     "content_digests",
     "device_digest",
-    "element_type",
     "is_plain",
     "stored_as",
 ]
@@ -67,7 +67,7 @@ class Entry:
 
 
 class TensorTable:
-    """A `TensorSink`: collects what to write while a tree is encoded."""
+    """Collects what to write while a tree is encoded."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -125,6 +125,14 @@ class TensorTable:
         return candidate
 
 
+def as_referred(tensor: torch.Tensor, reference: dict[str, Any]) -> torch.Tensor:
+    """What a reference is to, with the values of the stored `tensor`: a parameter, or one that requires a gradient."""
+    requires_grad = reference.get("requires_grad", False)
+    if reference.get("parameter"):
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.detach().requires_grad_(requires_grad)
+
+
 @functools.cache
 def _name_of(dtype: torch.dtype) -> str:
     """Such as ``float32``."""
@@ -165,18 +173,6 @@ def as_uint8(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor's memory as a flat tensor of bytes."""
     # Not `reshape`: a single element is contiguous with any stride, and keeps it.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def element_type(name: str) -> torch.dtype:
-    """The torch type called `name`.
-
-    Raises:
-        ValueError: This torch has no such type.
-    """
-    dtype = vars(torch).get(name)
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    raise ValueError(f"torch {torch.__version__} has no element type {name!r}")
 
 
 _CHUNK = 1 << 22
