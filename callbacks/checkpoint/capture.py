@@ -48,7 +48,7 @@ from .codec.tensors import (
 )
 from .contents import SlicedTensor, build_header, part_folder
 from .format.record import FROZEN_FILE, MODEL_FILE, TRAINER_FOLDER, CheckpointRecord, LeftOut, RecordMeta
-from .storage import STATE_MARKER, Staging, naming_the_checkpoint
+from .storage import STATE_MARKER, Staging
 
 __all__ = [
     "CONTRACT_KEY",
@@ -245,11 +245,7 @@ class Frozen:
             self._file = file if file is not None and _has_the_bytes(file, stored) else None
 
     def divide(self, captured: Captured) -> Captured:
-        """`captured` with its frozen weights set apart: left out, linked from the last checkpoint, or in one file.
-
-        Raises:
-            UnwrittenCheckpointError: The link could not be made, for another reason than that there are none.
-        """
+        """`captured` with its frozen weights set apart: left out, linked from the last checkpoint, or in one file."""
         asked = {e.key: e for e in captured.entries if e.file == MODEL_FILE and e.key in self._digests}
         digests = content_digests([entry.source for entry in asked.values()])
         same = {key for key, digest in zip(asked, digests, strict=True) if digest == self._digests[key]}
@@ -257,9 +253,8 @@ class Frozen:
         keys = frozenset(same - self._left_out.keys())
         linked = None
         if self._file is not None and keys == self._file.keys:
-            with naming_the_checkpoint(captured.staging.record, captured.nbytes):
-                # At once, while it is there for certain.
-                linked = self._file if _link(self._file, captured.staging.path / FROZEN_FILE) else None
+            # At once, while it is there for certain.
+            linked = self._file if _link(self._file, captured.staging.path / FROZEN_FILE) else None
         gone = same if linked is not None else same - keys
         entries = [e for e in captured.entries if e.file != MODEL_FILE or e.key not in gone]
         entries = [replace(e, file=FROZEN_FILE) if e.file == MODEL_FILE and e.key in keys else e for e in entries]
@@ -276,11 +271,11 @@ def _link(file: FrozenFile, target: Path) -> bool:
     """Make `target` a hard link to `file`; False where that is not possible, so that it has to be written again."""
     try:
         os.link(file.path, target, follow_symlinks=False)
+        if _identity_of(target) == file.identity:
+            return True
+        os.unlink(target)
     except OSError:  # gone, no links here, too many of them, or not allowed to this user
-        return False
-    if _identity_of(target) == file.identity:
-        return True
-    os.unlink(target)
+        pass
     return False
 
 

@@ -52,7 +52,6 @@ from .storage import (
     Listed,
     Staging,
     is_checkpoint_file,
-    naming_the_checkpoint,
     require_replaceable,
     require_space,
     stage,
@@ -643,8 +642,7 @@ def _trainer_files(
             with tempfile.TemporaryDirectory() as scratch:
                 pl_module.save_trainer_files(output_dir=Path(scratch), step=step, final=final)
         return None, None
-    with naming_the_checkpoint(path):
-        staging = stage(path)
+    staging = stage(path)
     try:
         output = staging.folder(TRAINER_FOLDER)
         return staging, pl_module.save_trainer_files(output_dir=output, step=step, final=final)

@@ -65,22 +65,18 @@ from .format.record import (
 )
 
 __all__ = [
-    "SPACE_FOR_THE_REST",
     "STATE_MARKER",
     "Listed",
     "Staging",
     "check_file",
     "checkpoint_files",
-    "choose_folder",
     "commit",
     "delete_checkpoint",
     "find_file",
     "folders_of_checkpoints",
-    "folders_that_are_named",
     "hash_file",
     "is_checkpoint_file",
     "missing_file",
-    "move_older_final",
     "naming_the_checkpoint",
     "read_proven",
     "records_in",
@@ -338,7 +334,7 @@ def checkpoint_files(directory: str | os.PathLike[str]) -> list[Path]:
     return [each.path for each in found if each.error is not None or is_checkpoint_file(each.path)]
 
 
-def folders_that_are_named(listed: Sequence[Listed]) -> Counter[str]:
+def _folders_that_are_named(listed: Sequence[Listed]) -> Counter[str]:
     """How many of the records of a directory name each folder in it.
 
     A link names nothing beyond what its target does. Of a broken record every folder of its name may be the data.
@@ -357,7 +353,7 @@ def folders_of_checkpoints(files: Sequence[Path]) -> list[Path]:
     Of an older runtime's record that is the folder of its name, with what its trainer wrote.
     """
     listed = [entry for path in files if (entry := _listed(path)) is not None]
-    data = [files[0].parent / name for name in sorted(folders_that_are_named(listed))]
+    data = [files[0].parent / name for name in sorted(_folders_that_are_named(listed))]
     of_old = [entry.record.trainer_folder for entry in listed if entry.record is not None and entry.record.is_old]
     others = [folder for folder in of_old if folder is not None and not folder.is_symlink()]
     return [*filter(_is_data_folder, data), *others]
@@ -384,8 +380,8 @@ def _is_data_folder(path: Path) -> bool:
         return False
 
 
-def _goes_with_its_data(record: Path, named: Counter[str] | None = None) -> CheckpointRecord | None:
-    """The checkpoint at `record` if its data folder is its own alone.
+def _goes_with_its_data(record: Path, listed: Sequence[Listed] | None = None) -> CheckpointRecord | None:
+    """The checkpoint at `record` if its data folder is its own alone, among those that are `listed` in its directory.
 
     None of a link, whose target is another checkpoint, and of a broken record, which does not say what it named.
     """
@@ -397,16 +393,16 @@ def _goes_with_its_data(record: Path, named: Counter[str] | None = None) -> Chec
         return None
     if parsed.data_path is None or not _is_data_folder(parsed.data_path):
         return None
-    named = folders_that_are_named(records_in(record.parent)) if named is None else named
+    named = _folders_that_are_named(records_in(record.parent) if listed is None else listed)
     return parsed if named[parsed.data_path.name] == 1 else None
 
 
-SPACE_FOR_THE_REST = 1 << 20
+_SPACE_FOR_THE_REST = 1 << 20
 """Bytes beside tensors and JSON: headers, the record, folders."""
 
 
 def require_space(directory: Path, needed: int) -> None:
-    """Raise before a checkpoint of `needed` bytes that does not fit.
+    """Raise before a checkpoint with `needed` bytes of tensors and JSON that does not fit.
 
     Raises:
         CheckpointError: The file system has less free space.
@@ -414,7 +410,7 @@ def require_space(directory: Path, needed: int) -> None:
     existing = directory.absolute()
     while not existing.exists():
         existing = existing.parent
-    free = shutil.disk_usage(existing).free
+    free, needed = shutil.disk_usage(existing).free, needed + _SPACE_FOR_THE_REST
     if free < needed:
         raise CheckpointError(
             f"a checkpoint needs {needed / 1e6:,.1f} MB, but the file system of {directory} has {free / 1e6:,.1f} MB "
@@ -449,45 +445,46 @@ def stage(path: str | os.PathLike[str]) -> Staging:
     """Make the temporary folder for the checkpoint at `path`.
 
     Raises:
-        OSError: The directory cannot be made or written to.
+        UnwrittenCheckpointError: The directory cannot be made or written to.
     """
     record = record_path(path)
-    record.parent.mkdir(parents=True, exist_ok=True)
     name = temporary_name(name_of(record))
-    _live.add(name)
-    try:
-        os.mkdir(record.parent / name)
-    except OSError:
-        _live.discard(name)
-        raise
+    with naming_the_checkpoint(record):
+        record.parent.mkdir(parents=True, exist_ok=True)
+        _live.add(name)
+        try:
+            os.mkdir(record.parent / name)
+        except OSError:
+            _live.discard(name)
+            raise
     return Staging(record, record.parent / name)
 
 
-def choose_folder(record: Path) -> str:
-    """The name for the data folder of a new checkpoint: the first that is free."""
-    return next(name for name in folder_names(name_of(record)) if not os.path.lexists(record.parent / name))
+def commit(staging: Staging, record: CheckpointRecord) -> None:
+    """Give the staged folder its name, the first that is free, and write the record; durable when this returns.
 
-
-def commit(staging: Staging, folder: str, record: bytes) -> None:
-    """Give the staged folder its name and write the record; durable when this returns.
-
-    What the record before it named, if there was one, is removed then.
+    What the record before it named, if there was one, is removed then. A final checkpoint leaves an earlier end of its
+    run under the name of its step.
 
     Args:
         staging: What to commit; whoever made it discards it if this fails.
-        folder: A name from `choose_folder`.
-        record: The content of the record, which names that folder.
+        record: The record, whose files are named relative to the staged folder.
 
     Raises:
         CheckpointError: Something that is not a checkpoint has the record's name.
+        UnstorableStateError: The record is larger than one may be.
         OSError: It could not be done. If the record was not yet renamed, only the staged folder remains of the new
             checkpoint; if only the last sync failed, either it or the old one is there after a power cut.
     """
     require_replaceable(staging.record)
+    if record.final:
+        _move_older_final(staging.record, record)
     directory = staging.record.parent
+    folder = next(name for name in folder_names(name_of(staging.record)) if not os.path.lexists(directory / name))
+    files = tuple(replace(file, path=f"{folder}/{file.path}") for file in record.files)
     target, name = directory / folder, temporary_name(staging.record.name)
     replaced = _goes_with_its_data(staging.record)
-    write_file(staging.path / name, [record])
+    write_file(staging.path / name, [serialise_record(replace(record, folder=folder, files=files))])
     for path, _, _ in os.walk(staging.path, topdown=False):
         fsync_directory(path)
     os.rename(staging.path, target)
@@ -510,23 +507,19 @@ def commit(staging: Staging, folder: str, record: bytes) -> None:
             log.warning("Could not remove %s: %s", replaced.data_path, error)
 
 
-def move_older_final(final: Path, *, step: int, run_id: str) -> None:
-    """Give the name of its step to the final checkpoint at `final`, if the run has gone on from it to `step`.
+def _move_older_final(final: Path, new: CheckpointRecord) -> None:
+    """Give the name of its step to the final checkpoint at `final`, if its run has gone on from it to the `new` end.
 
     It is whole under one of its names at every moment: its files get second names first, and a record of its step.
     Where a whole checkpoint of that step is there already, that one stays in its place. What cannot be moved, as on a
-    file system without links, is left to be replaced, with a warning: the new end of the run is worth more.
-
-    Args:
-        final: The record that the new final checkpoint will have.
-        step: Completed steps of the new one.
-        run_id: Of the run that saves it; what another run left is replaced.
+    file system without links, is left to be replaced, with a warning: the new end of the run is worth more. What
+    another run left is replaced, too.
     """
     try:
         old = read_record(final)
     except (BrokenCheckpointError, OSError):
         return
-    is_earlier_end = old.final and not old.is_old and old.run_id == run_id and old.step < step
+    is_earlier_end = old.final and not old.is_old and old.run_id == new.run_id and old.step < new.step
     if final.is_symlink() or not is_earlier_end or old.data_path is None:
         return
     target = final.with_name(f"{step_name(old.step)}.json")
@@ -548,22 +541,21 @@ def _save_as(old: CheckpointRecord, data: Path, target: Path) -> None:
             if name != SCORES_FILE or (data / name).is_file():
                 (staging.path / name).parent.mkdir(parents=True, exist_ok=True)
                 os.link(data / name, staging.path / name, follow_symlinks=False)
-        folder = choose_folder(target)
-        files = tuple(replace(file, path=f"{folder}/{old.file_name(file)}") for file in old.files)
-        commit(staging, folder, serialise_record(replace(old, final=False, folder=folder, files=files)))
+        files = tuple(replace(file, path=old.file_name(file)) for file in old.files)
+        commit(staging, replace(old, final=False, files=files))
     except BaseException:
         staging.discard()
         raise
 
 
-def delete_checkpoint(path: str | os.PathLike[str], named: Counter[str] | None = None) -> None:
+def delete_checkpoint(path: str | os.PathLike[str], listed: Sequence[Listed] | None = None) -> None:
     """Remove a checkpoint, its record first; of a link to one, the link. One that is not there is no error.
 
     What is not of the checkpoint stays, also within its folder.
 
     Args:
         path: The checkpoint.
-        named: The `folders_that_are_named` in its directory; None finds them.
+        listed: The `records_in` its directory; None reads them.
 
     Raises:
         CheckpointError: Something that is not a checkpoint has that name.
@@ -575,7 +567,7 @@ def delete_checkpoint(path: str | os.PathLike[str], named: Counter[str] | None =
     target = Path(os.path.realpath(record))
     if target.exists() and not is_checkpoint_file(target):
         raise CheckpointError(f"{record} is not a checkpoint, and is not removed")
-    whole = _goes_with_its_data(record, named)
+    whole = _goes_with_its_data(record, listed)
     if whole is None or whole.data_path is None:
         record.unlink(missing_ok=True)
     else:
@@ -632,7 +624,7 @@ def sweep(directory: str | os.PathLike[str], listed: Sequence[Listed] | None = N
         names = sorted(os.listdir(directory))
     except FileNotFoundError:
         return []
-    named = folders_that_are_named(records_in(directory) if listed is None else listed)
+    named = _folders_that_are_named(records_in(directory) if listed is None else listed)
     swept = []
     for name in names:
         path = directory / name

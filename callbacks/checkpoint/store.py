@@ -31,7 +31,7 @@ import re
 import socket
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -95,24 +95,19 @@ from .format.record import (
     name_of,
     read_record,
     record_path,
-    serialise_record,
     tensor_file,
 )
 from .selection import find_checkpoint, list_checkpoints
 from .sharded.rank_channel import ALONE, Channel, RankGroups
 from .sharded.slices import WholeTensor, within
 from .storage import (
-    SPACE_FOR_THE_REST,
     Listed,
     Staging,
     check_file,
-    choose_folder,
     commit,
     delete_checkpoint,
     find_file,
-    folders_that_are_named,
     hash_file,
-    move_older_final,
     naming_the_checkpoint,
     require_space,
     stage,
@@ -254,20 +249,14 @@ class CheckpointStore:
         training, writing = (ALONE, ALONE) if groups is None else (groups.training, groups.writing)
         is_first, name = training.rank == 0, name_of(record)
 
-        def make_folder() -> Staging | None:
-            # Now, not in the background: a caller may put a link beside the checkpoint (``save_last="link"``).
-            with naming_the_checkpoint(record):
-                return (staging or stage(record)) if is_first else None
-
-        def check_space() -> None:
-            if is_first:
-                require_space(record.parent, nbytes + SPACE_FOR_THE_REST)
-
-        made = training.share(training.agreed(make_folder, f"start {name}"))
+        # Now, not in the background: a caller may put a link beside the checkpoint (``save_last="link"``).
+        made = training.share(
+            training.agreed(lambda: (staging or stage(record)) if is_first else None, f"start {name}")
+        )
         try:
             captured = training.agreed(lambda: self._capture(state, meta, made, groups), f"prepare {name}")
             nbytes = sum(training.gather(captured.nbytes))
-            training.agreed(check_space, f"start {name}")
+            training.agreed(lambda: require_space(record.parent, nbytes) if is_first else None, f"start {name}")
             is_sharded = training.share(bool(captured.sharded_tensors))
         except BaseException:
             if is_first:
@@ -370,9 +359,8 @@ class CheckpointStore:
 
         def remove() -> None:
             listed = list_checkpoints(directory)
-            named = folders_that_are_named(listed)
             for record in choose(listed):
-                _remove(record.path, named)
+                _remove(record.path, listed)
 
         self.background.submit(remove)
 
@@ -422,9 +410,9 @@ def _warn_of_nonfinite(path: Path) -> None:
     )
 
 
-def _remove(path: Path, named: Counter[str] | None = None) -> None:
+def _remove(path: Path, listed: list[Listed] | None = None) -> None:
     try:
-        delete_checkpoint(path, named)
+        delete_checkpoint(path, listed)
     except (CheckpointError, OSError) as error:
         log.warning("Could not remove the checkpoint %s: %s", path, error)
 
@@ -563,21 +551,18 @@ def _commit(captured: Captured, parts: Sequence[Part]) -> CheckpointRecord:
             files.append(FileEntry(SLICES_FILE, *write_file(staging.path / SLICES_FILE, [msgspec.json.encode(index)])))
         # A rank other than zero that holds no slice of a parameter says nothing.
         said = [part.finite_weights for rank, part in enumerate(parts) if part.finite_weights is not None or not rank]
-        if captured.meta.final:
-            move_older_final(path, step=captured.step, run_id=captured.meta.run_id)
-        folder = choose_folder(path)
         files.sort(key=lambda file: file.path)
         facts = vars(captured.meta) | {
             "step": captured.step,
             "state": captured.state,
-            "folder": folder,
-            "files": tuple(replace(file, path=f"{folder}/{file.path}") for file in files),
+            "folder": None,
+            "files": tuple(files),
             "created_at_ms": time.time_ns() // 1_000_000,
             "versions": library_versions(),
             "left_out": captured.left_out,
             "finite_weights": False if False in said else None if None in said else True,
         }
-        commit(staging, folder, serialise_record(CheckpointRecord(path=path, **facts)))
+        commit(staging, CheckpointRecord(path=path, **facts))
         return read_record(path)
 
 
