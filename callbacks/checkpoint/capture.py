@@ -24,7 +24,7 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -56,13 +56,10 @@ __all__ = [
     "Frozen",
     "HostBuffer",
     "aligned",
-    "by_file",
     "capture",
     "described",
-    "finite_weights",
     "frozen_in",
-    "header_of",
-    "snapshot",
+    "tensor_files",
 ]
 
 log = logging.getLogger(__name__)
@@ -110,6 +107,27 @@ class Captured:
         """Bytes that will be written, about."""
         return len(self.rest) + sum(entry.nbytes for entry in self.entries)
 
+    def snapshot(self, buffer: HostBuffer) -> Captured:
+        """The same with the values of now, in `buffer`; what is written once, frozen tensors, gets its own memory."""
+        once = [entry for entry in self.entries if entry.file == FROZEN_FILE]
+        again = [entry for entry in self.entries if entry.file != FROZEN_FILE]
+        own = [_with(entry, entry.source.detach().to("cpu", copy=True)) for entry in once]
+        return replace(self, entries=own + buffer.copy(again))
+
+    def has_finite_weights(self) -> bool | None:
+        """Whether all parameters that this rank holds are finite; None where it cannot tell them from buffers.
+
+        An infinite buffer is nothing unusual: a mask is one.
+        """
+        weights = [entry for entry in self.entries if entry.file in (MODEL_FILE, FROZEN_FILE)]
+        if are_finite([entry.source for entry in weights]):  # what is linked or left out was finite from the start
+            return True if weights or self.linked or self.left_out else None
+        names = self.meta.parameters
+        known = [entry.source for entry in weights if entry.box is not None or entry.key in names]
+        if not are_finite(known):
+            return False
+        return True if names else None
+
 
 def capture(checkpoint: Mapping[str, Any], meta: RecordMeta, staging: Staging) -> Captured:
     """Take a checkpoint apart into JSON and tensors; its tensors are referred to, not copied.
@@ -154,29 +172,8 @@ def _as_stored(result: Mapping[str, Any], staging: Staging) -> Mapping[str, Any]
     return result
 
 
-def snapshot(captured: Captured, buffer: HostBuffer) -> Captured:
-    """`captured` with the values of now, in `buffer`; what is written once, frozen tensors, gets memory of its own."""
-    once = [entry for entry in captured.entries if entry.file == FROZEN_FILE]
-    again = [entry for entry in captured.entries if entry.file != FROZEN_FILE]
-    own = [_with(entry, entry.source.detach().to("cpu", copy=True)) for entry in once]
-    return replace(captured, entries=own + buffer.copy(again))
-
-
-def finite_weights(captured: Captured) -> bool | None:
-    """Whether all parameters that this rank holds are finite; None where it cannot tell them from buffers.
-
-    An infinite buffer is nothing unusual: a mask is one.
-    """
-    weights = [entry for entry in captured.entries if entry.file in (MODEL_FILE, FROZEN_FILE)]
-    if are_finite([entry.source for entry in weights]):  # what is linked or left out was finite from the start
-        return True if weights or captured.linked or captured.left_out else None
-    names = captured.meta.parameters
-    known = [entry.source for entry in weights if entry.box is not None or entry.key in names]
-    return False if not are_finite(known) else True if names else None
-
-
-def by_file(entries: Iterable[Entry], rank: int = 0) -> Iterable[tuple[str, list[Entry]]]:
-    """Entries as they follow each other in each file: large elements first, so that every tensor is aligned.
+def tensor_files(entries: Iterable[Entry], rank: int = 0) -> Iterator[tuple[str, bytes, list[Entry]]]:
+    """The files of `entries`: name, header, and what follows that, large elements first, so that all are aligned.
 
     Slices are in files of the same names in the folder of their `rank`.
     """
@@ -185,12 +182,9 @@ def by_file(entries: Iterable[Entry], rank: int = 0) -> Iterable[tuple[str, list
         return entry.file if entry.box is None else f"{part_folder(rank)}/{entry.file}"
 
     ordered = sorted(entries, key=lambda entry: (name(entry), -entry.source.dtype.itemsize))
-    return [(file, list(some)) for file, some in itertools.groupby(ordered, key=name)]
-
-
-def header_of(entries: Iterable[Entry]) -> bytes:
-    """The start of a file of `entries`."""
-    return build_header((e.key, *stored_as(e.source), e.nbytes) for e in entries)
+    for file, group in itertools.groupby(ordered, key=name):
+        some = list(group)
+        yield file, build_header((e.key, *stored_as(e.source), e.nbytes) for e in some), some
 
 
 _LEAST_BYTES = 4096
@@ -296,8 +290,8 @@ def _identity_of(path: Path) -> tuple[int, int, int]:
 def _has_the_bytes(file: FrozenFile, tensors: Mapping[str, torch.Tensor]) -> bool:
     """Whether `file`, which was proven when it was loaded, is what writing `tensors` would give."""
     hasher = xxhash.xxh3_128()
-    for _, entries in by_file(Entry(FROZEN_FILE, key, tensor.detach()) for key, tensor in tensors.items()):
-        hasher.update(header_of(entries))
+    for _, header, entries in tensor_files(Entry(FROZEN_FILE, key, each.detach()) for key, each in tensors.items()):
+        hasher.update(header)
         for entry in entries:
             hasher.update(bytes_of(entry.source))
     return hasher.hexdigest() == file.xxh3_128

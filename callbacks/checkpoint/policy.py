@@ -44,8 +44,18 @@ from .format.record import (
 )
 from .loader_position import forget_positions, keep_positions, put_positions_back, set_positions_aside
 from .plugins import give_back_plugin, install_plugin, rank_groups_of, url_faults
-from .rank_state import ResumeState, capture_parts, stands_between_batches
-from .selection import WRITER, Retention, add_score, best_first, is_named, list_checkpoints, own_records, to_delete
+from .rank_state import ResumeState, capture_parts
+from .selection import (
+    WRITER,
+    Retention,
+    add_score,
+    best_first,
+    is_named,
+    list_checkpoints,
+    own_records,
+    require,
+    to_delete,
+)
 from .sharded.rank_channel import ALONE, Channel
 from .sharded.slices import is_sharded
 from .storage import (
@@ -149,27 +159,18 @@ class Checkpoint(Hook, LightningCheckpoint):
         replace_existing: bool = False,
         weights: Literal["all", "trained"] = "all",
     ) -> None:
-        wrong = []
-        try:
-            self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
-            self.every_n_epochs = step_cadence("every_n_epochs", every_n_epochs)
-        except ValueError as error:
-            wrong.append(str(error))
-        if not 0 <= every_minutes < math.inf:
-            wrong.append(f"Invalid `every_minutes`. Expected a number >= 0, but received {every_minutes}.")
-        if on_error not in ("stop", "continue"):
-            wrong.append(f"Invalid `on_error`. Expected 'stop' or 'continue', but received {on_error!r}.")
-        if weights not in ("all", "trained"):
-            wrong.append(f"Invalid `weights`. Expected 'all' or 'trained', but received {weights!r}.")
-        if wrong:
-            raise ValueError(" ".join(wrong))
+        require(0 <= every_minutes < math.inf, "every_minutes", "a number >= 0", every_minutes)
+        require(on_error in ("stop", "continue"), "on_error", "'stop' or 'continue'", on_error)
+        require(weights in ("all", "trained"), "weights", "'all' or 'trained'", weights)
+        self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
+        self.every_n_epochs = step_cadence("every_n_epochs", every_n_epochs)
         self.dirpath = None if dirpath is None else local_path(dirpath)
         self.retention = Retention(keep_last, keep_best, monitor, mode)
         self.save_final, self.asynchronous, self.critical = save_final, asynchronous, on_error == "stop"
         self.every_minutes, self.replace_existing, self.weights = every_minutes, replace_existing, weights
         self.run = RecordMeta()
         """Facts for every record of this run; the runtime sets run_id, attempt, max_steps and spec digest."""
-        self._clock = SaveClock(self.every_minutes)
+        self._clock = SaveClock(every_minutes, 0)
         self._scores = Scores()
         self._is_scored = False
         """Whether the monitored value is a score, which only steps have that are evaluated."""
@@ -212,7 +213,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._run_state, self._scores = run_state_of(trainer), Scores()
         self._boundaries = Boundaries(self, trainer.global_step)
-        self._clock.begin(trainer.global_step)
+        self._clock = SaveClock(self.every_minutes, trainer.global_step)
         self._has_reserved = self._is_between_batches = self._saves_after_module_hook = False
         self._last_saved_step = None
         if trainer.ckpt_path is not None:  # the run state of a checkpoint names the one before it
@@ -281,13 +282,12 @@ class Checkpoint(Hook, LightningCheckpoint):
             self._save_what_is_due(trainer, pl_module)
 
     def _save_what_is_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if run_state_of(trainer).stop_reason is None:
-            self.save(trainer, pl_module)
         # All ranks have agreed to end after this step; what it reached must be on disk before the run ends.
-        elif self._last_saved_step != trainer.global_step:
-            self.save(trainer, pl_module, wait=True)
-        else:
+        is_ending = run_state_of(trainer).stop_reason is not None
+        if is_ending and self._last_saved_step == trainer.global_step:
             self.wait(trainer)
+        else:
+            self.save(trainer, pl_module, wait=is_ending)
 
     @override
     def on_module_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -341,8 +341,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         parts = checkpoint.setdefault(CONTRACT_KEY, {})
         parts["elapsed_s"] = self._resume.elapsed_s
         set_positions_aside(trainer, checkpoint, parts)
-        is_between_batches = self._is_between_batches and stands_between_batches(trainer)
-        capture_parts(trainer, pl_module, parts, is_between_batches=is_between_batches, channel=self._channel)
+        capture_parts(trainer, pl_module, parts, has_trained=self._is_between_batches, channel=self._channel)
 
     @override
     def on_load_checkpoint(
@@ -569,18 +568,18 @@ class Scores(dict[int, float]):
 
 
 class SaveClock:
-    """Whether a save is due by the clock. Rank zero decides, and tells the others; all look in the same steps."""
+    """Whether a save is due by the clock. Rank zero decides, and tells the others; all look in the same steps.
 
-    def __init__(self, every_minutes: float) -> None:
+    Args:
+        every_minutes: How far saves are apart; they count from now.
+        step: Training begins after it.
+    """
+
+    def __init__(self, every_minutes: float, step: int) -> None:
         self._every_s = 60 * every_minutes
         self._pace = Pace(_LOOK_EVERY_S)
-        self._next_look = 0
-        self._saved_s = 0.0
-
-    def begin(self, step: int) -> None:
-        """Training begins after `step`; minutes count from here."""
-        self.note_save()
         self.rewind(step)
+        self.note_save()
 
     def rewind(self, step: int) -> None:
         """The run was put back to `step`."""

@@ -44,7 +44,6 @@ __all__ = [
     "restore_gradients",
     "restore_rng",
     "restore_rng_of_rank",
-    "stands_between_batches",
 ]
 
 log = logging.getLogger(__name__)
@@ -169,7 +168,7 @@ def restore_gradients(
             parameter.grad = unsharded(gradient)
 
 
-def stands_between_batches(trainer: pl.Trainer) -> bool:
+def _stands_between_batches(trainer: pl.Trainer) -> bool:
     """Whether no batch is being trained and the epoch is not over; before the first batch that is true as well."""
     # Lightning declares the counters as a base class with fewer fields.
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
@@ -185,7 +184,7 @@ def capture_parts(
     pl_module: pl.LightningModule,
     parts: dict[str, Any],
     *,
-    is_between_batches: bool,
+    has_trained: bool,
     channel: Channel,
 ) -> None:
     """Add what `ResumeState` takes over to `parts` of a checkpoint. Collective.
@@ -194,10 +193,11 @@ def capture_parts(
         trainer: The trainer that saves.
         pl_module: The module that it trains.
         parts: The checkpoint's own part of genlight.
-        is_between_batches: Whether a batch was trained to its end and the next one of its epoch not begun.
+        has_trained: Whether a batch was trained to its end since training began.
         channel: How the ranks bring to rank zero what they have for themselves.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress
+    is_between_batches = has_trained and _stands_between_batches(trainer)
     parts |= {"is_between_batches": is_between_batches, "is_last_batch": progress.is_last_batch}
     if "rng" not in parts:
         parts["rng"] = channel.gather(capture_rng(loader_generators(trainer)))

@@ -54,6 +54,7 @@ __all__ = [
     "newest_valid",
     "own_records",
     "read_scores",
+    "require",
     "to_delete",
 ]
 
@@ -228,12 +229,19 @@ class Retention:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        if self.keep_last is not None and self.keep_last < 1:
-            raise ValueError(f"Invalid `keep_last`. Expected a number >= 1, but received {self.keep_last}.")
-        if self.keep_best < 0:
-            raise ValueError(f"Invalid `keep_best`. Expected a number >= 0, but received {self.keep_best}.")
-        if self.mode not in ("min", "max"):
-            raise ValueError(f"Invalid `mode`. Expected 'min' or 'max', but received {self.mode!r}.")
+        require(self.keep_last is None or self.keep_last >= 1, "keep_last", "a number >= 1", self.keep_last)
+        require(self.keep_best >= 0, "keep_best", "a number >= 0", self.keep_best)
+        require(self.mode in ("min", "max"), "mode", "'min' or 'max'", self.mode)
+
+
+def require(holds: bool, argument: str, expected: str, received: object) -> None:
+    """Raise where an argument is not what was expected.
+
+    Raises:
+        ValueError: It does not hold.
+    """
+    if not holds:
+        raise ValueError(f"Invalid `{argument}`. Expected {expected}, but received {received!r}.")
 
 
 def to_delete(records: Sequence[CheckpointRecord], retention: Retention) -> list[CheckpointRecord]:

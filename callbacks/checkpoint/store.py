@@ -23,6 +23,7 @@ its own, block by block, each of which has a digest.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import logging
 import os
@@ -36,6 +37,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -54,12 +56,9 @@ from .capture import (
     Captured,
     Frozen,
     HostBuffer,
-    by_file,
     capture,
     described,
-    finite_weights,
-    header_of,
-    snapshot,
+    tensor_files,
 )
 from .codec.state_tree import decode, dtype_of
 from .codec.tensors import Entry, as_referred, as_uint8, bytes_of
@@ -302,7 +301,7 @@ class CheckpointStore:
 
         if asynchronous:
             self.before_background_save()
-            taken = snapshot(captured, self.buffer)
+            taken = captured.snapshot(self.buffer)
             self._saving = self.background.submit(lambda: job(taken))
         else:
             self.background.finish()
@@ -492,25 +491,23 @@ def _write_part(rank: int, captured: Captured) -> Part:
     _wait_until_seen(folder, rank)
     with naming_the_checkpoint(captured.staging.record, captured.nbytes):
         files = _hook_files(folder) if rank == 0 else []
-        for name, entries in by_file(captured.entries, rank):
+        for name, header, entries in tensor_files(captured.entries, rank):
             (folder / name).parent.mkdir(exist_ok=True)
-            files.append(FileEntry(name, *write_file(folder / name, _content(rank, entries, captured, slices))))
+            data = _slices_noted(rank, len(header), entries, captured, slices)
+            files.append(FileEntry(name, *write_file(folder / name, chain([header], data))))
         if slices:
             fsync_directory(folder / part_folder(rank))
         if captured.linked is not None:
             files.append(FileEntry(FROZEN_FILE, captured.linked.size, captured.linked.xxh3_128))
         if rank == 0:
             files.append(FileEntry(STATE_FILE, *write_file(folder / STATE_FILE, [captured.rest])))
-    return Part(files, slices, finite_weights(captured))
+    return Part(files, slices, captured.has_finite_weights())
 
 
-def _content(
-    rank: int, entries: list[Entry], captured: Captured, slices: list[SlicedTensor]
-) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file of `entries`; what of these is a slice is added to `slices` on the way."""
-    header = header_of(entries)
-    yield header
-    begin = len(header)
+def _slices_noted(
+    rank: int, begin: int, entries: list[Entry], captured: Captured, slices: list[SlicedTensor]
+) -> Iterator[memoryview]:
+    """The bytes of `entries`, the first of which begins at `begin`; slices among them are added to `slices`."""
     for entry in entries:
         data = bytes_of(entry.source)
         if entry.box is not None:
@@ -610,15 +607,10 @@ def _wait_until_seen(path: Path, rank: int, *, size: int | None = None, made_by:
         CheckpointError: It is not; the directory is not the same one on all nodes.
     """
     end = time.monotonic() + VISIBLE_WITHIN_S
-    while True:
-        try:
-            found = os.stat(path).st_size
-            if size is None or found == size:
+    while time.monotonic() <= end:
+        with contextlib.suppress(FileNotFoundError):
+            if size in (None, os.stat(path).st_size):
                 return
-        except FileNotFoundError:
-            pass
-        if time.monotonic() > end:
-            break
         time.sleep(_POLL_S)
     directory = path.parent if size is None else path.parent.parent.parent
     raise CheckpointError(
@@ -748,18 +740,13 @@ class StoredSlices:
     tensor: SlicedTensor
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
-        return self.tensor.shape
-
-    @property
     def dtype(self) -> torch.dtype:
         """Element type."""
         return dtype_of(self.tensor.dtype)
 
     def whole(self) -> torch.Tensor:
         """All of it, put together from all slices."""
-        return self.read(Box((0,) * len(self.shape), self.shape))
+        return self.read(Box((0,) * len(self.tensor.shape), self.tensor.shape))
 
     def read(self, part: Box) -> torch.Tensor:
         """The values of one part as they were saved, from the slices that have some of them.

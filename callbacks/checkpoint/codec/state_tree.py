@@ -110,8 +110,8 @@ class Kind:
     put_together: Callable[[Any], Any]
     check: Callable[[Any], object] | None = None
     """Raises where `put_together` would, from children whose tensors are only described; None puts them together."""
-    is_of_named_type: bool = False
-    """Whether the children are the name of the value's type and what `take_apart` gives."""
+    has: Callable[[Any], bool] | None = None
+    """Of types that are stored by name, which tells their values: the children are the type's name and these parts."""
 
 
 _FACTORIES: dict[str, Any] = {
@@ -256,7 +256,7 @@ def _kind_of(value: Any) -> Kind | None:
         return found
     if kind.__module__.partition(".")[0] == "numpy" and any(_name(base) == "numpy:generic" for base in kind.__mro__):
         return _OF_TYPES["numpy:generic"]
-    return next((named for has, named in _NAMED if has(value)), None)
+    return next((named for named in _NAMED if named.has is not None and named.has(value)), None)
 
 
 def _name(kind: type) -> str:
@@ -315,6 +315,10 @@ def _enum(content: Any) -> enum.Enum:
     return kind._member_map_[member]
 
 
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
 def _dataclass_apart(value: Any) -> dict[str, Any]:
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     extra = sorted(set(getattr(value, "__dict__", ())) - fields.keys())
@@ -354,6 +358,10 @@ def _find_named_tuple(content: Any) -> Any:
     if not _is_named_tuple(kind) or len(kind._fields) != len(items):
         raise UnknownTypeError(f"{name} is not a named tuple of {len(items)} fields")
     return kind
+
+
+def _named_tuple(content: Any) -> Any:
+    return tuple.__new__(_find_named_tuple(content), content[1])
 
 
 def is_wrapper(tensor: object) -> bool:
@@ -397,27 +405,15 @@ def wrapped_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torc
         yield from wrapped_tensors(f"{part} of {name}", value)
 
 
-_NAMED: list[tuple[Callable[[Any], bool], Kind]] = [
-    (lambda value: isinstance(value, enum.Enum), Kind("$enum", _enum_apart, _enum, is_of_named_type=True)),
-    (
-        lambda value: dataclasses.is_dataclass(value) and not isinstance(value, type),
-        Kind("$dataclass", _dataclass_apart, _dataclass, _find_dataclass, is_of_named_type=True),
-    ),
-    (
-        lambda value: _is_named_tuple(type(value)),
-        Kind(
-            "$namedtuple",
-            list,
-            lambda content: tuple.__new__(_find_named_tuple(content), content[1]),
-            _find_named_tuple,
-            is_of_named_type=True,
-        ),
-    ),
-    (is_wrapper, Kind("$wrapper", _wrapper_apart, _wrapper, _find_wrapper, is_of_named_type=True)),
+_NAMED = [
+    Kind("$enum", _enum_apart, _enum, has=lambda value: isinstance(value, enum.Enum)),
+    Kind("$dataclass", _dataclass_apart, _dataclass, _find_dataclass, _is_dataclass),
+    Kind("$namedtuple", list, _named_tuple, _find_named_tuple, lambda value: _is_named_tuple(type(value))),
+    Kind("$wrapper", _wrapper_apart, _wrapper, _find_wrapper, is_wrapper),
 ]
-"""The kinds of types that are stored by name, each with what tells its values."""
+"""The kinds of types that are stored by name."""
 
-_BY_TAG = {kind.tag: kind for kind in (*_OF_TYPES.values(), _SPARSE, _INT, _FLOAT, *(kind for _, kind in _NAMED))}
+_BY_TAG = {kind.tag: kind for kind in (*_OF_TYPES.values(), _SPARSE, _INT, _FLOAT, *_NAMED)}
 
 
 class _Encoder:
@@ -475,14 +471,14 @@ class _Encoder:
         return {"$dict": pairs}
 
     def _by_kind(self, kind: Kind, value: Any, path: Path) -> dict[str, Any]:
-        if kind.is_of_named_type and not _can_be_found(type(value)):
+        if kind.has is not None and not _can_be_found(type(value)):
             raise _refusal(value, path, "its class must be at the top level of a module and have no __del__")
         try:
             parts = kind.take_apart(value)
         except ValueError as error:
             raise _refusal(value, path, str(error)) from None
         encoded = self.encode(parts, path)
-        return {kind.tag: [_name(type(value)), encoded] if kind.is_of_named_type else encoded}
+        return {kind.tag: [_name(type(value)), encoded] if kind.has is not None else encoded}
 
 
 def _refusal(value: Any, path: Path, hint: str) -> UnstorableStateError:

@@ -101,7 +101,7 @@ class WholeTensor(torch.Tensor):
     def __new__(cls: type[WholeTensor], slices: StoredSlices) -> WholeTensor:
         """A tensor with the shape, type and device of the whole, and no memory."""
         made: WholeTensor = torch.Tensor._make_wrapper_subclass(
-            cls, slices.shape, dtype=slices.dtype, device=torch.device("cpu")
+            cls, slices.tensor.shape, dtype=slices.dtype, device=torch.device("cpu")
         )
         return made
 
