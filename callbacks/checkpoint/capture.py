@@ -37,30 +37,12 @@ from ...adapter.plumbing.text import size_text
 from ..finite import are_finite
 from ..optimizer_state import parameters_of
 from .codec.state_tree import encode
-from .codec.tensors import (
-    WEIGHTS,
-    Entry,
-    TensorTable,
-    bytes_of,
-    content_digests,
-    is_plain,
-    stored_as,
-)
+from .codec.tensors import WEIGHTS, Entry, TensorTable, bytes_of, content_digests, is_plain
 from .contents import SlicedTensor, build_header, part_folder
 from .format.record import FROZEN_FILE, MODEL_FILE, TRAINER_FOLDER, CheckpointRecord, LeftOut, RecordMeta
 from .storage import STATE_MARKER, Staging
 
-__all__ = [
-    "CONTRACT_KEY",
-    "Captured",
-    "Frozen",
-    "HostBuffer",
-    "aligned",
-    "capture",
-    "described",
-    "frozen_in",
-    "tensor_files",
-]
+__all__ = ["CONTRACT_KEY", "Captured", "Frozen", "HostBuffer", "capture", "described", "frozen_in", "tensor_files"]
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +166,7 @@ def tensor_files(entries: Iterable[Entry], rank: int = 0) -> Iterator[tuple[str,
     ordered = sorted(entries, key=lambda entry: (name(entry), -entry.source.dtype.itemsize))
     for file, group in itertools.groupby(ordered, key=name):
         some = list(group)
-        yield file, build_header((e.key, *stored_as(e.source), e.nbytes) for e in some), some
+        yield file, build_header((e.key, *e.stored_as, e.nbytes) for e in some), some
 
 
 _LEAST_BYTES = 4096
@@ -205,7 +187,9 @@ def frozen_in(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimize
 def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, LeftOut]:
     """The entries of a record for tensors that it leaves out; none for those that this process does not hold whole."""
     return {
-        key: LeftOut(key, *stored_as(tensor), xxhash.xxh3_128_hexdigest(bytes_of(tensor.detach())))
+        key: LeftOut(
+            key, *Entry(MODEL_FILE, key, tensor).stored_as, xxhash.xxh3_128_hexdigest(bytes_of(tensor.detach()))
+        )
         for key, tensor in tensors.items()
         if is_plain(tensor)
     }
@@ -222,11 +206,7 @@ class Frozen:
     """
 
     def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        leaves_out: bool = False,
-        loaded: CheckpointRecord | None = None,
+        self, tensors: Mapping[str, torch.Tensor], *, leaves_out: bool = False, loaded: CheckpointRecord | None = None
     ) -> None:
         self._digests = dict(zip(tensors, content_digests(list(tensors.values())), strict=True))
         self._left_out = described(tensors) if leaves_out else {}
@@ -263,13 +243,11 @@ class Frozen:
 
 def _link(file: FrozenFile, target: Path) -> bool:
     """Make `target` a hard link to `file`; False where that is not possible, so that it has to be written again."""
-    try:
+    with contextlib.suppress(OSError):  # gone, no links here, too many of them, or not allowed to this user
         os.link(file.path, target, follow_symlinks=False)
         if _identity_of(target) == file.identity:
             return True
         os.unlink(target)
-    except OSError:  # gone, no links here, too many of them, or not allowed to this user
-        pass
     return False
 
 
@@ -307,7 +285,7 @@ LARGEST_PINNED = 0.5
 """Share of the machine's memory that is pinned at most: the system cannot take pinned pages back."""
 
 
-def aligned(nbytes: int) -> int:
+def _aligned(nbytes: int) -> int:
     """The bytes that a tensor of `nbytes` takes in a snapshot."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
@@ -336,6 +314,11 @@ class HostBuffer:
             torch.get_device_module(device).synchronize(device)
         return list(map(_with, entries, targets))
 
+    @staticmethod
+    def room_for(sizes: Iterable[int]) -> int:
+        """The bytes that tensors of so many bytes take here together."""
+        return sum(map(_aligned, sizes))
+
     def reserve(self, nbytes: int, device: torch.device) -> None:
         """Hold at least `nbytes` for copies from `device`."""
         if nbytes <= self.nbytes and device.type in ("cpu", self._made_for):
@@ -348,7 +331,7 @@ class HostBuffer:
 
     def _laid_out(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
         """A part of the memory for each of `tensors`, of its type and shape."""
-        offsets = [0, *itertools.accumulate(aligned(tensor.nbytes) for tensor in tensors)]
+        offsets = [0, *itertools.accumulate(_aligned(tensor.nbytes) for tensor in tensors)]
         self.reserve(offsets[-1], device)
         parts = zip(tensors, offsets[:-1], strict=True)
         return [_like(tensor, self._memory[at : at + tensor.nbytes]) for tensor, at in parts]

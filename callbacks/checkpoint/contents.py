@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -28,10 +27,9 @@ from typing import Annotated, Any
 import msgspec
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
-from ...adapter.plumbing.safe_open import UnsafeFileError, open_regular
 from .codec.state_tree import check
 from .format.record import MODEL_FILE, STATE_FILE, TRAINER_FOLDER, CheckpointRecord, FileEntry, parse_json, tensor_file
-from .storage import find_file, read_proven
+from .storage import opened, read_proven
 
 __all__ = [
     "Box",
@@ -175,13 +173,8 @@ def read_header(record: CheckpointRecord, entry: FileEntry) -> dict[str, TypedSh
     Raises:
         BrokenCheckpointError: The file is missing, or its header is malformed.
     """
-    try:
-        with os.fdopen(open_regular(find_file(record, entry)), "rb") as file:
-            return header_from(file.read, entry.size)
-    except UnsafeFileError as error:
-        raise BrokenCheckpointError(record.name, f"{entry.path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise BrokenCheckpointError(record.name, f"{entry.path} is malformed: {error}") from None
+    with opened(record, entry) as file:
+        return header_from(file.read, entry.size)
 
 
 SLICES_FILE = "slices.json"

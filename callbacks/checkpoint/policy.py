@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from ...adapter.contract.exceptions import BrokenCheckpointError, GenlightError, StartupContractError
+from ...adapter.contract.exceptions import BrokenCheckpointError, StartupContractError
 from ...adapter.contract.run_state import RunState
 from ...reporters.events.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, Pace, crossed, step_cadence, suppressed
@@ -30,44 +30,17 @@ from ..hook.events import awaits_module_hook, callbacks_of, fire, run_state_of
 from ..hook.hook import Hook, RunContext, ending_the_run, skippable
 from ..lightning_internals import checkpoint_connector
 from ..optimizer_state import named_values
-from .capture import CONTRACT_KEY, Frozen, aligned, frozen_in
+from .capture import CONTRACT_KEY, Frozen, frozen_in
 from .export import keep_configurations
-from .format.record import (
-    FINAL_NAME,
-    TRAINER_FOLDER,
-    CheckpointRecord,
-    RecordMeta,
-    is_record_of_callback,
-    local_path,
-    read_record,
-    step_name,
-)
+from .format.record import FINAL_NAME, CheckpointRecord, RecordMeta, local_path, read_record, step_name
 from .loader_position import forget_positions, keep_positions, put_positions_back, set_positions_aside
-from .plugins import give_back_plugin, install_plugin, rank_groups_of, url_faults
+from .plugins import install_plugin, rank_groups_of, remove_plugin, url_faults
 from .rank_state import ResumeState, capture_parts
-from .selection import (
-    WRITER,
-    Retention,
-    add_score,
-    best_first,
-    is_named,
-    list_checkpoints,
-    own_records,
-    require,
-    to_delete,
-)
+from .selection import WRITER, Retention, add_score, best_first, list_checkpoints, own_records, require, to_delete
 from .sharded.rank_channel import ALONE, Channel
 from .sharded.slices import is_sharded
-from .storage import (
-    Listed,
-    Staging,
-    is_checkpoint_file,
-    require_replaceable,
-    require_space,
-    stage,
-    sweep,
-)
-from .store import CheckpointStore, require_shared_directory
+from .storage import Listed, Staging, require_replaceable, require_space, stage, sweep
+from .store import CheckpointStore, require_shared_directory, wait_after_failure
 
 __all__ = ["Checkpoint", "WritesTrainerFiles", "savers_of", "wait_after_failure"]
 
@@ -274,7 +247,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         if run_state.stop_reason is None and (not is_due or suppressed(pl_module)):
             if not self._has_reserved and self.asynchronous and self.saves_while_training:
                 self._has_reserved = True  # now that optimizers have their state
-                self._store.reserve(_size_of_snapshot(trainer, pl_module), trainer.strategy.root_device)
+                self._store.reserve(_sizes_of_snapshot(trainer, pl_module), trainer.strategy.root_device)
             return
         if awaits_module_hook(trainer, pl_module):  # what that changes, a moving average say, belongs to the step
             self._saves_after_module_hook = True
@@ -359,7 +332,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
         forget_positions(trainer)
-        give_back_plugin(trainer)
+        remove_plugin(trainer)
 
     @override
     def join_run(self, run: RunContext) -> None:
@@ -530,7 +503,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         with os.scandir(self.directory) as entries:
             needed = {os.path.realpath(entry) for entry in entries if entry.is_symlink()}
         needed |= {os.path.realpath(path) for ask in self._in_use for path in ask()}
-        return [record for record in to_delete(own, self.retention) if not is_named(record, needed)]
+        return to_delete(own, self.retention, needed)
 
     def restore_pending_rng(self, trainer: pl.Trainer, *_: Any) -> None:
         """Take over the random state that was loaded; once, at the point from which a run draws as it did before."""
@@ -546,8 +519,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.next_due_step = 0
 
 
-def _size_of_snapshot(trainer: pl.Trainer, module: pl.LightningModule) -> int:
-    """Bytes that this rank copies at each save: its slices of what is sharded, on rank zero also what is whole.
+def _sizes_of_snapshot(trainer: pl.Trainer, module: pl.LightningModule) -> list[int]:
+    """Bytes of each tensor that this rank copies at a save: its slices of sharded ones, on rank zero also whole ones.
 
     What is frozen is copied once, elsewhere, and shared by all checkpoints.
     """
@@ -555,7 +528,7 @@ def _size_of_snapshot(trainer: pl.Trainer, module: pl.LightningModule) -> int:
     trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
     tensors = (each for each in (*trained, *module.buffers(), *moments) if isinstance(each, torch.Tensor))
     own = (t.to_local() if isinstance(t, DTensor) else t for t in tensors if is_sharded(t) or trainer.is_global_zero)
-    return sum(aligned(tensor.nbytes) for tensor in own)
+    return [tensor.nbytes for tensor in own]
 
 
 class Scores(dict[int, float]):
@@ -606,11 +579,9 @@ def _in_use_fault(directory: Path, listed: list[Listed]) -> str | None:
     """
     if directory in _trained_here:
         return None
-    found = [entry for entry in listed if not entry.path.is_symlink()]
-    names = [record.path.name for record in own_records(found)]
     # A broken one may still be the user's only copy.
-    broken = [entry.path for entry in found if entry.record is None and is_record_of_callback(entry.path)]
-    names += [path.name for path in broken if is_checkpoint_file(path)]
+    found = [entry for entry in listed if not entry.path.is_symlink()]
+    names = [record.path.name for record in own_records(found)] + [e.path.name for e in found if e.is_own_but_broken]
     if not names:
         return None
     return (
@@ -643,7 +614,7 @@ def _trainer_files(
         return None, None
     staging = stage(path)
     try:
-        output = staging.folder(TRAINER_FOLDER)
+        output = staging.folder()
         return staging, pl_module.save_trainer_files(output_dir=output, step=step, final=final)
     except BaseException:
         staging.discard()
@@ -653,13 +624,3 @@ def _trainer_files(
 def savers_of(trainer: pl.Trainer) -> list[Checkpoint]:
     """The `Checkpoint` callbacks of `trainer`, in their order."""
     return [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
-
-
-def wait_after_failure(wait: Callable[[], None]) -> None:
-    """Call what waits for the save in flight; its failure is logged, because the training has failed of another."""
-    try:
-        wait()
-    except GenlightError as error:
-        log.error("The last checkpoint was not written: %s", error)  # noqa: TRY400 - its message says all
-    except Exception:
-        log.exception("The last checkpoint was not written")

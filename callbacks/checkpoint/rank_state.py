@@ -180,12 +180,7 @@ def _stands_between_batches(trainer: pl.Trainer) -> bool:
 
 
 def capture_parts(
-    trainer: pl.Trainer,
-    pl_module: pl.LightningModule,
-    parts: dict[str, Any],
-    *,
-    has_trained: bool,
-    channel: Channel,
+    trainer: pl.Trainer, pl_module: pl.LightningModule, parts: dict[str, Any], *, has_trained: bool, channel: Channel
 ) -> None:
     """Add what `ResumeState` takes over to `parts` of a checkpoint. Collective.
 

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -23,15 +23,7 @@ from ...adapter.contract.exceptions import BrokenCheckpointError
 from ...adapter.plumbing.durable import write_bytes_durably
 from ...adapter.plumbing.safe_open import read_own
 from .contents import check_contents
-from .format.record import (
-    FINAL_NAME,
-    SCORES_FILE,
-    CheckpointRecord,
-    name_of,
-    read_record,
-    record_path,
-    step_of_name,
-)
+from .format.record import FINAL_NAME, SCORES_FILE, CheckpointRecord, name_of, read_record, record_path, step_of_name
 from .storage import Listed, records_in, verify_files
 
 if TYPE_CHECKING:
@@ -47,7 +39,6 @@ __all__ = [
     "find_checkpoint",
     "find_final",
     "folder_of_checkpoints",
-    "is_named",
     "list_checkpoints",
     "monitored",
     "never_queued",
@@ -244,8 +235,10 @@ def require(holds: bool, argument: str, expected: str, received: object) -> None
         raise ValueError(f"Invalid `{argument}`. Expected {expected}, but received {received!r}.")
 
 
-def to_delete(records: Sequence[CheckpointRecord], retention: Retention) -> list[CheckpointRecord]:
-    """The records of one run that `retention` does not keep, oldest first.
+def to_delete(
+    records: Sequence[CheckpointRecord], retention: Retention, in_use: Collection[str] = ()
+) -> list[CheckpointRecord]:
+    """The records of one run that `retention` does not keep, and of which no file or folder is `in_use`, oldest first.
 
     A final checkpoint, and one that an older runtime wrote, is never among them. Nor is the newest whose weights are
     finite: of a run that diverged it is the only one worth going on from.
@@ -257,7 +250,7 @@ def to_delete(records: Sequence[CheckpointRecord], retention: Retention) -> list
     sound = [r for r in steps if r.finite_weights] or [r for r in steps if r.finite_weights is not False]
     keep |= {record.path for record in sound[-1:]}
     keep |= {record.path for record in best_first(steps, retention.monitor, retention.mode)[: retention.keep_best]}
-    return [record for record in steps if record.path not in keep]
+    return [record for record in steps if record.path not in keep and not _is_named(record, in_use)]
 
 
 def monitored(records: Sequence[CheckpointRecord]) -> tuple[str | None, Literal["min", "max"] | None]:
@@ -291,7 +284,7 @@ def own_records(listed: Sequence[Listed]) -> list[CheckpointRecord]:
     return [record for record in records if record.writer == WRITER]
 
 
-def is_named(record: CheckpointRecord, paths: set[str]) -> bool:
+def _is_named(record: CheckpointRecord, paths: Collection[str]) -> bool:
     """Whether one of `paths` is the record, its folder, what its hook named, or one of its files."""
     own = [record.path, *(record.path.parent / file.path for file in record.files)]
     return any(str(path) in paths for path in (*own, record.data_path, record.primary_path))

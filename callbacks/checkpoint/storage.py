@@ -30,33 +30,34 @@ The module imports neither torch nor Lightning.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
+import re
 import shutil
-import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, UnwrittenCheckpointError
 from ...adapter.plumbing.durable import fsync_directory, start_writeback, temporary_name, write_all
-from ...adapter.plumbing.safe_open import UnsafeFileError, open_regular, read_regular
+from ...adapter.plumbing.safe_open import open_regular
 from .format.record import (
     RECORD_MARKER,
     SCORES_FILE,
     STATE_FILE,
+    TRAINER_FOLDER,
     CheckpointRecord,
     FileEntry,
     digest_of,
-    folder_names,
     is_record_of_callback,
     is_temporary,
     is_torch_file,
     name_of,
-    name_of_folder,
     read_record,
     record_path,
     record_paths,
@@ -72,12 +73,12 @@ __all__ = [
     "checkpoint_files",
     "commit",
     "delete_checkpoint",
-    "find_file",
     "folders_of_checkpoints",
     "hash_file",
     "is_checkpoint_file",
     "missing_file",
     "naming_the_checkpoint",
+    "opened",
     "read_proven",
     "records_in",
     "require_replaceable",
@@ -91,6 +92,8 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+_NUMBER = re.compile(r"(?<=.)~\d+\Z", re.DOTALL)
+"""What tells a data folder from another of the same checkpoint's name, as in ``last~1``."""
 _WRITE_CHUNK = 16 << 20
 _JOINED_BUFFER = 1 << 20
 """Smaller buffers are copied, which is cheaper than a system call for each."""
@@ -203,38 +206,37 @@ def verify_files(record: CheckpointRecord, only: Sequence[FileEntry] | None = No
         BrokenCheckpointError: One is missing or differs from what was saved.
     """
     for entry in record.files if only is None else only:
-        path = find_file(record, entry)
-        try:
-            size, digest = hash_file(path, most=entry.size)
-        except OSError as error:
-            raise BrokenCheckpointError(record.name, f"{entry.path} cannot be read: {error.strerror}") from error
-        check_file(record, entry, size, digest)
+        with opened(record, entry) as file:
+            check_file(record, entry, *_hash_descriptor(file.fileno(), entry.size))
 
 
-def find_file(record: CheckpointRecord, entry: FileEntry) -> Path:
-    """Where a file of `record` lies, after comparing its size, which costs nothing.
+@contextlib.contextmanager
+def opened(record: CheckpointRecord, entry: FileEntry) -> Iterator[BinaryIO]:
+    """A file of `record` to read from, once its size was compared, which costs nothing.
 
     Raises:
-        BrokenCheckpointError: It is missing, or has another size.
+        BrokenCheckpointError: It is missing, has another size or cannot be read, or its content is not what the block
+            expects, which raises `ValueError` or `EOFError`.
     """
-    path = record.path.parent / entry.path
     try:
-        status = path.stat()
+        with os.fdopen(open_regular(record.path.parent / entry.path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != entry.size:
+                text = f"{entry.path} has {size:,} bytes, but its record says {entry.size:,} bytes"
+                raise BrokenCheckpointError(record.name, text)
+            yield file
     except OSError as error:
         raise BrokenCheckpointError(record.name, f"{entry.path} cannot be read: {error.strerror}") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise BrokenCheckpointError(record.name, f"{entry.path} is not a regular file")
-    if status.st_size != entry.size:
-        text = f"{entry.path} has {status.st_size:,} bytes, but its record says {entry.size:,} bytes"
-        raise BrokenCheckpointError(record.name, text)
-    return path
+    except (ValueError, EOFError) as error:
+        raise BrokenCheckpointError(record.name, f"{entry.path} is malformed: {error}") from error
 
 
 def missing_file(record: CheckpointRecord) -> str:
-    """Why a file of a checkpoint is not there in its size; empty where all are. None is read."""
+    """Why a file of a checkpoint cannot be opened or has another size; empty where all are there. None is read."""
     try:
         for entry in record.files:
-            find_file(record, entry)
+            with opened(record, entry):
+                pass
     except BrokenCheckpointError as error:
         return error.reason
     return ""
@@ -246,10 +248,8 @@ def read_proven(record: CheckpointRecord, entry: FileEntry) -> bytes:
     Raises:
         BrokenCheckpointError: It is missing or differs from what was saved.
     """
-    try:
-        data = read_regular(find_file(record, entry), limit=entry.size)
-    except UnsafeFileError as error:
-        raise BrokenCheckpointError(record.name, f"{entry.path} cannot be read: {error.strerror}") from error
+    with opened(record, entry) as file:
+        data = file.read(entry.size)
     check_file(record, entry, len(data), digest_of(data))
     return data
 
@@ -278,6 +278,11 @@ class Listed:
     problem: str = ""
     error: OSError | None = None
     """Why it cannot be told whether it is broken: this user may not read it, for example."""
+
+    @property
+    def is_own_but_broken(self) -> bool:
+        """Whether it is a record that the `Checkpoint` callback wrote, by its name, and that is broken."""
+        return self.record is None and is_record_of_callback(self.path) and is_checkpoint_file(self.path)
 
 
 def records_in(directory: str | os.PathLike[str]) -> list[Listed]:
@@ -343,7 +348,7 @@ def _folders_that_are_named(listed: Sequence[Listed]) -> Counter[str]:
     found = Counter(entry.record.folder or "" for entry in own if entry.record is not None)
     if broken := {name_of(entry.path) for entry in own if entry.record is None}:
         names = os.listdir(own[0].path.parent)
-        found.update(name for name in names if not broken.isdisjoint((name, name_of_folder(name))))
+        found.update(name for name in names if not broken.isdisjoint((name, _NUMBER.sub("", name))))
     return found
 
 
@@ -425,7 +430,7 @@ class Staging:
     record: Path
     path: Path
 
-    def folder(self, name: str) -> Path:
+    def folder(self, name: str = TRAINER_FOLDER) -> Path:
         """A folder within, made on first use."""
         folder = self.path / name
         folder.mkdir(exist_ok=True)
@@ -480,7 +485,9 @@ def commit(staging: Staging, record: CheckpointRecord) -> None:
     if record.final:
         _move_older_final(staging.record, record)
     directory = staging.record.parent
-    folder = next(name for name in folder_names(name_of(staging.record)) if not os.path.lexists(directory / name))
+    first = name_of(staging.record)
+    names = itertools.chain([first], (f"{first}~{number}" for number in itertools.count(1)))
+    folder = next(name for name in names if not os.path.lexists(directory / name))
     files = tuple(replace(file, path=f"{folder}/{file.path}") for file in record.files)
     target, name = directory / folder, temporary_name(staging.record.name)
     replaced = _goes_with_its_data(staging.record)

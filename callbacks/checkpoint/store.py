@@ -47,19 +47,11 @@ import xxhash
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
-from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, ThreadLimitError
+from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, GenlightError, ThreadLimitError
 from ...adapter.plumbing.durable import fsync_directory, fsync_file
 from ...adapter.plumbing.safe_open import open_regular
 from ...adapter.plumbing.threads import carry_out, started
-from .capture import (
-    CONTRACT_KEY,
-    Captured,
-    Frozen,
-    HostBuffer,
-    capture,
-    described,
-    tensor_files,
-)
+from .capture import CONTRACT_KEY, Captured, Frozen, HostBuffer, capture, described, tensor_files
 from .codec.state_tree import decode, dtype_of
 from .codec.tensors import Entry, as_referred, as_uint8, bytes_of
 from .contents import (
@@ -105,16 +97,16 @@ from .storage import (
     check_file,
     commit,
     delete_checkpoint,
-    find_file,
     hash_file,
     naming_the_checkpoint,
+    opened,
     require_space,
     stage,
     verify_files,
     write_file,
 )
 
-__all__ = ["Base", "CheckpointStore", "load", "load_record", "load_weights", "require_shared_directory", "save"]
+__all__ = ["Base", "CheckpointStore", "load", "load_weights", "require_shared_directory", "save", "wait_after_failure"]
 
 log = logging.getLogger(__name__)
 
@@ -206,11 +198,16 @@ class CheckpointStore:
         """Have checkpoints in `directory` share what is `frozen`. On the rank that writes, before the first step."""
         self._frozen[directory] = frozen
 
-    def reserve(self, nbytes: int, device: torch.device) -> None:
-        """Take, and pin, the memory for snapshots of `nbytes` from `device` in the background, before the first save.
+    def reserve(self, sizes: Sequence[int], device: torch.device) -> None:
+        """Take, and pin, the memory for snapshots of tensors from `device` in the background, before the first save.
 
         What that save would wait for otherwise is some 0.2 s for each GB.
+
+        Args:
+            sizes: The bytes of each tensor.
+            device: Where most of them are.
         """
+        nbytes = self.buffer.room_for(sizes)
         self.before_background_save()
         self._saving = self.background.submit(lambda: self.buffer.reserve(nbytes, device))
 
@@ -330,7 +327,11 @@ class CheckpointStore:
                 return _load_torch_file(found)
             self.loaded = record = read_record(found)
             if record.finite_weights is False:
-                _warn_of_nonfinite(record.path)
+                rank_zero_only(log.warning)(
+                    "The weights in %s are not finite: training that continues from them is lost. Name an earlier "
+                    "checkpoint; `genlight checkpoints verify` says which are finite",
+                    record.path,
+                )
             base = self.base() if self.base is not None and record.left_out else None
             share = None if groups is None else slice(channel.rank, None, channel.size)
             return load_record(record, base=base, share=share)
@@ -400,13 +401,13 @@ class CheckpointStore:
         self.wait()
 
 
-@rank_zero_only
-def _warn_of_nonfinite(path: Path) -> None:
-    log.warning(
-        "The weights in %s are not finite: training that continues from them is lost. Name an earlier checkpoint; "
-        "`genlight checkpoints verify` says which are finite",
-        path,
-    )
+def wait_after_failure(wait: Callable[[], None]) -> None:
+    """Call what waits for the save in flight; its failure is logged, because the training has failed of another."""
+    try:
+        wait()
+    except Exception as error:
+        trace = None if isinstance(error, GenlightError) else error  # its message says all
+        log.error("The last checkpoint was not written: %s", error, exc_info=trace)  # noqa: TRY400
 
 
 def _remove(path: Path, listed: list[Listed] | None = None) -> None:
@@ -639,12 +640,7 @@ def _load_torch_file(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def load_record(
-    record: CheckpointRecord,
-    *,
-    base: Base | None = None,
-    share: slice | None = None,
-) -> dict[str, Any]:
+def load_record(record: CheckpointRecord, *, base: Base | None = None, share: slice | None = None) -> dict[str, Any]:
     """As `load`, where the record was read already.
 
     Args:
@@ -777,14 +773,11 @@ def _read_tensors(record: CheckpointRecord, entry: FileEntry) -> tuple[dict[str,
     """Tensors of one file, and its header; none is handed out before the whole file is proven."""
     hasher = xxhash.xxh3_128()
     tensors: dict[str, torch.Tensor] = {}
-    with os.fdopen(open_regular(find_file(record, entry)), "rb") as file:
-        try:
-            found = header_from(lambda size: bytes(_take(file, memoryview(bytearray(size)), hasher)), entry.size)
-            for key, stored in found.items():
-                tensors[key] = torch.empty(stored.shape, dtype=_TYPE_OF_FORMAT[stored.dtype], device="cpu")
-                _take(file, bytes_of(tensors[key]), hasher)
-        except (ValueError, EOFError) as error:
-            raise BrokenCheckpointError(record.name, f"{entry.path} is malformed: {error}") from error
+    with opened(record, entry) as file:
+        found = header_from(lambda size: bytes(_take(file, memoryview(bytearray(size)), hasher)), entry.size)
+        for key, stored in found.items():
+            tensors[key] = torch.empty(stored.shape, dtype=_TYPE_OF_FORMAT[stored.dtype], device="cpu")
+            _take(file, bytes_of(tensors[key]), hasher)
         position = file.tell()
     check_file(record, entry, position, hasher.hexdigest())
     return tensors, found

@@ -33,18 +33,7 @@ from .state_tree import Path, format_path
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "WEIGHTS",
-    "Entry",
-    "TensorTable",
-    "as_referred",
-    "as_uint8",
-    "bytes_of",
-    "content_digests",
-    "device_digest",
-    "is_plain",
-    "stored_as",
-]
+__all__ = ["WEIGHTS", "Entry", "TensorTable", "as_referred", "as_uint8", "bytes_of", "content_digests", "is_plain"]
 
 WEIGHTS = ("checkpoint", "state_dict")
 """Where a checkpoint has the model's tensors, by their names."""
@@ -64,6 +53,12 @@ class Entry:
     def nbytes(self) -> int:
         """Bytes in the file."""
         return self.source.nbytes
+
+    @property
+    def stored_as(self) -> tuple[str, tuple[int, ...]]:
+        """Element type and shape in the file; types that the format does not know are stored as bytes."""
+        name = _name_of(self.source.dtype)
+        return (TORCH_TYPES[name], tuple(self.source.shape)) if name in TORCH_TYPES else (RAW, (self.nbytes,))
 
 
 class TensorTable:
@@ -137,12 +132,6 @@ def as_referred(tensor: torch.Tensor, reference: dict[str, Any]) -> torch.Tensor
 def _name_of(dtype: torch.dtype) -> str:
     """Such as ``float32``."""
     return str(dtype).removeprefix("torch.")
-
-
-def stored_as(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    """Element type and shape in the file; those that the format does not know are stored as bytes."""
-    name = _name_of(tensor.dtype)
-    return (TORCH_TYPES[name], tuple(tensor.shape)) if name in TORCH_TYPES else (RAW, (tensor.nbytes,))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
