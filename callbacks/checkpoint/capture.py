@@ -39,7 +39,7 @@ from ..optimizer_state import parameters_of
 from .codec.state_tree import encode
 from .codec.tensors import WEIGHTS, Entry, TensorTable, bytes_of, content_digests, is_plain
 from .contents import SlicedTensor, build_header, part_folder
-from .format.record import FROZEN_FILE, MODEL_FILE, TRAINER_FOLDER, CheckpointRecord, LeftOut, RecordMeta
+from .format.record import FROZEN_FILE, MODEL_FILE, TRAINER_FOLDER, CheckpointRecord, LeftOut, RecordMeta, digest_of
 from .storage import STATE_MARKER, Staging
 
 __all__ = ["CONTRACT_KEY", "Captured", "Frozen", "HostBuffer", "capture", "described", "frozen_in", "tensor_files"]
@@ -69,7 +69,6 @@ class Captured:
     """A checkpoint that was taken apart and is not written yet."""
 
     meta: RecordMeta
-    step: int
     state: Any
     """The trainer's payload, encoded; it goes into the record."""
     rest: bytes
@@ -129,20 +128,21 @@ def capture(checkpoint: Mapping[str, Any], meta: RecordMeta, staging: Staging) -
     state = encode(contract.pop("state", {}), table, root="state")
     if CONTRACT_KEY in checkpoint:
         encoded[CONTRACT_KEY] = encode(contract, table, root=CONTRACT_KEY)
-    if meta.trainer_checkpoint is not None:
-        meta = replace(meta, trainer_checkpoint=_as_stored(meta.trainer_checkpoint, staging))
     step = meta.step if meta.step is not None else int(checkpoint.get("global_step", 0))
+    meta = replace(meta, step=step, trainer_checkpoint=_as_stored(meta.trainer_checkpoint, staging))
     metadata = encode(getattr(checkpoint.get(_WEIGHTS), "_metadata", None), table, root="state_dict._metadata")
     content = {"format_version": 1, "weights_metadata": metadata, "checkpoint": {"$dict": list(encoded.items())}}
     state_file = STATE_MARKER + b"," + json.dumps(content, separators=(",", ":"), allow_nan=False)[1:].encode()
-    return Captured(meta, step, state, state_file, table.entries, table.sharded_tensors, staging)
+    return Captured(meta, state, state_file, table.entries, table.sharded_tensors, staging)
 
 
-def _as_stored(result: Mapping[str, Any], staging: Staging) -> Mapping[str, Any]:
+def _as_stored(result: Mapping[str, Any] | None, staging: Staging) -> Mapping[str, Any] | None:
     """The result of the hook, which goes into the record as it is, where orchestrators read it.
 
     Its ``primary_path`` is made to hold after the folder got its name, and wherever it is moved to.
     """
+    if result is None:
+        return None
     named = result.get("primary_path")
     if isinstance(named, (str, os.PathLike)):
         path, output = Path(named), (staging.path / TRAINER_FOLDER).absolute()
@@ -187,9 +187,7 @@ def frozen_in(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimize
 def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, LeftOut]:
     """The entries of a record for tensors that it leaves out; none for those that this process does not hold whole."""
     return {
-        key: LeftOut(
-            key, *Entry(MODEL_FILE, key, tensor).stored_as, xxhash.xxh3_128_hexdigest(bytes_of(tensor.detach()))
-        )
+        key: LeftOut(key, *Entry(MODEL_FILE, key, tensor).stored_as, digest_of(bytes_of(tensor.detach())))
         for key, tensor in tensors.items()
         if is_plain(tensor)
     }
@@ -307,7 +305,9 @@ class HostBuffer:
         """The entries with their values as of now, in this buffer; valid until the next call."""
         tensors = [entry.source for entry in entries]
         devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
-        targets = self._laid_out(tensors, next(iter(devices), torch.device("cpu")))
+        offsets = [0, *itertools.accumulate(_aligned(tensor.nbytes) for tensor in tensors)]
+        self.reserve(offsets[-1], next(iter(devices), torch.device("cpu")))
+        targets = [_like(tensor, self._memory[at:]) for tensor, at in zip(tensors, offsets, strict=False)]
         for target, tensor in zip(targets, tensors, strict=True):
             target.copy_(tensor, non_blocking=not tensor.is_cpu)
         for device in devices:
@@ -328,13 +328,6 @@ class HostBuffer:
         self._made_for = device.type
         if device.type != "cpu" and nbytes:
             self._pin(device)
-
-    def _laid_out(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        """A part of the memory for each of `tensors`, of its type and shape."""
-        offsets = [0, *itertools.accumulate(_aligned(tensor.nbytes) for tensor in tensors)]
-        self.reserve(offsets[-1], device)
-        parts = zip(tensors, offsets[:-1], strict=True)
-        return [_like(tensor, self._memory[at : at + tensor.nbytes]) for tensor, at in parts]
 
     def _pin(self, device: torch.device) -> None:
         """Pin the memory for `device`; it stays as it is where that is too much, or refused.
@@ -372,10 +365,10 @@ class HostBuffer:
 
 
 def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """`memory` as a tensor with the type and shape of `tensor`."""
-    if not memory.numel():
+    """The start of `memory` as a tensor with the type and shape of `tensor`."""
+    if not tensor.nbytes:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return memory.view(tensor.dtype).view(tensor.shape)
+    return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 def _with(entry: Entry, source: torch.Tensor) -> Entry:

@@ -28,7 +28,7 @@ import msgspec
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from .codec.state_tree import check
-from .format.record import MODEL_FILE, STATE_FILE, TRAINER_FOLDER, CheckpointRecord, FileEntry, parse_json, tensor_file
+from .format.record import MODEL_FILE, STATE_FILE, TRAINER_FOLDER, CheckpointRecord, FileEntry, parse_json
 from .storage import opened, read_proven
 
 __all__ = [
@@ -45,8 +45,6 @@ __all__ = [
     "header_from",
     "is_of_tensors",
     "make_whole",
-    "parse_header",
-    "parse_slices",
     "part_folder",
     "rank_of",
     "read_contents",
@@ -57,35 +55,29 @@ __all__ = [
 RAW = "U8"
 """Carriers for the bytes of element types that the format does not know."""
 
-TORCH_TYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3",
-    "uint16": "U16",
-    "int16": "I16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "uint32": "U32",
-    "int32": "I32",
-    "float32": "F32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float64": "F64",
-    "complex64": "C64",
+_KNOWN_TYPES = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "uint16": ("U16", 2),
+    "int16": ("I16", 2),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "uint32": ("U32", 4),
+    "int32": ("I32", 4),
+    "float32": ("F32", 4),
+    "uint64": ("U64", 8),
+    "int64": ("I64", 8),
+    "float64": ("F64", 8),
+    "complex64": ("C64", 8),
 }
+"""What the format calls torch's element types that it knows, and their bytes."""
+TORCH_TYPES = {name: stored for name, (stored, _) in _KNOWN_TYPES.items()}
 """Element types that the format knows, by the name torch has for them."""
-
-_ELEMENT_BYTES = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"), 1),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
-    **dict.fromkeys(("U32", "I32", "F32"), 4),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
-    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
-    "complex32": 4,
-    "complex128": 16,
-}
+_RAW_TYPES = {"float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "complex32": 4, "complex128": 16}
+_ELEMENT_BYTES = dict(_KNOWN_TYPES.values()) | _RAW_TYPES
 """Size of an element of each type of the format, and of types of torch that are stored raw."""
 _WHOLE_NUMBERS = frozenset({"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"})
 _MOST_ELEMENTS = 2**62
@@ -394,7 +386,7 @@ def read_contents(
                 raise BrokenCheckpointError(record.name, f"its {STATE_FILE} is not JSON: {error}") from None
         elif is_of_tensors(name):
             for key, tensor in read(record, entry).items():
-                place = tensor_file(name), key
+                place = record.tensor_file(entry), key
                 if place in stored:
                     raise BrokenCheckpointError(record.name, f"it has {key!r} twice, the second in {entry.path}")
                 stored[place] = tensor

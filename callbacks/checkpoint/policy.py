@@ -176,11 +176,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._store.base = lambda: dict(pl_module.named_parameters(remove_duplicate=False))
         self.dirpath = (self.dirpath or local_path(trainer.default_root_dir) / "checkpoints").absolute()
         if stage == "fit":
-            keep_positions(
-                trainer,
-                at_first_batch=lambda: self._restore_rng_before_batch(trainer),
-                before_iterators=lambda: self._resume.restore_generators(trainer),
-            )
+            keep_positions(trainer, self._restore_rng_before_batch, self._resume.restore_generators)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -396,14 +392,11 @@ class Checkpoint(Hook, LightningCheckpoint):
             self._store.wait()
         else:
             wait_after_failure(self._store.wait)
-        staging, trainer_checkpoint = _trainer_files(trainer, pl_module, path, step, final)
-        try:
+        with contextlib.ExitStack() as undo:  # until the store has the folder, and removes it if the save fails
+            staging, trainer_checkpoint = _trainer_files(trainer, pl_module, path, step, final, undo)
             with trainer.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
                 state = checkpoint_connector(trainer).dump_checkpoint(weights_only=False)
-        except BaseException:
-            if staging is not None:
-                staging.discard()
-            raise
+            undo.pop_all()
         groups = rank_groups_of(trainer.strategy)
         if trainer.is_global_zero or groups is not None:
             meta = self._meta(trainer, trainer_checkpoint, final=final)
@@ -592,7 +585,7 @@ def _in_use_fault(directory: Path, listed: list[Listed]) -> str | None:
 
 
 def _trainer_files(
-    trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, step: int, final: bool
+    trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, step: int, final: bool, undo: contextlib.ExitStack
 ) -> tuple[Staging | None, Mapping[str, Any] | None]:
     """Have the trainer of `pl_module` write its own files for the checkpoint whose record will be `path`.
 
@@ -613,12 +606,8 @@ def _trainer_files(
                 pl_module.save_trainer_files(output_dir=Path(scratch), step=step, final=final)
         return None, None
     staging = stage(path)
-    try:
-        output = staging.folder()
-        return staging, pl_module.save_trainer_files(output_dir=output, step=step, final=final)
-    except BaseException:
-        staging.discard()
-        raise
+    undo.callback(staging.discard)
+    return staging, pl_module.save_trainer_files(output_dir=staging.folder(), step=step, final=final)
 
 
 def savers_of(trainer: pl.Trainer) -> list[Checkpoint]:

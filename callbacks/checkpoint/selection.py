@@ -44,7 +44,6 @@ __all__ = [
     "never_queued",
     "newest_valid",
     "own_records",
-    "read_scores",
     "require",
     "to_delete",
 ]
@@ -256,11 +255,8 @@ def to_delete(
 def monitored(records: Sequence[CheckpointRecord]) -> tuple[str | None, Literal["min", "max"] | None]:
     """By which score the run of `records` is judged, and whether a low or a high one is better; None where unknown."""
     job = next((record.metadata["job"] for record in reversed(records) if "job" in record.metadata), None)
-    named, mode = (
-        (job.get(f"checkpoints.{name}") for name in ("monitor", "mode")) if isinstance(job, dict) else (None,) * 2
-    )
-    if isinstance(named, str):
-        return named, "max" if mode == "max" else "min"
+    if isinstance(job, dict) and isinstance(named := job.get("checkpoints.monitor"), str):
+        return named, "max" if job.get("checkpoints.mode") == "max" else "min"
     scores = {name for record in records for name, value in record.metrics.items() if value is not None}
     return (scores.pop() if len(scores) == 1 else None), None
 
@@ -270,12 +266,9 @@ def best_first(
 ) -> list[CheckpointRecord]:
     """Those of `records` that have a finite score `monitor`, best first; of equal ones the older."""
     sign = 1.0 if mode == "min" else -1.0
-    scored = []
-    for record in records:
-        value = record.metrics.get(monitor or "")
-        if value is not None and math.isfinite(value):
-            scored.append((sign * value, record.step, record))
-    return [record for _, _, record in sorted(scored, key=lambda item: item[:2])]
+    values = [(record.metrics.get(monitor or ""), record) for record in records]
+    scored = [(sign * value, record) for value, record in values if value is not None and math.isfinite(value)]
+    return [record for _, record in sorted(scored, key=lambda each: (each[0], each[1].step))]
 
 
 def own_records(listed: Sequence[Listed]) -> list[CheckpointRecord]:

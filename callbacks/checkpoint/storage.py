@@ -75,7 +75,6 @@ __all__ = [
     "delete_checkpoint",
     "folders_of_checkpoints",
     "hash_file",
-    "is_checkpoint_file",
     "missing_file",
     "naming_the_checkpoint",
     "opened",

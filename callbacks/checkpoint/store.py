@@ -86,7 +86,6 @@ from .format.record import (
     name_of,
     read_record,
     record_path,
-    tensor_file,
 )
 from .selection import find_checkpoint, list_checkpoints
 from .sharded.rank_channel import ALONE, Channel, RankGroups
@@ -163,7 +162,7 @@ def load_weights(path: str | os.PathLike[str], *, base: Base | None = None) -> d
     record = read_record(record_path(path))
     weights = left_out_tensors(record, base)
     for entry in record.files:
-        if tensor_file(record.file_name(entry)) == MODEL_FILE:
+        if record.tensor_file(entry) == MODEL_FILE:
             weights |= _read_tensors(record, entry)[0]
     slices = [entry for entry in record.files if rank_of(record.file_name(entry)) is not None]
     verify_files(record, [entry for entry in slices if record.file_name(entry).endswith(MODEL_FILE)])
@@ -551,7 +550,6 @@ def _commit(captured: Captured, parts: Sequence[Part]) -> CheckpointRecord:
         said = [part.finite_weights for rank, part in enumerate(parts) if part.finite_weights is not None or not rank]
         files.sort(key=lambda file: file.path)
         facts = vars(captured.meta) | {
-            "step": captured.step,
             "state": captured.state,
             "folder": None,
             "files": tuple(files),
@@ -694,7 +692,7 @@ class _Source:
 
     def _read_file(self, record: CheckpointRecord, entry: FileEntry) -> dict[str, TypedShape]:
         tensors, header = _read_tensors(record, entry)
-        file = tensor_file(record.file_name(entry))
+        file = record.tensor_file(entry)
         self._stored |= {(file, key): tensor for key, tensor in tensors.items()}
         return header
 

@@ -432,7 +432,7 @@ class _Encoder:
         if kind is float:
             return value if math.isfinite(value) else {_FLOAT.tag: _FLOAT.take_apart(value)}
         if kind is list:
-            return self._inside(value, path, lambda: self._list(value, path))
+            return self._inside(value, path, lambda: [self.encode(e, (*path, i)) for i, e in enumerate(value)])
         if kind is CountedDict:  # a job's hyperparameters, which a class may keep in its state
             value, kind = uncounted(value), dict
         if kind is dict:
@@ -460,9 +460,6 @@ class _Encoder:
             return encode_content()
         finally:
             self.open_containers.discard(id(container))
-
-    def _list(self, items: list[Any], path: Path) -> list[Any]:
-        return [self.encode(item, (*path, index)) for index, item in enumerate(items)]
 
     def _dict(self, items: dict[Any, Any], path: Path) -> dict[str, Any]:
         if all(type(key) is str and not key.startswith("$") for key in items):

@@ -178,19 +178,15 @@ def content_digests(sources: Sequence[torch.Tensor]) -> list[str]:
 
     Waits for each device once.
     """
-    found: list[str] = [""] * len(sources)
-    pending: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    on_host = [index for index, source in enumerate(sources) if source.is_cpu]
+    found: dict[int, str] = {}
+    places: dict[torch.device, list[int]] = {}
     for index, source in enumerate(sources):
-        if not source.is_cpu:
-            pending.setdefault(source.device, []).append((index, device_digest(source)))
-    for index, digest in zip(on_host, _host_digests([sources[index] for index in on_host]), strict=True):
-        found[index] = digest
-    for device, numbers in pending.items():
-        read = torch.stack([number for _, number in numbers]).tolist()
-        for (index, _), (first, second) in zip(numbers, read, strict=True):
-            found[index] = f"{device.type}:{first % 2**64:016x}{second % 2**64:016x}"
-    return [f"{s.dtype} {list(s.shape)} {digest}" for s, digest in zip(sources, found, strict=True)]
+        places.setdefault(source.device, []).append(index)
+    for device, indices in places.items():
+        there = [sources[index] for index in indices]
+        digests = _host_digests(there) if device.type == "cpu" else _device_digests(there)
+        found |= zip(indices, digests, strict=True)
+    return [f"{source.dtype} {list(source.shape)} {found[index]}" for index, source in enumerate(sources)]
 
 
 def _host_digests(sources: Sequence[torch.Tensor]) -> list[str]:
@@ -204,6 +200,13 @@ def _host_digests(sources: Sequence[torch.Tensor]) -> list[str]:
 
 def _host_digest(source: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(bytes_of(source.detach().resolve_conj().resolve_neg()))
+
+
+def _device_digests(sources: Sequence[torch.Tensor]) -> list[str]:
+    """Those of tensors on one device."""
+    read = torch.stack([device_digest(source) for source in sources]).tolist()
+    kind = sources[0].device.type
+    return [f"{kind}:{first % 2**64:016x}{second % 2**64:016x}" for first, second in read]
 
 
 @torch.no_grad()

@@ -72,7 +72,6 @@ __all__ = [
     "serialise_record",
     "step_name",
     "step_of_name",
-    "tensor_file",
 ]
 
 MODEL_FILE = "model.safetensors"
@@ -108,11 +107,6 @@ def step_of_name(name: str) -> int | None:
     """The step that a checkpoint's name tells, or None."""
     match = _STEP_NAME.match(name)
     return int(match.group(1)) if match else None
-
-
-def tensor_file(name: str) -> str:
-    """The file that references mean where the tensors lie in `name`."""
-    return MODEL_FILE if name == FROZEN_FILE else name
 
 
 def local_path(path: str | os.PathLike[str], argument: str = "dirpath") -> Path:
@@ -301,6 +295,11 @@ class CheckpointRecord(RecordMeta):
     def file_name(self, file: FileEntry) -> str:
         """The path of `file` within the data folder, such as ``trainer/lora.safetensors``."""
         return file.path.removeprefix(f"{self.folder}/")
+
+    def tensor_file(self, file: FileEntry) -> str:
+        """The file that references to the tensors in `file` name."""
+        name = self.file_name(file)
+        return MODEL_FILE if name == FROZEN_FILE else name
 
 
 def is_path(text: str) -> bool:
