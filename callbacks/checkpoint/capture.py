@@ -82,6 +82,8 @@ class Captured:
     linked: FrozenFile | None = None
     """The file of an earlier checkpoint that this one shares."""
     left_out: list[LeftOut] = field(default_factory=list)
+    frozen: Frozen | None = None
+    """Set apart by it; hears of the checkpoint."""
 
     @property
     def nbytes(self) -> int:
@@ -230,7 +232,7 @@ class Frozen:
         gone = same if linked is not None else same - keys
         entries = [e for e in captured.entries if e.file != MODEL_FILE or e.key not in gone]
         entries = [replace(e, file=FROZEN_FILE) if e.file == MODEL_FILE and e.key in keys else e for e in entries]
-        return replace(captured, entries=entries, linked=linked, left_out=left_out)
+        return replace(captured, entries=entries, linked=linked, left_out=left_out, frozen=self)
 
     def learn(self, record: CheckpointRecord, captured: Captured) -> None:
         """Take note of the file of `record`, which is durable: the next checkpoint links it."""

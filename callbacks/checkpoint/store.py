@@ -286,14 +286,8 @@ class CheckpointStore:
         future: Future[CheckpointRecord | None] = Future()
 
         def job(taken: Captured) -> None:
-            try:
-                record = _write(channel, taken)
-                if record is not None and (frozen := self._frozen.get(record.path.parent)) is not None:
-                    frozen.learn(record, taken)
-            except BaseException as error:
-                future.set_exception(error)
-                raise
-            future.set_result(record)
+            carry_out(future, lambda: _write(channel, taken))
+            future.result()
 
         if asynchronous:
             self.before_background_save()
@@ -482,6 +476,8 @@ def _write(channel: Channel, captured: Captured) -> CheckpointRecord | None:
                 captured.staging.discard()
             raise
         log.warning("A rank ended before it heard that %s is durable: %s", record.name, error)
+    if written and captured.frozen is not None:
+        captured.frozen.learn(written[0], captured)
     return written[0] if written else None
 
 
