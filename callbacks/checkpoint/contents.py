@@ -411,8 +411,7 @@ def check_contents(record: CheckpointRecord, *, knows_types: bool = False) -> No
             imported may still come to be known.
 
     Raises:
-        BrokenCheckpointError: They don't; says which file, or which value.
-        OSError: A file cannot be read, which does not mean that it is broken.
+        BrokenCheckpointError: They don't, or a file cannot be read; says which file, or which value.
     """
     if record.is_old:
         return

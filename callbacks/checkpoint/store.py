@@ -582,7 +582,7 @@ def require_shared_directory(channel: Channel, directory: Path) -> None:
 
     Raises:
         CheckpointError: Names the rank and its host.
-        OSError: Rank zero cannot write there.
+        UnwrittenCheckpointError: Rank zero cannot write there.
     """
     is_first = channel.rank == 0
     staging = channel.share(
