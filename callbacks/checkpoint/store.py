@@ -245,9 +245,7 @@ class CheckpointStore:
         is_first, name = training.rank == 0, name_of(record)
 
         # Now, not in the background: a caller may put a link beside the checkpoint (``save_last="link"``).
-        made = training.share(
-            training.agreed(lambda: (staging or stage(record)) if is_first else None, f"start {name}")
-        )
+        made = training.first(lambda: staging or stage(record), f"start {name}")
         try:
             captured = training.agreed(lambda: self._capture(state, meta, made, groups), f"prepare {name}")
             nbytes = sum(training.gather(captured.nbytes))
@@ -584,14 +582,11 @@ def require_shared_directory(channel: Channel, directory: Path) -> None:
         CheckpointError: Names the rank and its host.
         UnwrittenCheckpointError: Rank zero cannot write there.
     """
-    is_first = channel.rank == 0
-    staging = channel.share(
-        channel.agreed(lambda: stage(directory / "shared") if is_first else None, f"use {directory}")
-    )
+    staging = channel.first(lambda: stage(directory / "shared"), f"use {directory}")
     try:
         channel.agreed(lambda: _wait_until_seen(staging.path, channel.rank), f"use {directory}")
     finally:
-        if is_first:
+        if channel.rank == 0:
             staging.discard()
 
 
