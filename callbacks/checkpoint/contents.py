@@ -135,13 +135,11 @@ def parse_header(text: bytes, data_bytes: int) -> dict[str, TypedShape]:
 
     Raises:
         ValueError: The header is malformed, or describes other bytes than the file has.
+        RecursionError: It is nested too deeply.
     """
-    try:
-        header = msgspec.convert(parse_json(text), dict[str, Any])
-        header.pop("__metadata__", None)
-        entries = {key: msgspec.convert(entry, TypedShape) for key, entry in header.items()}
-    except (ValueError, RecursionError) as error:  # as msgspec's own are
-        raise ValueError(f"its safetensors header is malformed: {error}") from None
+    header = msgspec.convert(parse_json(text), dict[str, Any])
+    header.pop("__metadata__", None)
+    entries = {key: msgspec.convert(entry, TypedShape) for key, entry in header.items()}
     ordered = sorted(entries.items(), key=lambda item: item[1].data_offsets)
     position = 0
     for key, entry in ordered:
@@ -265,11 +263,8 @@ def sliced_tensors(record: CheckpointRecord) -> list[SlicedTensor]:
     files = {record.file_name(entry): entry for entry in record.files}
     if SLICES_FILE not in files:
         return []
-    try:
-        sizes = {name: entry.size for name, entry in files.items()}
-        return parse_slices(read_proven(record, files[SLICES_FILE]), sizes)
-    except ValueError as error:
-        raise BrokenCheckpointError(record.name, f"its {SLICES_FILE} is malformed: {error}") from error
+    sizes = {name: entry.size for name, entry in files.items()}
+    return read_proven(record, files[SLICES_FILE], lambda data: parse_slices(data, sizes))
 
 
 def parse_slices(data: bytes, sizes: Mapping[str, int]) -> list[SlicedTensor]:
@@ -281,11 +276,9 @@ def parse_slices(data: bytes, sizes: Mapping[str, int]) -> list[SlicedTensor]:
 
     Raises:
         ValueError: It is none, slices do not make a tensor whole, or a file does not have their bytes.
+        RecursionError: It is nested too deeply.
     """
-    try:
-        tensors = msgspec.convert(parse_json(data), list[SlicedTensor])
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    tensors = msgspec.convert(parse_json(data), list[SlicedTensor])
     for tensor in tensors:
         boxes, element = [each.box for each in tensor.slices], _element_bytes(tensor.dtype)
         dimensions = {len(tensor.shape), *(len(part) for box in boxes for part in (box.offset, box.shape))}
@@ -380,10 +373,7 @@ def read_contents(
     for entry in record.files:
         name = record.file_name(entry)
         if name == STATE_FILE:
-            try:
-                content = parse_json(read_proven(record, entry))
-            except (ValueError, RecursionError) as error:
-                raise BrokenCheckpointError(record.name, f"its {STATE_FILE} is not JSON: {error}") from None
+            content = read_proven(record, entry, parse_json)
         elif is_of_tensors(name):
             for key, tensor in read(record, entry).items():
                 place = record.tensor_file(entry), key

@@ -36,10 +36,10 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import xxhash
 
@@ -90,6 +90,8 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+_Parsed = TypeVar("_Parsed")
 
 _NUMBER = re.compile(r"(?<=.)~\d+\Z", re.DOTALL)
 """What tells a data folder from another of the same checkpoint's name, as in ``last~1``."""
@@ -215,7 +217,7 @@ def opened(record: CheckpointRecord, entry: FileEntry) -> Iterator[BinaryIO]:
 
     Raises:
         BrokenCheckpointError: It is missing, has another size or cannot be read, or its content is not what the block
-            expects, which raises `ValueError` or `EOFError`.
+            expects, which raises `ValueError`, `EOFError` or `RecursionError`.
     """
     try:
         with os.fdopen(open_regular(record.path.parent / entry.path), "rb") as file:
@@ -226,7 +228,7 @@ def opened(record: CheckpointRecord, entry: FileEntry) -> Iterator[BinaryIO]:
             yield file
     except OSError as error:
         raise BrokenCheckpointError(record.name, f"{entry.path} cannot be read: {error.strerror}") from error
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, RecursionError) as error:
         raise BrokenCheckpointError(record.name, f"{entry.path} is malformed: {error}") from error
 
 
@@ -241,16 +243,16 @@ def missing_file(record: CheckpointRecord) -> str:
     return ""
 
 
-def read_proven(record: CheckpointRecord, entry: FileEntry) -> bytes:
-    """The content of a file of `record`.
+def read_proven(record: CheckpointRecord, entry: FileEntry, parse: Callable[[bytes], _Parsed]) -> _Parsed:
+    """What `parse` makes of the content of a file of `record`.
 
     Raises:
-        BrokenCheckpointError: It is missing or differs from what was saved.
+        BrokenCheckpointError: It is missing, differs from what was saved, or cannot be parsed.
     """
     with opened(record, entry) as file:
         data = file.read(entry.size)
-    check_file(record, entry, len(data), digest_of(data))
-    return data
+        check_file(record, entry, len(data), digest_of(data))
+        return parse(data)
 
 
 def check_file(record: CheckpointRecord, entry: FileEntry, size: int, digest: str) -> None:
