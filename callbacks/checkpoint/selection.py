@@ -88,7 +88,7 @@ def newest_valid(
     Raises:
         OSError: A newer one cannot be read, which does not mean that it is broken.
     """
-    warnings = []
+    newest, warnings = None, list[str]()
     for listed in reversed(list_checkpoints(directory)):
         if listed.error is not None:
             raise listed.error
@@ -99,19 +99,13 @@ def newest_valid(
                 continue
             verify_files(listed.record)
             check_contents(listed.record, knows_types=knows_types)
+            newest = listed.record
+            break
         except BrokenCheckpointError as error:
             warnings.append(f"{error}{FALLS_BACK}")
-            continue
-        return listed.record, _few(warnings, directory)
-    return None, _few(warnings, directory)
-
-
-def _few(warnings: list[str], directory: str | os.PathLike[str]) -> list[str]:
-    """`warnings`, of many the first and a word about the others."""
-    others = len(warnings) - MOST_WARNINGS
-    if others <= 0:
-        return warnings
-    return [*warnings[:MOST_WARNINGS], f"{others:,} more checkpoints in {os.fspath(directory)} are broken"]
+    if (others := len(warnings) - MOST_WARNINGS) > 0:
+        warnings[MOST_WARNINGS:] = [f"{others:,} more checkpoints in {os.fspath(directory)} are broken"]
+    return newest, warnings
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Path:
