@@ -74,6 +74,7 @@ __all__ = [
     "commit",
     "delete_checkpoint",
     "folders_of_checkpoints",
+    "folders_that_are_named",
     "hash_file",
     "missing_file",
     "naming_the_checkpoint",
@@ -340,7 +341,7 @@ def checkpoint_files(directory: str | os.PathLike[str]) -> list[Path]:
     return [each.path for each in found if each.error is not None or is_checkpoint_file(each.path)]
 
 
-def _folders_that_are_named(listed: Sequence[Listed]) -> Counter[str]:
+def folders_that_are_named(listed: Sequence[Listed]) -> Counter[str]:
     """How many of the records of a directory name each folder in it.
 
     A link names nothing beyond what its target does. Of a broken record every folder of its name may be the data.
@@ -359,7 +360,7 @@ def folders_of_checkpoints(files: Sequence[Path]) -> list[Path]:
     Of an older runtime's record that is the folder of its name, with what its trainer wrote.
     """
     listed = [entry for path in files if (entry := _listed(path)) is not None]
-    data = [files[0].parent / name for name in sorted(_folders_that_are_named(listed))]
+    data = [files[0].parent / name for name in sorted(folders_that_are_named(listed))]
     of_old = [entry.record.trainer_folder for entry in listed if entry.record is not None and entry.record.is_old]
     others = [folder for folder in of_old if folder is not None and not folder.is_symlink()]
     return [*filter(_is_data_folder, data), *others]
@@ -386,8 +387,8 @@ def _is_data_folder(path: Path) -> bool:
         return False
 
 
-def _goes_with_its_data(record: Path, listed: Sequence[Listed] | None = None) -> CheckpointRecord | None:
-    """The checkpoint at `record` if its data folder is its own alone, among those that are `listed` in its directory.
+def _goes_with_its_data(record: Path, named: Counter[str] | None = None) -> CheckpointRecord | None:
+    """The checkpoint at `record` if its data folder is its own alone.
 
     None of a link, whose target is another checkpoint, and of a broken record, which does not say what it named.
     """
@@ -399,7 +400,7 @@ def _goes_with_its_data(record: Path, listed: Sequence[Listed] | None = None) ->
         return None
     if parsed.data_path is None or not _is_data_folder(parsed.data_path):
         return None
-    named = _folders_that_are_named(records_in(record.parent) if listed is None else listed)
+    named = folders_that_are_named(records_in(record.parent)) if named is None else named
     return parsed if named[parsed.data_path.name] == 1 else None
 
 
@@ -556,14 +557,14 @@ def _save_as(old: CheckpointRecord, data: Path, target: Path) -> None:
         raise
 
 
-def delete_checkpoint(path: str | os.PathLike[str], listed: Sequence[Listed] | None = None) -> None:
+def delete_checkpoint(path: str | os.PathLike[str], named: Counter[str] | None = None) -> None:
     """Remove a checkpoint, its record first; of a link to one, the link. One that is not there is no error.
 
     What is not of the checkpoint stays, also within its folder.
 
     Args:
         path: The checkpoint.
-        listed: The `records_in` its directory; None reads them.
+        named: The `folders_that_are_named` in its directory; None finds them.
 
     Raises:
         CheckpointError: Something that is not a checkpoint has that name.
@@ -575,7 +576,7 @@ def delete_checkpoint(path: str | os.PathLike[str], listed: Sequence[Listed] | N
     target = Path(os.path.realpath(record))
     if target.exists() and not is_checkpoint_file(target):
         raise CheckpointError(f"{record} is not a checkpoint, and is not removed")
-    whole = _goes_with_its_data(record, listed)
+    whole = _goes_with_its_data(record, named)
     if whole is None or whole.data_path is None:
         record.unlink(missing_ok=True)
     else:
@@ -632,7 +633,7 @@ def sweep(directory: str | os.PathLike[str], listed: Sequence[Listed] | None = N
         names = sorted(os.listdir(directory))
     except FileNotFoundError:
         return []
-    named = _folders_that_are_named(records_in(directory) if listed is None else listed)
+    named = folders_that_are_named(records_in(directory) if listed is None else listed)
     swept = []
     for name in names:
         path = directory / name

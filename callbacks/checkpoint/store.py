@@ -32,7 +32,7 @@ import re
 import socket
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -96,6 +96,7 @@ from .storage import (
     check_file,
     commit,
     delete_checkpoint,
+    folders_that_are_named,
     hash_file,
     naming_the_checkpoint,
     opened,
@@ -350,8 +351,9 @@ class CheckpointStore:
 
         def remove() -> None:
             listed = list_checkpoints(directory)
+            named = folders_that_are_named(listed)
             for record in choose(listed):
-                _remove(record.path, listed)
+                _remove(record.path, named)
 
         self.background.submit(remove)
 
@@ -401,9 +403,9 @@ def wait_after_failure(wait: Callable[[], None]) -> None:
         log.error("The last checkpoint was not written: %s", error, exc_info=trace)  # noqa: TRY400
 
 
-def _remove(path: Path, listed: list[Listed] | None = None) -> None:
+def _remove(path: Path, named: Counter[str] | None = None) -> None:
     try:
-        delete_checkpoint(path, listed)
+        delete_checkpoint(path, named)
     except (CheckpointError, OSError) as error:
         log.warning("Could not remove the checkpoint %s: %s", path, error)
 
