@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...callbacks.checkpoint.contents import RAW, TORCH_TYPES, rank_of, read_header, sliced_tensors
-from ...callbacks.checkpoint.format.record import CheckpointRecord, read_record, tensor_file
+from ...callbacks.checkpoint.format.record import CheckpointRecord, read_record
 from ...callbacks.checkpoint.selection import (
     Listed,
     best_first,
@@ -152,7 +152,7 @@ def _tensors(record: CheckpointRecord) -> dict[str, tuple[str, list[int]]]:
         if rank_of(name) is not None or not name.endswith(".safetensors"):
             continue
         for key, stored in read_header(record, entry).items():
-            found[f"{tensor_file(name)}:{key}"] = (stored.dtype, list(stored.shape))
+            found[f"{record.tensor_file(entry)}:{key}"] = (stored.dtype, list(stored.shape))
     for sliced in sliced_tensors(record):
         found[f"{sliced.file}:{sliced.key}"] = (TORCH_TYPES.get(sliced.dtype, RAW), list(sliced.shape))
     found |= {f"left out:{left.key}": (left.dtype, list(left.shape)) for left in record.left_out}

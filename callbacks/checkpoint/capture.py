@@ -24,7 +24,7 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,34 +37,12 @@ from ...adapter.plumbing.text import size_text
 from ..finite import are_finite
 from ..optimizer_state import parameters_of
 from .codec.state_tree import encode
-from .codec.tensors import (
-    WEIGHTS,
-    Entry,
-    TensorTable,
-    bytes_of,
-    content_digests,
-    entry_of,
-    is_plain,
-    stored_as,
-)
-from .contents import SlicedTensor, build_header
-from .format.record import FROZEN_FILE, MODEL_FILE, TRAINER_FOLDER, CheckpointRecord, LeftOut, RecordMeta
-from .storage import STATE_MARKER, Staging, naming_the_checkpoint
+from .codec.tensors import WEIGHTS, Entry, TensorTable, bytes_of, content_digests, is_plain
+from .contents import SlicedTensor, build_header, part_folder
+from .format.record import FROZEN_FILE, MODEL_FILE, TRAINER_FOLDER, CheckpointRecord, LeftOut, RecordMeta, digest_of
+from .storage import STATE_MARKER, Staging
 
-__all__ = [
-    "CONTRACT_KEY",
-    "Captured",
-    "Frozen",
-    "HostBuffer",
-    "aligned",
-    "by_file",
-    "capture",
-    "described",
-    "finite_weights",
-    "frozen_in",
-    "header_of",
-    "snapshot",
-]
+__all__ = ["CONTRACT_KEY", "Captured", "Frozen", "HostBuffer", "capture", "described", "frozen_in", "tensor_files"]
 
 log = logging.getLogger(__name__)
 
@@ -91,14 +69,12 @@ class Captured:
     """A checkpoint that was taken apart and is not written yet."""
 
     meta: RecordMeta
-    step: int
     state: Any
     """The trainer's payload, encoded; it goes into the record."""
     rest: bytes
     """Everything else that is not a tensor; the content of the state file."""
     entries: list[Entry]
-    slices: list[Entry]
-    """The slices of sharded tensors that this rank holds."""
+    """Tensors, and the slices of sharded ones that this rank holds."""
     sharded_tensors: dict[tuple[str, str], SlicedTensor]
     """All sharded tensors, by file and key, without their slices."""
     staging: Staging
@@ -106,11 +82,34 @@ class Captured:
     linked: FrozenFile | None = None
     """The file of an earlier checkpoint that this one shares."""
     left_out: list[LeftOut] = field(default_factory=list)
+    frozen: Frozen | None = None
+    """Set apart by it; hears of the checkpoint."""
 
     @property
     def nbytes(self) -> int:
         """Bytes that will be written, about."""
-        return len(self.rest) + sum(entry.nbytes for entry in (*self.entries, *self.slices))
+        return len(self.rest) + sum(entry.nbytes for entry in self.entries)
+
+    def snapshot(self, buffer: HostBuffer) -> Captured:
+        """The same with the values of now, in `buffer`; what is written once, frozen tensors, gets its own memory."""
+        once = [entry for entry in self.entries if entry.file == FROZEN_FILE]
+        again = [entry for entry in self.entries if entry.file != FROZEN_FILE]
+        own = [_with(entry, entry.source.detach().to("cpu", copy=True)) for entry in once]
+        return replace(self, entries=own + buffer.copy(again))
+
+    def has_finite_weights(self) -> bool | None:
+        """Whether all parameters that this rank holds are finite; None where it cannot tell them from buffers.
+
+        An infinite buffer is nothing unusual: a mask is one.
+        """
+        weights = [entry for entry in self.entries if entry.file in (MODEL_FILE, FROZEN_FILE)]
+        if are_finite([entry.source for entry in weights]):  # what is linked or left out was finite from the start
+            return True if weights or self.linked or self.left_out else None
+        names = self.meta.parameters
+        known = [entry.source for entry in weights if entry.box is not None or entry.key in names]
+        if not are_finite(known):
+            return False
+        return True if names else None
 
 
 def capture(checkpoint: Mapping[str, Any], meta: RecordMeta, staging: Staging) -> Captured:
@@ -131,20 +130,21 @@ def capture(checkpoint: Mapping[str, Any], meta: RecordMeta, staging: Staging) -
     state = encode(contract.pop("state", {}), table, root="state")
     if CONTRACT_KEY in checkpoint:
         encoded[CONTRACT_KEY] = encode(contract, table, root=CONTRACT_KEY)
-    if meta.trainer_checkpoint is not None:
-        meta = replace(meta, trainer_checkpoint=_as_stored(meta.trainer_checkpoint, staging))
     step = meta.step if meta.step is not None else int(checkpoint.get("global_step", 0))
+    meta = replace(meta, step=step, trainer_checkpoint=_as_stored(meta.trainer_checkpoint, staging))
     metadata = encode(getattr(checkpoint.get(_WEIGHTS), "_metadata", None), table, root="state_dict._metadata")
     content = {"format_version": 1, "weights_metadata": metadata, "checkpoint": {"$dict": list(encoded.items())}}
     state_file = STATE_MARKER + b"," + json.dumps(content, separators=(",", ":"), allow_nan=False)[1:].encode()
-    return Captured(meta, step, state, state_file, table.entries, table.slices, table.sharded_tensors, staging)
+    return Captured(meta, state, state_file, table.entries, table.sharded_tensors, staging)
 
 
-def _as_stored(result: Mapping[str, Any], staging: Staging) -> Mapping[str, Any]:
+def _as_stored(result: Mapping[str, Any] | None, staging: Staging) -> Mapping[str, Any] | None:
     """The result of the hook, which goes into the record as it is, where orchestrators read it.
 
     Its ``primary_path`` is made to hold after the folder got its name, and wherever it is moved to.
     """
+    if result is None:
+        return None
     named = result.get("primary_path")
     if isinstance(named, (str, os.PathLike)):
         path, output = Path(named), (staging.path / TRAINER_FOLDER).absolute()
@@ -156,39 +156,19 @@ def _as_stored(result: Mapping[str, Any], staging: Staging) -> Mapping[str, Any]
     return result
 
 
-def snapshot(captured: Captured, buffer: HostBuffer) -> Captured:
-    """`captured` with the values of now, in `buffer`; what is written once, frozen tensors, gets memory of its own."""
-    once = [entry for entry in captured.entries if entry.file == FROZEN_FILE]
-    again = [entry for entry in captured.entries if entry.file != FROZEN_FILE]
-    copies, count = buffer.copy([*again, *captured.slices]), len(again)
-    own = [replace(entry, source=entry.source.detach().to("cpu", copy=True)) for entry in once]
-    return replace(captured, entries=own + copies[:count], slices=copies[count:])
+def tensor_files(entries: Iterable[Entry], rank: int = 0) -> Iterator[tuple[str, bytes, list[Entry]]]:
+    """The files of `entries`: name, header, and what follows that, large elements first, so that all are aligned.
 
-
-def finite_weights(captured: Captured) -> bool | None:
-    """Whether all parameters that this rank holds are finite; None where it cannot tell them from buffers.
-
-    An infinite buffer is nothing unusual: a mask is one.
+    Slices are in files of the same names in the folder of their `rank`.
     """
-    slices = [entry.source for entry in captured.slices if entry.file == MODEL_FILE]
-    entries = [entry for entry in captured.entries if entry.file in (MODEL_FILE, FROZEN_FILE)]
-    if not are_finite(slices):
-        return False
-    if are_finite([entry.source for entry in entries]):  # what is linked or left out was finite from the start
-        return True if entries or slices or captured.linked or captured.left_out else None
-    names = captured.meta.parameters
-    return are_finite([entry.source for entry in entries if entry.key in names]) if names else None
 
+    def name(entry: Entry) -> str:
+        return entry.file if entry.box is None else f"{part_folder(rank)}/{entry.file}"
 
-def by_file(entries: Iterable[Entry]) -> Iterable[tuple[str, list[Entry]]]:
-    """Entries as they follow each other in each file: large elements first, so that every tensor is aligned."""
-    ordered = sorted(entries, key=lambda entry: (entry.file, -entry.source.dtype.itemsize))
-    return [(file, list(some)) for file, some in itertools.groupby(ordered, key=lambda entry: entry.file)]
-
-
-def header_of(entries: Iterable[Entry]) -> bytes:
-    """The start of a file of `entries`."""
-    return build_header([(e.key, e.dtype, e.shape, e.nbytes) for e in entries], {"format": "pt"})
+    ordered = sorted(entries, key=lambda entry: (name(entry), -entry.source.dtype.itemsize))
+    for file, group in itertools.groupby(ordered, key=name):
+        some = list(group)
+        yield file, build_header((e.key, *e.stored_as, e.nbytes) for e in some), some
 
 
 _LEAST_BYTES = 4096
@@ -209,7 +189,7 @@ def frozen_in(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimize
 def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, LeftOut]:
     """The entries of a record for tensors that it leaves out; none for those that this process does not hold whole."""
     return {
-        key: LeftOut(key, *stored_as(tensor), xxhash.xxh3_128_hexdigest(bytes_of(tensor.detach())))
+        key: LeftOut(key, *Entry(MODEL_FILE, key, tensor).stored_as, digest_of(bytes_of(tensor.detach())))
         for key, tensor in tensors.items()
         if is_plain(tensor)
     }
@@ -226,11 +206,7 @@ class Frozen:
     """
 
     def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        leaves_out: bool = False,
-        loaded: CheckpointRecord | None = None,
+        self, tensors: Mapping[str, torch.Tensor], *, leaves_out: bool = False, loaded: CheckpointRecord | None = None
     ) -> None:
         self._digests = dict(zip(tensors, content_digests(list(tensors.values())), strict=True))
         self._left_out = described(tensors) if leaves_out else {}
@@ -243,11 +219,7 @@ class Frozen:
             self._file = file if file is not None and _has_the_bytes(file, stored) else None
 
     def divide(self, captured: Captured) -> Captured:
-        """`captured` with its frozen weights set apart: left out, linked from the last checkpoint, or in one file.
-
-        Raises:
-            UnwrittenCheckpointError: The link could not be made, for another reason than that there are none.
-        """
+        """`captured` with its frozen weights set apart: left out, linked from the last checkpoint, or in one file."""
         asked = {e.key: e for e in captured.entries if e.file == MODEL_FILE and e.key in self._digests}
         digests = content_digests([entry.source for entry in asked.values()])
         same = {key for key, digest in zip(asked, digests, strict=True) if digest == self._digests[key]}
@@ -255,13 +227,12 @@ class Frozen:
         keys = frozenset(same - self._left_out.keys())
         linked = None
         if self._file is not None and keys == self._file.keys:
-            with naming_the_checkpoint(captured.staging.record, captured.nbytes):
-                # At once, while it is there for certain.
-                linked = self._file if _link(self._file, captured.staging.path / FROZEN_FILE) else None
+            # At once, while it is there for certain.
+            linked = self._file if _link(self._file, captured.staging.path / FROZEN_FILE) else None
         gone = same if linked is not None else same - keys
         entries = [e for e in captured.entries if e.file != MODEL_FILE or e.key not in gone]
         entries = [replace(e, file=FROZEN_FILE) if e.file == MODEL_FILE and e.key in keys else e for e in entries]
-        return replace(captured, entries=entries, linked=linked, left_out=left_out)
+        return replace(captured, entries=entries, linked=linked, left_out=left_out, frozen=self)
 
     def learn(self, record: CheckpointRecord, captured: Captured) -> None:
         """Take note of the file of `record`, which is durable: the next checkpoint links it."""
@@ -272,13 +243,11 @@ class Frozen:
 
 def _link(file: FrozenFile, target: Path) -> bool:
     """Make `target` a hard link to `file`; False where that is not possible, so that it has to be written again."""
-    try:
+    with contextlib.suppress(OSError):  # gone, no links here, too many of them, or not allowed to this user
         os.link(file.path, target, follow_symlinks=False)
-    except OSError:  # gone, no links here, too many of them, or not allowed to this user
-        return False
-    if _identity_of(target) == file.identity:
-        return True
-    os.unlink(target)
+        if _identity_of(target) == file.identity:
+            return True
+        os.unlink(target)
     return False
 
 
@@ -299,8 +268,8 @@ def _identity_of(path: Path) -> tuple[int, int, int]:
 def _has_the_bytes(file: FrozenFile, tensors: Mapping[str, torch.Tensor]) -> bool:
     """Whether `file`, which was proven when it was loaded, is what writing `tensors` would give."""
     hasher = xxhash.xxh3_128()
-    for _, entries in by_file(entry_of(FROZEN_FILE, key, tensor.detach()) for key, tensor in tensors.items()):
-        hasher.update(header_of(entries))
+    for _, header, entries in tensor_files(Entry(FROZEN_FILE, key, each.detach()) for key, each in tensors.items()):
+        hasher.update(header)
         for entry in entries:
             hasher.update(bytes_of(entry.source))
     return hasher.hexdigest() == file.xxh3_128
@@ -316,7 +285,7 @@ LARGEST_PINNED = 0.5
 """Share of the machine's memory that is pinned at most: the system cannot take pinned pages back."""
 
 
-def aligned(nbytes: int) -> int:
+def _aligned(nbytes: int) -> int:
     """The bytes that a tensor of `nbytes` takes in a snapshot."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
@@ -338,12 +307,19 @@ class HostBuffer:
         """The entries with their values as of now, in this buffer; valid until the next call."""
         tensors = [entry.source for entry in entries]
         devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
-        targets = self._laid_out(tensors, next(iter(devices), torch.device("cpu")))
+        offsets = [0, *itertools.accumulate(_aligned(tensor.nbytes) for tensor in tensors)]
+        self.reserve(offsets[-1], next(iter(devices), torch.device("cpu")))
+        targets = [_like(tensor, self._memory[at:]) for tensor, at in zip(tensors, offsets, strict=False)]
         for target, tensor in zip(targets, tensors, strict=True):
             target.copy_(tensor, non_blocking=not tensor.is_cpu)
         for device in devices:
             torch.get_device_module(device).synchronize(device)
         return list(map(_with, entries, targets))
+
+    @staticmethod
+    def room_for(sizes: Iterable[int]) -> int:
+        """The bytes that tensors of so many bytes take here together."""
+        return sum(map(_aligned, sizes))
 
     def reserve(self, nbytes: int, device: torch.device) -> None:
         """Hold at least `nbytes` for copies from `device`."""
@@ -354,13 +330,6 @@ class HostBuffer:
         self._made_for = device.type
         if device.type != "cpu" and nbytes:
             self._pin(device)
-
-    def _laid_out(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        """A part of the memory for each of `tensors`, of its type and shape."""
-        offsets = [0, *itertools.accumulate(aligned(tensor.nbytes) for tensor in tensors)]
-        self.reserve(offsets[-1], device)
-        parts = zip(tensors, offsets[:-1], strict=True)
-        return [_like(tensor, self._memory[at : at + tensor.nbytes]) for tensor, at in parts]
 
     def _pin(self, device: torch.device) -> None:
         """Pin the memory for `device`; it stays as it is where that is too much, or refused.
@@ -398,12 +367,12 @@ class HostBuffer:
 
 
 def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """`memory` as a tensor with the type and shape of `tensor`."""
-    if not memory.numel():
+    """The start of `memory` as a tensor with the type and shape of `tensor`."""
+    if not tensor.nbytes:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return memory.view(tensor.dtype).view(tensor.shape)
+    return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 def _with(entry: Entry, source: torch.Tensor) -> Entry:
     """`entry` with other values; `dataclasses.replace` would take longer than the copy of a small tensor."""
-    return Entry(entry.file, entry.key, entry.dtype, entry.shape, entry.nbytes, source, entry.box)
+    return Entry(entry.file, entry.key, source, entry.box)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -28,10 +27,9 @@ from typing import Annotated, Any
 import msgspec
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
-from ...adapter.plumbing.safe_open import UnsafeFileError, open_regular
 from .codec.state_tree import check
-from .format.record import MODEL_FILE, STATE_FILE, TRAINER_FOLDER, CheckpointRecord, FileEntry, parse_json, tensor_file
-from .storage import find_file, read_proven
+from .format.record import MODEL_FILE, STATE_FILE, TRAINER_FOLDER, CheckpointRecord, FileEntry, parse_json
+from .storage import opened, read_proven
 
 __all__ = [
     "Box",
@@ -47,8 +45,6 @@ __all__ = [
     "header_from",
     "is_of_tensors",
     "make_whole",
-    "parse_header",
-    "parse_slices",
     "part_folder",
     "rank_of",
     "read_contents",
@@ -59,35 +55,29 @@ __all__ = [
 RAW = "U8"
 """Carriers for the bytes of element types that the format does not know."""
 
-TORCH_TYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3",
-    "uint16": "U16",
-    "int16": "I16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "uint32": "U32",
-    "int32": "I32",
-    "float32": "F32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float64": "F64",
-    "complex64": "C64",
+_KNOWN_TYPES = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "uint16": ("U16", 2),
+    "int16": ("I16", 2),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "uint32": ("U32", 4),
+    "int32": ("I32", 4),
+    "float32": ("F32", 4),
+    "uint64": ("U64", 8),
+    "int64": ("I64", 8),
+    "float64": ("F64", 8),
+    "complex64": ("C64", 8),
 }
+"""What the format calls torch's element types that it knows, and their bytes."""
+TORCH_TYPES = {name: stored for name, (stored, _) in _KNOWN_TYPES.items()}
 """Element types that the format knows, by the name torch has for them."""
-
-_ELEMENT_BYTES = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"), 1),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
-    **dict.fromkeys(("U32", "I32", "F32"), 4),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
-    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
-    "complex32": 4,
-    "complex128": 16,
-}
+_RAW_TYPES = {"float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "complex32": 4, "complex128": 16}
+_ELEMENT_BYTES = dict(_KNOWN_TYPES.values()) | _RAW_TYPES
 """Size of an element of each type of the format, and of types of torch that are stored raw."""
 _WHOLE_NUMBERS = frozenset({"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"})
 _MOST_ELEMENTS = 2**62
@@ -116,11 +106,9 @@ Stored = dict[tuple[str, str], TypedShape]
 """What the files of a checkpoint hold, by file and key."""
 
 
-def build_header(
-    tensors: Sequence[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str] | None = None
-) -> bytes:
+def build_header(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
     """The start of a file that holds `tensors` (key, element type, shape, bytes) one after the other."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for key, dtype, shape, size in tensors:
         header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
@@ -147,13 +135,11 @@ def parse_header(text: bytes, data_bytes: int) -> dict[str, TypedShape]:
 
     Raises:
         ValueError: The header is malformed, or describes other bytes than the file has.
+        RecursionError: It is nested too deeply.
     """
-    try:
-        header = msgspec.convert(parse_json(text), dict[str, Any])
-        header.pop("__metadata__", None)
-        entries = {key: msgspec.convert(entry, TypedShape) for key, entry in header.items()}
-    except (ValueError, RecursionError) as error:  # as msgspec's own are
-        raise ValueError(f"its safetensors header is malformed: {error}") from None
+    header = msgspec.convert(parse_json(text), dict[str, Any])
+    header.pop("__metadata__", None)
+    entries = {key: msgspec.convert(entry, TypedShape) for key, entry in header.items()}
     ordered = sorted(entries.items(), key=lambda item: item[1].data_offsets)
     position = 0
     for key, entry in ordered:
@@ -177,13 +163,8 @@ def read_header(record: CheckpointRecord, entry: FileEntry) -> dict[str, TypedSh
     Raises:
         BrokenCheckpointError: The file is missing, or its header is malformed.
     """
-    try:
-        with os.fdopen(open_regular(find_file(record, entry)), "rb") as file:
-            return header_from(file.read, entry.size)
-    except UnsafeFileError as error:
-        raise BrokenCheckpointError(record.name, f"{entry.path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise BrokenCheckpointError(record.name, f"{entry.path} is malformed: {error}") from None
+    with opened(record, entry) as file:
+        return header_from(file.read, entry.size)
 
 
 SLICES_FILE = "slices.json"
@@ -282,11 +263,8 @@ def sliced_tensors(record: CheckpointRecord) -> list[SlicedTensor]:
     files = {record.file_name(entry): entry for entry in record.files}
     if SLICES_FILE not in files:
         return []
-    try:
-        sizes = {name: entry.size for name, entry in files.items()}
-        return parse_slices(read_proven(record, files[SLICES_FILE]), sizes)
-    except ValueError as error:
-        raise BrokenCheckpointError(record.name, f"its {SLICES_FILE} is malformed: {error}") from error
+    sizes = {name: entry.size for name, entry in files.items()}
+    return read_proven(record, files[SLICES_FILE], lambda data: parse_slices(data, sizes))
 
 
 def parse_slices(data: bytes, sizes: Mapping[str, int]) -> list[SlicedTensor]:
@@ -298,11 +276,9 @@ def parse_slices(data: bytes, sizes: Mapping[str, int]) -> list[SlicedTensor]:
 
     Raises:
         ValueError: It is none, slices do not make a tensor whole, or a file does not have their bytes.
+        RecursionError: It is nested too deeply.
     """
-    try:
-        tensors = msgspec.convert(parse_json(data), list[SlicedTensor])
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    tensors = msgspec.convert(parse_json(data), list[SlicedTensor])
     for tensor in tensors:
         boxes, element = [each.box for each in tensor.slices], _element_bytes(tensor.dtype)
         dimensions = {len(tensor.shape), *(len(part) for box in boxes for part in (box.offset, box.shape))}
@@ -397,13 +373,10 @@ def read_contents(
     for entry in record.files:
         name = record.file_name(entry)
         if name == STATE_FILE:
-            try:
-                content = parse_json(read_proven(record, entry))
-            except (ValueError, RecursionError) as error:
-                raise BrokenCheckpointError(record.name, f"its {STATE_FILE} is not JSON: {error}") from None
+            content = read_proven(record, entry, parse_json)
         elif is_of_tensors(name):
             for key, tensor in read(record, entry).items():
-                place = tensor_file(name), key
+                place = record.tensor_file(entry), key
                 if place in stored:
                     raise BrokenCheckpointError(record.name, f"it has {key!r} twice, the second in {entry.path}")
                 stored[place] = tensor
@@ -419,16 +392,6 @@ def read_contents(
     return content, stored, sliced
 
 
-class _Described:
-    """A `TensorSource` that compares references with what is stored, and describes the tensors."""
-
-    def __init__(self, stored: Stored) -> None:
-        self._stored = stored
-
-    def tensor(self, reference: Any) -> TypedShape:
-        return check_tensor(reference, self._stored)
-
-
 def check_contents(record: CheckpointRecord, *, knows_types: bool = False) -> None:
     """Prove that the parts of a checkpoint, whose digests hold, fit together and can be restored in this process.
 
@@ -438,8 +401,7 @@ def check_contents(record: CheckpointRecord, *, knows_types: bool = False) -> No
             imported may still come to be known.
 
     Raises:
-        BrokenCheckpointError: They don't; says which file, or which value.
-        OSError: A file cannot be read, which does not mean that it is broken.
+        BrokenCheckpointError: They don't, or a file cannot be read; says which file, or which value.
     """
     if record.is_old:
         return
@@ -450,7 +412,7 @@ def check_contents(record: CheckpointRecord, *, knows_types: bool = False) -> No
         ("state", record.state),
     ):
         try:
-            check(tree, _Described(stored), knows_types=knows_types)
+            check(tree, lambda reference: check_tensor(reference, stored), knows_types=knows_types)
         except (BrokenCheckpointError, OSError, MemoryError):
             raise
         except CheckpointError as error:

@@ -210,10 +210,6 @@ def _tokenizers(module: nn.Module) -> list[Any]:
     state = getattr(module, "contract_state", None)
     held = [*vars(module).values(), *vars(getattr(module, "plugin", module)).values()]
     held += state.values() if isinstance(state, Mapping) else vars(state).values() if hasattr(state, "__dict__") else ()
-    return list({id(each): each for each in held if _is_tokenizer(each)}.values())
-
-
-def _is_tokenizer(value: Any) -> bool:
-    """Whether it can be called and saves itself, and is neither a class nor what holds weights, such as a pipeline."""
-    saves = callable(value) and hasattr(value, "save_pretrained")
-    return saves and not isinstance(value, type) and not hasattr(value, "to")
+    found = (each for each in held if callable(each) and hasattr(each, "save_pretrained"))
+    # Neither a class nor what holds weights, such as a pipeline.
+    return list({id(each): each for each in found if not isinstance(each, type) and not hasattr(each, "to")}.values())

@@ -7,6 +7,7 @@ batches were taken. A resume draws that order again and leaves out their rows wi
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
@@ -32,7 +33,6 @@ from ...adapter.plumbing.devices import isolated_random_numbers
 from ..lightning_internals import FitLoop
 
 __all__ = [
-    "PositionedLoader",
     "begin_and_leave",
     "forget_positions",
     "generators_of",
@@ -67,7 +67,7 @@ def with_position(loader: Any, world_size: int) -> Any:
 
 
 def keep_positions(
-    trainer: pl.Trainer, at_first_batch: Callable[[], None], before_iterators: Callable[[], None]
+    trainer: pl.Trainer, at_first_batch: Callable[[pl.Trainer], None], before_iterators: Callable[[pl.Trainer], None]
 ) -> None:
     """Have Lightning's own loop use the training loaders of `trainer` with positions, from the next fit on.
 
@@ -88,11 +88,11 @@ def keep_positions(
         if positioned:
             combined.flattened = found
         for loader in positioned:
-            loader.at_first_batch = at_first_batch
+            loader.at_first_batch = functools.partial(at_first_batch, trainer)
         FitLoop._load_combined_loader_states(loop)
         if loop.restarting and loop.epoch_loop.batch_progress.is_last_batch:
             begin_and_leave(positioned)
-        before_iterators()
+        before_iterators(trainer)
 
     vars(loop)["_load_combined_loader_states"] = load_states
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -30,18 +29,9 @@ from ..optimizer_state import map_values, parameters_of
 from .format.record import local_path
 from .sharded.rank_channel import RankGroups
 from .sharded.slices import keep_sharded, sharded_like
-from .store import CheckpointStore
+from .store import CheckpointStore, wait_after_failure
 
-__all__ = [
-    "DurableCheckpointIO",
-    "give_back_plugin",
-    "install_plugin",
-    "keep_sharded_for",
-    "rank_groups_of",
-    "url_faults",
-]
-
-log = logging.getLogger(__name__)
+__all__ = ["DurableCheckpointIO", "remove_plugin", "install_plugin", "keep_sharded_for", "rank_groups_of", "url_faults"]
 
 
 class DurableCheckpointIO(CheckpointIO):
@@ -86,10 +76,7 @@ class DurableCheckpointIO(CheckpointIO):
 
     @override
     def load_checkpoint(
-        self,
-        path: str | os.PathLike[str],
-        map_location: Any | None = None,
-        weights_only: bool | None = None,
+        self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """The checkpoint at `path`, proven before any of it is used; its tensors are on the host.
 
@@ -121,13 +108,10 @@ class DurableCheckpointIO(CheckpointIO):
         Raises:
             Exception: That save failed. Logged instead while another exception ends the run, which is the root cause.
         """
-        is_failing = sys.exc_info()[1] is not None
-        try:
+        if sys.exc_info()[1] is None:
             self.store.close()
-        except Exception:
-            if not is_failing:
-                raise
-            log.exception("The checkpoint in flight could not be written")
+        else:
+            wait_after_failure(self.store.close)
 
 
 def install_plugin(strategy: Strategy) -> DurableCheckpointIO:
@@ -153,7 +137,7 @@ def install_plugin(strategy: Strategy) -> DurableCheckpointIO:
     return plugin
 
 
-def give_back_plugin(trainer: pl.Trainer) -> None:
+def remove_plugin(trainer: pl.Trainer) -> None:
     """Undo `install_plugin` where a process hands its weights to the one that started it, which may know no other."""
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         trainer.strategy.checkpoint_io = TorchCheckpointIO()

@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from ...adapter.contract.exceptions import BrokenCheckpointError, GenlightError, StartupContractError
+from ...adapter.contract.exceptions import BrokenCheckpointError, StartupContractError
 from ...adapter.contract.run_state import RunState
 from ...reporters.events.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, Pace, crossed, step_cadence, suppressed
@@ -30,35 +30,17 @@ from ..hook.events import awaits_module_hook, callbacks_of, fire, run_state_of
 from ..hook.hook import Hook, RunContext, ending_the_run, skippable
 from ..lightning_internals import checkpoint_connector
 from ..optimizer_state import named_values
-from .capture import CONTRACT_KEY, Frozen, aligned, frozen_in
+from .capture import CONTRACT_KEY, Frozen, frozen_in
 from .export import keep_configurations
-from .format.record import (
-    FINAL_NAME,
-    TRAINER_FOLDER,
-    CheckpointRecord,
-    RecordMeta,
-    is_record_of_callback,
-    local_path,
-    read_record,
-    step_name,
-)
+from .format.record import FINAL_NAME, CheckpointRecord, RecordMeta, local_path, read_record, step_name
 from .loader_position import forget_positions, keep_positions, put_positions_back, set_positions_aside
-from .plugins import give_back_plugin, install_plugin, rank_groups_of, url_faults
-from .rank_state import ResumeState, capture_parts, stands_between_batches
-from .selection import WRITER, Retention, add_score, best_first, is_named, list_checkpoints, own_records, to_delete
+from .plugins import install_plugin, rank_groups_of, remove_plugin, url_faults
+from .rank_state import ResumeState, capture_parts
+from .selection import WRITER, Retention, add_score, best_first, list_checkpoints, own_records, require, to_delete
 from .sharded.rank_channel import ALONE, Channel
 from .sharded.slices import is_sharded
-from .storage import (
-    Listed,
-    Staging,
-    is_checkpoint_file,
-    naming_the_checkpoint,
-    require_replaceable,
-    require_space,
-    stage,
-    sweep,
-)
-from .store import CheckpointStore, require_shared_directory
+from .storage import Listed, Staging, require_replaceable, require_space, stage, sweep
+from .store import CheckpointStore, require_shared_directory, wait_after_failure
 
 __all__ = ["Checkpoint", "WritesTrainerFiles", "savers_of", "wait_after_failure"]
 
@@ -150,27 +132,18 @@ class Checkpoint(Hook, LightningCheckpoint):
         replace_existing: bool = False,
         weights: Literal["all", "trained"] = "all",
     ) -> None:
-        wrong = []
-        try:
-            self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
-            self.every_n_epochs = step_cadence("every_n_epochs", every_n_epochs)
-        except ValueError as error:
-            wrong.append(str(error))
-        if not 0 <= every_minutes < math.inf:
-            wrong.append(f"Invalid `every_minutes`. Expected a number >= 0, but received {every_minutes}.")
-        if on_error not in ("stop", "continue"):
-            wrong.append(f"Invalid `on_error`. Expected 'stop' or 'continue', but received {on_error!r}.")
-        if weights not in ("all", "trained"):
-            wrong.append(f"Invalid `weights`. Expected 'all' or 'trained', but received {weights!r}.")
-        if wrong:
-            raise ValueError(" ".join(wrong))
+        require(0 <= every_minutes < math.inf, "every_minutes", "a number >= 0", every_minutes)
+        require(on_error in ("stop", "continue"), "on_error", "'stop' or 'continue'", on_error)
+        require(weights in ("all", "trained"), "weights", "'all' or 'trained'", weights)
+        self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
+        self.every_n_epochs = step_cadence("every_n_epochs", every_n_epochs)
         self.dirpath = None if dirpath is None else local_path(dirpath)
         self.retention = Retention(keep_last, keep_best, monitor, mode)
         self.save_final, self.asynchronous, self.critical = save_final, asynchronous, on_error == "stop"
         self.every_minutes, self.replace_existing, self.weights = every_minutes, replace_existing, weights
         self.run = RecordMeta()
         """Facts for every record of this run; the runtime sets run_id, attempt, max_steps and spec digest."""
-        self._clock = SaveClock(self.every_minutes)
+        self._clock = SaveClock(every_minutes, 0)
         self._scores = Scores()
         self._is_scored = False
         """Whether the monitored value is a score, which only steps have that are evaluated."""
@@ -203,17 +176,13 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._store.base = lambda: dict(pl_module.named_parameters(remove_duplicate=False))
         self.dirpath = (self.dirpath or local_path(trainer.default_root_dir) / "checkpoints").absolute()
         if stage == "fit":
-            keep_positions(
-                trainer,
-                at_first_batch=lambda: self._restore_rng_before_batch(trainer),
-                before_iterators=lambda: self._resume.restore_generators(trainer),
-            )
+            keep_positions(trainer, self._restore_rng_before_batch, self._resume.restore_generators)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._run_state, self._scores = run_state_of(trainer), Scores()
         self._boundaries = Boundaries(self, trainer.global_step)
-        self._clock.begin(trainer.global_step)
+        self._clock = SaveClock(self.every_minutes, trainer.global_step)
         self._has_reserved = self._is_between_batches = self._saves_after_module_hook = False
         self._last_saved_step = None
         if trainer.ckpt_path is not None:  # the run state of a checkpoint names the one before it
@@ -274,7 +243,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         if run_state.stop_reason is None and (not is_due or suppressed(pl_module)):
             if not self._has_reserved and self.asynchronous and self.saves_while_training:
                 self._has_reserved = True  # now that optimizers have their state
-                self._store.reserve(_size_of_snapshot(trainer, pl_module), trainer.strategy.root_device)
+                self._store.reserve(_sizes_of_snapshot(trainer, pl_module), trainer.strategy.root_device)
             return
         if awaits_module_hook(trainer, pl_module):  # what that changes, a moving average say, belongs to the step
             self._saves_after_module_hook = True
@@ -282,13 +251,12 @@ class Checkpoint(Hook, LightningCheckpoint):
             self._save_what_is_due(trainer, pl_module)
 
     def _save_what_is_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if run_state_of(trainer).stop_reason is None:
-            self.save(trainer, pl_module)
         # All ranks have agreed to end after this step; what it reached must be on disk before the run ends.
-        elif self._last_saved_step != trainer.global_step:
-            self.save(trainer, pl_module, wait=True)
-        else:
+        is_ending = run_state_of(trainer).stop_reason is not None
+        if is_ending and self._last_saved_step == trainer.global_step:
             self.wait(trainer)
+        else:
+            self.save(trainer, pl_module, wait=is_ending)
 
     @override
     def on_module_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -342,8 +310,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         parts = checkpoint.setdefault(CONTRACT_KEY, {})
         parts["elapsed_s"] = self._resume.elapsed_s
         set_positions_aside(trainer, checkpoint, parts)
-        is_between_batches = self._is_between_batches and stands_between_batches(trainer)
-        capture_parts(trainer, pl_module, parts, is_between_batches=is_between_batches, channel=self._channel)
+        capture_parts(trainer, pl_module, parts, has_trained=self._is_between_batches, channel=self._channel)
 
     @override
     def on_load_checkpoint(
@@ -361,7 +328,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
         forget_positions(trainer)
-        give_back_plugin(trainer)
+        remove_plugin(trainer)
 
     @override
     def join_run(self, run: RunContext) -> None:
@@ -425,14 +392,11 @@ class Checkpoint(Hook, LightningCheckpoint):
             self._store.wait()
         else:
             wait_after_failure(self._store.wait)
-        staging, trainer_checkpoint = _trainer_files(trainer, pl_module, path, step, final)
-        try:
+        with contextlib.ExitStack() as undo:  # until the store has the folder, and removes it if the save fails
+            staging, trainer_checkpoint = _trainer_files(trainer, pl_module, path, step, final, undo)
             with trainer.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
                 state = checkpoint_connector(trainer).dump_checkpoint(weights_only=False)
-        except BaseException:
-            if staging is not None:
-                staging.discard()
-            raise
+            undo.pop_all()
         groups = rank_groups_of(trainer.strategy)
         if trainer.is_global_zero or groups is not None:
             meta = self._meta(trainer, trainer_checkpoint, final=final)
@@ -532,7 +496,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         with os.scandir(self.directory) as entries:
             needed = {os.path.realpath(entry) for entry in entries if entry.is_symlink()}
         needed |= {os.path.realpath(path) for ask in self._in_use for path in ask()}
-        return [record for record in to_delete(own, self.retention) if not is_named(record, needed)]
+        return to_delete(own, self.retention, needed)
 
     def restore_pending_rng(self, trainer: pl.Trainer, *_: Any) -> None:
         """Take over the random state that was loaded; once, at the point from which a run draws as it did before."""
@@ -548,8 +512,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.next_due_step = 0
 
 
-def _size_of_snapshot(trainer: pl.Trainer, module: pl.LightningModule) -> int:
-    """Bytes that this rank copies at each save: its slices of what is sharded, on rank zero also what is whole.
+def _sizes_of_snapshot(trainer: pl.Trainer, module: pl.LightningModule) -> list[int]:
+    """Bytes of each tensor that this rank copies at a save: its slices of sharded ones, on rank zero also whole ones.
 
     What is frozen is copied once, elsewhere, and shared by all checkpoints.
     """
@@ -557,7 +521,7 @@ def _size_of_snapshot(trainer: pl.Trainer, module: pl.LightningModule) -> int:
     trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
     tensors = (each for each in (*trained, *module.buffers(), *moments) if isinstance(each, torch.Tensor))
     own = (t.to_local() if isinstance(t, DTensor) else t for t in tensors if is_sharded(t) or trainer.is_global_zero)
-    return sum(aligned(tensor.nbytes) for tensor in own)
+    return [tensor.nbytes for tensor in own]
 
 
 class Scores(dict[int, float]):
@@ -570,18 +534,18 @@ class Scores(dict[int, float]):
 
 
 class SaveClock:
-    """Whether a save is due by the clock. Rank zero decides, and tells the others; all look in the same steps."""
+    """Whether a save is due by the clock. Rank zero decides, and tells the others; all look in the same steps.
 
-    def __init__(self, every_minutes: float) -> None:
+    Args:
+        every_minutes: How far saves are apart; they count from now.
+        step: Training begins after it.
+    """
+
+    def __init__(self, every_minutes: float, step: int) -> None:
         self._every_s = 60 * every_minutes
         self._pace = Pace(_LOOK_EVERY_S)
-        self._next_look = 0
-        self._saved_s = 0.0
-
-    def begin(self, step: int) -> None:
-        """Training begins after `step`; minutes count from here."""
-        self.note_save()
         self.rewind(step)
+        self.note_save()
 
     def rewind(self, step: int) -> None:
         """The run was put back to `step`."""
@@ -608,11 +572,9 @@ def _in_use_fault(directory: Path, listed: list[Listed]) -> str | None:
     """
     if directory in _trained_here:
         return None
-    found = [entry for entry in listed if not entry.path.is_symlink()]
-    names = [record.path.name for record in own_records(found)]
     # A broken one may still be the user's only copy.
-    broken = [entry.path for entry in found if entry.record is None and is_record_of_callback(entry.path)]
-    names += [path.name for path in broken if is_checkpoint_file(path)]
+    found = [entry for entry in listed if not entry.path.is_symlink()]
+    names = [record.path.name for record in own_records(found)] + [e.path.name for e in found if e.is_own_but_broken]
     if not names:
         return None
     return (
@@ -623,7 +585,7 @@ def _in_use_fault(directory: Path, listed: list[Listed]) -> str | None:
 
 
 def _trainer_files(
-    trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, step: int, final: bool
+    trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, step: int, final: bool, undo: contextlib.ExitStack
 ) -> tuple[Staging | None, Mapping[str, Any] | None]:
     """Have the trainer of `pl_module` write its own files for the checkpoint whose record will be `path`.
 
@@ -643,26 +605,11 @@ def _trainer_files(
             with tempfile.TemporaryDirectory() as scratch:
                 pl_module.save_trainer_files(output_dir=Path(scratch), step=step, final=final)
         return None, None
-    with naming_the_checkpoint(path):
-        staging = stage(path)
-    try:
-        output = staging.folder(TRAINER_FOLDER)
-        return staging, pl_module.save_trainer_files(output_dir=output, step=step, final=final)
-    except BaseException:
-        staging.discard()
-        raise
+    staging = stage(path)
+    undo.callback(staging.discard)
+    return staging, pl_module.save_trainer_files(output_dir=staging.folder(), step=step, final=final)
 
 
 def savers_of(trainer: pl.Trainer) -> list[Checkpoint]:
     """The `Checkpoint` callbacks of `trainer`, in their order."""
     return [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
-
-
-def wait_after_failure(wait: Callable[[], None]) -> None:
-    """Call what waits for the save in flight; its failure is logged, because the training has failed of another."""
-    try:
-        wait()
-    except GenlightError as error:
-        log.error("The last checkpoint was not written: %s", error)  # noqa: TRY400 - its message says all
-    except Exception:
-        log.exception("The last checkpoint was not written")

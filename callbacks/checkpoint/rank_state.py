@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ...adapter.plumbing.devices import random_states, restore_random_states
 from .codec.state_tree import Path, decode, encode, format_path
-from .codec.tensors import TensorTable, content_digests
+from .codec.tensors import TensorTable, as_referred, content_digests
 from .format.record import digest_of
 from .loader_position import generators_of, warn_of_loaders_without_position
 from .sharded.rank_channel import Channel
@@ -44,7 +44,6 @@ __all__ = [
     "restore_gradients",
     "restore_rng",
     "restore_rng_of_rank",
-    "stands_between_batches",
 ]
 
 log = logging.getLogger(__name__)
@@ -169,7 +168,7 @@ def restore_gradients(
             parameter.grad = unsharded(gradient)
 
 
-def stands_between_batches(trainer: pl.Trainer) -> bool:
+def _stands_between_batches(trainer: pl.Trainer) -> bool:
     """Whether no batch is being trained and the epoch is not over; before the first batch that is true as well."""
     # Lightning declares the counters as a base class with fewer fields.
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
@@ -181,12 +180,7 @@ def stands_between_batches(trainer: pl.Trainer) -> bool:
 
 
 def capture_parts(
-    trainer: pl.Trainer,
-    pl_module: pl.LightningModule,
-    parts: dict[str, Any],
-    *,
-    is_between_batches: bool,
-    channel: Channel,
+    trainer: pl.Trainer, pl_module: pl.LightningModule, parts: dict[str, Any], *, has_trained: bool, channel: Channel
 ) -> None:
     """Add what `ResumeState` takes over to `parts` of a checkpoint. Collective.
 
@@ -194,10 +188,11 @@ def capture_parts(
         trainer: The trainer that saves.
         pl_module: The module that it trains.
         parts: The checkpoint's own part of genlight.
-        is_between_batches: Whether a batch was trained to its end and the next one of its epoch not begun.
+        has_trained: Whether a batch was trained to its end since training began.
         channel: How the ranks bring to rank zero what they have for themselves.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress
+    is_between_batches = has_trained and _stands_between_batches(trainer)
     parts |= {"is_between_batches": is_between_batches, "is_last_batch": progress.is_last_batch}
     if "rng" not in parts:
         parts["rng"] = channel.gather(capture_rng(loader_generators(trainer)))
@@ -317,8 +312,7 @@ def differences_of_ranks(tree: dict[str, Any], channel: Channel) -> list[list[Di
     of_zero: Digests = channel.share(digests)
     found = [] if channel.rank == 0 else list(_differing(tree, (), digests, of_zero))
     return [
-        [Differing(path, decode(stored, _Sent(sources))) for path, stored, sources in sent]
-        for sent in channel.gather([_packed(path, value) for path, value in found])
+        [_unpacked(*one) for one in sent] for sent in channel.gather([_packed(path, value) for path, value in found])
     ]
 
 
@@ -366,7 +360,7 @@ def digests_of(tree: Any) -> Digests:
         members = _members(value)
         if members is None:
             stored, table = _taken_apart(path, value)
-            found[path] = stored, [entry.source for entry in table.entries]
+            found[path] = stored, [entry.source for entry in table.entries if entry.box is None]
         else:
             found[path] = [type(value).__name__, [key for key, _ in members]], []
             stack.extend(((*path, key), member) for key, member in reversed(members))
@@ -390,19 +384,6 @@ def _differing(value: Any, path: Path, own: Digests, of_zero: Digests) -> Iterat
         yield from _differing(member, (*path, key), own, of_zero)
 
 
-@dataclass
-class _Sent:
-    """A `TensorSource` over the tensors of a value that another rank has sent, by file and key."""
-
-    sources: Sources
-
-    def tensor(self, reference: dict[str, Any]) -> torch.Tensor:
-        made = self.sources[reference["file"], reference["key"]].detach()
-        if reference.get("parameter"):
-            return torch.nn.Parameter(made, requires_grad=reference.get("requires_grad", False))
-        return made.requires_grad_(reference.get("requires_grad", False))
-
-
 def _packed(path: Path, value: Any) -> tuple[Path, Any, Sources]:
     """A value on its way to rank zero: as in a file, so that no class of the user is looked up to receive it."""
     stored, table = _taken_apart(path, value)
@@ -413,3 +394,8 @@ def _packed(path: Path, value: Any) -> tuple[Path, Any, Sources]:
         )
     # A part of larger memory would be sent with all of it.
     return path, stored, {(entry.file, entry.key): entry.source.cpu().clone() for entry in table.entries}
+
+
+def _unpacked(path: Path, stored: Any, sources: Sources) -> Differing:
+    """A value that another rank has packed."""
+    return Differing(path, decode(stored, lambda of: as_referred(sources[of["file"], of["key"]], of)))

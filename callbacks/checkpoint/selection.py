@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -23,15 +23,7 @@ from ...adapter.contract.exceptions import BrokenCheckpointError
 from ...adapter.plumbing.durable import write_bytes_durably
 from ...adapter.plumbing.safe_open import read_own
 from .contents import check_contents
-from .format.record import (
-    FINAL_NAME,
-    SCORES_FILE,
-    CheckpointRecord,
-    name_of,
-    read_record,
-    record_path,
-    step_of_name,
-)
+from .format.record import FINAL_NAME, SCORES_FILE, CheckpointRecord, name_of, read_record, record_path, step_of_name
 from .storage import Listed, records_in, verify_files
 
 if TYPE_CHECKING:
@@ -47,13 +39,12 @@ __all__ = [
     "find_checkpoint",
     "find_final",
     "folder_of_checkpoints",
-    "is_named",
     "list_checkpoints",
     "monitored",
     "never_queued",
     "newest_valid",
     "own_records",
-    "read_scores",
+    "require",
     "to_delete",
 ]
 
@@ -97,7 +88,7 @@ def newest_valid(
     Raises:
         OSError: A newer one cannot be read, which does not mean that it is broken.
     """
-    warnings = []
+    newest, warnings = None, list[str]()
     for listed in reversed(list_checkpoints(directory)):
         if listed.error is not None:
             raise listed.error
@@ -108,19 +99,13 @@ def newest_valid(
                 continue
             verify_files(listed.record)
             check_contents(listed.record, knows_types=knows_types)
+            newest = listed.record
+            break
         except BrokenCheckpointError as error:
             warnings.append(f"{error}{FALLS_BACK}")
-            continue
-        return listed.record, _few(warnings, directory)
-    return None, _few(warnings, directory)
-
-
-def _few(warnings: list[str], directory: str | os.PathLike[str]) -> list[str]:
-    """`warnings`, of many the first and a word about the others."""
-    others = len(warnings) - MOST_WARNINGS
-    if others <= 0:
-        return warnings
-    return [*warnings[:MOST_WARNINGS], f"{others:,} more checkpoints in {os.fspath(directory)} are broken"]
+    if (others := len(warnings) - MOST_WARNINGS) > 0:
+        warnings[MOST_WARNINGS:] = [f"{others:,} more checkpoints in {os.fspath(directory)} are broken"]
+    return newest, warnings
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Path:
@@ -228,16 +213,25 @@ class Retention:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        if self.keep_last is not None and self.keep_last < 1:
-            raise ValueError(f"Invalid `keep_last`. Expected a number >= 1, but received {self.keep_last}.")
-        if self.keep_best < 0:
-            raise ValueError(f"Invalid `keep_best`. Expected a number >= 0, but received {self.keep_best}.")
-        if self.mode not in ("min", "max"):
-            raise ValueError(f"Invalid `mode`. Expected 'min' or 'max', but received {self.mode!r}.")
+        require(self.keep_last is None or self.keep_last >= 1, "keep_last", "a number >= 1", self.keep_last)
+        require(self.keep_best >= 0, "keep_best", "a number >= 0", self.keep_best)
+        require(self.mode in ("min", "max"), "mode", "'min' or 'max'", self.mode)
 
 
-def to_delete(records: Sequence[CheckpointRecord], retention: Retention) -> list[CheckpointRecord]:
-    """The records of one run that `retention` does not keep, oldest first.
+def require(holds: bool, argument: str, expected: str, received: object) -> None:
+    """Raise where an argument is not what was expected.
+
+    Raises:
+        ValueError: It does not hold.
+    """
+    if not holds:
+        raise ValueError(f"Invalid `{argument}`. Expected {expected}, but received {received!r}.")
+
+
+def to_delete(
+    records: Sequence[CheckpointRecord], retention: Retention, in_use: Collection[str] = ()
+) -> list[CheckpointRecord]:
+    """The records of one run that `retention` does not keep, and of which no file or folder is `in_use`, oldest first.
 
     A final checkpoint, and one that an older runtime wrote, is never among them. Nor is the newest whose weights are
     finite: of a run that diverged it is the only one worth going on from.
@@ -249,17 +243,14 @@ def to_delete(records: Sequence[CheckpointRecord], retention: Retention) -> list
     sound = [r for r in steps if r.finite_weights] or [r for r in steps if r.finite_weights is not False]
     keep |= {record.path for record in sound[-1:]}
     keep |= {record.path for record in best_first(steps, retention.monitor, retention.mode)[: retention.keep_best]}
-    return [record for record in steps if record.path not in keep]
+    return [record for record in steps if record.path not in keep and not _is_named(record, in_use)]
 
 
 def monitored(records: Sequence[CheckpointRecord]) -> tuple[str | None, Literal["min", "max"] | None]:
     """By which score the run of `records` is judged, and whether a low or a high one is better; None where unknown."""
     job = next((record.metadata["job"] for record in reversed(records) if "job" in record.metadata), None)
-    named, mode = (
-        (job.get(f"checkpoints.{name}") for name in ("monitor", "mode")) if isinstance(job, dict) else (None,) * 2
-    )
-    if isinstance(named, str):
-        return named, "max" if mode == "max" else "min"
+    if isinstance(job, dict) and isinstance(named := job.get("checkpoints.monitor"), str):
+        return named, "max" if job.get("checkpoints.mode") == "max" else "min"
     scores = {name for record in records for name, value in record.metrics.items() if value is not None}
     return (scores.pop() if len(scores) == 1 else None), None
 
@@ -269,12 +260,9 @@ def best_first(
 ) -> list[CheckpointRecord]:
     """Those of `records` that have a finite score `monitor`, best first; of equal ones the older."""
     sign = 1.0 if mode == "min" else -1.0
-    scored = []
-    for record in records:
-        value = record.metrics.get(monitor or "")
-        if value is not None and math.isfinite(value):
-            scored.append((sign * value, record.step, record))
-    return [record for _, _, record in sorted(scored, key=lambda item: item[:2])]
+    values = [(record.metrics.get(monitor or ""), record) for record in records]
+    scored = [(sign * value, record) for value, record in values if value is not None and math.isfinite(value)]
+    return [record for _, record in sorted(scored, key=lambda each: (each[0], each[1].step))]
 
 
 def own_records(listed: Sequence[Listed]) -> list[CheckpointRecord]:
@@ -283,7 +271,7 @@ def own_records(listed: Sequence[Listed]) -> list[CheckpointRecord]:
     return [record for record in records if record.writer == WRITER]
 
 
-def is_named(record: CheckpointRecord, paths: set[str]) -> bool:
+def _is_named(record: CheckpointRecord, paths: Collection[str]) -> bool:
     """Whether one of `paths` is the record, its folder, what its hook named, or one of its files."""
     own = [record.path, *(record.path.parent / file.path for file in record.files)]
     return any(str(path) in paths for path in (*own, record.data_path, record.primary_path))

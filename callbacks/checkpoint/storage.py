@@ -30,33 +30,34 @@ The module imports neither torch nor Lightning.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
+import re
 import shutil
-import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO, TypeVar
 
 import xxhash
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, UnwrittenCheckpointError
 from ...adapter.plumbing.durable import fsync_directory, start_writeback, temporary_name, write_all
-from ...adapter.plumbing.safe_open import UnsafeFileError, open_regular, read_regular
+from ...adapter.plumbing.safe_open import open_regular
 from .format.record import (
     RECORD_MARKER,
     SCORES_FILE,
     STATE_FILE,
+    TRAINER_FOLDER,
     CheckpointRecord,
     FileEntry,
     digest_of,
-    folder_names,
     is_record_of_callback,
     is_temporary,
     is_torch_file,
     name_of,
-    name_of_folder,
     read_record,
     record_path,
     record_paths,
@@ -65,23 +66,19 @@ from .format.record import (
 )
 
 __all__ = [
-    "SPACE_FOR_THE_REST",
     "STATE_MARKER",
     "Listed",
     "Staging",
     "check_file",
     "checkpoint_files",
-    "choose_folder",
     "commit",
     "delete_checkpoint",
-    "find_file",
     "folders_of_checkpoints",
     "folders_that_are_named",
     "hash_file",
-    "is_checkpoint_file",
     "missing_file",
-    "move_older_final",
     "naming_the_checkpoint",
+    "opened",
     "read_proven",
     "records_in",
     "require_replaceable",
@@ -95,6 +92,10 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+_Parsed = TypeVar("_Parsed")
+
+_NUMBER = re.compile(r"(?<=.)~\d+\Z", re.DOTALL)
+"""What tells a data folder from another of the same checkpoint's name, as in ``last~1``."""
 _WRITE_CHUNK = 16 << 20
 _JOINED_BUFFER = 1 << 20
 """Smaller buffers are copied, which is cheaper than a system call for each."""
@@ -207,55 +208,52 @@ def verify_files(record: CheckpointRecord, only: Sequence[FileEntry] | None = No
         BrokenCheckpointError: One is missing or differs from what was saved.
     """
     for entry in record.files if only is None else only:
-        path = find_file(record, entry)
-        try:
-            size, digest = hash_file(path, most=entry.size)
-        except OSError as error:
-            raise BrokenCheckpointError(record.name, f"{entry.path} cannot be read: {error.strerror}") from error
-        check_file(record, entry, size, digest)
+        with opened(record, entry) as file:
+            check_file(record, entry, *_hash_descriptor(file.fileno(), entry.size))
 
 
-def find_file(record: CheckpointRecord, entry: FileEntry) -> Path:
-    """Where a file of `record` lies, after comparing its size, which costs nothing.
+@contextlib.contextmanager
+def opened(record: CheckpointRecord, entry: FileEntry) -> Iterator[BinaryIO]:
+    """A file of `record` to read from, once its size was compared, which costs nothing.
 
     Raises:
-        BrokenCheckpointError: It is missing, or has another size.
+        BrokenCheckpointError: It is missing, has another size or cannot be read, or its content is not what the block
+            expects, which raises `ValueError`, `EOFError` or `RecursionError`.
     """
-    path = record.path.parent / entry.path
     try:
-        status = path.stat()
+        with os.fdopen(open_regular(record.path.parent / entry.path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != entry.size:
+                text = f"{entry.path} has {size:,} bytes, but its record says {entry.size:,} bytes"
+                raise BrokenCheckpointError(record.name, text)
+            yield file
     except OSError as error:
         raise BrokenCheckpointError(record.name, f"{entry.path} cannot be read: {error.strerror}") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise BrokenCheckpointError(record.name, f"{entry.path} is not a regular file")
-    if status.st_size != entry.size:
-        text = f"{entry.path} has {status.st_size:,} bytes, but its record says {entry.size:,} bytes"
-        raise BrokenCheckpointError(record.name, text)
-    return path
+    except (ValueError, EOFError, RecursionError) as error:
+        raise BrokenCheckpointError(record.name, f"{entry.path} is malformed: {error}") from error
 
 
 def missing_file(record: CheckpointRecord) -> str:
-    """Why a file of a checkpoint is not there in its size; empty where all are. None is read."""
+    """Why a file of a checkpoint cannot be opened or has another size; empty where all are there. None is read."""
     try:
         for entry in record.files:
-            find_file(record, entry)
+            with opened(record, entry):
+                pass
     except BrokenCheckpointError as error:
         return error.reason
     return ""
 
 
-def read_proven(record: CheckpointRecord, entry: FileEntry) -> bytes:
-    """The content of a file of `record`.
+def read_proven(record: CheckpointRecord, entry: FileEntry, parse: Callable[[bytes], _Parsed]) -> _Parsed:
+    """What `parse` makes of the content of a file of `record`.
 
     Raises:
-        BrokenCheckpointError: It is missing or differs from what was saved.
+        BrokenCheckpointError: It is missing, differs from what was saved, or cannot be parsed.
     """
-    try:
-        data = read_regular(find_file(record, entry), limit=entry.size)
-    except UnsafeFileError as error:
-        raise BrokenCheckpointError(record.name, f"{entry.path} cannot be read: {error.strerror}") from error
-    check_file(record, entry, len(data), digest_of(data))
-    return data
+    with opened(record, entry) as file:
+        data = file.read(entry.size)
+        check_file(record, entry, len(data), digest_of(data))
+        return parse(data)
 
 
 def check_file(record: CheckpointRecord, entry: FileEntry, size: int, digest: str) -> None:
@@ -282,6 +280,11 @@ class Listed:
     problem: str = ""
     error: OSError | None = None
     """Why it cannot be told whether it is broken: this user may not read it, for example."""
+
+    @property
+    def is_own_but_broken(self) -> bool:
+        """Whether it is a record that the `Checkpoint` callback wrote, by its name, and that is broken."""
+        return self.record is None and is_record_of_callback(self.path) and is_checkpoint_file(self.path)
 
 
 def records_in(directory: str | os.PathLike[str]) -> list[Listed]:
@@ -347,7 +350,7 @@ def folders_that_are_named(listed: Sequence[Listed]) -> Counter[str]:
     found = Counter(entry.record.folder or "" for entry in own if entry.record is not None)
     if broken := {name_of(entry.path) for entry in own if entry.record is None}:
         names = os.listdir(own[0].path.parent)
-        found.update(name for name in names if not broken.isdisjoint((name, name_of_folder(name))))
+        found.update(name for name in names if not broken.isdisjoint((name, _NUMBER.sub("", name))))
     return found
 
 
@@ -401,12 +404,12 @@ def _goes_with_its_data(record: Path, named: Counter[str] | None = None) -> Chec
     return parsed if named[parsed.data_path.name] == 1 else None
 
 
-SPACE_FOR_THE_REST = 1 << 20
+_SPACE_FOR_THE_REST = 1 << 20
 """Bytes beside tensors and JSON: headers, the record, folders."""
 
 
 def require_space(directory: Path, needed: int) -> None:
-    """Raise before a checkpoint of `needed` bytes that does not fit.
+    """Raise before a checkpoint with `needed` bytes of tensors and JSON that does not fit.
 
     Raises:
         CheckpointError: The file system has less free space.
@@ -414,7 +417,7 @@ def require_space(directory: Path, needed: int) -> None:
     existing = directory.absolute()
     while not existing.exists():
         existing = existing.parent
-    free = shutil.disk_usage(existing).free
+    free, needed = shutil.disk_usage(existing).free, needed + _SPACE_FOR_THE_REST
     if free < needed:
         raise CheckpointError(
             f"a checkpoint needs {needed / 1e6:,.1f} MB, but the file system of {directory} has {free / 1e6:,.1f} MB "
@@ -429,7 +432,7 @@ class Staging:
     record: Path
     path: Path
 
-    def folder(self, name: str) -> Path:
+    def folder(self, name: str = TRAINER_FOLDER) -> Path:
         """A folder within, made on first use."""
         folder = self.path / name
         folder.mkdir(exist_ok=True)
@@ -449,45 +452,48 @@ def stage(path: str | os.PathLike[str]) -> Staging:
     """Make the temporary folder for the checkpoint at `path`.
 
     Raises:
-        OSError: The directory cannot be made or written to.
+        UnwrittenCheckpointError: The directory cannot be made or written to.
     """
     record = record_path(path)
-    record.parent.mkdir(parents=True, exist_ok=True)
     name = temporary_name(name_of(record))
-    _live.add(name)
-    try:
-        os.mkdir(record.parent / name)
-    except OSError:
-        _live.discard(name)
-        raise
+    with naming_the_checkpoint(record):
+        record.parent.mkdir(parents=True, exist_ok=True)
+        _live.add(name)
+        try:
+            os.mkdir(record.parent / name)
+        except OSError:
+            _live.discard(name)
+            raise
     return Staging(record, record.parent / name)
 
 
-def choose_folder(record: Path) -> str:
-    """The name for the data folder of a new checkpoint: the first that is free."""
-    return next(name for name in folder_names(name_of(record)) if not os.path.lexists(record.parent / name))
+def commit(staging: Staging, record: CheckpointRecord) -> None:
+    """Give the staged folder its name, the first that is free, and write the record; durable when this returns.
 
-
-def commit(staging: Staging, folder: str, record: bytes) -> None:
-    """Give the staged folder its name and write the record; durable when this returns.
-
-    What the record before it named, if there was one, is removed then.
+    What the record before it named, if there was one, is removed then. A final checkpoint leaves an earlier end of its
+    run under the name of its step.
 
     Args:
         staging: What to commit; whoever made it discards it if this fails.
-        folder: A name from `choose_folder`.
-        record: The content of the record, which names that folder.
+        record: The record, whose files are named relative to the staged folder.
 
     Raises:
         CheckpointError: Something that is not a checkpoint has the record's name.
+        UnstorableStateError: The record is larger than one may be.
         OSError: It could not be done. If the record was not yet renamed, only the staged folder remains of the new
             checkpoint; if only the last sync failed, either it or the old one is there after a power cut.
     """
     require_replaceable(staging.record)
+    if record.final:
+        _move_older_final(staging.record, record)
     directory = staging.record.parent
+    first = name_of(staging.record)
+    names = itertools.chain([first], (f"{first}~{number}" for number in itertools.count(1)))
+    folder = next(name for name in names if not os.path.lexists(directory / name))
+    files = tuple(replace(file, path=f"{folder}/{file.path}") for file in record.files)
     target, name = directory / folder, temporary_name(staging.record.name)
     replaced = _goes_with_its_data(staging.record)
-    write_file(staging.path / name, [record])
+    write_file(staging.path / name, [serialise_record(replace(record, folder=folder, files=files))])
     for path, _, _ in os.walk(staging.path, topdown=False):
         fsync_directory(path)
     os.rename(staging.path, target)
@@ -510,23 +516,19 @@ def commit(staging: Staging, folder: str, record: bytes) -> None:
             log.warning("Could not remove %s: %s", replaced.data_path, error)
 
 
-def move_older_final(final: Path, *, step: int, run_id: str) -> None:
-    """Give the name of its step to the final checkpoint at `final`, if the run has gone on from it to `step`.
+def _move_older_final(final: Path, new: CheckpointRecord) -> None:
+    """Give the name of its step to the final checkpoint at `final`, if its run has gone on from it to the `new` end.
 
     It is whole under one of its names at every moment: its files get second names first, and a record of its step.
     Where a whole checkpoint of that step is there already, that one stays in its place. What cannot be moved, as on a
-    file system without links, is left to be replaced, with a warning: the new end of the run is worth more.
-
-    Args:
-        final: The record that the new final checkpoint will have.
-        step: Completed steps of the new one.
-        run_id: Of the run that saves it; what another run left is replaced.
+    file system without links, is left to be replaced, with a warning: the new end of the run is worth more. What
+    another run left is replaced, too.
     """
     try:
         old = read_record(final)
     except (BrokenCheckpointError, OSError):
         return
-    is_earlier_end = old.final and not old.is_old and old.run_id == run_id and old.step < step
+    is_earlier_end = old.final and not old.is_old and old.run_id == new.run_id and old.step < new.step
     if final.is_symlink() or not is_earlier_end or old.data_path is None:
         return
     target = final.with_name(f"{step_name(old.step)}.json")
@@ -548,9 +550,8 @@ def _save_as(old: CheckpointRecord, data: Path, target: Path) -> None:
             if name != SCORES_FILE or (data / name).is_file():
                 (staging.path / name).parent.mkdir(parents=True, exist_ok=True)
                 os.link(data / name, staging.path / name, follow_symlinks=False)
-        folder = choose_folder(target)
-        files = tuple(replace(file, path=f"{folder}/{old.file_name(file)}") for file in old.files)
-        commit(staging, folder, serialise_record(replace(old, final=False, folder=folder, files=files)))
+        files = tuple(replace(file, path=old.file_name(file)) for file in old.files)
+        commit(staging, replace(old, final=False, files=files))
     except BaseException:
         staging.discard()
         raise

@@ -23,6 +23,7 @@ its own, block by block, each of which has a digest.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import logging
 import os
@@ -32,7 +33,7 @@ import socket
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -46,24 +47,13 @@ import xxhash
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
-from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, ThreadLimitError
+from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, GenlightError, ThreadLimitError
 from ...adapter.plumbing.durable import fsync_directory, fsync_file
 from ...adapter.plumbing.safe_open import open_regular
 from ...adapter.plumbing.threads import carry_out, started
-from .capture import (
-    CONTRACT_KEY,
-    Captured,
-    Frozen,
-    HostBuffer,
-    by_file,
-    capture,
-    described,
-    finite_weights,
-    header_of,
-    snapshot,
-)
-from .codec.state_tree import decode
-from .codec.tensors import Entry, as_uint8, bytes_of, element_type
+from .capture import CONTRACT_KEY, Captured, Frozen, HostBuffer, capture, described, tensor_files
+from .codec.state_tree import decode, dtype_of
+from .codec.tensors import Entry, as_referred, as_uint8, bytes_of
 from .contents import (
     RAW,
     SLICES_FILE,
@@ -96,32 +86,27 @@ from .format.record import (
     name_of,
     read_record,
     record_path,
-    serialise_record,
-    tensor_file,
 )
 from .selection import find_checkpoint, list_checkpoints
 from .sharded.rank_channel import ALONE, Channel, RankGroups
 from .sharded.slices import WholeTensor, within
 from .storage import (
-    SPACE_FOR_THE_REST,
     Listed,
     Staging,
     check_file,
-    choose_folder,
     commit,
     delete_checkpoint,
-    find_file,
     folders_that_are_named,
     hash_file,
-    move_older_final,
     naming_the_checkpoint,
+    opened,
     require_space,
     stage,
     verify_files,
     write_file,
 )
 
-__all__ = ["Base", "CheckpointStore", "load", "load_record", "load_weights", "require_shared_directory", "save"]
+__all__ = ["Base", "CheckpointStore", "load", "load_weights", "require_shared_directory", "save", "wait_after_failure"]
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +163,7 @@ def load_weights(path: str | os.PathLike[str], *, base: Base | None = None) -> d
     record = read_record(record_path(path))
     weights = left_out_tensors(record, base)
     for entry in record.files:
-        if tensor_file(record.file_name(entry)) == MODEL_FILE:
+        if record.tensor_file(entry) == MODEL_FILE:
             weights |= _read_tensors(record, entry)[0]
     slices = [entry for entry in record.files if rank_of(record.file_name(entry)) is not None]
     verify_files(record, [entry for entry in slices if record.file_name(entry).endswith(MODEL_FILE)])
@@ -213,11 +198,16 @@ class CheckpointStore:
         """Have checkpoints in `directory` share what is `frozen`. On the rank that writes, before the first step."""
         self._frozen[directory] = frozen
 
-    def reserve(self, nbytes: int, device: torch.device) -> None:
-        """Take, and pin, the memory for snapshots of `nbytes` from `device` in the background, before the first save.
+    def reserve(self, sizes: Sequence[int], device: torch.device) -> None:
+        """Take, and pin, the memory for snapshots of tensors from `device` in the background, before the first save.
 
         What that save would wait for otherwise is some 0.2 s for each GB.
+
+        Args:
+            sizes: The bytes of each tensor.
+            device: Where most of them are.
         """
+        nbytes = self.buffer.room_for(sizes)
         self.before_background_save()
         self._saving = self.background.submit(lambda: self.buffer.reserve(nbytes, device))
 
@@ -255,20 +245,12 @@ class CheckpointStore:
         training, writing = (ALONE, ALONE) if groups is None else (groups.training, groups.writing)
         is_first, name = training.rank == 0, name_of(record)
 
-        def make_folder() -> Staging | None:
-            # Now, not in the background: a caller may put a link beside the checkpoint (``save_last="link"``).
-            with naming_the_checkpoint(record):
-                return (staging or stage(record)) if is_first else None
-
-        def check_space() -> None:
-            if is_first:
-                require_space(record.parent, nbytes + SPACE_FOR_THE_REST)
-
-        made = training.share(training.agreed(make_folder, f"start {name}"))
+        # Now, not in the background: a caller may put a link beside the checkpoint (``save_last="link"``).
+        made = training.first(lambda: staging or stage(record), f"start {name}")
         try:
             captured = training.agreed(lambda: self._capture(state, meta, made, groups), f"prepare {name}")
             nbytes = sum(training.gather(captured.nbytes))
-            training.agreed(check_space, f"start {name}")
+            training.agreed(lambda: require_space(record.parent, nbytes) if is_first else None, f"start {name}")
             is_sharded = training.share(bool(captured.sharded_tensors))
         except BaseException:
             if is_first:
@@ -294,7 +276,8 @@ class CheckpointStore:
             )
         self.wait()
         if groups is not None and groups.training.rank != 0:
-            return replace(captured, entries=[], rest=b"", state=None)  # its slices alone
+            slices = [entry for entry in captured.entries if entry.box is not None]
+            return replace(captured, entries=slices, rest=b"", state=None)
         frozen = self._frozen.get(staging.record.parent)
         return captured if frozen is None else frozen.divide(captured)
 
@@ -302,18 +285,12 @@ class CheckpointStore:
         future: Future[CheckpointRecord | None] = Future()
 
         def job(taken: Captured) -> None:
-            try:
-                record = _write(channel, taken)
-                if record is not None and (frozen := self._frozen.get(record.path.parent)) is not None:
-                    frozen.learn(record, taken)
-            except BaseException as error:
-                future.set_exception(error)
-                raise
-            future.set_result(record)
+            carry_out(future, lambda: _write(channel, taken))
+            future.result()
 
         if asynchronous:
             self.before_background_save()
-            taken = snapshot(captured, self.buffer)
+            taken = captured.snapshot(self.buffer)
             self._saving = self.background.submit(lambda: job(taken))
         else:
             self.background.finish()
@@ -342,7 +319,11 @@ class CheckpointStore:
                 return _load_torch_file(found)
             self.loaded = record = read_record(found)
             if record.finite_weights is False:
-                _warn_of_nonfinite(record.path)
+                rank_zero_only(log.warning)(
+                    "The weights in %s are not finite: training that continues from them is lost. Name an earlier "
+                    "checkpoint; `genlight checkpoints verify` says which are finite",
+                    record.path,
+                )
             base = self.base() if self.base is not None and record.left_out else None
             share = None if groups is None else slice(channel.rank, None, channel.size)
             return load_record(record, base=base, share=share)
@@ -413,13 +394,13 @@ class CheckpointStore:
         self.wait()
 
 
-@rank_zero_only
-def _warn_of_nonfinite(path: Path) -> None:
-    log.warning(
-        "The weights in %s are not finite: training that continues from them is lost. Name an earlier checkpoint; "
-        "`genlight checkpoints verify` says which are finite",
-        path,
-    )
+def wait_after_failure(wait: Callable[[], None]) -> None:
+    """Call what waits for the save in flight; its failure is logged, because the training has failed of another."""
+    try:
+        wait()
+    except Exception as error:
+        trace = None if isinstance(error, GenlightError) else error  # its message says all
+        log.error("The last checkpoint was not written: %s", error, exc_info=trace)  # noqa: TRY400
 
 
 def _remove(path: Path, named: Counter[str] | None = None) -> None:
@@ -495,63 +476,53 @@ def _write(channel: Channel, captured: Captured) -> CheckpointRecord | None:
                 captured.staging.discard()
             raise
         log.warning("A rank ended before it heard that %s is durable: %s", record.name, error)
+    if written and captured.frozen is not None:
+        captured.frozen.learn(written[0], captured)
     return written[0] if written else None
 
 
 def _write_part(rank: int, captured: Captured) -> Part:
     """Write the slices of this rank, and on rank zero what is not sharded."""
-    staging = captured.staging
-    _wait_until_seen(staging.path, rank)
-    slices: list[SlicedTensor] = []
-    with naming_the_checkpoint(staging.record, captured.nbytes):
-        files = _write_files(staging, captured) if rank == 0 else []
-        for file, entries in by_file(captured.slices):
-            name = f"{staging.folder(part_folder(rank)).name}/{file}"
-            buffers = _indexed(rank, entries, captured, slices)
-            files.append(FileEntry(name, *_write_tensors(staging.path / name, entries, buffers)))
+    folder, slices = captured.staging.path, list[SlicedTensor]()
+    _wait_until_seen(folder, rank)
+    with naming_the_checkpoint(captured.staging.record, captured.nbytes):
+        files = _hook_files(folder) if rank == 0 else []
+        for name, header, entries in tensor_files(captured.entries, rank):
+            (folder / name).parent.mkdir(exist_ok=True)
+            data = _slices_noted(rank, len(header), entries, captured, slices)
+            files.append(FileEntry(name, *write_file(folder / name, chain([header], data))))
         if slices:
-            fsync_directory(staging.folder(part_folder(rank)))
-    return Part(files, slices, finite_weights(captured))
+            fsync_directory(folder / part_folder(rank))
+        if captured.linked is not None:
+            files.append(FileEntry(FROZEN_FILE, captured.linked.size, captured.linked.xxh3_128))
+        if rank == 0:
+            files.append(FileEntry(STATE_FILE, *write_file(folder / STATE_FILE, [captured.rest])))
+    return Part(files, slices, captured.has_finite_weights())
 
 
-def _write_files(staging: Staging, captured: Captured) -> list[FileEntry]:
-    """Write everything but slices; files are named relative to the staging folder."""
-    written = [(f"{TRAINER_FOLDER}/{name}", *facts) for name, facts in _hook_files(staging.path / TRAINER_FOLDER)]
-    for file, entries in by_file(captured.entries):
-        written.append((file, *_write_tensors(staging.path / file, entries, (bytes_of(e.source) for e in entries))))
-    if captured.linked is not None:
-        written.append((FROZEN_FILE, captured.linked.size, captured.linked.xxh3_128))
-    written.append((STATE_FILE, *write_file(staging.path / STATE_FILE, [captured.rest])))
-    return [FileEntry(name, size, digest) for name, size, digest in written]
-
-
-def _write_tensors(path: Path, entries: Iterable[Entry], buffers: Iterable[memoryview]) -> tuple[int, str]:
-    """Write a safetensors file of `entries`, whose bytes `buffers` gives; its size and digest."""
-    return write_file(path, chain([header_of(entries)], buffers))
-
-
-def _indexed(rank: int, entries: list[Entry], captured: Captured, slices: list[SlicedTensor]) -> Iterator[memoryview]:
-    """The bytes of each entry, which is added to `slices` on the way."""
-    begin = len(header_of(entries))
+def _slices_noted(
+    rank: int, begin: int, entries: list[Entry], captured: Captured, slices: list[SlicedTensor]
+) -> Iterator[memoryview]:
+    """The bytes of `entries`, the first of which begins at `begin`; slices among them are added to `slices`."""
     for entry in entries:
-        assert entry.box is not None
         data = bytes_of(entry.source)
-        of = captured.sharded_tensors[entry.file, entry.key]
-        slices.append(msgspec.structs.replace(of, slices=(StoredSlice(rank, entry.box, begin, digest_of(data)),)))
+        if entry.box is not None:
+            of = captured.sharded_tensors[entry.file, entry.key]
+            slices.append(msgspec.structs.replace(of, slices=(StoredSlice(rank, entry.box, begin, digest_of(data)),)))
         begin += len(data)
         yield data
 
 
-def _hook_files(folder: Path) -> list[tuple[str, tuple[int, str]]]:
-    """Make durable what the trainer's hook wrote; name within `folder`, then size and digest of each file."""
+def _hook_files(staged: Path) -> list[FileEntry]:
+    """Make durable what the trainer's hook wrote into the folder that is `staged`."""
     found = []
-    for path, folders, files in os.walk(folder):
+    for path, folders, files in os.walk(staged / TRAINER_FOLDER):
         for name in sorted([*files, *(name for name in folders if (Path(path) / name).is_symlink())]):
             file = Path(path) / name
             if file.is_symlink():  # it would not survive a move, nor be durable
                 raise CheckpointError(f"save_checkpoint left a link, {name} -> {file.readlink()}; write a file instead")
             fsync_file(file)
-            found.append((file.relative_to(folder).as_posix(), hash_file(file)))
+            found.append(FileEntry(file.relative_to(staged).as_posix(), *hash_file(file)))
     return found
 
 
@@ -573,21 +544,17 @@ def _commit(captured: Captured, parts: Sequence[Part]) -> CheckpointRecord:
             files.append(FileEntry(SLICES_FILE, *write_file(staging.path / SLICES_FILE, [msgspec.json.encode(index)])))
         # A rank other than zero that holds no slice of a parameter says nothing.
         said = [part.finite_weights for rank, part in enumerate(parts) if part.finite_weights is not None or not rank]
-        if captured.meta.final:
-            move_older_final(path, step=captured.step, run_id=captured.meta.run_id)
-        folder = choose_folder(path)
         files.sort(key=lambda file: file.path)
         facts = vars(captured.meta) | {
-            "step": captured.step,
             "state": captured.state,
-            "folder": folder,
-            "files": tuple(replace(file, path=f"{folder}/{file.path}") for file in files),
+            "folder": None,
+            "files": tuple(files),
             "created_at_ms": time.time_ns() // 1_000_000,
             "versions": library_versions(),
             "left_out": captured.left_out,
             "finite_weights": False if False in said else None if None in said else True,
         }
-        commit(staging, folder, serialise_record(CheckpointRecord(path=path, **facts)))
+        commit(staging, CheckpointRecord(path=path, **facts))
         return read_record(path)
 
 
@@ -615,16 +582,13 @@ def require_shared_directory(channel: Channel, directory: Path) -> None:
 
     Raises:
         CheckpointError: Names the rank and its host.
-        OSError: Rank zero cannot write there.
+        UnwrittenCheckpointError: Rank zero cannot write there.
     """
-    is_first = channel.rank == 0
-    staging = channel.share(
-        channel.agreed(lambda: stage(directory / "shared") if is_first else None, f"use {directory}")
-    )
+    staging = channel.first(lambda: stage(directory / "shared"), f"use {directory}")
     try:
         channel.agreed(lambda: _wait_until_seen(staging.path, channel.rank), f"use {directory}")
     finally:
-        if is_first:
+        if channel.rank == 0:
             staging.discard()
 
 
@@ -635,15 +599,10 @@ def _wait_until_seen(path: Path, rank: int, *, size: int | None = None, made_by:
         CheckpointError: It is not; the directory is not the same one on all nodes.
     """
     end = time.monotonic() + VISIBLE_WITHIN_S
-    while True:
-        try:
-            found = os.stat(path).st_size
-            if size is None or found == size:
+    while time.monotonic() <= end:
+        with contextlib.suppress(FileNotFoundError):
+            if size in (None, os.stat(path).st_size):
                 return
-        except FileNotFoundError:
-            pass
-        if time.monotonic() > end:
-            break
         time.sleep(_POLL_S)
     directory = path.parent if size is None else path.parent.parent.parent
     raise CheckpointError(
@@ -672,12 +631,7 @@ def _load_torch_file(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def load_record(
-    record: CheckpointRecord,
-    *,
-    base: Base | None = None,
-    share: slice | None = None,
-) -> dict[str, Any]:
+def load_record(record: CheckpointRecord, *, base: Base | None = None, share: slice | None = None) -> dict[str, Any]:
     """As `load`, where the record was read already.
 
     Args:
@@ -693,12 +647,12 @@ def load_record(
         return {**asked, "epoch": 0, "global_step": record.step, CONTRACT_KEY: {"state": record.state}}
     source = _Source(record, base, share)
     try:
-        checkpoint: dict[str, Any] = decode(source.content["checkpoint"], source)
+        checkpoint: dict[str, Any] = decode(source.content["checkpoint"], source.tensor)
         if record.state or CONTRACT_KEY in checkpoint:
-            checkpoint.setdefault(CONTRACT_KEY, {})["state"] = decode(record.state, source)
+            checkpoint.setdefault(CONTRACT_KEY, {})["state"] = decode(record.state, source.tensor)
         if "state_dict" in checkpoint:
             weights = checkpoint["state_dict"] = OrderedDict(checkpoint["state_dict"])
-            if (metadata := decode(source.content["weights_metadata"], source)) is not None:
+            if (metadata := decode(source.content["weights_metadata"], source.tensor)) is not None:
                 # Versions of modules, where torch looks for them.
                 weights._metadata = metadata  # type: ignore[attr-defined]
     except (CheckpointError, OSError, MemoryError):  # of this machine: references were compared with the files
@@ -710,7 +664,7 @@ def load_record(
 
 
 class _Source:
-    """A `TensorSource` over the files of one checkpoint."""
+    """The tensors in the files of one checkpoint."""
 
     def __init__(self, record: CheckpointRecord, base: Base | None, share: slice | None) -> None:
         """Read and prove all files, of those with slices the own share."""
@@ -731,7 +685,7 @@ class _Source:
 
     def _read_file(self, record: CheckpointRecord, entry: FileEntry) -> dict[str, TypedShape]:
         tensors, header = _read_tensors(record, entry)
-        file = tensor_file(record.file_name(entry))
+        file = record.tensor_file(entry)
         self._stored |= {(file, key): tensor for key, tensor in tensors.items()}
         return header
 
@@ -749,11 +703,7 @@ class _Source:
             return WholeTensor(self._sliced[place])
         if place not in self._given:
             self._given[place] = self._read(reference)
-        tensor = self._given[place]
-        if reference.get("parameter"):
-            return torch.nn.Parameter(tensor, requires_grad=reference.get("requires_grad", False))
-        tensor = tensor.detach()
-        return tensor.requires_grad_() if reference.get("requires_grad") else tensor
+        return as_referred(self._given[place], reference)
 
     def _read(self, reference: dict[str, Any]) -> torch.Tensor:
         """The stored tensor behind a reference, with its own type and strides; for all references to it."""
@@ -762,7 +712,7 @@ class _Source:
             return self._sliced[place].whole()
         tensor = self._stored[place]
         if "dtype" in reference:
-            tensor = tensor.view(element_type(reference["dtype"])).reshape(reference["shape"])
+            tensor = tensor.view(dtype_of(reference["dtype"])).reshape(reference["shape"])
         if "stride" in reference:
             strided = torch.empty_strided(tensor.shape, reference["stride"], dtype=tensor.dtype, device="cpu")
             tensor = strided.copy_(tensor)
@@ -777,18 +727,13 @@ class StoredSlices:
     tensor: SlicedTensor
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
-        return self.tensor.shape
-
-    @property
     def dtype(self) -> torch.dtype:
         """Element type."""
-        return element_type(self.tensor.dtype)
+        return dtype_of(self.tensor.dtype)
 
     def whole(self) -> torch.Tensor:
         """All of it, put together from all slices."""
-        return self.read(Box((0,) * len(self.shape), self.shape))
+        return self.read(Box((0,) * len(self.tensor.shape), self.tensor.shape))
 
     def read(self, part: Box) -> torch.Tensor:
         """The values of one part as they were saved, from the slices that have some of them.
@@ -819,14 +764,11 @@ def _read_tensors(record: CheckpointRecord, entry: FileEntry) -> tuple[dict[str,
     """Tensors of one file, and its header; none is handed out before the whole file is proven."""
     hasher = xxhash.xxh3_128()
     tensors: dict[str, torch.Tensor] = {}
-    with os.fdopen(open_regular(find_file(record, entry)), "rb") as file:
-        try:
-            found = header_from(lambda size: bytes(_take(file, memoryview(bytearray(size)), hasher)), entry.size)
-            for key, stored in found.items():
-                tensors[key] = torch.empty(stored.shape, dtype=_TYPE_OF_FORMAT[stored.dtype], device="cpu")
-                _take(file, bytes_of(tensors[key]), hasher)
-        except (ValueError, EOFError) as error:
-            raise BrokenCheckpointError(record.name, f"{entry.path} is malformed: {error}") from error
+    with opened(record, entry) as file:
+        found = header_from(lambda size: bytes(_take(file, memoryview(bytearray(size)), hasher)), entry.size)
+        for key, stored in found.items():
+            tensors[key] = torch.empty(stored.shape, dtype=_TYPE_OF_FORMAT[stored.dtype], device="cpu")
+            _take(file, bytes_of(tensors[key]), hasher)
         position = file.tell()
     check_file(record, entry, position, hasher.hexdigest())
     return tensors, found

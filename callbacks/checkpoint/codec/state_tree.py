@@ -33,7 +33,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ....adapter.contract.exceptions import CheckpointError, UnstorableStateError
 from ....adapter.plumbing.counted_dict import CountedDict, uncounted
@@ -41,7 +41,9 @@ from ....adapter.plumbing.counted_dict import CountedDict, uncounted
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Path", "check", "decode", "encode", "format_path", "is_sparse", "is_wrapper", "wrapped_tensors"]
+    from .tensors import TensorTable
+
+__all__ = ["Path", "check", "decode", "dtype_of", "encode", "format_path", "is_sparse", "is_wrapper", "wrapped_tensors"]
 
 MAX_DEPTH = 100
 """Containers within containers; deeper trees would exceed Python's recursion limit while loading."""
@@ -55,46 +57,34 @@ Path = tuple[Any, ...]
 """Root name, then keys, indices and names of fields."""
 
 
-class TensorSink(Protocol):
-    """Takes tensors out of a tree."""
-
-    def add_tensor(self, tensor: Any, path: Path) -> dict[str, Any]:
-        """A reference to `tensor`, complete once the whole tree was seen."""
-        ...
+TensorSource = Callable[[dict[str, Any]], Any]
+"""Gives the tensor behind a reference."""
 
 
-class TensorSource(Protocol):
-    """Gives tensors back."""
-
-    def tensor(self, reference: dict[str, Any]) -> Any:
-        """The tensor behind a reference."""
-        ...
-
-
-def encode(value: Any, sink: TensorSink, *, root: str | Path = "state") -> Any:
-    """`value` as JSON; its tensors go to `sink`.
+def encode(value: Any, table: TensorTable, *, root: str | Path = "state") -> Any:
+    """`value` as JSON; its tensors go to `table`.
 
     Raises:
         UnstorableStateError: A value has no representation; names its path.
     """
-    return _Encoder(sink).encode(value, (root,) if isinstance(root, str) else root)
+    return _Encoder(table).encode(value, (root,) if isinstance(root, str) else root)
 
 
-def decode(tree: Any, source: TensorSource) -> Any:
+def decode(tree: Any, tensor_of: TensorSource) -> Any:
     """The value that `encode` stored.
 
     Raises:
         CheckpointError: The tree uses a type that this process does not know.
     """
-    return _Decoder(source).decode(tree)
+    return _Decoder(tensor_of).decode(tree)
 
 
-def check(tree: Any, source: TensorSource, *, knows_types: bool) -> None:
+def check(tree: Any, tensor_of: TensorSource, *, knows_types: bool) -> None:
     """Go through a stored tree as `decode` would, without a type of the user's being made.
 
     Args:
         tree: What `encode` gave.
-        source: Gives descriptions of tensors in their place, with ``dtype`` and ``nbytes``.
+        tensor_of: Gives descriptions of tensors in their place, with ``dtype`` and ``nbytes``.
         knows_types: Whether all modules are imported whose types the tree may name. If not, a type of a module that is
             not imported may still come to be known.
 
@@ -102,7 +92,7 @@ def check(tree: Any, source: TensorSource, *, knows_types: bool) -> None:
         CheckpointError: It has a tag, or names a type, that is not known here.
         Exception: Whatever the content of the tree makes a constructor raise.
     """
-    _Checker(source, knows_types).decode(tree)
+    _Checker(tensor_of, knows_types).decode(tree)
 
 
 def format_path(path: Path) -> str:
@@ -120,8 +110,8 @@ class Kind:
     put_together: Callable[[Any], Any]
     check: Callable[[Any], object] | None = None
     """Raises where `put_together` would, from children whose tensors are only described; None puts them together."""
-    is_of_named_type: bool = False
-    """Whether the children are the name of the value's type and what `take_apart` gives."""
+    has: Callable[[Any], bool] | None = None
+    """Of types that are stored by name, which tells their values: the children are the type's name and these parts."""
 
 
 _FACTORIES: dict[str, Any] = {
@@ -157,10 +147,14 @@ def _numpy() -> Any:
     return importlib.import_module("numpy")
 
 
-def _element_type(name: str) -> Any:
-    torch = _torch()
-    value = vars(torch).get(name)
-    if not isinstance(value, torch.dtype):
+def dtype_of(name: str) -> torch.dtype:
+    """The element type that torch calls `name`, such as ``float32``.
+
+    Raises:
+        UnknownTypeError: This torch has no such type.
+    """
+    value: torch.dtype = vars(_torch()).get(name)
+    if type(value) is not _torch().dtype:
         raise UnknownTypeError(f"torch.{name} is not a dtype of this torch")
     return value
 
@@ -242,7 +236,7 @@ _OF_TYPES = {
     "builtins:complex": Kind("$complex", lambda z: [z.real, z.imag], lambda parts: complex(*parts)),
     "pathlib:PosixPath": Kind("$path", str, pathlib.Path),
     "argparse:Namespace": Kind("$arguments", lambda n: dict(vars(n)), lambda found: argparse.Namespace(**found)),
-    "torch:dtype": Kind("$torch", lambda value: str(value).removeprefix("torch."), _element_type),
+    "torch:dtype": Kind("$torch", lambda value: str(value).removeprefix("torch."), dtype_of),
     "torch:device": Kind("$device", str, lambda name: _torch().device(name)),
     "torch:Size": Kind("$size", list, _size),
     "numpy:generic": Kind("$npscalar", _numpy_scalar_apart, _numpy_scalar),
@@ -262,7 +256,7 @@ def _kind_of(value: Any) -> Kind | None:
         return found
     if kind.__module__.partition(".")[0] == "numpy" and any(_name(base) == "numpy:generic" for base in kind.__mro__):
         return _OF_TYPES["numpy:generic"]
-    return next((named for has, named in _NAMED if has(value)), None)
+    return next((named for named in _NAMED if named.has is not None and named.has(value)), None)
 
 
 def _name(kind: type) -> str:
@@ -321,6 +315,10 @@ def _enum(content: Any) -> enum.Enum:
     return kind._member_map_[member]
 
 
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
 def _dataclass_apart(value: Any) -> dict[str, Any]:
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     extra = sorted(set(getattr(value, "__dict__", ())) - fields.keys())
@@ -360,6 +358,10 @@ def _find_named_tuple(content: Any) -> Any:
     if not _is_named_tuple(kind) or len(kind._fields) != len(items):
         raise UnknownTypeError(f"{name} is not a named tuple of {len(items)} fields")
     return kind
+
+
+def _named_tuple(content: Any) -> Any:
+    return tuple.__new__(_find_named_tuple(content), content[1])
 
 
 def is_wrapper(tensor: object) -> bool:
@@ -403,34 +405,22 @@ def wrapped_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torc
         yield from wrapped_tensors(f"{part} of {name}", value)
 
 
-_NAMED: list[tuple[Callable[[Any], bool], Kind]] = [
-    (lambda value: isinstance(value, enum.Enum), Kind("$enum", _enum_apart, _enum, is_of_named_type=True)),
-    (
-        lambda value: dataclasses.is_dataclass(value) and not isinstance(value, type),
-        Kind("$dataclass", _dataclass_apart, _dataclass, _find_dataclass, is_of_named_type=True),
-    ),
-    (
-        lambda value: _is_named_tuple(type(value)),
-        Kind(
-            "$namedtuple",
-            list,
-            lambda content: tuple.__new__(_find_named_tuple(content), content[1]),
-            _find_named_tuple,
-            is_of_named_type=True,
-        ),
-    ),
-    (is_wrapper, Kind("$wrapper", _wrapper_apart, _wrapper, _find_wrapper, is_of_named_type=True)),
+_NAMED = [
+    Kind("$enum", _enum_apart, _enum, has=lambda value: isinstance(value, enum.Enum)),
+    Kind("$dataclass", _dataclass_apart, _dataclass, _find_dataclass, _is_dataclass),
+    Kind("$namedtuple", list, _named_tuple, _find_named_tuple, lambda value: _is_named_tuple(type(value))),
+    Kind("$wrapper", _wrapper_apart, _wrapper, _find_wrapper, is_wrapper),
 ]
-"""The kinds of types that are stored by name, each with what tells its values."""
+"""The kinds of types that are stored by name."""
 
-_BY_TAG = {kind.tag: kind for kind in (*_OF_TYPES.values(), _SPARSE, _INT, _FLOAT, *(kind for _, kind in _NAMED))}
+_BY_TAG = {kind.tag: kind for kind in (*_OF_TYPES.values(), _SPARSE, _INT, _FLOAT, *_NAMED)}
 
 
 class _Encoder:
     """One walk over a tree."""
 
-    def __init__(self, sink: TensorSink) -> None:
-        self.sink = sink
+    def __init__(self, table: TensorTable) -> None:
+        self.table = table
         self.open_containers: set[int] = set()
 
     def encode(self, value: Any, path: Path) -> Any:
@@ -442,14 +432,14 @@ class _Encoder:
         if kind is float:
             return value if math.isfinite(value) else {_FLOAT.tag: _FLOAT.take_apart(value)}
         if kind is list:
-            return self._inside(value, path, lambda: self._list(value, path))
+            return self._inside(value, path, lambda: [self.encode(e, (*path, i)) for i, e in enumerate(value)])
         if kind is CountedDict:  # a job's hyperparameters, which a class may keep in its state
             value, kind = uncounted(value), dict
         if kind is dict:
             return self._inside(value, path, lambda: self._dict(value, path))
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor) and not (is_wrapper(value) or is_sparse(value)):
-            return {"$tensor": self.sink.add_tensor(value, path)}
+            return {"$tensor": self.table.add_tensor(value, path)}
         if (stored_as := _kind_of(value)) is not None:
             return self._inside(value, path, lambda: self._by_kind(stored_as, value, path))
         if (omegaconf := sys.modules.get("omegaconf")) is not None:
@@ -471,9 +461,6 @@ class _Encoder:
         finally:
             self.open_containers.discard(id(container))
 
-    def _list(self, items: list[Any], path: Path) -> list[Any]:
-        return [self.encode(item, (*path, index)) for index, item in enumerate(items)]
-
     def _dict(self, items: dict[Any, Any], path: Path) -> dict[str, Any]:
         if all(type(key) is str and not key.startswith("$") for key in items):
             return {key: self.encode(item, (*path, key)) for key, item in items.items()}
@@ -481,14 +468,14 @@ class _Encoder:
         return {"$dict": pairs}
 
     def _by_kind(self, kind: Kind, value: Any, path: Path) -> dict[str, Any]:
-        if kind.is_of_named_type and not _can_be_found(type(value)):
+        if kind.has is not None and not _can_be_found(type(value)):
             raise _refusal(value, path, "its class must be at the top level of a module and have no __del__")
         try:
             parts = kind.take_apart(value)
         except ValueError as error:
             raise _refusal(value, path, str(error)) from None
         encoded = self.encode(parts, path)
-        return {kind.tag: [_name(type(value)), encoded] if kind.is_of_named_type else encoded}
+        return {kind.tag: [_name(type(value)), encoded] if kind.has is not None else encoded}
 
 
 def _refusal(value: Any, path: Path, hint: str) -> UnstorableStateError:
@@ -509,8 +496,8 @@ def _hint(value: Any, path: Path) -> str:
 class _Decoder:
     """One walk over stored JSON."""
 
-    def __init__(self, source: TensorSource) -> None:
-        self.source = source
+    def __init__(self, tensor_of: TensorSource) -> None:
+        self.tensor_of = tensor_of
 
     def decode(self, tree: Any) -> Any:
         if isinstance(tree, list):
@@ -527,7 +514,7 @@ class _Decoder:
         if tag == "$dict":
             return {self.decode(key): self.decode(item) for key, item in content}
         if tag == "$tensor":
-            return self.source.tensor(content)
+            return self.tensor_of(content)
         if tag not in _BY_TAG:
             raise CheckpointError(f"the checkpoint holds a value of kind {tag!r}; a newer genlight may have written it")
         return self._made(_BY_TAG[tag], self.decode(content))
@@ -539,8 +526,8 @@ class _Decoder:
 class _Checker(_Decoder):
     """Decodes what is made of plain values, and looks for the types that all else is made of, without making one."""
 
-    def __init__(self, source: TensorSource, knows_types: bool) -> None:
-        super().__init__(source)
+    def __init__(self, tensor_of: TensorSource, knows_types: bool) -> None:
+        super().__init__(tensor_of)
         self._depth = 0
         self._knows_types = knows_types
 

@@ -4,7 +4,7 @@ A tensor that is met again, with the same memory, shape and strides, is stored o
 loading. Other views of the same memory are stored with values of their own. A tensor of the model always has an entry
 of its own, so that ``model.safetensors`` is complete for other tools.
 
-A tensor that is sharded over the ranks has no entry, but a slice: the part of it that this rank holds.
+Of a tensor that is sharded over the ranks, the entry is a slice: the part of it that this rank holds.
 
 Bytes in host memory are hashed there (xxh3-128), at about the speed at which memory is read. Those of another device
 stay there: two sums of 64 bits over its words, each of which is mixed with its place first, and 16 bytes per tensor
@@ -33,19 +33,7 @@ from .state_tree import Path, format_path
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "WEIGHTS",
-    "Entry",
-    "TensorTable",
-    "as_uint8",
-    "bytes_of",
-    "content_digests",
-    "device_digest",
-    "element_type",
-    "entry_of",
-    "is_plain",
-    "stored_as",
-]
+__all__ = ["WEIGHTS", "Entry", "TensorTable", "as_referred", "as_uint8", "bytes_of", "content_digests", "is_plain"]
 
 WEIGHTS = ("checkpoint", "state_dict")
 """Where a checkpoint has the model's tensors, by their names."""
@@ -57,22 +45,28 @@ class Entry:
 
     file: str
     key: str
-    dtype: str
-    """The element type in the file."""
-    shape: tuple[int, ...]
-    nbytes: int
     source: torch.Tensor
     box: Box | None = None
-    """Where it lies in a sharded tensor, of which it is only a part."""
+    """Where it lies in a sharded tensor, of which it is only the slice of this rank."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.source.nbytes
+
+    @property
+    def stored_as(self) -> tuple[str, tuple[int, ...]]:
+        """Element type and shape in the file; types that the format does not know are stored as bytes."""
+        name = _name_of(self.source.dtype)
+        return (TORCH_TYPES[name], tuple(self.source.shape)) if name in TORCH_TYPES else (RAW, (self.nbytes,))
 
 
 class TensorTable:
-    """A `TensorSink`: collects what to write while a tree is encoded."""
+    """Collects what to write while a tree is encoded."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self.slices: list[Entry] = []
-        """The slices of sharded tensors that this rank holds."""
+        """Tensors, and the slices of sharded ones that this rank holds."""
         self.sharded_tensors: dict[tuple[str, str], SlicedTensor] = {}
         """All sharded tensors, by file and key, without their slices."""
         self._keys: set[tuple[str, str]] = set()
@@ -84,10 +78,10 @@ class TensorTable:
         file, key = TENSORS_FILE, ""
         if path[:-1] == WEIGHTS and type(path[-1]) is str:
             file, key = MODEL_FILE, path[-1]
-        box = None
+        box, has_values = None, True
         if is_sharded(tensor):
             sharded = cast("DTensor", tensor.detach())
-            values, box = sharded.to_local(), slice_of(sharded)
+            values, box, has_values = sharded.to_local(), slice_of(sharded), is_saved_by_this_rank(sharded)
         else:
             values = unsharded(tensor)
             if not is_plain(values):
@@ -99,16 +93,16 @@ class TensorTable:
         if memory not in self._known or file == MODEL_FILE:
             key = key or self._free_key(file, path)
             self._keys.add((file, key))
-            if box is None:
-                self.entries.append(entry_of(file, key, values))
-                facts = _facts(values)
-            else:
-                name, shape = _name_of(values.dtype), tuple(sharded.shape)
-                self.sharded_tensors[file, key] = SlicedTensor(file, key, name, shape, ())
-                if is_saved_by_this_rank(sharded):
-                    self.slices.append(entry_of(file, key, values, box))
-                facts = {} if name in TORCH_TYPES else {"dtype": name, "shape": list(shape)}
-            self._known.setdefault(memory, {"file": file, "key": key, **facts})
+            if has_values:
+                self.entries.append(Entry(file, key, values, box))
+            known: dict[str, Any] = {"file": file, "key": key}
+            if (name := _name_of(values.dtype)) not in TORCH_TYPES:
+                known |= {"dtype": name, "shape": list(tensor.shape)}
+            if box is not None:
+                self.sharded_tensors[file, key] = SlicedTensor(file, key, name, tuple(tensor.shape), ())
+            elif not values.is_contiguous() and _is_dense(values):
+                known["stride"] = list(values.stride())
+            self._known.setdefault(memory, known)
         reference = dict(self._known[memory])
         if tensor.requires_grad:
             reference["requires_grad"] = True
@@ -126,31 +120,18 @@ class TensorTable:
         return candidate
 
 
-def entry_of(file: str, key: str, values: torch.Tensor, box: Box | None = None) -> Entry:
-    """The entry of a plain tensor."""
-    return Entry(file, key, *stored_as(values), values.nbytes, values, box)
-
-
-def _facts(tensor: torch.Tensor) -> dict[str, Any]:
-    """The part of a reference that a tensor's file cannot tell."""
-    facts: dict[str, Any] = {}
-    if (name := _name_of(tensor.dtype)) not in TORCH_TYPES:
-        facts |= {"dtype": name, "shape": list(tensor.shape)}
-    if not tensor.is_contiguous() and _is_dense(tensor):
-        facts["stride"] = list(tensor.stride())
-    return facts
+def as_referred(tensor: torch.Tensor, reference: dict[str, Any]) -> torch.Tensor:
+    """What a reference is to, with the values of the stored `tensor`: a parameter, or one that requires a gradient."""
+    requires_grad = reference.get("requires_grad", False)
+    if reference.get("parameter"):
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.detach().requires_grad_(requires_grad)
 
 
 @functools.cache
 def _name_of(dtype: torch.dtype) -> str:
     """Such as ``float32``."""
     return str(dtype).removeprefix("torch.")
-
-
-def stored_as(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    """Element type and shape in the file; those that the format does not know are stored as bytes."""
-    name = _name_of(tensor.dtype)
-    return (TORCH_TYPES[name], tuple(tensor.shape)) if name in TORCH_TYPES else (RAW, (tensor.nbytes,))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -183,18 +164,6 @@ def as_uint8(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def element_type(name: str) -> torch.dtype:
-    """The torch type called `name`.
-
-    Raises:
-        ValueError: This torch has no such type.
-    """
-    dtype = vars(torch).get(name)
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    raise ValueError(f"torch {torch.__version__} has no element type {name!r}")
-
-
 _CHUNK = 1 << 22
 """Words that are mixed at once: what the sums need of a device's memory is a few times their size."""
 _WORTH_THREADS = 16 << 20
@@ -209,19 +178,15 @@ def content_digests(sources: Sequence[torch.Tensor]) -> list[str]:
 
     Waits for each device once.
     """
-    found: list[str] = [""] * len(sources)
-    pending: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    on_host = [index for index, source in enumerate(sources) if source.is_cpu]
+    found: dict[int, str] = {}
+    places: dict[torch.device, list[int]] = {}
     for index, source in enumerate(sources):
-        if not source.is_cpu:
-            pending.setdefault(source.device, []).append((index, device_digest(source)))
-    for index, digest in zip(on_host, _host_digests([sources[index] for index in on_host]), strict=True):
-        found[index] = digest
-    for device, numbers in pending.items():
-        read = torch.stack([number for _, number in numbers]).tolist()
-        for (index, _), (first, second) in zip(numbers, read, strict=True):
-            found[index] = f"{device.type}:{first % 2**64:016x}{second % 2**64:016x}"
-    return [f"{s.dtype} {list(s.shape)} {digest}" for s, digest in zip(sources, found, strict=True)]
+        places.setdefault(source.device, []).append(index)
+    for device, indices in places.items():
+        there = [sources[index] for index in indices]
+        digests = _host_digests(there) if device.type == "cpu" else _device_digests(there)
+        found |= zip(indices, digests, strict=True)
+    return [f"{source.dtype} {list(source.shape)} {found[index]}" for index, source in enumerate(sources)]
 
 
 def _host_digests(sources: Sequence[torch.Tensor]) -> list[str]:
@@ -235,6 +200,13 @@ def _host_digests(sources: Sequence[torch.Tensor]) -> list[str]:
 
 def _host_digest(source: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(bytes_of(source.detach().resolve_conj().resolve_neg()))
+
+
+def _device_digests(sources: Sequence[torch.Tensor]) -> list[str]:
+    """Those of tensors on one device."""
+    read = torch.stack([device_digest(source) for source in sources]).tolist()
+    kind = sources[0].device.type
+    return [f"{kind}:{first % 2**64:016x}{second % 2**64:016x}" for first, second in read]
 
 
 @torch.no_grad()

@@ -24,13 +24,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
@@ -60,14 +59,12 @@ __all__ = [
     "TENSORS_FILE",
     "TRAINER_FOLDER",
     "digest_of",
-    "folder_names",
     "is_record_of_callback",
     "is_temporary",
     "is_torch_file",
     "library_versions",
     "local_path",
     "name_of",
-    "name_of_folder",
     "parse_json",
     "read_record",
     "record_path",
@@ -75,7 +72,6 @@ __all__ = [
     "serialise_record",
     "step_name",
     "step_of_name",
-    "tensor_file",
 ]
 
 MODEL_FILE = "model.safetensors"
@@ -95,7 +91,6 @@ FINAL_NAME = "final"
 RECORD_SUFFIXES = (".json", ".ckpt")
 _STEP_NAME = re.compile(r"step-(\d+)")
 _NAME_OF_CALLBACK = re.compile(rf"step-\d{{8,}}|{FINAL_NAME}")
-_NUMBERED_FOLDER = re.compile(r"(.+)~\d+", re.DOTALL)
 _TEMPORARY = re.compile(
     # A process number and a random one follow the name. Names of the callback's own need no full length to be known.
     rf"{re.escape(TEMPORARY_PREFIX)}(?:.+-\d+-[0-9a-f]{{8}}|(?:{_NAME_OF_CALLBACK.pattern})[^-]*-\d+-[0-9a-f]+)",
@@ -112,11 +107,6 @@ def step_of_name(name: str) -> int | None:
     """The step that a checkpoint's name tells, or None."""
     match = _STEP_NAME.match(name)
     return int(match.group(1)) if match else None
-
-
-def tensor_file(name: str) -> str:
-    """The file that references mean where the tensors lie in `name`."""
-    return MODEL_FILE if name == FROZEN_FILE else name
 
 
 def local_path(path: str | os.PathLike[str], argument: str = "dirpath") -> Path:
@@ -147,18 +137,6 @@ def record_path(path: str | os.PathLike[str]) -> Path:
 def name_of(record: Path) -> str:
     """The checkpoint's name: its record's without the suffix."""
     return record.name.removesuffix(record.suffix) if record.suffix in RECORD_SUFFIXES else record.name
-
-
-def folder_names(name: str) -> Iterator[str]:
-    """The names that the data folder of the checkpoint `name` may have, in the order they are tried; endless."""
-    yield name
-    yield from (f"{name}~{number}" for number in itertools.count(1))
-
-
-def name_of_folder(folder: str) -> str:
-    """The checkpoint's name that a data folder's name tells: ``last`` for ``last~1``."""
-    match = _NUMBERED_FOLDER.fullmatch(folder)
-    return match.group(1) if match else folder
 
 
 def is_record_of_callback(record: Path) -> bool:
@@ -318,6 +296,11 @@ class CheckpointRecord(RecordMeta):
         """The path of `file` within the data folder, such as ``trainer/lora.safetensors``."""
         return file.path.removeprefix(f"{self.folder}/")
 
+    def tensor_file(self, file: FileEntry) -> str:
+        """The file that references to the tensors in `file` name."""
+        name = self.file_name(file)
+        return MODEL_FILE if name == FROZEN_FILE else name
+
 
 def is_path(text: str) -> bool:
     """Whether the system takes `text` for a path at all."""
@@ -391,20 +374,36 @@ def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
     # A link (``last.ckpt``) stands for the record it points to, beside whose files it lies.
     path = Path(os.path.realpath(path))
     try:
-        if is_torch_file(path):  # or gigabytes would be read to find that they are not JSON
-            text = f"{path.name} was written by torch.save and is not a record of genlight"
-            raise BrokenCheckpointError(name_of(path), text)
-        data = read_regular(path, limit=LARGEST_RECORD_BYTES)
-        content = parse_json(data)
+        return _parsed(path)
     except UnsafeFileError as error:
-        raise BrokenCheckpointError(name_of(path), f"its record {path.name} cannot be read: {error.strerror}") from None
+        reason = f"its record {path.name} cannot be read: {error.strerror}"
+    except ValueError as error:
+        reason = str(error)
+    raise BrokenCheckpointError(name_of(path), reason)
+
+
+def _parsed(path: Path) -> CheckpointRecord:
+    """The record at `path`.
+
+    Raises:
+        ValueError: It is damaged, or is not a record; says which.
+    """
+    if is_torch_file(path):  # or gigabytes would be read to find that they are not JSON
+        raise ValueError(f"{path.name} was written by torch.save and is not a record of genlight")
+    data = read_regular(path, limit=LARGEST_RECORD_BYTES)
+    try:
+        content = parse_json(data)
     except (ValueError, RecursionError) as error:
-        raise BrokenCheckpointError(name_of(path), f"its record {path.name} is not JSON: {error}") from None
+        raise ValueError(f"its record {path.name} is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise BrokenCheckpointError(name_of(path), f"its record {path.name} is not a JSON object")
+        raise ValueError(f"its record {path.name} is not a JSON object")  # noqa: TRY004 - as for all that is wrong
     if content.keys() <= _OLD_KEYS and isinstance(content.get("state"), dict):
         return _old_record(path, content)
-    _check_own_digest(path, data)
+    body, member, tail = data.rpartition(_DIGEST_MEMBER)
+    if not member:
+        raise ValueError(f"{path.name} has no digest and is not an older runtime's record")
+    if tail != digest_of(body).encode() + b'"}\n':
+        raise ValueError(f"the digest of its record {path.name} does not match")
     return _new_record(path, content)
 
 
@@ -430,14 +429,6 @@ def library_versions() -> Mapping[str, str]:
     return versions
 
 
-def _check_own_digest(path: Path, data: bytes) -> None:
-    body, member, tail = data.rpartition(_DIGEST_MEMBER)
-    if not member:
-        raise BrokenCheckpointError(name_of(path), f"{path.name} has no digest and is not an older runtime's record")
-    if tail != digest_of(body).encode() + b'"}\n':
-        raise BrokenCheckpointError(name_of(path), f"the digest of its record {path.name} does not match")
-
-
 def _old_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
     step = content.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**63:
@@ -457,32 +448,25 @@ def _old_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
 
 
 def _new_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
-    name = name_of(path)
     if content.get("format") != FORMAT:
-        raise BrokenCheckpointError(name, f"{path.name} is not a checkpoint record")
-    if content.get("format_version") != FORMAT_VERSION:
-        found = content.get("format_version")
-        raise BrokenCheckpointError(
-            name,
-            f"it has format version {found!r}, and this genlight reads versions up to {FORMAT_VERSION}; upgrade it",
+        raise ValueError(f"{path.name} is not a checkpoint record")
+    if (found := content.get("format_version")) != FORMAT_VERSION:
+        raise ValueError(
+            f"it has format version {found!r}, and this genlight reads versions up to {FORMAT_VERSION}; upgrade it"
         )
     if missing := {"step", "run_id"} - content.keys():  # for which the facts of a run have a default
-        raise BrokenCheckpointError(name, f"its record {path.name} lacks {', '.join(sorted(missing))}")
+        raise ValueError(f"its record {path.name} lacks {', '.join(sorted(missing))}")
     try:
         record = msgspec.convert({**content, "path": path, "is_old": False, "parameters": ()}, CheckpointRecord)
     except (ValueError, RecursionError) as error:  # as msgspec's own are
-        raise BrokenCheckpointError(name, f"its record {path.name} misspells a member: {error}") from None
+        raise ValueError(f"its record {path.name} misspells a member: {error}") from None
+    # One that came from elsewhere must not make this process read, or delete, files beyond its folder.
     for named in [entry.path for entry in record.files] + ([] if record.folder is None else [record.folder]):
-        _refuse_outside(name, named)
+        parts = PurePosixPath(named)
+        if parts.is_absolute() or ".." in parts.parts or not parts.parts or not is_path(named):
+            raise ValueError(f"its record names a file outside of its folder: {named!r}")
     if record.folder is not None and len(PurePosixPath(record.folder).parts) > 1:
-        raise BrokenCheckpointError(name, f"its record names a folder within another one: {record.folder!r}")
+        raise ValueError(f"its record names a folder within another one: {record.folder!r}")
     if len({PurePosixPath(entry.path) for entry in record.files}) < len(record.files):
-        raise BrokenCheckpointError(name, "its record names a file twice")
+        raise ValueError("its record names a file twice")
     return record
-
-
-def _refuse_outside(checkpoint: str, path: str) -> None:
-    """A record that came from elsewhere must not make this process read, or delete, files beyond its folder."""
-    parts = PurePosixPath(path)
-    if parts.is_absolute() or ".." in parts.parts or not parts.parts or not is_path(path):
-        raise BrokenCheckpointError(checkpoint, f"its record names a file outside of its folder: {path!r}")

@@ -83,6 +83,10 @@ class Channel:
                 raise CheckpointError(f"rank {rank} could not {doing}: {text}")
         return cast("_Result", result)
 
+    def first(self, act: Callable[[], _Result], doing: str) -> _Result:
+        """The result of `act`, which rank zero does alone, on all ranks; raises as `agreed`."""
+        return cast("_Result", self.share(self.agreed(act if self.rank == 0 else lambda: None, doing)))
+
     def start_largest(self, number: int) -> tuple[torch.Tensor, Any]:
         """Begin to find the largest number of any rank: the tensor that will hold it, and what to wait for."""
         numbers = torch.tensor([number], device="cpu")

@@ -69,18 +69,18 @@ def slice_of(sharded: DTensor) -> Box:
 
 
 def sharded_like(value: torch.Tensor, parameter: DTensor) -> DTensor:
-    """The values of `value`, which has the shape of `parameter`, sharded as that is; each rank takes its own slice."""
-    if isinstance(value, WholeTensor):
-        return value.sharded_like(parameter)
-    value = unsharded(value)
+    """The values of `value`, which has the shape of `parameter`, sharded as that is; each rank takes its own slice.
+
+    Of one whose values are in a file just that slice is read, where that can be.
+    """
     if not is_sharded(parameter):
-        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+        return distribute_tensor(unsharded(value).to(parameter.device), parameter.device_mesh, parameter.placements)
     part = slice_of(parameter)
-    return from_slice(within(part, value, of=Box((0,) * value.dim(), tuple(value.shape))).clone(), parameter)
-
-
-def from_slice(local: torch.Tensor, parameter: DTensor) -> DTensor:
-    """A sharded tensor like `parameter`, of which this rank has the part `local`."""
+    if isinstance(value, WholeTensor) and value.plain is None:
+        local = value.slices.read(part)
+    else:
+        value = unsharded(value)
+        local = within(part, value, of=Box((0,) * value.dim(), tuple(value.shape))).clone()
     return DTensor.from_local(
         local.to(parameter.device),
         parameter.device_mesh,
@@ -95,31 +95,26 @@ class WholeTensor(torch.Tensor):
     """A tensor whose slices are in the files of a checkpoint until its values are used."""
 
     slices: StoredSlices
-    _plain: torch.Tensor | None
+    plain: torch.Tensor | None
+    """All values, once they were used."""
 
     @staticmethod
     def __new__(cls: type[WholeTensor], slices: StoredSlices) -> WholeTensor:
         """A tensor with the shape, type and device of the whole, and no memory."""
         made: WholeTensor = torch.Tensor._make_wrapper_subclass(
-            cls, slices.shape, dtype=slices.dtype, device=torch.device("cpu")
+            cls, slices.tensor.shape, dtype=slices.dtype, device=torch.device("cpu")
         )
         return made
 
     def __init__(self, slices: StoredSlices) -> None:
         self.slices = slices
-        self._plain = None
+        self.plain = None
 
     def put_together(self) -> torch.Tensor:
         """The values as a plain tensor; the same one each time, so that a change in place is not lost."""
-        if self._plain is None:
-            self._plain = self.slices.whole()
-        return self._plain
-
-    def sharded_like(self, parameter: DTensor) -> DTensor:
-        """The values sharded as `parameter` is; where that can be, only this rank's slice is read."""
-        if self._plain is None and is_sharded(parameter):
-            return from_slice(self.slices.read(slice_of(parameter)), parameter)
-        return sharded_like(self.put_together(), parameter)
+        if self.plain is None:
+            self.plain = self.slices.whole()
+        return self.plain
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"WholeTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
@@ -147,19 +142,17 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(item, WholeTensor):
             return item
         partner = sharded.get(tuple(item.shape))
-        return item.put_together() if partner is None else item.sharded_like(partner)
+        return item.put_together() if partner is None else sharded_like(item, partner)
 
     args, kwargs = tree_map(usable, (args, kwargs))
     return func(*args, **kwargs)
 
 
 _T = torch.Tensor
+_FACTS = ["shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "requires_grad", "is_leaf"]
+_FACTS += ["is_cuda", "is_cpu", "is_meta", "is_nested", "is_sparse", "is_quantized"]
 _ASKS_NO_VALUE = {
-    *(
-        getattr(_T, name).__get__
-        for name in ("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "requires_grad", "is_leaf")
-    ),
-    *(getattr(_T, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "is_nested", "is_sparse", "is_quantized")),
+    *(getattr(_T, name).__get__ for name in _FACTS),
     *(_T.size, _T.dim, _T.numel, _T.nelement, _T.element_size, _T.__hash__, _T.__len__),
     *(_T.is_floating_point, _T.is_complex, torch.is_floating_point, torch.is_complex),
 }

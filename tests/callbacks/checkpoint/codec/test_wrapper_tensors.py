@@ -90,14 +90,13 @@ def test_a_name_of_another_type_in_a_checkpoint_is_refused(name: str) -> None:
     table = TensorTable()
     tree = encode(Quantized.of(torch.ones(2)), table)
 
-    class Source:
-        def tensor(self, reference: dict[str, Any]) -> Tensor:
-            return next(entry.source for entry in table.entries if entry.key == reference["key"])
+    def tensor_of(reference: dict[str, Any]) -> Tensor:
+        return next(entry.source for entry in table.entries if entry.key == reference["key"])
 
-    assert torch.equal(decode(tree, Source()).whole(), torch.ones(2))
+    assert torch.equal(decode(tree, tensor_of).whole(), torch.ones(2))
     tree["$wrapper"][0] = name
     with pytest.raises(CheckpointError, match="not a class of tensors that wraps others"):
-        decode(tree, Source())
+        decode(tree, tensor_of)
 
 
 def test_replicas_with_wrappers_are_compared_by_what_is_in_them() -> None:
