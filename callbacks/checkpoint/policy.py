@@ -132,9 +132,11 @@ class Checkpoint(Hook, LightningCheckpoint):
         replace_existing: bool = False,
         weights: Literal["all", "trained"] = "all",
     ) -> None:
-        require(0 <= every_minutes < math.inf, "every_minutes", "a number >= 0", every_minutes)
-        require(on_error in ("stop", "continue"), "on_error", "'stop' or 'continue'", on_error)
-        require(weights in ("all", "trained"), "weights", "'all' or 'trained'", weights)
+        require(
+            (0 <= every_minutes < math.inf, "every_minutes", "a number >= 0", every_minutes),
+            (on_error in ("stop", "continue"), "on_error", "'stop' or 'continue'", on_error),
+            (weights in ("all", "trained"), "weights", "'all' or 'trained'", weights),
+        )
         self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
         self.every_n_epochs = step_cadence("every_n_epochs", every_n_epochs)
         self.dirpath = None if dirpath is None else local_path(dirpath)

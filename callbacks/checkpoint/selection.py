@@ -213,19 +213,29 @@ class Retention:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        require(self.keep_last is None or self.keep_last >= 1, "keep_last", "a number >= 1", self.keep_last)
-        require(self.keep_best >= 0, "keep_best", "a number >= 0", self.keep_best)
-        require(self.mode in ("min", "max"), "mode", "'min' or 'max'", self.mode)
+        require(
+            (self.keep_last is None or self.keep_last >= 1, "keep_last", "a number >= 1", self.keep_last),
+            (self.keep_best >= 0, "keep_best", "a number >= 0", self.keep_best),
+            (self.mode in ("min", "max"), "mode", "'min' or 'max'", self.mode),
+        )
 
 
-def require(holds: bool, argument: str, expected: str, received: object) -> None:
-    """Raise where an argument is not what was expected.
+def require(*conditions: tuple[bool, str, str, object]) -> None:
+    """Refuse arguments, all at once.
+
+    Args:
+        conditions: For each whether it is as expected, its name, what was expected, and what was received.
 
     Raises:
-        ValueError: It does not hold.
+        ValueError: One does not hold; names each of them.
     """
-    if not holds:
-        raise ValueError(f"Invalid `{argument}`. Expected {expected}, but received {received!r}.")
+    wrong = [
+        f"Invalid `{argument}`. Expected {expected}, but received {received!r}."
+        for holds, argument, expected, received in conditions
+        if not holds
+    ]
+    if wrong:
+        raise ValueError(" ".join(wrong))
 
 
 def to_delete(

@@ -441,6 +441,11 @@ def test_constructor_refuses_what_makes_no_sense(argument, value, text):
         Checkpoint(**{argument: value})
 
 
+def test_all_that_makes_no_sense_is_named_at_once():
+    with pytest.raises(ValueError, match=r"^Invalid `every_minutes`\..*Invalid `on_error`\..*Invalid `weights`\."):
+        Checkpoint(every_minutes=-1, on_error="x", weights="some")
+
+
 def test_elapsed_time_goes_on_over_attempts(tmp_path, make_trainer, make_net, make_loader):
     make_trainer(Checkpoint(tmp_path / "c"), max_epochs=1).fit(make_net(), make_loader(2))
     first = read_record(tmp_path / "c" / "final.json").elapsed_s
