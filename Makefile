@@ -23,9 +23,9 @@ demo: $(INSTALLED)  ## train the digits model through the whole path
 test: $(INSTALLED)  ## what every change must pass; some minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Six processes on two cores: long tests wait for signals, deadlines and Slurm most of their time.
+# Four processes on two cores: long tests wait for signals, deadlines and Slurm most of their time.
 test-all: $(INSTALLED)  ## these and everything else that needs no GPU: long runs, kills, series of ranks, a real Slurm
-	$(BIN)/python -m pytest -m "not gpu" -n 6 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not gpu" -n 4 --dist loadfile --no-loadscope-reorder
 
 check: $(INSTALLED)  ## lint, format, types, import contracts
 	$(BIN)/ruff check .
