@@ -76,19 +76,18 @@ def main(rank: int, world_size: int, module: str, folder: Path) -> None:
         arguments = {"folder": folder / name} if inspect.signature(getattr(checks, name)).parameters else {}
         (folder / name).mkdir(exist_ok=True)
         if world_size > 1:
-            dist.init_process_group(
-                PROCESS_GROUP,
-                init_method=f"file://{folder}/store {name}",
-                rank=rank,
-                world_size=world_size,
-                timeout=dt.timedelta(seconds=ANSWER_WITHIN_S),
-            )
+            within = dt.timedelta(seconds=ANSWER_WITHIN_S)
+            store = dist.FileStore(f"{folder}/store {name}", world_size)
+            dist.init_process_group(PROCESS_GROUP, store=store, rank=rank, world_size=world_size, timeout=within)
         try:
             getattr(checks, name)(**arguments)
             outcomes[name] = ""
         except Exception:
             outcomes[name] = traceback.format_exc()
         if world_size > 1:
+            # Of a check without an exchange one rank could be at its end before the other is connected.
+            store.set(f"rank {rank} has checked", "")
+            store.wait([f"rank {each} has checked" for each in range(world_size)], within)
             dist.destroy_process_group()
     (folder / f"rank{rank}.json").write_text(json.dumps(outcomes))
 
