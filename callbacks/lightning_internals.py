@@ -25,6 +25,7 @@ from lightning.pytorch.loops.loop import _Loop as Loop
 from lightning.pytorch.loops.progress import _ProcessedTracker as ProcessedTracker, _Progress as Progress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.trainer.call import (
     _call_callback_hooks,
     _call_lightning_module_hook,
@@ -125,6 +126,11 @@ attached_trainer: Callable[[pl.LightningModule], pl.Trainer | None] = attrgetter
 
 tensor_parallel_size: Callable[[ModelParallelStrategy], int | str] = attrgetter("_tensor_parallel_size")
 """Over how many ranks a strategy splits layers."""
+
+
+def trains_in_copies(trainer: pl.Trainer) -> bool:
+    """Whether the processes that train are copies of the one that started them, which itself only waits for them."""
+    return isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
 
 
 def load_loader_states(loader: CombinedLoader, states: list[dict[str, Any]]) -> None:

@@ -25,6 +25,7 @@ from ...callbacks.checkpoint.format.record import CheckpointRecord
 from ...callbacks.checkpoint.policy import savers_of
 from ...callbacks.checkpoint.selection import find_checkpoint, list_checkpoints
 from ...callbacks.job_progress import JobProgress
+from ...callbacks.lightning_internals import trains_in_copies
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import StopSources
 from ...callbacks.stop.stop_requests import StopRequests
@@ -35,7 +36,7 @@ from ..module.module import ContractModule
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.redaction import secrets_in, without_secrets
 from ..plumbing.text import as_list
-from ..run.fit import continue_runs, fit, join, trains_in_copies
+from ..run.fit import continue_runs, fit, join
 from ..run.folder import directory_fault, lock_directory
 from ..run.report import is_about_what_was_given, show_results, shown_path
 from ..run.session import Completion, FollowerSession, Session
@@ -328,11 +329,13 @@ class GenlightCLI(LightningCLI):
         if records and trains_in_copies(trainer):  # this process knows nothing of their steps
             step = max(records, key=lambda record: record.created_at_ms).step
         stopped = getattr(self.model, "stopped", None) or ("should_stop" if trainer.should_stop else None)
-        self.completion = Completion(step, None, stopped)
         # Later ones are of another fit, where this one went on from an older checkpoint.
-        if own := [record for record in records if record.step <= step]:
-            finite = own[-1].finite_weights is not False
-            self.completion = Completion(step, own[-1].reported_path, stopped, finite=finite)
+        newest = next((record for record in reversed(records) if record.step <= step), None)
+        if newest is None:
+            self.completion = Completion(step, None, stopped)
+        else:
+            finite = newest.finite_weights is not False
+            self.completion = Completion(step, newest.reported_path, stopped, finite=finite)
 
     def show_results(self) -> None:
         """Say how a training ended, and where its results are."""

@@ -29,14 +29,13 @@ import msgspec
 import xxhash
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from typing_extensions import override
 
 from ...callbacks.checkpoint.policy import savers_of
 from ...callbacks.checkpoint.sharded.rank_channel import Channel
 from ...callbacks.hook.events import run_state_of
 from ...callbacks.hook.hook import join_run
-from ...callbacks.lightning_internals import set_run_of_logger
+from ...callbacks.lightning_internals import set_run_of_logger, trains_in_copies
 from ...reporters.events.event_logger import has_stock_checkpoint
 from ..contract.exceptions import StartupContractError, TrainingCanceled
 from ..plumbing.durable import write_bytes_durably
@@ -57,7 +56,7 @@ from .session import Session
 from .start import RUNS_FILE
 from .this_rank import host_name
 
-__all__ = ["NodeCheck", "continue_runs", "fit", "join", "node_faults", "trains_in_copies"]
+__all__ = ["NodeCheck", "continue_runs", "fit", "join", "node_faults"]
 
 log = logging.getLogger(__name__)
 
@@ -80,11 +79,6 @@ def join(session: Session, trainer: pl.Trainer, module: pl.LightningModule) -> N
         join_run(trainer, session)
     session.has_other_checkpoint = functools.partial(has_stock_checkpoint, trainer)
     session.before_report += [functools.partial(saver.report_durable, trainer) for saver in savers_of(trainer)]
-
-
-def trains_in_copies(trainer: pl.Trainer) -> bool:
-    """Whether the processes that train are copies of this one, which itself only waits for them."""
-    return isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
 
 
 def _log_hyperparams(logger: Logger, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:

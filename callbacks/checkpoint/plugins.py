@@ -19,12 +19,12 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..hook.events import callbacks_of
+from ..lightning_internals import trains_in_copies
 from ..optimizer_state import map_values, parameters_of
 from .format.record import local_path
 from .sharded.rank_channel import RankGroups
@@ -139,7 +139,7 @@ def install_plugin(strategy: Strategy) -> DurableCheckpointIO:
 
 def remove_plugin(trainer: pl.Trainer) -> None:
     """Undo `install_plugin` where a process hands its weights to the one that started it, which may know no other."""
-    if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+    if trains_in_copies(trainer):
         trainer.strategy.checkpoint_io = TorchCheckpointIO()
 
 
