@@ -26,10 +26,10 @@ from ...callbacks.checkpoint.selection import (
     list_checkpoints,
     monitored,
 )
-from ..contract.exceptions import BrokenCheckpointError
+from ..contract.exceptions import BrokenCheckpointError, UsageError
 from ..plumbing.text import size_text
 from ..view.checkpoints import checkpoint_facts
-from .parser import UsageError, add_json
+from .parser import add_json
 from .terminal import aligned, brief, complain, say, say_json
 
 __all__ = ["add_arguments", "run"]

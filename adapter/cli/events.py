@@ -18,7 +18,8 @@ from typing import Any
 from ...reporters.events.goodput import PARTS, account_of
 from ...reporters.events.reader import follow, log_of_run, read_events, read_metrics
 from ...reporters.events.validation import iter_violations
-from .parser import UsageError, add_json
+from ..contract.exceptions import UsageError
+from .parser import add_json
 from .terminal import brief, complain, say, say_json
 
 __all__ = ["add_arguments", "run"]

@@ -12,7 +12,7 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from .parser import UsageError
+from ..contract.exceptions import UsageError
 from .terminal import say
 
 __all__ = ["add_arguments", "run"]

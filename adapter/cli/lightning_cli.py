@@ -30,7 +30,7 @@ from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import StopSources
 from ...callbacks.stop.stop_requests import StopRequests
 from ..cluster.placement import placed_by_launcher, placement_fault
-from ..contract.exceptions import EventLogError, GenlightError, MonitorError
+from ..contract.exceptions import EventLogError, GenlightError, MonitorError, UsageError
 from ..job.parser_errors import UnusableValueError, root_cause, shortened
 from ..module.module import ContractModule
 from ..plumbing.log_redaction import redacted_logs
@@ -42,7 +42,7 @@ from ..run.report import is_about_what_was_given, show_results, shown_path
 from ..run.session import Completion, FollowerSession, Session
 from ..run.start import WaysOut, move_checkpoints_aside, newest_start, refuse_to_overwrite
 from ..run.this_rank import is_rank_zero
-from .parser import UsageError, offered_name, refuse
+from .parser import offered_name, refuse
 
 __all__ = ["GenlightCLI", "checkpoints_of", "run_lightning_cli"]
 
@@ -418,7 +418,7 @@ def run_lightning_cli(arguments: Sequence[str], signals: StopSignals) -> int:
             cli.show_results()
             return code
         except (UsageError, MisconfigurationException) as error:
-            return session.fail(UsageError(str(error)), stage="startup")  # its message says all
+            return session.fail(UsageError(str(error)))  # its message says all
         except Exception as error:  # noqa: BLE001 - whatever ends it is reported
             return session.fail(error)
 

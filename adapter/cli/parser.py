@@ -13,13 +13,11 @@ from typing import NoReturn, TypeVar
 
 from typing_extensions import override
 
-from ..contract.exceptions import GenlightError
 from ..plumbing.text import nearest
 from .terminal import visible
 
 __all__ = [
     "CommandParser",
-    "UsageError",
     "add_json",
     "add_overrides",
     "at_least",
@@ -36,10 +34,6 @@ LONGEST_USAGE = 10
 
 _UNKNOWN = re.compile(r"unrecognized arguments: (?:.* )?(?P<given>--?\w[\w-]*)")
 _CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<choices>.*)\)")
-
-
-class UsageError(GenlightError):
-    """A command cannot do what it was asked for; says why, and the way out."""
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

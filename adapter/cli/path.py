@@ -12,8 +12,8 @@ import argparse
 import os
 
 from ...callbacks.checkpoint.selection import Listed, best_first, folder_of_checkpoints, list_checkpoints, monitored
+from ..contract.exceptions import UsageError
 from ..view.checkpoints import checkpoint_facts
-from .parser import UsageError
 from .terminal import complain, say
 
 __all__ = ["add_arguments", "run"]

@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..contract.exceptions import UsageError
 from ..plumbing.durable import write_bytes_durably
 from ..plumbing.text import size_text
-from .parser import UsageError, run_folder
+from .parser import run_folder
 from .terminal import say
 
 __all__ = ["add_arguments", "run"]

@@ -14,7 +14,8 @@ import ipaddress
 import secrets
 import socket
 
-from .parser import UsageError, folder_of_runs
+from ..contract.exceptions import UsageError
+from .parser import folder_of_runs
 from .terminal import say
 
 __all__ = ["add_arguments", "run"]

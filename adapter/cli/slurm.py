@@ -18,12 +18,13 @@ import time
 from pathlib import Path
 
 from ..cluster.job_context import JobContext
+from ..contract.exceptions import UsageError
 from ..job.config import RunConfig, resolve_run_config
 from ..plumbing.durable import write_bytes_durably
 from ..plumbing.safe_open import PRIVATE_FILE, make_directory
 from ..runner.contexts import CompletedContext, emit
 from ..runner.transport import read_pickle, travelling
-from .parser import UsageError, add_overrides
+from .parser import add_overrides
 from .terminal import complain, say
 
 __all__ = ["add_arguments", "run"]

@@ -15,11 +15,12 @@ from typing import Any
 
 from ...reporters.uploads.config import ENDPOINT, FILE_STORE, QUEUE_DIRECTORY, UploadConfig
 from ...reporters.uploads.queue import LOCK, Entry, read_entries
+from ..contract.exceptions import UsageError
 from ..job.config import RunConfig, read_run_config
 from ..job.sources import JOB_VARIABLE
 from ..plumbing.redaction import redact
 from ..plumbing.text import size_text
-from .parser import UsageError, add_json, add_overrides
+from .parser import add_json, add_overrides
 from .terminal import aligned, complain, say, say_json
 
 __all__ = ["add_arguments", "run"]

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from threading import Thread
 
-from .parser import UsageError
+from ..contract.exceptions import UsageError
 
 __all__ = ["add_arguments", "run"]
 

@@ -2,6 +2,7 @@
 
     GenlightError
     ├── StartupContractError      a setting, spec or environment fault; exit code 2
+    ├── UsageError                a command cannot do what it was asked for; exit code 2
     ├── ContractError (TypeError) a trainer class or its hook broke the contract
     │   └── TrainerPathError (ValueError)  an import path that does not lead to one trainer
     ├── InputError                a column, file or reference that cannot be read
@@ -62,6 +63,7 @@ __all__ = [
     "UnstorableStateError",
     "UnwrittenCheckpointError",
     "UploadError",
+    "UsageError",
 ]
 
 FailureCategory = Literal["startup", "input", "auth", "model-load", "train-step", "upload"]
@@ -90,6 +92,10 @@ class StartupContractError(GenlightError):
 
     def __str__(self) -> str:
         return f"{self.code}: {self.message}"
+
+
+class UsageError(GenlightError):
+    """A command cannot do what it was asked for; says why, and the way out."""
 
 
 class ContractError(GenlightError, TypeError):

@@ -22,6 +22,7 @@ from ..contract.exceptions import (
     StopReason,
     TrainingCanceled,
     UploadError,
+    UsageError,
 )
 from .redaction import hide_environment, text_of
 from .text import shortened
@@ -112,7 +113,7 @@ def safe_text(
 
 def failure_category(error: BaseException) -> FailureCategory | None:
     """Where a failure came from, as far as the exception's type says; None where it says nothing."""
-    if isinstance(error, StartupContractError | HookOrderError):
+    if isinstance(error, StartupContractError | HookOrderError | UsageError):
         return "startup"
     if isinstance(error, UploadError):
         return "auth" if error.auth else "upload"

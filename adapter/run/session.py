@@ -210,17 +210,12 @@ class Session:
         self._inform_ranks(EXIT_COMPLETED)
         return EXIT_COMPLETED
 
-    def fail(self, error: BaseException, stage: FailureCategory | None = None) -> int:
-        """Report what ended the attempt; returns the exit code, whatever goes wrong here.
-
-        Args:
-            error: What ended it.
-            stage: The category of an error whose type says nothing; None takes that of the current stage.
-        """
+    def fail(self, error: BaseException) -> int:
+        """Report what ended the attempt; returns the exit code, whatever goes wrong here."""
         self._reporting.acquire()
         try:
             error = self.cause = self._stop_behind(error) or error
-            own = self._describe(error, stage)
+            own = self._describe(error)
             first = self._first_cause(own)
             if first != own:
                 error = self.cause = FailedElsewhere(first)
@@ -256,7 +251,7 @@ class Session:
         causes, reason = list(causes_of(error)), self.stop.signals.reason
         stop = next((cause for cause in causes if isinstance(cause, TrainingCanceled)), None)
         if stop is not None and stop is not error and self._has_checkpoint_of(self.step):
-            log.error("after the run had stopped: %s", self._describe(error, None).text)
+            log.error("after the run had stopped: %s", self._describe(error).text)
             return stop
         # Torch says in words alone that its loader lost a worker.
         lost_worker = any("DataLoader worker (pid" in text_of(cause) for cause in causes)
@@ -274,11 +269,11 @@ class Session:
             return own
         return first_cause(own, time.time(), self.rank_files, self.processes)
 
-    def _describe(self, error: BaseException, stage: FailureCategory | None) -> Failure:
+    def _describe(self, error: BaseException) -> Failure:
         saved = None if self.checkpoints_dir is None else any(self.checkpoints_dir.glob("*.json"))
         own = describe_failure(
             error,
-            stage=stage or self.stage,
+            stage=self.stage,
             has_checkpoint=bool(saved) or self.has_other_checkpoint(),
             lost_steps=saved is None and self.step > 0,
             secrets=self.secrets,
@@ -386,14 +381,14 @@ class FollowerSession(Session):
         return EXIT_FAILED if self._rank_zero is not None and self._rank_zero.is_gone() else EXIT_COMPLETED
 
     @override
-    def fail(self, error: BaseException, stage: FailureCategory | None = None) -> int:
+    def fail(self, error: BaseException) -> int:
         self.watch.close()
         if not isinstance(error, TrainingCanceled):
             self.cause = error
         elif self.stop.is_agreed:
             code = self._exit_code_of_rank_zero()
             return EXIT_STOPPED if code is None else code
-        return self._report(error, self._describe(error, stage))  # rank zero may not be there at all
+        return self._report(error, self._describe(error))  # rank zero may not be there at all
 
     @override
     def _report(self, error: BaseException, failure: Failure) -> int:

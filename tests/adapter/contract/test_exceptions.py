@@ -12,6 +12,7 @@ from genlight.adapter.contract import exceptions
 
 EXAMPLES = [
     exceptions.StartupContractError("startup.invalid_job_spec", "max_steps is missing"),
+    exceptions.UsageError("there is no run in runs/x"),
     exceptions.ContractError("lacks setup"),
     exceptions.TrainerPathError("module holds no trainer"),
     exceptions.InputError("no such file"),

@@ -11,6 +11,7 @@ from genlight.adapter.contract.exceptions import (
     StartupContractError,
     TrainingCanceled,
     UploadError,
+    UsageError,
 )
 from genlight.adapter.plumbing.failures import failure_category, safe_text, stop_reason
 
@@ -63,6 +64,7 @@ def test_no_secret_survives_wherever_it_stands(secret, before, after):
     ("error", "category"),
     [
         (StartupContractError("startup.invalid_trainer", "x"), "startup"),
+        (UsageError("x"), "startup"),
         (InputError("x"), "input"),
         (AuthError("x"), "auth"),
         (UploadError("x", auth=True), "auth"),
