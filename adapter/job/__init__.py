@@ -1,5 +1,5 @@
-"""A job: its spec, the environment and ``--set`` become one frozen `RunConfig`, and that a Lightning configuration.
+"""A job: its file, the environment and ``--set`` become one frozen `RunConfig`, and that becomes Lightning objects.
 
-Options of the feed and settings of uploads are declared by those, and a job's `dataset` and `uploads` have them.
-Reading a job loads no torch.
+The feed declares its own options and the uploads their settings; a job's `dataset` and `uploads` inherit them.
+Reading a job does not load torch.
 """

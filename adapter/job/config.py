@@ -1,12 +1,12 @@
-"""One frozen `RunConfig` from the command line, the environment and the job file.
+"""Read one frozen `RunConfig` from the command line, the environment and the job file.
 
-All errors of all settings are raised as one `StartupContractError`. Nothing is created and nothing on the network is
-asked here.
+All errors of all settings are raised as one `StartupContractError`. This module creates nothing and does not use the
+network.
 
-The folder of a run keeps its job: all that file, environment and ``--set`` gave, in one file, without secrets.
-`job_file` starts the same job again, from wherever it lies: its paths are absolute, and `base_dir` names the folder of
-the job file that was read. What a job file cannot say, such as where artifacts go, is not in it. A secret is spelled
-``<hidden>``, which a start from this file refuses by name.
+A run's folder keeps its job: every setting from the file, the environment and ``--set``, in one file without secrets.
+`job_file` starts the same job again from any folder: its paths are absolute, and `base_dir` names the folder of the
+original job file. Settings that a job file cannot have, such as the folders of artifacts, are not in it. A secret
+appears as ``<hidden>``; a start from this file refuses it by name.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ __all__ = ["JOB_NAME", "UNKNOWN_RUN_ID", "RunConfig", "read_job", "read_run_conf
 
 ENVIRONMENT_ARTIFACTS_DIR = Path("/tmp/training")  # noqa: S108 -- the contract's own default for containers
 UNKNOWN_RUN_ID = "unknown"
-"""Stands for the run's id in a report about a job that names none."""
+"""The run's id in a report about a job without `run_id`."""
 JOB_NAME = "job.json"
 _WRITTEN_BY = "Written by genlight"
-"""How the comment of a file begins that a run may replace."""
+"""Beginning of the comment by which a run recognizes a file that it may replace."""
 _DIGEST = re.compile("sha256=[0-9a-fA-F]{64}")
 _COMMENT = f"{_WRITTEN_BY} when the run started: its job with every setting, without secrets."
 
@@ -51,24 +51,23 @@ _COMMENT = f"{_WRITTEN_BY} when the run started: its job with every setting, wit
 class RunConfig(Settings, frozen=True, kw_only=True):
     """All settings of a run, resolved; paths are absolute.
 
-    References to inputs stay references until they are materialised. `token_origins` has the origins of the upload
-    URLs and of the file store too, and `private_hosts` is what references may reach in spite of a private address; None
-    lets them reach everything.
+    References to inputs are not resolved yet. `token_origins` includes the origins of the upload URLs and of the file
+    store. `private_hosts` lists private addresses that references may reach; None allows all.
     """
 
     spec_path: Path
     spec_dir: Path
-    """Where relative paths of the job file start, and where the trainer's module is looked for first."""
+    """Folder that relative paths of the job file start from; the trainer's module is searched there first."""
     secrets: tuple[str, ...]
-    """Texts that nothing may show: the token, values of secret names in the job, credentials of its URLs."""
+    """Texts that must never be shown: the token, values under secret names in the job, credentials of its URLs."""
     spec_digest: str
     spec_fields: Mapping[str, Any]
     """The fields that `spec_digest` covers, for `identity.differing_fields`."""
     warnings: tuple[str, ...]
     asked: Settings
-    """The settings as they were given: without what one of them says for others."""
+    """The settings as given, before one setting fills in another."""
     given: Sources
-    """Where each setting comes from."""
+    """The source of each setting."""
 
     @override
     def __repr__(self) -> str:
@@ -80,10 +79,10 @@ class RunConfig(Settings, frozen=True, kw_only=True):
         return TrainingJobSpec(**{each.name: getattr(self, each.name) for each in dataclasses.fields(TrainingJobSpec)})
 
     def upload_config(self, **changes: Any) -> UploadConfig:
-        """The uploads that the settings ask for, with `changes` of `UploadConfig`.
+        """Return the configuration of uploads, with `changes` to the fields of `UploadConfig`.
 
         Raises:
-            ValueError: As `UploadConfig`.
+            ValueError: `UploadConfig` refuses a value.
         """
         given: dict[str, Any] = {
             **{name: getattr(self, name) for name in ("run_id", "owner", "file_store_url", "token_origins")},
@@ -96,7 +95,7 @@ class RunConfig(Settings, frozen=True, kw_only=True):
         return UploadConfig(**(given | changes))
 
     def source_of(self, name: str) -> str:
-        """Where a setting comes from: ``--set``, the name of an environment variable, ``job spec`` or ``default``."""
+        """Return a setting's source: ``--set``, an environment variable's name, ``job spec`` or ``default``."""
         return self.given.source_of(name)
 
 
@@ -110,7 +109,7 @@ def resolve_run_config(
 
     Args:
         spec_path: The job file; None takes ``TRAINER_JOB_SPEC_PATH``.
-        overrides: ``key.sub=value`` each, as ``--set`` gives them. Their paths are relative to the working directory.
+        overrides: ``key.sub=value`` each, from ``--set``. Their paths are relative to the working directory.
         environ: The environment; None takes the process's own.
 
     Raises:
@@ -130,11 +129,10 @@ def read_run_config(
     environ: Mapping[str, str] | None = None,
     complete: bool = True,
 ) -> tuple[RunConfig, ConfigErrors]:
-    """The settings of a run, and all their errors.
+    """Return the settings of a run, and all their errors.
 
-    A setting with an error has its default, and an empty text or 0 where it has none; every sound one counts, whatever
-    is wrong with the others. Takes the arguments of `resolve_run_config`; `complete` says whether what a run needs and
-    nothing gives is an error.
+    A setting with an error gets its default, or an empty text or 0 if it has none; the other settings keep their
+    values. Takes the arguments of `resolve_run_config`; `complete` makes the absence of a required setting an error.
     """
     errors = ConfigErrors()
     sources = read_sources(spec_path, overrides, os.environ if environ is None else environ, errors)
@@ -162,7 +160,7 @@ def read_run_config(
 
 
 def _completed(settings: Settings, sources: Sources) -> Settings:
-    """`settings` with what one of them says for others."""
+    """Return `settings` with the values that follow from other settings filled in."""
     replace = msgspec.structs.replace
     has_data = settings.inputs.dataset_parquet_refs or settings.data is not None
     dataset = settings.dataset or (DatasetSpec() if has_data else None)
@@ -187,8 +185,9 @@ def _completed(settings: Settings, sources: Sources) -> Settings:
 
 
 def _artifact_paths(settings: Settings, sources: Sources, *, is_from_file: bool) -> dict[str, Path]:
-    """Where artifacts go, absolute: of a job file that was named beside it, otherwise the containers' own folder."""
-    # As every relative path of a job: else the same job, started from another folder, would begin anew there.
+    """Return the absolute paths of artifacts: next to a job file that was named, otherwise the containers' folder."""
+    # Relative to the job file, like every path of a job: otherwise the same job, started from another folder, would
+    # start from step 0 there.
     own = sources.folder / "runs" / folder_name(settings.run_id or UNKNOWN_RUN_ID)
 
     names = ("artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir", "events_path")
@@ -199,7 +198,7 @@ def _artifact_paths(settings: Settings, sources: Sources, *, is_from_file: bool)
 
 
 def _contradictions(settings: Settings, errors: ConfigErrors) -> None:
-    """Note settings that exclude each other, and what must be there because of another one."""
+    """Note settings that exclude each other, and missing settings that another one requires."""
     inputs = settings.inputs
     sources = {
         "`mock_batches`": settings.mock_batches,
@@ -229,7 +228,7 @@ def _contradictions(settings: Settings, errors: ConfigErrors) -> None:
 
 
 def _lightning_arguments(arguments: Mapping[str, Any], errors: ConfigErrors) -> None:
-    """Note what contradicts a job; what ``lightning.pytorch.Trainer`` refuses is said once Lightning is loaded."""
+    """Note arguments that contradict the job. Lightning's own checks run later, when Lightning is loaded."""
     if "max_steps" in arguments:
         errors.add("Invalid `lightning.max_steps`. The job's own `max_steps` decides; remove this one.")
     for name in ("max_epochs", "limit_train_batches"):
@@ -240,12 +239,12 @@ def _lightning_arguments(arguments: Mapping[str, Any], errors: ConfigErrors) -> 
         example = '{"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "logs"}}'
         errors.add(
             f"Invalid `lightning.logger`. Expected the path of a class, such as {example}, or of `WandbLogger`, which "
-            f"needs `pip install wandb`, but received {json.dumps(logger)}. The event log is there without it."
+            f"needs `pip install wandb`, but received {json.dumps(logger)}. The event log does not need it."
         )
 
 
 def _without_effect(settings: Settings, sources: Sources, errors: ConfigErrors) -> None:
-    """Note settings that another one makes pointless, and numbers that were written as texts."""
+    """Note settings that have no effect because of another one, and numbers that were written as texts."""
     if settings.canceled:
         errors.warn(f"The run stops before its first step, since it is canceled by `{sources.source_of('canceled')}`.")
     if settings.sample_prompts and not settings.sample_every:
@@ -266,13 +265,13 @@ def _without_effect(settings: Settings, sources: Sources, errors: ConfigErrors) 
 
 
 def job_file(config: RunConfig, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The job of `config` as a file that starts it again.
+    """Return the job of `config` as a file that starts it again.
 
     Args:
         config: The run.
-        environ: The environment, none of whose secrets is written; None takes the process's own.
+        environ: The environment, whose secrets are not written; None takes the process's own.
     """
-    # As it was asked for: what one setting says for others, such as a seed, would keep them from following it later.
+    # As given: a filled-in value, such as the seed of the data, would not follow its setting if that is changed later.
     job = _given({name: getattr(config.asked, name) for name in JobSpec.__struct_fields__})
     if "dataset" in job and config.source_of("dataset.seed") == DEFAULT and config.seed is not None:
         del job["dataset"]["seed"]
@@ -280,7 +279,7 @@ def job_file(config: RunConfig, environ: Mapping[str, str] | None = None) -> dic
     secrets = [*config.secrets, *secrets_of_environment(environ)]
 
     def marked(text: str, is_secret: bool) -> str:
-        """`text` as it may be shown, with a mark where a URL lost something; a digest that it names is none of that."""
+        """Return `text` without secrets, with a mark if a URL lost more than a digest."""
         safe = HIDDEN if is_secret else without_secrets(text, secrets=secrets)
         plain, _, fragment = text.partition("#")
         if safe == text or HIDDEN in safe:
@@ -291,7 +290,7 @@ def job_file(config: RunConfig, environ: Mapping[str, str] | None = None) -> dic
 
 
 def write_job(config: RunConfig, environ: Mapping[str, str] | None = None) -> bool:
-    """Write `job_file` into the folder of the run, whole or not at all; False where a file of the user's has its place.
+    """Write `job_file` into the folder of the run; return False if a file of the user has that name.
 
     Raises:
         OSError: It cannot be written.
@@ -304,7 +303,7 @@ def write_job(config: RunConfig, environ: Mapping[str, str] | None = None) -> bo
 
 
 def read_job(folder: Path) -> dict[str, Any] | None:
-    """The job that `write_job` wrote into the folder of a run; None where there is none."""
+    """Return the job that `write_job` wrote into the folder of a run, or None."""
     try:
         job = json.loads(read_regular(folder / JOB_NAME, limit=LARGEST_FILE_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -314,7 +313,7 @@ def read_job(folder: Path) -> dict[str, Any] | None:
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `values` that are given, as JSON; an empty entry of what a class or a library gets stays."""
+    """Return the `values` that are not empty, as JSON; arguments of classes keep their empty entries."""
     plain: dict[str, Any] = msgspec.to_builtins(values, enc_hook=os.fspath)
     given = {name: value for name, value in plain.items() if value is not None and value not in ("", [], ())}
     blocks = {name for name, value in values.items() if dataclasses.is_dataclass(value) or isinstance(value, Block)}

@@ -1,7 +1,7 @@
-"""Which job a checkpoint belongs to.
+"""The identity of a job, by which a checkpoint is recognized as its own.
 
-A job is its trainer, its hyperparameters, its data and its inputs; not how long it runs, where, or how often it
-reports. A record keeps one digest of them. What stands under a secret name is not part of the identity.
+A job is its trainer, hyperparameters, data and inputs; its duration, its machine and its cadences do not count. A
+record keeps one digest of them. Values under secret names are not part of the identity.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .spec import JobSpec
 __all__ = ["differing_fields", "digest_of_fields", "leaves", "logged_settings", "spec_fields"]
 
 LOGGED_ARGUMENTS = ("accelerator", "accumulate_grad_batches", "devices", "num_nodes", "strategy")
-"""Arguments of the Lightning trainer that an event log has; others may hold paths and addresses."""
+"""Arguments of the Lightning trainer that an event log shows; others may hold paths and addresses."""
 
 
 def spec_fields(job: JobSpec, folder: Path) -> dict[str, Any]:
-    """The fields that make up the identity of a job, by dotted name.
+    """Return the fields that make up the identity of a job, by dotted name.
 
-    A path under `folder` counts relative to it, so that a folder that was moved is still the same job. Of a URL
-    neither user info nor query counts; a ``#sha256=`` does. A hyperparameter of a secret name does not count.
+    A path under `folder` counts relative to it, so that moving the folder does not change the job. The user info and
+    the query of a URL do not count; its ``#sha256=`` does. A hyperparameter with a secret name does not count.
     """
     identity = {
         "trainer": job.trainer,
@@ -45,18 +45,18 @@ def spec_fields(job: JobSpec, folder: Path) -> dict[str, Any]:
 
 
 def digest_of_fields(fields: Mapping[str, Any]) -> str:
-    """One digest over all fields: ``sha256:`` and 64 hexadecimal digits."""
+    """Return one digest over all fields: ``sha256:`` and 64 hexadecimal digits."""
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"), default=str)
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def differing_fields(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Dotted names of the fields in which two jobs differ, sorted; a field that only one has differs."""
+    """Return the sorted dotted names of fields in which two jobs differ; a field that only one has differs."""
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
 
 def logged_settings(job: JobSpec) -> dict[str, str | int | float]:
-    """The settings that distinguish runs, by dotted name, as an event log has them; no text there may be a secret."""
+    """Return the settings that distinguish runs, by dotted name, for an event log; none of them can be a secret."""
     settings = {
         "trainer": job.trainer,
         "max_steps": job.max_steps,
@@ -71,7 +71,7 @@ def logged_settings(job: JobSpec) -> dict[str, str | int | float]:
 
 
 def _public(hyperparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what stands under secret names; a credential that was renewed makes no other job."""
+    """Return `hyperparams` without secret names, so that a renewed credential does not make another job."""
     return {
         name: _public(value) if isinstance(value, Mapping) else value
         for name, value in hyperparams.items()
@@ -80,7 +80,7 @@ def _public(hyperparams: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _references(given: Any, folder: Path) -> Any:
-    """Paths relative to `folder`, and URLs without user info and query, with their fragments; of one, or of each."""
+    """Return paths relative to `folder`, and URLs with fragment but without user info and query; one, or each."""
     if not isinstance(given, str):
         return given and [_references(each, folder) for each in given]
     if "://" not in given:
@@ -90,7 +90,7 @@ def _references(given: Any, folder: Path) -> Any:
 
 
 def leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values; neither an absent value nor an empty one is a leaf."""
+    """Yield dotted names and values, without absent and empty values."""
     for name, inner in value.items():
         dotted = f"{prefix}.{name}" if prefix else name
         if isinstance(inner, Mapping):

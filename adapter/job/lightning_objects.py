@@ -1,4 +1,4 @@
-"""The one place where a job becomes Lightning objects: the trainer and the data module."""
+"""Make the Lightning objects of a job: the trainer and the data module. Nothing else makes them."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from .standard_callbacks import callbacks_of_job
 __all__ = ["epochs_of", "instantiate", "instantiate_alone", "make_data"]
 
 _LISTS = ("callbacks", "logger", "plugins")
-"""Trainer arguments of which a job's own entries come after ours."""
+"""Trainer arguments that are lists: a job's own entries follow ours."""
 _VALIDATION = ("val_check_interval", "check_val_every_n_epoch", "limit_val_batches")
-"""Trainer arguments by which a job asks Lightning to validate; without them only its `validate` evaluates."""
+"""Trainer arguments that turn on Lightning's validation; without them only `validate` of the job evaluates."""
 _LEAVES_SOMETHING = ("callbacks", "logger", "profiler", "default_root_dir", "limit_train_batches", *_VALIDATION)
-"""Trainer arguments that a training without callbacks and results does not take over."""
+"""Trainer arguments that a training without callbacks and results ignores."""
 
 
 def _our_arguments(config: RunConfig) -> dict[str, Any]:
-    """Plain arguments of the Lightning trainer that follow from the job; its ``lightning`` block may say otherwise."""
+    """Return arguments of the Lightning trainer that follow from the job; its ``lightning`` block overrides them."""
     return {
         "max_steps": config.job.max_steps,
         "max_epochs": epochs_of(config),
@@ -52,23 +52,23 @@ def _our_arguments(config: RunConfig) -> dict[str, Any]:
 
 
 def _entries(value: Any) -> list[Any]:
-    # True and false are Lightning's words for its own, or none.
+    # For Lightning, true means its defaults and false means none.
     return [] if isinstance(value, bool) else as_list(value)
 
 
 def epochs_of(config: RunConfig) -> int:
-    """Passes over the data; -1 is Lightning's word for no limit."""
+    """Return the number of passes over the data; -1 means no limit, as in Lightning."""
     if config.mock_batches is not None:
         return 1
     return -1 if config.dataset is None or config.dataset.epochs is None else config.dataset.epochs
 
 
 def make_data(config: RunConfig, parquet_paths: Sequence[str] = ()) -> pl.LightningDataModule | None:
-    """The data module of a job, made anew; None where it names no data.
+    """Make the data module of a job; None if it names no data.
 
     Args:
         config: The job.
-        parquet_paths: Data files that its inputs brought here; otherwise those that it names.
+        parquet_paths: Data files that the inputs fetched; by default the files that the job names.
 
     Raises:
         StartupContractError: ``startup.invalid_job_spec``: `dataset` has options that cannot be used, such as a
@@ -94,10 +94,10 @@ def make_data(config: RunConfig, parquet_paths: Sequence[str] = ()) -> pl.Lightn
 def instantiate(
     config: RunConfig, *, parquet_paths: Sequence[str] = ()
 ) -> tuple[pl.Trainer, pl.LightningDataModule | None]:
-    """The Lightning trainer and the data module of a job; its module is made by the caller, who has loaded its class.
+    """Make the Lightning trainer and the data module of a job; the caller, who has loaded the class, makes the module.
 
     Returns:
-        The trainer, and None for the data where the job names none.
+        The trainer and the data module; the latter is None if the job names no data.
 
     Raises:
         StartupContractError: ``startup.invalid_job_spec``: `lightning` or `callbacks` have arguments, or `dataset` has
@@ -115,9 +115,9 @@ def instantiate(
 
 
 def instantiate_alone(config: RunConfig, callbacks: Sequence[pl.Callback]) -> pl.Trainer:
-    """The Lightning trainer of a job for a training that leaves nothing behind, with `callbacks` and no others.
+    """Make the Lightning trainer of a job for a training that writes nothing, with `callbacks` and no others.
 
-    Devices, strategy, precision and plugins are the job's; its callbacks, loggers and validation are left out.
+    Devices, strategy, precision and plugins are the job's; its callbacks, loggers and validation are not used.
 
     Raises:
         StartupContractError: ``startup.invalid_job_spec``: the ``lightning`` block has arguments that cannot be
@@ -139,14 +139,14 @@ def _errors_of(what: str) -> Iterator[None]:
 
 
 def _instantiated(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Trainer arguments as a job gives them, with instances in place of class paths, and what the launcher decides."""
+    """Return the trainer arguments of a job with class paths instantiated, and the launcher's placement."""
     known = inspect.signature(pl.Trainer).parameters.keys()
     parsed, errors = {}, []
-    for name, value in copy.deepcopy(dict(given)).items():  # jsonargparse puts objects of its own into what it parses
+    for name, value in copy.deepcopy(dict(given)).items():  # jsonargparse inserts its objects into the values it parses
         if name not in known:
             errors.append(f"`{name}`: there is no such argument.{nearest(name, known)}")
             continue
-        # A parser for each, since one stops at its first error; to read the types of all others takes long.
+        # One parser for each argument, because a parser stops at its first error. Skipping the others saves time.
         parser = ArgumentParser(exit_on_error=False)
         parser.add_class_arguments(pl.Trainer, "lightning", instantiate=False, skip=known - {name})
         try:
@@ -157,8 +157,8 @@ def _instantiated(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("\n  - ".join(["", *errors]) if len(errors) > 1 else errors[0])
     made = {name: parser.instantiate(read).lightning[name] for name, (parser, read) in parsed.items()}
     if isinstance(made.get("strategy"), ModelParallelStrategy) and str(made.get("precision")) in ("16", "16-mixed"):
-        # Lightning refuses the name, since it cannot unscale shards itself, but takes the plugin that this stands for.
-        # `ContractModule` does unscale them.
+        # Lightning refuses the name because it cannot unscale shards, but accepts the plugin. `ContractModule` unscales
+        # them.
         here = None if made.get("accelerator") == "cpu" else accelerator()
         plugin = MixedPrecision("16-mixed", "cpu" if here is None else here.type)
         made = {**made, "precision": None, "plugins": [*_entries(made.get("plugins")), plugin]}

@@ -1,4 +1,4 @@
-"""Errors of jsonargparse about a configuration, shortened."""
+"""Shorten jsonargparse's errors about a configuration."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _REASON = re.compile(
     r"^(?P<indent> *)- (?P<reason>Problem with given class_path .*)\n(?P<detail>(?:(?P=indent)   *\S.*(?:\n|\Z))*)",
     re.MULTILINE,
 )
-"""The error of the class that was meant, and its explanation: the lines that are indented more."""
+"""Matches the error of the intended class, and its explanation: the lines with more indentation."""
 _EXPECTED = re.compile(r"^\s*- Expected an? (?P<type>.*)$", re.MULTILINE)
 _SIMPLE = re.compile(r'Parser key "(?P<key>[^"]+)":\s+Expected an? (?P<type>.*)\. Got value: (?P<value>.*)')
 _GIVEN = re.compile(r"^\s*Given value: (?P<value>.*)$", re.MULTILINE)
 
 
 class UnusableValueError(ValueError):
-    """jsonargparse's text about a value, where it keeps no exception that says as much."""
+    """jsonargparse's text about a value, if it keeps no exception with that text."""
 
 
 def root_cause(error: Exception) -> Exception:
-    """The exception of a constructor, which jsonargparse wraps in a list of what the value could have been instead.
+    """Return the exception of a constructor that jsonargparse wrapped in its list of possible types.
 
-    Of a list it names as its cause what came of the first possibility alone, whichever was meant: where that is one of
-    its own errors, an `UnusableValueError` tells what became of the class that was meant.
+    For a list, jsonargparse chains only the error of the first possible type. If that is one of its own errors, return
+    an `UnusableValueError` with the error of the intended class.
     """
     chain = [error]
     while isinstance(chain[-1].__cause__, Exception):
@@ -43,9 +43,9 @@ def root_cause(error: Exception) -> Exception:
 
 
 def shortened(message: str) -> str:
-    """`message` without the types that a value could have had besides the one that was meant.
+    """Return `message` without the possible types that the user did not mean.
 
-    Of a class path and its arguments, what is wrong with them; of a plain value, the types that were expected.
+    For a class path and its arguments, only their errors remain; for a plain value, the expected types.
     """
     if _UNION not in message:
         simple = _SIMPLE.search(message)
@@ -67,7 +67,7 @@ def shortened(message: str) -> str:
 
 
 def _plain(type_text: str) -> str:
-    """``typing.Literal['a', 'b']`` as ``'a', 'b'``, ``<class 'int'>`` as ``int``."""
+    """Return ``typing.Literal['a', 'b']`` as ``'a', 'b'``, and ``<class 'int'>`` as ``int``."""
     if "import path" in type_text or type_text.startswith("path"):
         return "an importable class path"
     text = re.sub(r"typing\.|<class '([^']+)'>", r"\1", type_text).replace("NoneType", "null")

@@ -1,10 +1,10 @@
-"""A job file, the environment and ``--set``, put together as one object, and read as the values of its keys.
+"""Merge the job file, the environment and ``--set`` into one object, and convert it to values.
 
-Each setting is resolved on its own: ``--set`` first, then the environment, then the job file, then the default. Errors
-are all noted in one go. A key that is unknown and nearly a known one is an error, at every depth; any other unknown key
-is a warning, because a newer orchestrator may write one. A key that is null or a blank text counts as absent.
+Each setting is resolved by itself: ``--set`` first, then the environment, then the job file, then the default. All
+errors are collected. An unknown key that resembles a known one is an error, at every depth; any other unknown key is a
+warning, because a newer orchestrator may write one. A key that is null or a blank text counts as absent.
 
-Apart from `config`, which knows how settings depend on each other: here each is judged by its own declaration.
+Here each setting is checked against its own declaration; `config` checks how settings depend on each other.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from .spec import JobSpec, SampleRequest, Settings, all_keys, key_at, keys_at
 __all__ = ["COMMENT", "DEFAULT", "JOB_VARIABLE", "VARIABLES", "ConfigErrors", "Sources", "read_sources"]
 
 JOB_FILE, COMMAND_LINE, DEFAULT = "job spec", "--set", "default"
-"""Words for where a setting comes from; of the environment it is the variable's name."""
+"""Names of the sources of a setting; the source of a variable is the variable's name."""
 
 JOB_VARIABLE = "TRAINER_JOB_SPEC_PATH"
-"""Names the job file; no setting of a job itself."""
+"""The variable that names the job file; it is not a setting of a job."""
 VARIABLES = {key.variable: name for name, key in all_keys() if key.variable}
-"""The setting of each variable that a run reads besides. ``HF_TOKEN`` and ``HF_HOME`` are huggingface_hub's."""
+"""The setting that each other variable gives. ``HF_TOKEN`` and ``HF_HOME`` belong to huggingface_hub."""
 
 LARGEST_FILE_BYTES = 128 << 20
-"""Of a job file; a device, or data named by mistake, would fill the memory."""
+"""Maximum size of a job file, so that a device or a data file passed by mistake does not fill memory."""
 
 DEEPEST = 100
-"""Levels of nesting; whatever walks through hyperparameters later may recurse."""
+"""Maximum depth of nesting, because code that walks through hyperparameters may recurse."""
 
 LONGEST_NAME = 60
 COMMENT = "$comment"
 _FOR_READERS = ("$schema", COMMENT)
-"""The JSON Schema from which an editor completes, and words for people; they say nothing about the job."""
+"""Keys for an editor and for people; they are not settings."""
 _BASE_DIR = "base_dir"
 _YAML = (".yaml", ".yml")
 
@@ -58,14 +58,14 @@ CODES = (
     "startup.invalid_timeout",
     "startup.missing_capability_token",
 )
-"""Startup codes of settings. Of several errors the error carries the code that stands first here."""
+"""Startup codes of settings. If several apply, the exception carries the first one in this order."""
 
 MOST_SHOWN = 40
 
 
 @dataclass(frozen=True)
 class ConfigError:
-    """One thing that is wrong, and the way out."""
+    """One error, and the way out."""
 
     code: str
     text: str
@@ -81,7 +81,7 @@ class ConfigErrors:
     warnings: list[str] = field(default_factory=list)
 
     def add(self, text: str, *, name: str = "", code: str = "startup.invalid_job_spec") -> None:
-        """Note an error in free words."""
+        """Note an error."""
         self.found.append(ConfigError(code, text, name))
 
     def concern(self, name: str) -> bool:
@@ -89,7 +89,7 @@ class ConfigErrors:
         return any(error.name == name or error.name.startswith((f"{name}[", f"{name}.")) for error in self.found)
 
     def warn(self, text: str) -> None:
-        """Note something that has no effect or looks like a mistake."""
+        """Note a setting that has no effect or looks like a mistake."""
         self.warnings.append(text)
 
     def exception(self, *, secrets: Sequence[str | None] = ()) -> StartupContractError | None:
@@ -110,24 +110,24 @@ class ConfigErrors:
 
 @dataclass
 class Sources:
-    """The settings that something gives, and where each comes from."""
+    """The settings that were given, and the source of each."""
 
     errors: ConfigErrors = field(repr=False)
-    """Where errors and warnings go. A faulty key is left out of what is read."""
+    """Collects errors and warnings. Faulty keys are skipped."""
     path: Path | None = None
-    """The job file; None where none is named."""
+    """The job file; None if none was named."""
     merged: dict[str, Any] = field(default_factory=dict, repr=False)
-    """Settings as the job file spells them, with those of the environment and ``--set`` in place."""
+    """Settings as in the job file, overridden by the environment and ``--set``."""
     of: dict[str, str] = field(default_factory=dict)
-    """The source of each setting that is given, by dotted name; of a block those of its keys."""
+    """The source of each given setting, by dotted name; a block's keys have their own."""
     readable: bool = False
     """Whether there is a job file that holds a JSON object."""
     secrets: tuple[str, ...] = field(default=(), repr=False)
-    """The token, what stands under secret names in the job, and credentials of its URLs."""
+    """The token, values under secret names in the job, and credentials of its URLs."""
 
     @property
     def folder(self) -> Path:
-        """The `base_dir` of the job, else the folder of its file; the working directory for one through a pipe."""
+        """The `base_dir` of the job, or the folder of its file; the working directory for a job from a pipe."""
         is_piped = self.path is None or self.path.parts[1:2] in (("dev",), ("proc",))
         own = Path.cwd() if is_piped or self.path is None else self.path.parent
         given = self.merged.get(_BASE_DIR)
@@ -137,7 +137,7 @@ class Sources:
         return Path(os.path.abspath(start / os.path.expanduser(given)))
 
     def source_of(self, name: str) -> str:
-        """Where a setting comes from, by its dotted name; that of an entry of a list is the list's."""
+        """Return the source of a setting, by dotted name; entries of a list have the list's source."""
         path = name.partition("[")[0].split(".")
         value: Any = self.merged
         source = DEFAULT
@@ -148,7 +148,7 @@ class Sources:
         return source
 
     def put(self, path: tuple[str, ...], value: Any, source: str) -> bool:
-        """Set what is at `path`, copying the objects on the way; False where something on it is no object."""
+        """Set the value at `path`, copying the objects on the way; return False if one of them is not an object."""
         target = self.merged
         for name in path[:-1]:
             inner = target.get(name)
@@ -163,12 +163,12 @@ class Sources:
         return True
 
     def block(self, struct: Any, raw: Mapping[str, Any], prefix: str = "", *, complete: bool = True) -> dict[str, Any]:
-        """The sound values of an object, as keywords of `struct`; a required key that has none gets an empty one.
+        """Return the valid values of an object, as keywords of `struct`; required keys without one get an empty value.
 
         Args:
             struct: The block.
             raw: The decoded object.
-            prefix: What stands before its keys in messages, ``"dataset."``.
+            prefix: Text before its keys in messages, such as ``"dataset."``.
             complete: Whether a required key that is missing is an error.
         """
         keys = keys_of(struct)
@@ -188,7 +188,7 @@ class Sources:
         return values
 
     def _unknown(self, prefix: str, name: str, keys: Mapping[str, Key]) -> str | None:
-        """Note a key that is not known; the one that was probably meant."""
+        """Note an unknown key; return the key that was probably meant."""
         shown = f"{prefix}{_shown(name)}"
         meant = closest(name, keys)
         if meant is None:
@@ -200,7 +200,7 @@ class Sources:
     def _missing(self, prefix: str, key: Key) -> None:
         addition = f'"{key.name}": {json.dumps(key.examples[0])}'
         if prefix:
-            way_out = f"Add {addition}, or leave out `{prefix.rstrip('.')}`."
+            way_out = f"Add {addition}, or remove `{prefix.rstrip('.')}`."
         else:
             or_set = f", or set `{key.variable}`" if key.variable else ""
             way_out = f"Add {addition} to the job file{or_set}."
@@ -208,7 +208,7 @@ class Sources:
         self.errors.add(f"`{name}` is missing. {way_out}", name=name, code=key.rule.code)
 
     def _convert(self, name: str, value: Any, key: Key) -> Any:
-        """`value` as the key's type, or None when it is an error."""
+        """Return `value` as the key's type, or None after noting an error."""
         rule = key.rule
         if key.block is not None:
             given = {"prompt": value} if key.block is SampleRequest and isinstance(value, str) else value
@@ -229,7 +229,7 @@ class Sources:
         return msgspec.convert(value, key.type)
 
     def _refuse(self, name: str, rule: Rule, value: Any) -> Any:
-        """Note a value that does not keep to `rule`, by the variable that gives it or its own name; None."""
+        """Note a value that breaks `rule`, under the name of its variable or its own; return None."""
         if self.errors.concern(name):  # one mistake is one fault
             return None
         source = self.source_of(name)
@@ -237,7 +237,7 @@ class Sources:
         self.errors.add(refusal(shown, rule, value, may_be_secret=shown != name), name=name, code=rule.code)
 
     def _absolute(self, name: str, text: str, *, is_reference: bool) -> str:
-        """`text` as an absolute path; a URL, and a reference that is no path, stays as it is."""
+        """Return `text` as an absolute path; a URL, or a reference that is no path, is returned unchanged."""
         if has_scheme(text):
             return text
         start = self.folder if self.source_of(name) == JOB_FILE else Path.cwd()
@@ -248,7 +248,7 @@ class Sources:
 def read_sources(
     job_file: str | os.PathLike[str] | None, overrides: Sequence[str], environ: Mapping[str, str], errors: ConfigErrors
 ) -> Sources:
-    """Read all sources and note their errors; never raises because of what they hold."""
+    """Read all sources and note their errors; their content never raises."""
     sources = Sources(errors, _path_of_job(job_file, environ, errors))
     raw = None if sources.path is None else read_job_file(sources.path, errors)
     sources.readable = raw is not None
@@ -265,7 +265,7 @@ def read_sources(
                 key = name.partition("[")[0]
                 errors.add(
                     f"`{name}` holds {HIDDEN}, which stands for a secret that was not written. Give it with "
-                    f"`--set {key}=...`, or leave it out with `--set {key}=null`."
+                    f"`--set {key}=...`, or remove it with `--set {key}=null`."
                 )
             if half := _half_of_pair(text):
                 text = f"`{_shown(name)}` holds {half}, half of a surrogate pair. Write the complete character."
@@ -280,14 +280,15 @@ def read_sources(
 
 
 def _shown(name: str) -> str:
-    """A name that anybody may have given, of which a message shows the beginning in ASCII."""
+    """Return the beginning of an untrusted name in ASCII, for a message."""
     return name.encode("ascii", "backslashreplace").decode()[:LONGEST_NAME]
 
 
 def _half_of_pair(text: str) -> str:
-    """The first half of a surrogate pair in `text`, which nothing can write, escaped; empty where there is none.
+    """Return the first unpaired surrogate in `text`, escaped, or an empty text.
 
-    Bytes of a path that are not UTF-8 stand in a text as halves too; those the system can encode.
+    Nothing can write such a text. Bytes of a path that are not UTF-8 also appear as surrogates, but the file system
+    can encode those.
     """
     try:
         os.fsencode(text)
@@ -308,7 +309,7 @@ def _path_of_job(given: str | os.PathLike[str] | None, environ: Mapping[str, str
 
 
 def _of_job(raw: Mapping[str, Any], errors: ConfigErrors) -> dict[str, Any]:
-    """`raw` without what is not for a job file to say."""
+    """Return `raw` without the settings that a job file cannot give."""
     elsewhere = {name: key for name, key in keys_of(Settings).items() if name not in keys_of(JobSpec)}
     for name in raw.keys() & elsewhere.keys():
         variable = elsewhere[name].variable
@@ -321,12 +322,12 @@ def _is_absent(value: Any) -> bool:
 
 
 def _canonical(name: str, keys: Mapping[str, Key]) -> str:
-    """The key that `name` spells; `name` itself where it is no other spelling of one."""
+    """Return the key that `name` is an alias of, or `name`."""
     return next((key.name for key in keys.values() if key.alias == name), name)
 
 
 def _respelled(raw: Mapping[str, Any], keys: Mapping[str, Key], errors: ConfigErrors, prefix: str = "") -> Any:
-    """An object with the keys that its own spell, also in the blocks that it holds; the key itself beats its alias."""
+    """Return an object with its aliases replaced by their keys, in its blocks too; a key beats its alias."""
     found: dict[str, Any] = {}
     for spelled in sorted(raw, key=lambda spelled: _canonical(spelled, keys) != spelled):
         name, value = _canonical(spelled, keys), raw[spelled]
@@ -345,7 +346,7 @@ def _respelled(raw: Mapping[str, Any], keys: Mapping[str, Key], errors: ConfigEr
 
 
 def _read_environment(sources: Sources, environ: Mapping[str, str], errors: ConfigErrors) -> None:
-    """Put what the environment gives in place; a blank variable gives nothing."""
+    """Apply the settings that the environment gives; a blank variable gives none."""
     for name, key in all_keys():
         text = environ.get(key.variable, "").strip()
         if not text:
@@ -364,11 +365,11 @@ def _read_environment(sources: Sources, environ: Mapping[str, str], errors: Conf
 
 
 def _override(text: str, sources: Sources, errors: ConfigErrors) -> None:
-    """Apply one ``key.sub=value``. The value is JSON, else the text itself; later ones win."""
+    """Apply one ``key.sub=value``. The value is JSON, or otherwise the text itself; later ones win."""
     name, separator, value = text.partition("=")
     path = tuple(part.strip() for part in name.strip().split("."))
     if not separator or not all(path):
-        # Not what stands behind the sign: it may be a token.
+        # The text after the sign is not shown: it may be a token.
         shown = f" {name.strip()[:LONGEST_NAME]}{separator}…" if separator else f" {text[:LONGEST_NAME]}"
         errors.add(f"Invalid `--set{shown}`. Expected key=value or key.sub=value.")
         return
@@ -385,7 +386,7 @@ def _override(text: str, sources: Sources, errors: ConfigErrors) -> None:
 
 
 def _texts(value: Any, name: str = "", levels: int = DEEPEST) -> Iterator[tuple[str, str]]:
-    """Every text in a decoded JSON value, the keys of its objects too, after the dotted name of its place.
+    """Yield the dotted name and the text of every string in a decoded JSON value, including keys of objects.
 
     Raises:
         RecursionError: Objects and lists are nested deeper than `levels`.
@@ -402,7 +403,7 @@ def _texts(value: Any, name: str = "", levels: int = DEEPEST) -> Iterator[tuple[
 
 
 def read_job_file(path: Path, errors: ConfigErrors) -> dict[str, Any] | None:
-    """The JSON object in the file at `path`; None when that is not possible, which is then an error."""
+    """Return the JSON object in the file at `path`, or None after noting an error."""
     job = f"The job spec {str(path)!r}"
     try:
         with path.open("rb") as file:
@@ -411,7 +412,7 @@ def read_job_file(path: Path, errors: ConfigErrors) -> dict[str, Any] | None:
         errors.add(
             f"There is no job spec at {str(path)!r}. Name an existing JSON file.", code="startup.missing_job_spec_path"
         )
-    except (OSError, UnicodeEncodeError) as error:  # the latter of the path
+    except (OSError, UnicodeEncodeError) as error:  # the path cannot be encoded
         errors.add(f"{job} cannot be read: {getattr(error, 'strerror', error)}. Name a readable JSON file.")
     except RecursionError:
         errors.add(f"{job} is nested too deeply.")
@@ -421,10 +422,10 @@ def read_job_file(path: Path, errors: ConfigErrors) -> dict[str, Any] | None:
 
 
 def _object_in(content: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object that a job file holds.
+    """Return the JSON object in the content of a job file.
 
     Raises:
-        ValueError: It holds none; in words that go on after the name of the file.
+        ValueError: There is none. The message continues a sentence that starts with the file.
     """
     if len(content) > LARGEST_FILE_BYTES:
         raise ValueError(f"has more than {LARGEST_FILE_BYTES >> 20} MiB. Name a JSON file.")
@@ -433,7 +434,7 @@ def _object_in(content: bytes, path: Path) -> dict[str, Any]:
         raise ValueError(f"is empty{pipe}. Expected a JSON object, {{...}}.")
     try:
         decoded = json.loads(content, parse_constant=_refuse_constant, object_pairs_hook=with_unique_keys)
-    except UnicodeDecodeError as error:  # whose own message would quote the bytes
+    except UnicodeDecodeError as error:  # its own message would quote the bytes
         raise ValueError(f"is not JSON: byte {error.start} is not {error.encoding}.") from None
     except ValueError as error:
         way_out = " A LightningCLI configuration is for `genlight fit --config`." if path.suffix in _YAML else ""

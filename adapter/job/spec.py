@@ -1,9 +1,8 @@
 """A job, declared once: every setting with its type, default, meaning and example.
 
-`JobSpec` is what a job file may say; `Settings` adds what only the environment and ``--set`` may say, since whoever
-writes a job file does not decide about the machine. What reads a job (`sources`), the JSON Schema that editors complete
-from, ``genlight doctor`` and the reference are all made from the annotations and the texts
-below, by `keys_of`.
+`JobSpec` has the keys of a job file. `Settings` adds those that only the environment and ``--set`` may give, because
+the author of a job file does not decide about the machine. The reader of a job (`sources`), the JSON Schema for
+editors, ``genlight doctor`` and the reference are all derived from the annotations and texts below, by `keys_of`.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,252}[a-z0-9_])?", re.IGNORECAS
 
 
 def _is_path(text: str) -> bool:
-    """Whether the system can encode it, whatever its bytes are, and it has no control characters."""
+    """Whether the file system can encode `text` as a path, and it has no control characters."""
     return is_read(os.fsencode, text) and all(ord(character) >= 32 for character in text)
 
 
@@ -86,7 +85,7 @@ class DatasetSpec(FeedOptions):
 
     parquet_paths: Annotated[tuple[DataPath, ...], example(["rows.parquet"])] = ()
     """Paths, folders, patterns or URLs of Parquet files."""
-    collate: Annotated[Collate, example("torch")] | None = None  # of a function, a job can only give the name
+    collate: Annotated[Collate, example("torch")] | None = None  # a job file can only name a function
     __repr__ = shown
 
 
@@ -115,11 +114,11 @@ class ValidateSpec(Block, frozen=True, kw_only=True):
     critical: bool = False
     """Whether a failure of `evaluate` ends the run."""
     average: bool = False
-    """Whether scores are averaged over the ranks; otherwise they are those of rank 0."""
+    """Whether scores are averaged over the ranks; otherwise rank 0's scores are used."""
 
 
 class CheckpointsSpec(Block, frozen=True, kw_only=True):
-    """When checkpoints are saved, which ones are kept, and what is in them."""
+    """Cadence, retention and content of checkpoints."""
 
     every_n_steps: Annotated[Count, example(1000)] = 0
     """Steps between checkpoints, as `checkpoint_every`; 0 saves only the final one."""
@@ -128,14 +127,15 @@ class CheckpointsSpec(Block, frozen=True, kw_only=True):
     keep_last: Count = 2
     """How many of the newest checkpoints are kept; 0 keeps all."""
     keep_best: Annotated[Count, example(3)] = 1
-    """How many of the best by `monitor` are kept besides."""
+    """How many of the best checkpoints, by `monitor`, are kept in addition."""
     monitor: Annotated[NonBlank, example("eval/accuracy")] | None = None
-    """The score or metric that tells which checkpoint is best."""
+    """The score or metric that decides which checkpoint is best."""
     mode: Literal["min", "max"] = "min"
     """Whether a low (`min`) or a high (`max`) value of `monitor` is better."""
     weights: Literal["all", "trained"] = "all"
-    """Which weights a checkpoint holds. `all`: every weight; those that training does not change are written once and
-    shared. `trained`: only those that training changes; a resume takes the others from the class and verifies them."""
+    """The weights that a checkpoint holds. `all`: every weight; weights that training does not change are written once
+    and shared. `trained`: only weights that training changes; a resume takes the others from the class and verifies
+    them."""
 
 
 class ResumeSpec(Block, frozen=True, kw_only=True):
@@ -149,7 +149,7 @@ class ResumeSpec(Block, frozen=True, kw_only=True):
 class SampleRequest(Block, frozen=True, kw_only=True):
     """A sample to generate at every sample cadence. A plain string is short for its prompt.
 
-    What is left out here has the defaults of `WriteSamples`.
+    Absent fields have the defaults of `WriteSamples`.
     """
 
     name: Text | None = None
@@ -186,8 +186,8 @@ class JobSpec(Block, frozen=True, kw_only=True):
     trainer_api_version: Version = TRAINER_API_VERSION
     """Version of the trainer contract."""
     base_dir: Annotated[NonBlank, example("..")] | None = None
-    """Folder where relative paths of the job file start, and where modules and `runs` are; by default that of the
-    file."""
+    """Folder that relative paths of the job file start from and that holds modules and `runs`; by default the folder
+    of the file."""
     hyperparams: Annotated[dict[str, Any], example({"lr": 0.001})] = msgspec.field(default_factory=dict)
     """Passed to the trainer as `ctx.job.hyperparams`."""
     max_steps: Annotated[Positive, example(1000)]
@@ -207,8 +207,8 @@ class JobSpec(Block, frozen=True, kw_only=True):
     callbacks: Annotated[dict[str, Any], example({"SystemMonitor": False, "WatchHangs": {"floor_s": 60}})] = (
         msgspec.field(default_factory=dict)
     )
-    """Changes to the standard callbacks, by class name: `false` leaves one out, an object gives it other arguments, and
-    so another callback of genlight is added."""
+    """Changes to the standard callbacks, by class name: `false` removes one; an object sets its arguments, or adds
+    another callback of genlight."""
     dataset: DatasetSpec | None = None
     """The Parquet files to train on, and how their rows become batches."""
     data: Annotated[Function, example("my_data:batches")] | None = None
@@ -223,7 +223,7 @@ class JobSpec(Block, frozen=True, kw_only=True):
     checkpoint_every: Count = 0
     """Steps between checkpoints; 0 saves only the final one."""
     checkpoints: CheckpointsSpec = CheckpointsSpec()
-    """When checkpoints are saved, which ones are kept, and what is in them."""
+    """Cadence, retention and content of checkpoints."""
     validate: ValidateSpec | None = None
     """When to call the trainer's own `evaluate`."""
     sample_every: Count = 0
@@ -233,7 +233,7 @@ class JobSpec(Block, frozen=True, kw_only=True):
     ] = ()
     """Samples to generate at each sample cadence."""
     sample_seed: Count | None = None
-    """Seed for samples without one of their own."""
+    """Seed for samples that have none."""
     resume_from_latest: bool = False
     """Whether to resume from the newest intact checkpoint."""
     resume_checkpoint_path: FilePath | None = None
@@ -245,7 +245,7 @@ class JobSpec(Block, frozen=True, kw_only=True):
     cancel_file_path: Annotated[FilePath, variable("TRAINER_CANCEL_FILE")] | None = None
     """A file that stops the run when it appears."""
     uploads: UploadUrls = UploadUrls()
-    """Where results are uploaded."""
+    """Destinations of results."""
     capability_token: CapabilityToken | None = None
     """Bearer token; prefer `TRAINER_CAPABILITY_TOKEN` to a file."""
     orchestrated: Annotated[bool, variable("TRAINER_ORCHESTRATED")] = False
@@ -253,10 +253,10 @@ class JobSpec(Block, frozen=True, kw_only=True):
 
 
 class Settings(JobSpec, frozen=True, kw_only=True):
-    """All settings of a run: those of a job file, and those that only the environment and ``--set`` give."""
+    """All settings of a run: the keys of a job file, and those that only the environment and ``--set`` can give."""
 
     artifacts_dir: Annotated[ArtifactPath, variable("TRAINER_ARTIFACTS_DIR")] = Path()
-    """Folder of the run: `runs/<run_id>` beside the job file, `/tmp/training` for a start from the environment."""
+    """Folder of the run: `runs/<run_id>` next to the job file, `/tmp/training` for a start from the environment."""
     checkpoints_dir: Annotated[ArtifactPath, variable("TRAINER_CHECKPOINTS_DIR")] = Path()
     """Folder of checkpoints, `checkpoints` by default."""
     samples_dir: Annotated[ArtifactPath, variable("TRAINER_SAMPLES_DIR")] = Path()
@@ -284,12 +284,12 @@ class Settings(JobSpec, frozen=True, kw_only=True):
 
 
 def key_at(path: tuple[str, ...]) -> Key | None:
-    """The key at `path`, whose first part is a setting; None where there is none."""
+    """Return the key at `path`, whose first part is a setting, or None if there is none."""
     return keys_at(path[:-1]).get(path[-1]) if path else None
 
 
 def keys_at(path: tuple[str, ...]) -> Mapping[str, Key]:
-    """The keys of the block at `path`, of all settings at its root; none where it is not a block."""
+    """Return the keys of the block at `path`; the root holds all settings, and a key that is no block has none."""
     if not path:
         return keys_of(Settings)
     key = key_at(path)
@@ -297,7 +297,7 @@ def keys_at(path: tuple[str, ...]) -> Mapping[str, Key]:
 
 
 def all_keys() -> Iterator[tuple[str, Key]]:
-    """Every setting with its dotted name; those of a block follow it."""
+    """Yield every setting with its dotted name; a block is followed by its keys."""
     for name, key in keys_of(Settings).items():
         yield name, key
         if key.block is not None:

@@ -1,6 +1,6 @@
-"""Which callbacks run without being asked for, as data: for the check of a job's ``callbacks`` and for the reference.
+"""The standard callbacks as data, for the check of a job's ``callbacks`` and for the reference.
 
-`lightning_objects`, which loads Lightning, makes them; a job is checked without it.
+`lightning_objects` makes them. A job is checked here, without loading Lightning.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class StandardCallback(NamedTuple):
 
     purpose: str
     arguments: Callable[[Settings], dict[str, Any] | None] | None = None
-    """Its arguments in `genlight run`, None where that job does without it; without this, it runs if it is added."""
+    """Returns its arguments in `genlight run`, or None if the job does not need it; without this, users must add it."""
     in_fit: bool = False
-    """Whether it runs in `genlight fit` without being asked for: of a trainer class, the module adds it."""
+    """Whether it runs in `genlight fit` by default: the module of a trainer class adds it."""
     required: bool = False
-    """Whether a job cannot leave it out."""
+    """Whether a job cannot remove it."""
 
 
 def _stops(job: Settings) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def _nonfinite(job: Settings) -> dict[str, Any] | None:
 
 
 def _recovery(job: Settings) -> dict[str, Any] | None:
-    # An update that is made ends an incident; after so many others in a row nothing is trained any more.
+    # A successful update ends an incident; after this many skipped ones in a row the training has failed.
     return {"ladder": ["skip"], "good_steps": 1, "max_attempts": 100} if job.on_nonfinite == "skip" else None
 
 
@@ -85,11 +85,11 @@ STANDARD_CALLBACKS: Mapping[str, StandardCallback] = {
     "EarlyStopping": StandardCallback("ends training when a score no longer improves"),
     "EvaluateCommand": StandardCallback("runs a command for each checkpoint"),
 }
-"""Callbacks that a job may name, by class, in the order in which a job's own run."""
+"""Callbacks that a job may name, by class, in the order in which they run."""
 
 
 def callbacks_of_job(job: Settings) -> dict[str, dict[str, Any]]:
-    """The callbacks of a job with their arguments: the standard ones as its `callbacks` changes them, and others."""
+    """Return the callbacks of a job with their arguments: the standard ones, changed by its `callbacks`, and others."""
     given = ((name, each.arguments(job)) for name, each in STANDARD_CALLBACKS.items() if each.arguments is not None)
     chosen = {name: arguments for name, arguments in given if arguments is not None}
     for name, change in job.callbacks.items():
@@ -101,7 +101,7 @@ def callbacks_of_job(job: Settings) -> dict[str, dict[str, Any]]:
 
 
 def faults_of_callbacks(chosen: Mapping[str, Any]) -> Iterator[str]:
-    """The errors in the ``callbacks`` of a job, each as a sentence."""
+    """Yield the errors in the ``callbacks`` of a job, each as a sentence."""
     for name, arguments in chosen.items():
         known = STANDARD_CALLBACKS.get(name)
         if known is None:
@@ -111,4 +111,4 @@ def faults_of_callbacks(chosen: Mapping[str, Any]) -> Iterator[str]:
         elif name == "Evaluate" and arguments is not False:
             yield "`Evaluate` is set by the key `validate` of the job; give its arguments there."
         elif arguments is False and known.required:
-            yield f"`{name}` cannot be left out, since it {known.purpose}. Give it other arguments."
+            yield f"`{name}` cannot be removed, because it {known.purpose}. Give it other arguments."

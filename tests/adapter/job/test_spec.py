@@ -259,7 +259,7 @@ def test_a_validate_block_names_its_cadence(parse):
     assert parse(validate={"every_n_step": 10})[1] == [
         "Unknown key `validate.every_n_step`. Did you mean `every_n_steps`?"
     ]
-    missing = '`validate.every_n_steps` is missing. Add "every_n_steps": 100, or leave out `validate`.'
+    missing = '`validate.every_n_steps` is missing. Add "every_n_steps": 100, or remove `validate`.'
     assert parse(validate={"critical": True})[1] == parse(validate={})[1] == [missing]
     spec, errors, _ = parse(validate={"every_n_steps": 10, "critical": True})
     assert (spec.validate, errors) == (ValidateSpec(every_n_steps=10, critical=True), [])
@@ -293,7 +293,7 @@ def test_the_seed_of_a_job_is_that_of_its_data_unless_the_dataset_has_one(parse)
     [
         ({"SystemMonitr": False}, "There is no callback `SystemMonitr`. Did you mean `SystemMonitor`?"),
         ({"SystemMonitor": 3}, "`SystemMonitor` takes true, false or an object of arguments."),
-        ({"Checkpoint": False}, "`Checkpoint` cannot be left out, since it saves checkpoints as `checkpoints` says."),
+        ({"Checkpoint": False}, "`Checkpoint` cannot be removed, because it saves checkpoints as `checkpoints` says."),
         ({"Evaluate": {}}, "`Evaluate` is set by the key `validate` of the job; give its arguments there."),
     ],
 )
