@@ -1,4 +1,4 @@
-"""Whether tensors hold a nan or an infinity, in one look at all of them."""
+"""Check all tensors for nan and infinity at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["are_finite"]
 
 _NORMED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
 _WIDENED = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
-"""Types of which torch computes no norm."""
+"""Types for which torch cannot compute a norm."""
 
 
 def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
@@ -33,9 +33,9 @@ def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _magnitudes(tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The largest magnitude of each tensor, or its bounds; nan where it holds one. A sum of squares could overflow."""
+    """Return each tensor's largest magnitude, or its bounds; nan if it has one. A sum of squares could overflow."""
     if dtype in _WIDENED:
         return torch.stack([tensor.float().abs().max() for tensor in tensors])
-    if tensors[0].is_cpu and not dtype.is_complex:  # where a norm takes five times as long
+    if tensors[0].is_cpu and not dtype.is_complex:  # on the CPU a norm takes five times as long
         return torch.stack([bound for tensor in tensors for bound in torch.aminmax(tensor)])
     return torch.stack(list(torch._foreach_norm(tensors, float("inf"))))

@@ -27,9 +27,9 @@ __all__ = ["JobProgress"]
 
 REDRAWN_EVERY_S = 0.1
 WINDOW_S = 30.0
-"""Speed is that of the steps of so many seconds, and of two looks at least."""
+"""Period over which speed is measured; it covers at least two readings."""
 MOST_VALUES = 3
-"""How many scores, returns and values of the module's own are shown beside the loss."""
+"""Maximum number of scores, returns and logged values shown next to the loss."""
 _ALWAYS = ("train/loss", "train/lr")
 _RETURNS = ("return", "reward")
 
@@ -37,19 +37,19 @@ _RETURNS = ("return", "reward")
 class JobProgress(Hook):
     """Shows step, loss, learning rate, scores and returns, speed, remaining time, checkpoints and uploads.
 
-    A first line names class, parameters, device, precision and steps. Speed and remaining time are those of the last
-    half minute; data that ends before `max_steps` is taken into account. For a module that is no trainer class it
-    shows what was logged with ``prog_bar=True``.
+    A first line names class, parameters, device, precision and steps. Speed and remaining time are measured over the
+    last half minute; data that ends before `max_steps` is taken into account. For a LightningModule it shows values
+    that were logged with ``prog_bar=True``.
 
     Args:
-        line_every_s: Seconds between lines where standard error is not a terminal.
+        line_every_s: Seconds between lines if standard error is not a terminal.
         description: Text in front of the step.
 
     Raises:
         ValueError: `line_every_s` is not positive.
     """
 
-    reads = ("loss_stats",)  # so that a line shows the loss of its own step
+    reads = ("loss_stats",)  # so that a line shows the loss of the same step
     _of_this_process = frozenset({"_live", "_uploads"})
     _live: Live | None = None
     _uploads: UploadArtifacts | None = None
@@ -65,7 +65,7 @@ class JobProgress(Hook):
         self._every_s, self._pace, self._next = every_s, Pace(every_s), 0.0
         self._shown_step = -1
         self._looks: deque[tuple[int, float]] = deque()
-        """Steps and times, from the end of the first step on, whose own time says nothing about the others."""
+        """Steps and times from the end of the first step, whose own duration is not typical."""
         self._values: dict[str, float] = {}
         self._scores: dict[str, float] = {}
         self._saved: int | None = None
@@ -80,7 +80,7 @@ class JobProgress(Hook):
         self._begin(every_s=REDRAWN_EVERY_S if sys.stderr.isatty() else self.line_every_s)
         self._uploads = next((each for each in callbacks_of(trainer) if isinstance(each, UploadArtifacts)), None)
         if trainer.global_step:
-            sys.stderr.write(f"going on after step {trainer.global_step:,}\n")
+            sys.stderr.write(f"continuing after step {trainer.global_step:,}\n")
         if sys.stderr.isatty():
             # Drawn from the training thread only: rich's own thread would take turns with it ten times a second.
             self._live = Live(console=Console(stderr=True), auto_refresh=False)
@@ -122,12 +122,12 @@ class JobProgress(Hook):
 
     @override
     def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if hasattr(pl_module, "published"):  # of another module, values may wait for a device that has failed
+        if hasattr(pl_module, "published"):  # values of a LightningModule may wait for a device that has failed
             self._read(trainer, pl_module)
         self._end(trainer)
 
     def _end(self, trainer: pl.Trainer) -> None:
-        """Show the last step, whose turn may not have come, and leave the line as it is."""
+        """Show the last step, even if it is not due, and keep the line."""
         if self._looks:
             self._show(trainer, time.monotonic())
         self._stop()
@@ -145,12 +145,12 @@ class JobProgress(Hook):
         line = "  ".join(self._parts(trainer))
         if self._live is not None:
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
-        elif step != self._shown_step:  # else that was the line of the last step
+        elif step != self._shown_step:  # otherwise that line was already written
             sys.stderr.write(f"{line}\n")
         self._shown_step = step
 
     def _read(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The metrics logged last: of a trainer class loss, rate and returns, of another module those for the bar."""
+        """Read the newest metrics: a trainer class's loss, rate and returns, or a LightningModule's progress-bar values."""
         published: Mapping[str, float] | None = getattr(pl_module, "published", None)
         if published is None:
             self._values = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}

@@ -21,14 +21,14 @@ __all__ = [
 ]
 
 NEVER = sys.maxsize
-"""The `next_due_step` of a hook that waits for something else than a step."""
+"""The `next_due_step` of a hook that does not wait for a step."""
 
 
 def step_cadence(name: str, every: Any) -> int:
-    """The argument `name` of a hook, after how many steps it acts again; 0 turns that off.
+    """Return the argument `name` of a hook, the number of steps between its actions; 0 turns it off.
 
     Raises:
-        ValueError: It is something else than a whole number from 0 on.
+        ValueError: It is not a whole number >= 0.
     """
     is_whole = isinstance(every, numbers.Integral) and not isinstance(every, bool)
     if not (is_whole and every >= 0):
@@ -38,10 +38,10 @@ def step_cadence(name: str, every: Any) -> int:
 
 
 class Boundaries:
-    """Which boundaries of a cadence a hook has seen, so that it acts once for each; a roll-back rewinds them.
+    """The boundaries of a cadence that a hook has seen, so that it acts once for each; a roll-back rewinds them.
 
     Args:
-        hook: Gets the step it waits for, as ``next_due_step``.
+        hook: Its ``next_due_step`` is set to the next boundary.
         step: The step that was completed last; boundaries before it are over.
         every: The cadence; None is the ``every_n_steps`` of the hook.
     """
@@ -50,11 +50,11 @@ class Boundaries:
         self._hook, self._step, self._every = hook, step, every
 
     def rewind(self, step: int) -> None:
-        """Wait for the boundaries after `step` again."""
+        """Wait again for the boundaries after `step`."""
         self._step = step
 
     def crosses(self, step: int) -> bool:
-        """Whether a boundary lies behind the last step that was given here and not behind `step`."""
+        """Whether there is a boundary between the step of the last call, exclusive, and `step`, inclusive."""
         every: int = self._hook.every_n_steps if self._every is None else self._every
         self._hook.next_due_step = next_multiple(step, every)
         previous, self._step = self._step, step
@@ -62,12 +62,12 @@ class Boundaries:
 
 
 class Pace:
-    """After which step something that goes by the clock is looked at again, without a look at the clock in each step.
+    """Converts a period in seconds into steps, so that a hook need not read the clock in each step.
 
-    A pace that slows down from one step to the next is noticed after `MOST_UNSEEN` steps.
+    It notices after at most `MOST_UNSEEN` steps that steps have become slower.
 
     Args:
-        every_s: About how far apart looks are, in seconds.
+        every_s: The approximate period in seconds.
     """
 
     MOST_UNSEEN = 8
@@ -77,7 +77,7 @@ class Pace:
         self._seen: tuple[int, float] | None = None
 
     def next_look(self, step: int) -> int:
-        """The step at whose end to look again, where `step` has just ended."""
+        """Return the step after which to read the clock again; `step` has just ended."""
         seen, self._seen = self._seen, (step, time.monotonic())
         if seen is None or step <= seen[0]:
             return step + 1
@@ -86,13 +86,13 @@ class Pace:
 
 
 def steps_within(seconds: float, *, steps: int, took_s: float, most: int) -> int:
-    """How many steps fit into so many seconds at the pace of the last `steps`: 1 to `most`, and to twice `steps`."""
+    """Return how many steps fit into `seconds` if the last `steps` took `took_s`: 1 to `most`, and to twice `steps`."""
     most = max(1, min(2 * steps, most))
     return most if took_s * most <= seconds * steps else max(1, math.ceil(seconds * steps / took_s))
 
 
 def crossed(previous: int, current: int, every: int) -> bool:
-    """Whether a multiple of `every` lies in ``(previous, current]``; an `every` of 0 never is.
+    """Whether a multiple of `every` lies in ``(previous, current]``; never if `every` is 0.
 
     A bare modulo misses its boundary when a counter advances by more than one (several environment steps, a resume
     between boundaries); crossing does not.
@@ -101,12 +101,12 @@ def crossed(previous: int, current: int, every: int) -> bool:
 
 
 def next_multiple(step: int, every: int) -> int:
-    """The first multiple of `every` after `step`; of an `every` of 0 it is a step that never comes."""
+    """Return the first multiple of `every` after `step`; `NEVER` if `every` is 0."""
     return (step // every + 1) * every if every > 0 else NEVER
 
 
 def rewind(hook: Any, step: int) -> None:
-    """Have `hook` wait for what comes after `step` again, by all its attributes that have a method of this name."""
+    """Rewind `hook` to `step`: every attribute of it that has a method ``rewind``."""
     hook.next_due_step = 0
     for value in vars(hook).values():
         if hasattr(value, "rewind"):

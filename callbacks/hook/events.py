@@ -30,14 +30,14 @@ __all__ = [
 ]
 
 FIGURES_FIELD = "figures"
-"""For the ``writes`` of a hook that publishes figures, so that `LogMetrics` runs after it in the same step."""
+"""Entry in ``writes`` of a hook that publishes figures, so that `LogMetrics` runs after it in the same step."""
 
 _RUN_STATE_ATTRIBUTE = "_genlight_run_state"
 _ANNOUNCES_ATTRIBUTE = "_genlight_announces_its_end"
 
 
 def run_state_of(trainer: pl.Trainer) -> RunState:
-    """The run state that all hooks of `trainer` share; made at the first call."""
+    """Return the run state that all hooks of `trainer` share; the first call makes it."""
     state: RunState | None = getattr(trainer, _RUN_STATE_ATTRIBUTE, None)
     if state is None:
         state = RunState()
@@ -51,7 +51,7 @@ def share_run_state(trainer: pl.Trainer, state: RunState) -> None:
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
-    """The callbacks of `trainer`; Lightning sets the attribute without declaring it."""
+    """Return the callbacks of `trainer`; Lightning sets the attribute without declaring it."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
 
@@ -65,12 +65,12 @@ def fire(trainer: pl.Trainer, event: str, *args: Any) -> None:
 
 
 def is_own_loop(trainer: pl.Trainer) -> bool:
-    """Whether the loop of `trainer` is genlight's, which fires events of its own; only once a fit has begun."""
+    """Whether `trainer` has genlight's loop, which fires genlight's events; valid once a fit has begun."""
     return bool(getattr(trainer.fit_loop, "raises_stops", False))
 
 
 def model_of(pl_module: Any) -> Any:
-    """The ``model`` of a hosted trainer, else its only module, else `pl_module`."""
+    """Return the ``model`` of a hosted trainer, or its only module, or `pl_module`."""
     model = entry_of(getattr(pl_module, "contract_state", None), "model")
     if model is not None:
         return model
@@ -79,26 +79,26 @@ def model_of(pl_module: Any) -> Any:
 
 
 def entry_of(state: Any, name: str) -> Any:
-    """An entry of a trainer's state, a member of a mapping or an attribute of any object; None where it has none."""
+    """Return an entry of a trainer's state: a mapping's value or an object's attribute; None if it has none."""
     entry = state.get(name) if isinstance(state, Mapping) else None
     return getattr(state, name, None) if entry is None else entry
 
 
 def step_metrics(trainer: pl.Trainer, pl_module: Any) -> dict[str, float]:
-    """Metrics of the last step, read from the device: those of a hosted trainer, else what the module has logged."""
+    """Return the metrics of the last step, read from the device: a hosted trainer's, or the module's logged ones."""
     if hasattr(pl_module, "step_result"):
         return dict(pl_module.metrics()) if pl_module.step_result is not None else {}
     return {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
 
 
 def publish_metrics(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
-    """Give every callback the metrics of `step` by ``on_metrics``, and keep them as ``loss_stats`` of the run state."""
+    """Call ``on_metrics`` of every callback with the metrics of `step`; store them as ``loss_stats``."""
     run_state_of(trainer).loss_stats = metrics
     fire(trainer, "on_metrics", metrics, step)
 
 
 def publish_scores(trainer: pl.Trainer, scores: dict[str, float], step: int) -> None:
-    """Give every callback the scores of an evaluation after `step` by ``on_scores``, and keep them as ``eval_scores``.
+    """Call ``on_scores`` of every callback with the scores after `step`; store them as ``eval_scores``.
 
     A hook that evaluates calls this in its ``on_train_batch_end`` and states ``writes = ("eval_scores",)``, so that
     `LogMetrics` runs after it and sends the scores to the loggers at the same step.
@@ -108,7 +108,7 @@ def publish_scores(trainer: pl.Trainer, scores: dict[str, float], step: int) -> 
 
 
 def publish_figures(trainer: pl.Trainer, figures: Mapping[str, float]) -> None:
-    """Have `figures` sent to every logger of the trainer, in one record with the other metrics of the step."""
+    """Send `figures` to every logger of the trainer, in one record with the other metrics of the step."""
     if any(hasattr(callback, "on_figures") for callback in callbacks_of(trainer)):
         fire(trainer, "on_figures", figures)
     elif trainer.is_global_zero:
@@ -116,14 +116,14 @@ def publish_figures(trainer: pl.Trainer, figures: Mapping[str, float]) -> None:
 
 
 def log_to_loggers(trainer: pl.Trainer, metrics: Mapping[str, float], step: int) -> None:
-    """Send metrics of `step` to every logger of the trainer, in a record of their own."""
+    """Send metrics of `step` to every logger of the trainer, in a separate record."""
     for logger in trainer.loggers if metrics else ():
         logger.log_metrics(metrics=dict(metrics), step=step)
 
 
 @contextlib.contextmanager
 def timed(trainer: pl.Trainer, what: str) -> Iterator[None]:
-    """Report to every callback by ``on_time_spent`` how long the block delayed training, under the name `what`."""
+    """Measure how long the block delays training, and report it by ``on_time_spent`` under the name `what`."""
     began_s = time.monotonic()
     try:
         yield
@@ -132,13 +132,13 @@ def timed(trainer: pl.Trainer, what: str) -> Iterator[None]:
 
 
 def awaits_module_hook(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
-    """Whether ``on_module_batch_end`` is still to come in this step; asked from an ``on_train_batch_end``.
+    """Whether ``on_module_batch_end`` is still to come in this step; call it in ``on_train_batch_end``.
 
     genlight's loop fires that event itself. Lightning's own loop has no such event, so there the module's hook is
     replaced, until it is called, by one that fires the event afterwards.
 
     Returns:
-        False where the module has no hook of its own: nothing is then left to wait for.
+        False if the module does not override the hook, so there is nothing to wait for.
     """
     hook = pl_module.on_train_batch_end
     if getattr(hook, "__func__", None) is pl.LightningModule.on_train_batch_end:

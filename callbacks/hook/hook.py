@@ -1,11 +1,11 @@
-"""The base of genlight's callbacks: a Lightning callback with a failure, rank and order policy.
+"""The base class of genlight's callbacks: a Lightning callback with a policy for failures, ranks and order.
 
 A subclass states its policy as class (or instance) attributes and overrides the events it wants. The policy holds
 under genlight's loop and under a plain ``lightning.pytorch.Trainer`` alike, because it is bound to the methods
 themselves:
 
 - **failure**: an exception of a hook that is not `critical` is logged once per event with its traceback, counted, and
-  summed up at the end; training goes on. A critical hook's exception ends the run.
+  summed up at the end; training continues. A critical hook's exception ends the run.
 - **rank**: with ``ranks = "zero"`` the events of other ranks are not delivered.
 - **order**: a hook that `reads` a field of the run state runs after the hooks that `writes` it, whatever the order of
   registration. Other callbacks keep their places.
@@ -55,7 +55,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 RUN_STATE_KEY = "genlight_run_state"
-"""Where a checkpoint holds the run state."""
+"""Key of the run state in a checkpoint."""
 
 FIELDS_OF_HOOKS = frozenset({"eval_scores", "latest_checkpoint_uri", "latest_sample_uris", "latest_wandb_uri"})
 FIELDS_OF_THE_LOOP = frozenset(RunState.__dataclass_fields__) - FIELDS_OF_HOOKS
@@ -78,13 +78,13 @@ class RunContext(Protocol):
     stop: StopSources
     """Everything that can ask the run to stop."""
     record: RecordMeta | None
-    """Metadata of the run for every checkpoint record; None where it is not known beforehand."""
+    """Metadata of the run for every checkpoint record; None if it is not known before the fit."""
     uploader: Uploader | None
-    """Sends what the run produces, on rank zero; whoever opens it sets it, and the run completes and closes it."""
+    """Sends the run's artifacts, on rank zero. Its opener sets it; the run settles and closes it."""
     requires_uploads: bool
-    """Whether a run that completes, but for an upload that did not arrive, fails."""
+    """Whether a completed run fails if an upload did not arrive."""
     deadline_s: float
-    """How long its end waits for uploads."""
+    """How long the end of the run waits for uploads, in seconds."""
 
     def end_now(self, error: BaseException) -> NoReturn:
         """Report a failure from a thread that watches the training, and end the process."""
@@ -100,7 +100,7 @@ class Hook(pl.Callback):
     critical: bool = False
     """Whether an exception of this hook ends the run."""
     ranks: Literal["zero", "all"] = "zero"
-    """Which ranks receive events."""
+    """Ranks that receive events."""
     reads: Sequence[str] = ()
     """Fields of the run state that must be written before this hook runs."""
     optional_reads: Sequence[str] = ()
@@ -108,15 +108,15 @@ class Hook(pl.Callback):
     writes: Sequence[str] = ()
     """Fields of the run state that this hook writes."""
     next_due_step: int = 0
-    """The step whose end this hook waits for, where its ``on_train_batch_end`` is `skippable`."""
+    """The step after which a `skippable` ``on_train_batch_end`` has to run next."""
 
     _inside_event: bool = False
     _failures: Counter[str] | None = None
 
     _of_this_process: ClassVar[frozenset[str]] = frozenset()
-    """Attributes that a copy, or a process that gets this hook by pickle, begins without, as the class has them."""
+    """Attributes that are not copied or pickled; a copy has the class's defaults."""
     _not_events: ClassVar[frozenset[str]] = frozenset({"on_save_checkpoint", "on_load_checkpoint"})
-    """Not policed: what they add belongs to every rank, and a failure must reach the code that saves or loads."""
+    """Events without a policy: they run on every rank, and a failure must reach the code that saves or loads."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -126,18 +126,18 @@ class Hook(pl.Callback):
                 setattr(cls, name, _policed(name, method))
 
     def __getstate__(self) -> dict[str, Any]:
-        # An event that runs here does not run in the copy, and nothing there wakes it.
+        # An event that runs here does not run in the copy.
         left = {"_inside_event", "next_due_step", *self._of_this_process}
         return {name: value for name, value in vars(self).items() if name not in left}
 
     @property
     def label(self) -> str:
-        """How messages name this hook."""
+        """Name of this hook in messages."""
         return type(self).__name__
 
     @property
     def failures(self) -> dict[str, int]:
-        """How often each event of this hook failed; empty for a critical hook, whose first failure ends the run."""
+        """Failures of this hook, by event; empty for a critical hook, whose first failure ends the run."""
         return dict(self._failures or {})
 
     @override
@@ -169,10 +169,10 @@ class Hook(pl.Callback):
         report_failures(self)  # Lightning calls no `teardown` after an exception
 
     def join_run(self, run: RunContext) -> None:
-        """Take what the runtime of a job shares; called on each rank before the fit."""
+        """Receive the session of the run; called on each rank before the fit."""
 
     def on_new_training_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Training is about to take its first step, of a new run or of a resumed one."""
+        """Training is about to take its first step, in a new run or a resumed one."""
 
     def on_rollout_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The trainer is about to collect experience."""
@@ -181,9 +181,9 @@ class Hook(pl.Callback):
         """Experience was collected; ``rollout_stats`` is set."""
 
     def on_module_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The module's own ``on_train_batch_end`` has run; fired only where a module has one.
+        """The module's own ``on_train_batch_end`` has run; fired only if the module has one.
 
-        Under Lightning's own loop it comes in a step in which a hook has called `awaits_module_hook`.
+        Lightning's own loop fires it only in a step in which a hook has called `awaits_module_hook`.
         """
 
     def on_metrics(
@@ -212,12 +212,12 @@ class Hook(pl.Callback):
         """Training ended by an exception or a stop."""
 
     def on_checkpoint_timed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, seconds: float) -> None:
-        """A checkpoint took `seconds` to become durable, its wait for the one before it included."""
+        """A checkpoint took `seconds` to become durable, including the wait for the previous one."""
 
     def on_checkpoint_durable(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: CheckpointRecord
     ) -> None:
-        """The checkpoint of `record` can no longer be lost; may come some steps after ``record.step``."""
+        """The checkpoint of `record` can no longer be lost; may be fired some steps after ``record.step``."""
 
     def on_samples_written(
         self,
@@ -229,18 +229,18 @@ class Hook(pl.Callback):
         """Samples of `step` are on disk: the record of each, with the files that belong to it."""
 
     def on_roll_back_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A step has ended after which the run is to go back; fired by genlight's loop where ``rolls_back`` is set."""
+        """The run is to be rolled back after this step; genlight's loop fires it if ``rolls_back`` is set."""
 
     def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """`Recover` has put the run back to ``trainer.global_step``: what counts steps counts on from there."""
+        """`Recover` has rolled the run back to ``trainer.global_step``; counters of steps continue from there."""
 
     def on_fault(self, trainer: pl.Trainer, pl_module: pl.LightningModule, fault: Fault) -> None:
-        """`Diagnosis` has found a fault, on all ranks alike; ``fault.is_over`` says that it has ended."""
+        """`Diagnosis` has found a fault, alike on all ranks; ``fault.is_over`` is true when it has ended."""
 
     def on_time_spent(self, trainer: pl.Trainer, pl_module: pl.LightningModule, what: str, seconds: float) -> None:
-        """Training was held up for `seconds` by `what`: ``checkpoint``, ``samples`` or ``evaluation``.
+        """`what` delayed training for `seconds`: ``checkpoint``, ``samples`` or ``evaluation``.
 
-        With ``lost`` it is the time of the steps that a roll-back has undone.
+        ``lost`` is the time of the steps that a roll-back has undone.
         """
 
 
@@ -249,7 +249,7 @@ HOOK_EVENTS = tuple(name for name in vars(Hook) if name.startswith("on_") and no
 
 
 def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method` under the failure and rank policy of its hook."""
+    """Wrap `method` in the failure and rank policy of its hook."""
     is_setup = name == "setup"
 
     @functools.wraps(method)
@@ -273,7 +273,7 @@ def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def telling(event: str) -> Any:
-    """A hook that passes `event` on by ``self.tell(event, trainer, pl_module)``, for adapters of another style."""
+    """Make a hook that forwards `event` to ``self.tell(event, trainer, pl_module)``, for adapters of other styles."""
 
     def tell(self: Any, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         self.tell(event, trainer, pl_module)
@@ -282,22 +282,22 @@ def telling(event: str) -> Any:
 
 
 def ending_the_run(error: Exception) -> Exception:
-    """`error`, marked to end the run whether the hook that raises it is critical or not."""
+    """Mark `error` to end the run even if the hook that raises it is not critical; return it."""
     setattr(error, _ENDS_RUN_ATTRIBUTE, True)
     return error
 
 
 def judge(hook: Hook, event: str, error: Exception) -> None:
     """Raise `error` again if it ends the run, and note it otherwise."""
-    # Or it comes from a critical hook that this one fired an event for.
+    # A marked error may also come from a critical hook for which this one fired an event.
     if hook.critical or isinstance(error, TrainingCanceled) or hasattr(error, _ENDS_RUN_ATTRIBUTE):
         raise ending_the_run(error)
     hook._failures = hook._failures or Counter()
     hook._failures[event] += 1
     if hook._failures[event] == 1:
-        is_ours = isinstance(error, GenlightError)  # its words say what to do, and where it was raised says nothing
+        is_ours = isinstance(error, GenlightError)  # its message is complete; a traceback adds nothing
         log.error(
-            "%s failed in %s; training goes on, further failures of this event are only counted%s",
+            "%s failed in %s; training continues, and further failures of this event are only counted%s",
             hook.label,
             event,
             f": {error}" if is_ours else "",
@@ -306,14 +306,14 @@ def judge(hook: Hook, event: str, error: Exception) -> None:
 
 
 def report_failures(hook: Hook) -> None:
-    """Log what was only counted while training."""
+    """Log the failures that were only counted during training."""
     if hook._failures:
         counts = ", ".join(f"{event} {count} times" for event, count in sorted(hook._failures.items()))
         log.warning("%s failed: %s", hook.label, counts)
 
 
 def order_callbacks(trainer: pl.Trainer) -> None:
-    """Put the hooks of `trainer` into the order that their reads and writes ask for; once per trainer.
+    """Sort the hooks of `trainer` by their reads and writes; once per trainer.
 
     Raises:
         HookOrderError: Hooks wait for each other, or one reads a field that no hook writes.
@@ -329,7 +329,7 @@ def order_callbacks(trainer: pl.Trainer) -> None:
 
 
 def in_order(hooks: Sequence[Hook]) -> list[Hook]:
-    """The hooks, writers first, otherwise as they were registered.
+    """Return the hooks with writers first, otherwise in the order of registration.
 
     Raises:
         HookOrderError: Hooks wait for each other, or one reads a field that no hook writes.
@@ -354,7 +354,7 @@ def in_order(hooks: Sequence[Hook]) -> list[Hook]:
 
 
 def _predecessors(position: int, hooks: Sequence[Hook]) -> set[int]:
-    """Positions of the hooks that must run before the one at `position`.
+    """Return the positions of the hooks that must run before the one at `position`.
 
     Among hooks that both read and write a field, such as a counter, the order of registration decides.
     """
@@ -372,9 +372,9 @@ def _predecessors(position: int, hooks: Sequence[Hook]) -> set[int]:
 
 
 def listeners(trainer: pl.Trainer, event: str) -> list[Callable[..., Any]]:
-    """The method `event` of every callback that has one of its own, to be called in each step.
+    """Return the method `event` of every callback that overrides it, for a call in each step.
 
-    Hooks that do not listen on this rank are left out.
+    Hooks that do not receive events on this rank are skipped.
     """
     return [
         getattr(callback, event)
@@ -385,20 +385,20 @@ def listeners(trainer: pl.Trainer, event: str) -> list[Callable[..., Any]]:
 
 
 def skippable(method: _Method) -> _Method:
-    """Mark an ``on_train_batch_end`` that has nothing to do before ``self.next_due_step``, which it sets at each call.
+    """Mark an ``on_train_batch_end`` that has nothing to do before ``self.next_due_step``; it sets that at each call.
 
-    genlight's loop does not call it before that step: a call that finds nothing to do still costs a step some 2 µs, as
-    its code has left the processor's caches since the last one; without this, the callbacks of a job would take 28 µs
-    instead of 12. It does call it at the first step of an epoch, and once
-    a stop was asked for. A hook that an event gives something to do sets ``next_due_step`` to 0. Lightning's own loop
-    calls it after every step. A method that a subclass puts in its place is not skipped unless it is marked as well.
+    genlight's loop does not call it before that step: a call without work still costs some 2 µs, because its code has
+    left the processor's caches. Without this, the callbacks of a job would take 28 µs a step instead of 12. The loop
+    does call it at the first step of an epoch, and once a stop was requested. A hook that gets work from an event sets
+    ``next_due_step`` to 0. Lightning's own loop calls it after every step. An overriding method of a subclass is
+    not skipped unless it is marked too.
     """
     setattr(method, _SKIPPABLE_ATTRIBUTE, True)
     return method
 
 
 def skipping_hook(listener: Callable[..., Any]) -> Hook | None:
-    """The hook whose ``next_due_step`` says when to call `listener`; None where it is called after each step."""
+    """Return the hook whose ``next_due_step`` decides when to call `listener`; None if every step calls it."""
     hook = getattr(listener, "__self__", None)
     return hook if isinstance(hook, Hook) and hasattr(listener, _SKIPPABLE_ATTRIBUTE) else None
 

@@ -36,7 +36,7 @@ def test_ctrl_c_leaves_one_whole_bar_and_the_next_start_goes_on_with_a_true_rest
         assert "Traceback" not in screen
         assert terminal.received.rindex(b"\x1b[?25h") > terminal.received.rindex(b"\x1b[?25l"), "the cursor is back"
     with Terminal(["run", job], columns=160, cwd=tmp_path) as terminal:
-        terminal.shows("100,000 steps", f"going on after step {int(stopped):,}", "steps/s  eta 0:")
+        terminal.shows("100,000 steps", f"continuing after step {int(stopped):,}", "steps/s  eta 0:")
         terminal.press("\x03")
         assert terminal.ended() == 75
 
