@@ -150,7 +150,7 @@ class JobProgress(Hook):
         self._shown_step = step
 
     def _read(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Read the newest metrics: a trainer class's loss, rate and returns, or a LightningModule's progress-bar values."""
+        """Read the newest metrics: a trainer class's loss, rate and returns, or a module's progress-bar values."""
         published: Mapping[str, float] | None = getattr(pl_module, "published", None)
         if published is None:
             self._values = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}

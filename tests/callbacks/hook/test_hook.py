@@ -71,7 +71,10 @@ def test_a_failure_is_logged_once_with_its_traceback_and_summed_up_at_the_end(tr
     errors = [record for record in caplog.records if record.name == LOG and record.levelno == logging.ERROR]
     warnings = [record for record in caplog.records if record.name == LOG and record.levelno == logging.WARNING]
     assert [record.getMessage() for record in errors] == [
-        "FailingHook failed in on_train_batch_end; training continues, and further failures of this event are only counted"
+        (
+            "FailingHook failed in on_train_batch_end; training continues, "
+            "and further failures of this event are only counted"
+        )
     ]
     assert str(errors[0].exc_info[1]) == "no such luck"
     assert [record.getMessage() for record in warnings] == ["FailingHook failed: on_train_batch_end 4 times"]
