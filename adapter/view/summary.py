@@ -270,7 +270,9 @@ def _tail(descriptor: int) -> tuple[list[Event], str]:
     events: list[Event] = []
     evaluation: list[Event] = []
     later_failure = ""
-    for event in filter(None, map(_decoded, lines)):
+    for event in map(_decoded, lines):
+        if event is None:
+            continue
         if isinstance(event, Started) and evaluation_stage(event) is None:
             events, evaluation, later_failure = [event], [], ""
         elif isinstance(event, Started) or evaluation:

@@ -134,8 +134,9 @@ class EventLogger(Logger):
         """Begin the attempt: Lightning calls this with its module when everything is set up."""
         if not self._owns_log or not isinstance(model, pl.LightningModule):
             return
-        self._stage = None if model.trainer.state.fn == "fit" else model.trainer.state.fn.value
-        if self._stage is None:
+        stage = model.trainer.state.fn
+        self._stage = None if stage is None or stage == "fit" else stage.value
+        if stage == "fit":
             self._trainer = model.trainer
             self._recorder = RecordEvents(self._started_log())
             self._trainer.callbacks.append(self._recorder)  # type: ignore[attr-defined]
@@ -191,7 +192,7 @@ class EventLogger(Logger):
         event_log: EventLog = self._log or self.experiment
         if self._owns_log and event_log.phase == "new":
             module = None if self._trainer is None else self._trainer.lightning_module
-            about = {} if self._stage is None else {"stage": self._stage}
+            about: dict[str, Any] = {} if self._stage is None else {"stage": self._stage}
             if self._trainer is not None:
                 about = _extent(self._trainer)
             event_log.started(metadata={**metadata_of_module(module), **about})
