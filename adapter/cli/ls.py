@@ -76,5 +76,5 @@ def _lines(runs: list[RunSummary], folder: Path) -> list[tuple[str, str]]:
         figures = figures_of(each.as_json())
         score = "" if each.score is None else f"{each.score[0]} {each.score[1]:.4g}"
         start = (each.state, name, figures["steps"], age, figures["speed"], figures["loss"], score)
-        rows.append((*start, size_text(each.size_bytes), figures["uploads"], each.detail))
+        rows.append((*start, size_text(each.size_bytes), figures["uploads"], each.ending))
     return list(zip(aligned(rows), ["dim", *(_STYLES.get(each.state, "") for each in runs)], strict=True))

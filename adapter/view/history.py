@@ -19,15 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...callbacks.checkpoint.selection import Listed
-from ...reporters.events.event import (
-    RESUMED_METRIC,
-    ROLLED_BACK_METRIC,
-    Completed,
-    Event,
-    Failed,
-    Metric,
-    Started,
-)
+from ...reporters.events.attempts import Attempts
+from ...reporters.events.event import ROLLED_BACK_METRIC, Completed, Event, Failed, Metric
 from ...reporters.events.goodput import Ledger
 from ...reporters.events.json_lines import Position
 from ...reporters.events.reader import log_of_run, typed_events
@@ -141,7 +134,7 @@ class History:
     findings: list[dict[str, Any]] = field(default_factory=list)
     left_out_events: int = 0
     left_out_curves: int = 0
-    _is_new_attempt: bool = False
+    _attempts: Attempts = field(default_factory=Attempts)
     _faults: dict[str, int] = field(default_factory=dict)
     _position: Position = field(default_factory=Position)
     _is_broken: bool = False
@@ -166,11 +159,13 @@ class History:
     def take(self, event: Event) -> None:
         """Go on with the next event of the log."""
         self.ledger.take(event)
+        undone_after = self._attempts.goes_back_to(event)
+        if undone_after is not None:
+            for curve in self.curves.values():
+                curve.go_back(undone_after)
         if isinstance(event, Metric):
             self._take_metric(event)
             return
-        if isinstance(event, Started):
-            self._is_new_attempt = True
         if isinstance(event, Failed):
             remedy = "start it again to go on" if event.resumable is True else ""
             self._find("stop" if event.error == event.category else "fail", event.step, event.error, remedy)
@@ -208,12 +203,8 @@ class History:
         }
 
     def _take_metric(self, event: Metric) -> None:
-        if self._is_new_attempt:
-            self._is_new_attempt = False
-            self._go_back(event.step if event.name == RESUMED_METRIC else 0)
-        elif event.name == ROLLED_BACK_METRIC and math.isfinite(event.number):
+        if event.name == ROLLED_BACK_METRIC and math.isfinite(event.number):
             self._find("warn", event.step, f"rolled back to step {event.number:.0f}", "")
-            self._go_back(int(event.number))
         if event.name.startswith(FAULT_PREFIX):
             self._take_fault(event.name.removeprefix(FAULT_PREFIX), event)
         curve = self.curves.get(event.name)
@@ -223,10 +214,6 @@ class History:
                 return
             curve = self.curves[event.name] = Curve()
         curve.add(event.step, event.timestamp_ms, event.number)
-
-    def _go_back(self, step: int) -> None:
-        for curve in self.curves.values():
-            curve.go_back(step)
 
     def _take_fault(self, kind: str, event: Metric) -> None:
         if event.number == 1:

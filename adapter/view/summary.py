@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from ...callbacks.checkpoint.format.record import CheckpointRecord
 from ...callbacks.checkpoint.selection import best_first, monitored
+from ...reporters.events.attempts import evaluation_stage
 from ...reporters.events.event import (
     STOP_REASONS,
     Completed,
@@ -64,7 +65,8 @@ class RunSummary:
         log: Its event log, which may be absent.
         run_id: Its id; the folder's name where nothing says.
         state: ``lost`` where the process of an attempt that has no end is gone.
-        detail: How the last attempt ended, as its event says; empty where it did not end.
+        detail: How the last attempt that trained ended, according to its event; empty if it did not end.
+        later_failure: Error of a later start that trained nothing, or of a later evaluation; empty if there is none.
         resumable: Whether the run can be expected to go on when it is started again.
         step: Completed steps.
         max_steps: How many there may be; None where nothing says.
@@ -88,6 +90,7 @@ class RunSummary:
     run_id: str
     state: State
     detail: str = ""
+    later_failure: str = ""
     resumable: bool = False
     step: int = 0
     max_steps: int | None = None
@@ -112,21 +115,29 @@ class RunSummary:
         return max(self.last_step - self.step, 0) / self.steps_per_s
 
     @property
+    def ending(self) -> str:
+        """`detail` and `later_failure` in one line."""
+        later = f"a later start failed: {self.later_failure}" if self.later_failure else ""
+        return "; ".join(filter(None, [self.detail, later]))
+
+    @property
     def words(self) -> list[str]:
         """Sentences that say what happened, and what to do next."""
         of = f" of {self.max_steps}" if self.max_steps else ""
         at = f"at step {self.step}{of}"
         command = self.metadata.get("command")
         again = f"Start it again to go on: {command}" if command else "Start it again to go on."
+        later = [f"A later start failed: {self.later_failure}"] if self.later_failure else []
         if self.state == "running":
             return [f"It runs, {at}."]
         if self.state == "completed":
-            return [f"It completed {at}{f', {self.detail}' if self.detail else ''}."]
+            return [f"It completed {at}{f', {self.detail}' if self.detail else ''}.", *later]
         if self.state == "stopped":
-            return [f"It was stopped ({self.detail}) {at}.", *([again] if self.resumable else [])]
+            return [f"It was stopped ({self.detail}) {at}.", *later, *([again] if self.resumable else [])]
         if self.state == "lost":
-            return [f"It was lost {at}: {self.detail}. The steps after its last checkpoint are made again.", again]
-        return [f"It failed {at}: {self.detail}", "Correct what the error names, then start it again."]
+            made_again = "The steps after its last checkpoint are made again."
+            return [f"It was lost {at}: {self.detail}. {made_again}", *later, again]
+        return [f"It failed {at}: {self.detail}", *later, "Correct what the error names, then start it again."]
 
     def as_json(self) -> dict[str, Any]:
         """The summary as a JSON object, whose numbers are finite or null."""
@@ -136,6 +147,7 @@ class RunSummary:
             "loss": self.loss if self.loss is None or abs(self.loss) < float("inf") else str(self.loss),
             "score": None if self.score is None else {"name": self.score[0], "value": self.score[1]},
             "left_s": self.left_s,
+            "ending": self.ending,
         }
 
 
@@ -189,7 +201,7 @@ def summary_of(
     """
     now_ms = int(time.time() * 1000) if now_ms is None else now_ms
     log = log_of_run(folder)
-    tail, started = _ends(log, {} if starts is None else starts)
+    tail, started, later_failure = _ends(log, {} if starts is None else starts)
     holder = last_holder(folder)
     end = next((event for event in reversed(tail) if not isinstance(event, Metric)), None)
     end = end if isinstance(end, Completed | Failed) else None
@@ -212,6 +224,7 @@ def summary_of(
         run_id=str(run_id or folder.name),
         state=state,
         detail=detail,
+        later_failure="" if state == "running" else later_failure,
         resumable=isinstance(end, Failed) and end.resumable is True,
         step=max([0, *(record.step for record in checkpoints[-1:])]) if newest is None else _step(tail),
         max_steps=max_steps,
@@ -230,31 +243,56 @@ def summary_of(
     )
 
 
-def _ends(log: Path, starts: Starts) -> tuple[list[Event], Started | None]:
-    """The events of the newest attempt at the end of a log, oldest first, and its ``started`` event.
+def _ends(log: Path, starts: Starts) -> tuple[list[Event], Started | None, str]:
+    """The last events of the newest attempt that trained, its ``started``, and the error of a later start.
 
     Nothing of a log that is absent or is no file to read.
     """
     try:
         descriptor = open_regular(log)
     except OSError:
-        return [], None
+        return [], None, ""
     try:
-        return _tail(descriptor), _newest_started(descriptor, starts)
+        events, later_failure = _tail(descriptor)
+        return events, _newest_started(descriptor, starts), later_failure
     finally:
         os.close(descriptor)
 
 
-def _tail(descriptor: int) -> list[Event]:
+def _tail(descriptor: int) -> tuple[list[Event], str]:
+    """The last events of the newest attempt that trained, oldest first, and the error of what came after it.
+
+    A start that failed early leaves a ``failed`` without ``started``. Only such a line follows the end of an attempt,
+    belongs to startup, or names step 0 after training.
+    """
     begin = max(os.fstat(descriptor).st_size - TAIL_BYTES, 0)
     lines = os.pread(descriptor, TAIL_BYTES, begin).split(b"\n")[(1 if begin else 0) : -1]
-    events = [event for event in map(_decoded, lines) if event is not None]
-    first = max((index for index, event in enumerate(events) if isinstance(event, Started)), default=0)
-    return events[first:]
+    events: list[Event] = []
+    evaluation: list[Event] = []
+    later_failure = ""
+    for event in map(_decoded, lines):
+        if event is None:
+            continue
+        if isinstance(event, Started) and evaluation_stage(event) is None:
+            events, evaluation, later_failure = [event], [], ""
+        elif isinstance(event, Started) or evaluation:
+            evaluation = [event] if isinstance(event, Started) else [*evaluation, event]
+            later_failure = event.error if isinstance(event, Failed) else ""
+        elif isinstance(event, Failed) and any(not isinstance(each, Failed) for each in events):
+            is_start = isinstance(events[-1], Completed | Failed) or event.category == "startup"
+            is_start = is_start or event.step == 0 < _step(events)
+            later_failure = event.error if is_start else later_failure
+            events += [] if is_start else [event]
+        else:
+            events.append(event)
+    return events or evaluation, later_failure if events else ""
 
 
 def _newest_started(descriptor: int, starts: Starts) -> Started | None:
-    """The newest ``started`` event; searched from the end in blocks, since a mapping would count as memory."""
+    """The newest ``started`` event of an attempt that trains.
+
+    The log is read from its end in blocks, since a mapping would count as memory.
+    """
     status = os.fstat(descriptor)
     log = status.st_dev, status.st_ino
     searched, known = starts.get(log, (0, None))
@@ -278,12 +316,12 @@ def _newest_started(descriptor: int, starts: Starts) -> Started | None:
 
 
 def _last_started(block: bytes) -> Started | None:
-    """The last whole line of `block` that is a ``started``."""
+    """The last whole line of `block` that is the ``started`` of an attempt that trains."""
     at = block.rfind(_STARTED)
     while at >= 0:
         begin, end = block.rfind(b"\n", 0, at) + 1, block.find(b"\n", at)
         event = _decoded(block[begin:end]) if end > 0 else None
-        if isinstance(event, Started):
+        if isinstance(event, Started) and evaluation_stage(event) is None:
             return event
         at = block.rfind(_STARTED, 0, begin)
     return None

@@ -73,6 +73,7 @@ class Metadata(TypedDict, total=False):
     ranks: Annotated[int, Meta(ge=1)]
     seed: int
     source: str
+    stage: str
     tags: list[str]
 
 
@@ -95,8 +96,8 @@ class Started(_Common):
             Meta(
                 description="How the attempt came to be: `command`, `git` (`commit`, `dirty`), `host`, `packages` "
                 "(versions by name), the job's `tags`, `notes` and `seed`, and its settings by dotted name (`job`); "
-                "how many `ranks` train, and the `last_step` by its limits and its data, where both are known. Without "
-                "secrets."
+                "how many `ranks` train, and the `last_step` by its limits and its data, if both are known; the "
+                "`stage` (`validate`, `test`) of an attempt that does not train. Without secrets."
             ),
         ]
         | UnsetType

@@ -50,7 +50,8 @@ class EventLogger(Logger):
     - ``completed`` or ``failed`` when the fit ends, with the number of completed optimizer steps; of ``genlight fit``,
       once its uploads have settled.
 
-    Each fit is one attempt of the run. ``validate`` and ``test`` are attempts of their own if they log something.
+    Each fit is one attempt of the run. A ``validate`` or ``test`` that logs something is a separate attempt. It names
+    its ``stage`` and takes nothing back from the fit.
 
     Args:
         path: The log. Lightning puts checkpoints beside it.
@@ -71,6 +72,8 @@ class EventLogger(Logger):
         self._trainer: pl.Trainer | None = None
         self._recorder: RecordEvents | None = None
         self._last_step = 0
+        self._stage: str | None = None
+        """``validate`` or ``test`` if the trainer does that and no fit."""
         self._left_out: set[str] = set()
 
     def join_run(self, run: _HasEventLog) -> None:
@@ -131,7 +134,9 @@ class EventLogger(Logger):
         """Begin the attempt: Lightning calls this with its module when everything is set up."""
         if not self._owns_log or not isinstance(model, pl.LightningModule):
             return
-        if model.trainer.state.fn == "fit":
+        stage = model.trainer.state.fn
+        self._stage = None if stage is None or stage == "fit" else stage.value
+        if stage == "fit":
             self._trainer = model.trainer
             self._recorder = RecordEvents(self._started_log())
             self._trainer.callbacks.append(self._recorder)  # type: ignore[attr-defined]
@@ -180,15 +185,17 @@ class EventLogger(Logger):
             event_log.close()
             if self._trainer is not None and self._recorder in self._trainer.callbacks:  # type: ignore[attr-defined]
                 self._trainer.callbacks.remove(self._recorder)  # type: ignore[attr-defined]
-            self._log = self._trainer = self._recorder = None  # ready for the next attempt
+            self._log = self._trainer = self._recorder = self._stage = None  # ready for the next attempt
             self._last_step = 0
 
     def _started_log(self) -> EventLog:
         event_log: EventLog = self._log or self.experiment
         if self._owns_log and event_log.phase == "new":
             module = None if self._trainer is None else self._trainer.lightning_module
-            extent = {} if self._trainer is None else _extent(self._trainer)
-            event_log.started(metadata={**metadata_of_module(module), **extent})
+            about: dict[str, Any] = {} if self._stage is None else {"stage": self._stage}
+            if self._trainer is not None:
+                about = _extent(self._trainer)
+            event_log.started(metadata={**metadata_of_module(module), **about})
         return event_log
 
     def _warn_of(self, names: Iterable[str], why: str) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from .attempts import Attempts, evaluation_stage
 from .event import RESUMED_METRIC, Checkpoint, Completed, Event, Failed, Metric, Sample, Started
 from .reader import typed_events
 
@@ -58,7 +59,7 @@ class Account:
     Attributes:
         seconds: By part, of `PARTS`; they sum to `wall_s`.
         attempts: How many attempts have started.
-        wall_s: From the start of the first process to the last event.
+        wall_s: From the start of the first process to the last event; if the clock was set back, the sum of the parts.
         is_measured: Whether an attempt has said what it spent; if none has, ``steps`` holds what is not ``idle``.
         spans: Each attempt by itself, oldest first.
     """
@@ -79,7 +80,10 @@ class Account:
 class _Attempt:
     started_s: float
     newest: Event
+    is_evaluation: bool = False
     resumed_from: int = 0
+    undone_after: int | None = None
+    """The step to which it took the run back; None if it took nothing back."""
     last_step: int = 0
     upload_wait_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -120,14 +124,19 @@ class Ledger:
 
     def __init__(self) -> None:
         self._attempts: list[_Attempt] = []
+        self._rule = Attempts()
 
     def take(self, event: Event) -> None:
         """Go on with the next event of the log."""
-        attempts = self._attempts
+        attempts, undone_after = self._attempts, self._rule.goes_back_to(event)
         if isinstance(event, Started):
-            attempts.append(_Attempt(event.timestamp_ms / 1000, event))
-        elif attempts:  # else it failed before it started
+            stage = evaluation_stage(event)
+            attempts.append(_Attempt(event.timestamp_ms / 1000, event, is_evaluation=stage is not None))
+        elif attempts and not (isinstance(event, Failed) and attempts[-1].ended):  # a start that failed is no attempt
             attempt = attempts[-1]
+            if undone_after is not None:
+                before = attempt.undone_after
+                attempt.undone_after = undone_after if before is None else min(before, undone_after)
             if event.step > attempt.last_step:
                 attempt.last_step = event.step
             if isinstance(event, Metric) and event.name.startswith((METRIC_PREFIX, RESUMED_METRIC)):
@@ -145,27 +154,30 @@ class Ledger:
         spans = []
         for position, attempt in enumerate(attempts):
             following = attempts[position + 1 :]
-            kept_until = min((later.resumed_from for later in following), default=attempt.last_step)
+            undone = [later.undone_after for later in following if later.undone_after is not None]
+            kept_until = min(undone, default=attempt.last_step)
             spent = _spent(attempt, kept_until)
-            began_s, ended_s = attempt.process_began_s, attempt.last_s
+            began_s, ended_s = attempt.process_began_s, attempt.process_began_s + sum(spent.values())
             spans.append(Span(began_s, ended_s, attempt.resumed_from, attempt.last_step, attempt.ended, spent))
             for part, spent_s in spent.items():
                 seconds[part] = seconds.get(part, 0.0) + spent_s
             if following:
                 seconds["idle"] += max(following[0].process_began_s - attempt.last_s, 0.0)
-        wall_s = attempts[-1].last_s - attempts[0].process_began_s
-        return Account(seconds, len(attempts), wall_s, any(attempt.seconds for attempt in attempts), tuple(spans))
+        is_measured = any(attempt.seconds for attempt in attempts)
+        return Account(seconds, len(attempts), sum(seconds.values()), is_measured, tuple(spans))
 
 
 def _spent(attempt: _Attempt, kept_until: int) -> dict[str, float]:
-    """The parts of one attempt; they sum to the time from the start of its process to its last event."""
+    """The parts of one attempt, none negative.
+
+    They sum to the time from the start of its process to its last event, unless the clock was set back meanwhile. The
+    measured seconds do not depend on that clock, so they count in full.
+    """
     spent = {"start_up": 0.0, **attempt.seconds, "upload_wait": attempt.upload_wait_s}
-    rest_s = attempt.last_s - attempt.process_began_s - sum(spent.values())
+    rest_s = max(attempt.last_s - attempt.process_began_s - sum(spent.values()), 0.0)
     part = "ending" if attempt.ended and attempt.last_step <= max(attempt.said_at, attempt.resumed_from) else "steps"
+    part = "evaluation" if attempt.is_evaluation else part
     spent[part] = spent.get(part, 0.0) + rest_s
-    if spent[part] < 0:  # clocks of events are rounded to milliseconds
-        spent["steps"] = spent.get("steps", 0.0) + spent[part]
-        spent[part] = 0.0
     made, undone = attempt.last_step - attempt.resumed_from, attempt.last_step - kept_until
     lost_s = spent.get("steps", 0.0) * min(max(undone, 0) / max(made, 1), 1.0)
     return {**spent, "steps": spent.get("steps", 0.0) - lost_s, "lost": spent.get("lost", 0.0) + lost_s}

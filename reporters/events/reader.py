@@ -10,17 +10,8 @@ from itertools import compress, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .event import (
-    MAX_STEP,
-    RESUMED_METRIC,
-    ROLLED_BACK_METRIC,
-    TERMINAL_EVENTS,
-    Event,
-    Metric,
-    Started,
-    decode_event,
-    decode_events,
-)
+from .attempts import Attempts
+from .event import MAX_STEP, TERMINAL_EVENTS, Event, Metric, Started, decode_event, decode_events
 from .json_lines import Position, decode_line, whole_lines
 
 if TYPE_CHECKING:
@@ -96,7 +87,7 @@ def _decoded(line: bytes) -> Event | None:
 
 
 def read_metrics(run: str | os.PathLike[str], *, all_attempts: bool = False) -> pyarrow.Table:
-    """The metrics of a run as a table, in the order in which they were logged; also while it is being written.
+    """The metrics of a run as a table, in the order in which they were logged; the run may still be writing.
 
     ===========  ===================================================================================
     run_id       dictionary of string
@@ -109,8 +100,8 @@ def read_metrics(run: str | os.PathLike[str], *, all_attempts: bool = False) -> 
 
     Args:
         run: An event log, or the artifacts directory of a run. Of a log with several runs the table has all.
-        all_attempts: Whether steps that a resumed attempt made again, or that a roll-back undid, are in it as well.
-            Otherwise each step is there as it was made last.
+        all_attempts: Whether to include steps that a later attempt made again, or that a roll-back undid. By default
+            the table has each step as it was made last.
 
     Raises:
         EventLogError: The log is absent or unreadable, or a line is not JSON.
@@ -119,12 +110,14 @@ def read_metrics(run: str | os.PathLike[str], *, all_attempts: bool = False) -> 
 
     runs: dict[str, _Rows] = {}
     for event in typed_events(log_of_run(run), strict=False):
-        if isinstance(event, Started | Metric):
+        if event.run_id:  # a start may have failed before it knew its run
             rows = runs.setdefault(event.run_id, _Rows())
+            undone_after = rows.attempts.goes_back_to(event)
+            if undone_after is not None and not all_attempts:
+                rows.go_back(undone_after)
             if isinstance(event, Metric):
-                rows.add(event, all_attempts=all_attempts)
-            else:
-                rows.attempt, rows.is_new_attempt = rows.attempt + 1, True
+                rows.add(event)
+            rows.attempt += isinstance(event, Started)
     tables = [rows.table(name) for name, rows in runs.items()]
     return pa.concat_tables(tables or [_Rows().table("")]).unify_dictionaries().combine_chunks()
 
@@ -134,22 +127,19 @@ class _Rows:
 
     def __init__(self) -> None:
         self.attempt = 0
-        self.is_new_attempt = False
+        self.attempts = Attempts()
         self._numbers: dict[str, int] = {}
         self._columns: list[array[Any]] = [array("q"), array("q"), array("q"), array("q"), array("d")]
         """Attempts, steps, times, numbers of names, and values."""
 
-    def add(self, event: Metric, *, all_attempts: bool) -> None:
-        goes_back_to: float | None = None
-        if self.is_new_attempt:  # one that logs nothing, as the job has finished, takes nothing back
-            goes_back_to = event.step if event.name == RESUMED_METRIC else 0
-            self.is_new_attempt = False
-        elif event.name == ROLLED_BACK_METRIC:
-            goes_back_to = event.number
-        if goes_back_to is not None and not all_attempts:
-            kept = [step <= goes_back_to for step in self._columns[1]]
-            if not all(kept):
-                self._columns = [array(column.typecode, compress(column, kept)) for column in self._columns]
+    def go_back(self, undone_after: int) -> None:
+        """Remove the rows of later steps."""
+        kept = [step <= undone_after for step in self._columns[1]]
+        if not all(kept):
+            self._columns = [array(column.typecode, compress(column, kept)) for column in self._columns]
+
+    def add(self, event: Metric) -> None:
+        """Append a row."""
         number = self._numbers.setdefault(event.name, len(self._numbers))
         row = (max(self.attempt, 1), event.step, min(event.timestamp_ms, MAX_STEP), number, event.number)
         for column, value in zip(self._columns, row, strict=True):

@@ -152,6 +152,12 @@ class UploadConfig(UploadUrls, frozen=True):
         targets = map(safe_url, self.targets) if is_artifact else []
         return (*store, *targets, *([ENDPOINT] if self.url_of(kind) else []))
 
+    def lanes(self, kind: str) -> list[tuple[str, ...]]:
+        """`destinations` in groups that do not wait for each other; a message names the file store's answer."""
+        names = self.destinations(kind)
+        linked = tuple(name for name in names if name in (FILE_STORE, ENDPOINT))
+        return [*([linked] if linked else []), *((name,) for name in names if name not in linked)]
+
     def wants(self, kind: str) -> bool:
         """Whether anything is to be sent for a ``metrics``, ``checkpoint``, ``sample`` or ``terminal``."""
         return bool(self.destinations(kind))

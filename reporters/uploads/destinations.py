@@ -9,9 +9,11 @@ import base64
 import functools
 import hashlib
 import os
+import re
+import ssl
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import msgspec
 
 from ...adapter.contract.exceptions import UploadError
 from ...adapter.plumbing.durable import temporary_name
+from ...adapter.plumbing.failures import causes_of, safe_text
 from ...adapter.plumbing.http import build_client, failure_text
 from ...adapter.plumbing.retry import TransientError, is_transient, parsed_date, retry_after_s
 from ...adapter.plumbing.safe_open import UnsafeFileError, open_regular
@@ -48,6 +51,13 @@ Send = Callable[[], UploadedFile | None]
 """Makes one transfer and returns the file store's answer, where it has one."""
 CHUNK_BYTES = 256 * 1024
 ANSWER_LIMIT_BYTES = 1 << 20
+MOST_TRIES = 8
+"""Tries in a row before an error that does not look like one of the network counts as final."""
+_OF_CREDENTIALS = re.compile("credential|auth|denied|forbidden|permission|signature|token", re.IGNORECASE)
+_OF_NETWORK = re.compile(
+    "connect|incomplete|network|payload|protocol|server|service|throttl|timeout|toomany|transport|unavailable", re.I
+)
+"""Names of the exceptions of clients (botocore, google, azure, aiohttp) that are no `OSError`."""
 CONTRADICTIONS_ALLOWED = 4
 """How often a store may report another digest than ours for one entry, before it counts as final."""
 _ADVICE_IF_SENT = "it refuses the token of `TRAINER_CAPABILITY_TOKEN`, or of the job's `capability_token`"
@@ -95,20 +105,22 @@ class Delivery:
         self._targets = {safe_url(url): open_target(url) for url in config.targets}
         self._client = build_client(config.token, config.origins(), timeout_s=config.timeout_s)
         self._contradictions = Counter[int]()
+        self._failures = Counter[str]()
+        """By destination: tries in a row that failed with an error that may be final."""
 
     def close(self) -> None:
         """Close all connections."""
         self._client.close()
 
-    def parts(self, entry: Entry) -> dict[str, Send]:
-        """The transfers of an entry by name, in order.
+    def parts(self, entry: Entry, lane: Collection[str] | None = None) -> dict[str, Send]:
+        """The transfers of an entry by name, in order; only those to the destinations in `lane`, if it is given.
 
         They raise `TransientError` for what may pass, `Refused` for what can't succeed, and `Interrupted`.
         """
         if not entry.files:
             return {"post": functools.partial(self._post, entry.kind, entry.payload, entry.key)}
         parts: dict[str, Send] = {}
-        for name in entry.to:
+        for name in entry.to if lane is None else [name for name in entry.to if name in lane]:
             if name == FILE_STORE:
                 parts |= {f"put:{i}": functools.partial(self._put, entry, i) for i in range(len(entry.files))}
             elif name == ENDPOINT and entry.kind == "sample":  # a picture can be shown by itself
@@ -173,10 +185,26 @@ class Delivery:
         except Exception as error:
             if gone := [path.name for _, path in paths if not path.exists()]:
                 raise Refused(f"{gone[0]} is gone") from error
-            why = f"{name} cannot be used: {getattr(error, 'strerror', None) or type(error).__name__}"
-            if isinstance(error, PermissionError | ValueError):
-                raise Refused(why, auth=isinstance(error, PermissionError)) from error
-            raise TransientError(why) from error
+            raise self._outcome_of(error, name) from error
+        del self._failures[name]
+
+    def _outcome_of(self, error: Exception, name: str) -> TransientError | Refused:
+        """Whether to try the target `name` again after `error`: what may be its settings is tried a few times only."""
+        kinds = " ".join(kind.__name__ for kind in type(error).__mro__)
+        is_auth = isinstance(error, PermissionError) or _OF_CREDENTIALS.search(kinds) is not None
+        why = f"{name} cannot be used: {getattr(error, 'strerror', None) or safe_text(error)}"
+        if isinstance(error, PermissionError | ValueError):
+            return Refused(why, auth=is_auth)
+        of_system = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+        if not is_auth and (of_system or _OF_NETWORK.search(kinds)):
+            return TransientError(why)
+        return self._final_after_some(name, why, auth=is_auth)
+
+    def _final_after_some(self, name: str, why: str, *, auth: bool = False) -> TransientError | Refused:
+        self._failures[name] += 1
+        if self._failures[name] < MOST_TRIES:
+            return TransientError(why)
+        return Refused(f"{why} (after {MOST_TRIES} tries; correct its address or its credentials)", auth=auth)
 
     def _post_about(self, entry: Entry, index: int | None) -> None:
         """Send the message about a file of an artifact, or about the folder that it reports.
@@ -220,7 +248,10 @@ class Delivery:
             finally:
                 response.close()
         except (httpx2.TransportError, httpx2.StreamError, httpx2.DecodingError) as error:
-            raise TransientError(f"{failure_text(error)} at {where}") from error
+            text = f"{failure_text(error)} at {where}"
+            if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in causes_of(error)):
+                raise self._final_after_some(where, f"{text}: its certificate cannot be verified") from error
+            raise TransientError(text) from error
         except (httpx2.TooManyRedirects, httpx2.InvalidURL) as error:
             raise Refused(f"{failure_text(error)} at {where}") from error
         if response.request.method != request.method or response.is_redirect:

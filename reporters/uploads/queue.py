@@ -102,8 +102,10 @@ class Entry(msgspec.Struct, kw_only=True):
     """The parts that were delivered, by name."""
     reason: str = ""
     """Why the last try failed, in safe text."""
+    refusals: dict[str, str] = {}
+    """Destinations to which it cannot be delivered in this attempt, each with the reason."""
     refused: bool = False
-    """Whether it can't be delivered in this attempt."""
+    """Whether nothing more of it can be delivered in this attempt."""
     auth: bool = False
     """Whether the server refused our credentials."""
 
@@ -243,7 +245,7 @@ class Queue:
         self._entries = {entry.seq: entry for entry in waiting if is_ours(entry)}
         self.left_alone = [entry for entry in waiting if entry.seq not in self._entries]
         for entry in self._entries.values():
-            entry.reason, entry.refused, entry.auth = "", False, False  # a new start is a new chance
+            entry.reason, entry.refused, entry.auth, entry.refusals = "", False, False, {}  # a new start may deliver it
         self._next_seq = count(max([entry.seq for entry in waiting] + [*self._delivered], default=0) + 1)
         links = self.directory / LINKS
         for name in os.listdir(links) if links.is_dir() else ():

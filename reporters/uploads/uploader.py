@@ -1,7 +1,8 @@
 """Delivers what a run produced, in the background.
 
-Adding an entry costs the training thread the writing of one small file. A thread for each kind delivers its entries in
-order, so that a metrics endpoint that is down does not hold up a checkpoint, nor a large checkpoint the metrics.
+Adding an entry costs the training thread the writing of one small file. A thread for each kind and target delivers its
+entries in order. So a metrics endpoint that is down does not hold up a checkpoint, nor a large checkpoint the metrics,
+and a target that cannot be used does not hold up the others.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ...adapter.plumbing.retry import LONGEST_RETRY_AFTER_S, RetryPolicy, Transi
 from ...adapter.plumbing.threads import started
 from ...adapter.plumbing.urls import safe_url
 from ..events.json_lines import encode_json
-from .config import UploadConfig
+from .config import ENDPOINT, UploadConfig
 from .destinations import Delivery, Interrupted, Refused, Send, idempotency_key
 from .queue import Entry, Kind, Queue, UploadedFile, pack, stored_path
 
@@ -34,6 +35,8 @@ __all__ = ["Uploader"]
 log = logging.getLogger(__name__)
 
 StrPath = str | os.PathLike[str]
+Lane = tuple[str, ...]
+"""Destinations that one thread serves, as `UploadConfig.lanes` has them."""
 RETRIES = RetryPolicy(sys.maxsize, first_delay_s=0.5, longest_delay_s=10.0, longest_retry_after_s=LONGEST_RETRY_AFTER_S)
 """A pause is short beside the deadline of a run's end, unless the server asks for a longer one."""
 MOST_WAITING_METRICS = 2000
@@ -69,7 +72,9 @@ class Uploader:
         self.config = config
         self.failure: UploadError | None = None
         self._closing = threading.Event()
-        self._threads: dict[Kind, threading.Thread] = {}
+        self._threads: dict[tuple[Kind, Lane], threading.Thread] = {}
+        self._noting = threading.Lock()
+        """Held while a lane writes down what became of an entry, since several may work on the same one."""
         self._lost_metrics = 0
         with contextlib.ExitStack() as unless_it_opens:
             self.queue = Queue(config.queue_dir, self._can_deliver)
@@ -284,7 +289,7 @@ class Uploader:
             self._start("terminal")
         except ThreadLimitError:
             with contextlib.suppress(TransientError):
-                self._deliver(entry, RetryPolicy(attempts=1))
+                self._deliver(entry, (ENDPOINT,), RetryPolicy(attempts=1))
         else:
             self._wait_for("terminal", end=time.monotonic() + max(limit_s, SHORTEST_TERMINAL_WAIT_S))
         entry.reason = entry.reason or f"{safe_url(self.config.terminal_url or '')} did not answer within {limit_s:g} s"
@@ -334,24 +339,37 @@ class Uploader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # delivery, in a thread for each kind
+    # delivery, in a thread for each kind and lane
 
     def _start(self, kind: Kind) -> None:
-        if kind not in self._threads:
-            thread = threading.Thread(target=self._run, args=(kind,), name=f"genlight-uploads-{kind}", daemon=True)
-            self._threads[kind] = started(thread)
+        for number, lane in enumerate(self.config.lanes(kind)):
+            if (kind, lane) not in self._threads:
+                name = f"genlight-uploads-{kind}{f'-{number}' if number else ''}"
+                thread = threading.Thread(target=self._run, args=(kind, lane), name=name, daemon=True)
+                self._threads[kind, lane] = started(thread)
 
-    def _run(self, kind: Kind) -> None:
-        """Deliver the entries of `kind` in order, until the uploader closes."""
+    def _run(self, kind: Kind, lane: Lane) -> None:
+        """Deliver the entries of `kind` to `lane` in order, until the uploader closes."""
         queue = self.queue
         with contextlib.suppress(Interrupted, UploadError):  # of an uploader that closes, or of its queue
             while not self._closing.is_set():
                 with queue.changed:
-                    queue.changed.wait_for(lambda: self._closing.is_set() or queue.head(kind) is not None)
-                if (entry := queue.head(kind)) is not None and not self._closing.is_set():
-                    self._deliver(entry, RETRIES)
+                    queue.changed.wait_for(lambda: self._closing.is_set() or self._next(kind, lane) is not None)
+                if (entry := self._next(kind, lane)) is not None and not self._closing.is_set():
+                    self._deliver(entry, lane, RETRIES)
 
-    def _deliver(self, entry: Entry, policy: RetryPolicy) -> None:
+    def _next(self, kind: Kind, lane: Lane) -> Entry | None:
+        """The oldest entry of which something is left to do for `lane`, or nothing for any."""
+        waiting = (entry for entry in self.queue.entries(kind) if not entry.refused)
+        return next((each for each in waiting if self._left(each, lane) or not self._left(each, each.to)), None)
+
+    def _left(self, entry: Entry, lane: Lane) -> dict[str, Send]:
+        """The parts of `entry` that can still be delivered to `lane`, in order."""
+        open_to = [name for name in lane if name not in entry.refusals]
+        parts = self._delivery.parts(entry, open_to) if open_to else {}
+        return {part: send for part, send in parts.items() if part not in entry.parts}
+
+    def _deliver(self, entry: Entry, lane: Lane, policy: RetryPolicy) -> None:
         """Deliver what is left of an entry in parts; each that arrived is noted, so that nothing sends it again.
 
         Raises:
@@ -359,15 +377,22 @@ class Uploader:
             Interrupted: The uploader is closing.
         """
         try:
-            for part, send in self._delivery.parts(entry).items():
-                if part not in entry.parts:
-                    entry.parts[part] = with_retries(functools.partial(self._try, entry, send), policy, self._pause)
+            for part, send in self._left(entry, lane).items():
+                result = with_retries(functools.partial(self._try, entry, send), policy, self._pause)
+                with self._noting:
+                    entry.parts[part] = result
                     if entry.files:
                         self.queue.save(entry)
         except Refused as error:
-            self._refuse(entry, error)
-        else:
-            self.queue.finish(entry)
+            self._refuse(entry, lane, error)
+        with self._noting:
+            if not self.queue.holds(entry) or entry.refused or self._left(entry, entry.to):
+                return
+            if entry.refusals:
+                entry.reason = next(iter(entry.refusals.values()))
+                self.queue.refuse(entry)
+            else:
+                self.queue.finish(entry)
 
     def _try(self, entry: Entry, send: Send) -> UploadedFile | None:
         """The result of `send`, whose errors are told apart: worth another try, final, or of a closing uploader."""
@@ -397,19 +422,20 @@ class Uploader:
         if self._closing.wait(seconds):
             raise Interrupted
 
-    def _refuse(self, entry: Entry, error: Refused) -> None:
-        """Give `entry` up for this attempt."""
+    def _refuse(self, entry: Entry, lane: Lane, error: Refused) -> None:
+        """Give `entry` up for `lane` in this attempt."""
         if not self.queue.holds(entry):
             return
         if entry.kind == "metrics" and not error.auth:
             self.queue.remove(entry)
             self._count_lost_metrics(error.reason)
             return
-        entry.reason, entry.auth = error.reason, error.auth
+        with self._noting:
+            entry.reason, entry.auth = error.reason, entry.auth or error.auth
+            entry.refusals |= dict.fromkeys(lane, error.reason)
         log.error("upload of %s, step %d, was refused: %s", entry.kind, entry.step, error.reason)
         if entry.files and self.failure is None:
             self.failure = UploadError(str(entry), auth=error.auth)
-        self.queue.refuse(entry)
 
     def _count_lost_metrics(self, why: str) -> None:
         self._lost_metrics += 1

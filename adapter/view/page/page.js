@@ -361,7 +361,7 @@ function list() {
       if (!rows.has(run.address)) rows.set(run.address, row_of(run));
       const { row, cells } = rows.get(run.address);
       const texts = [run.state, steps(run), span(Math.max(data.made_at_ms - run.alive_at_ms, 0) / 1000), run.steps_per_s ? shown(run.steps_per_s) + "/s" : "", run.left_s == null ? "" : span(run.left_s),
-        shown(run.loss), score(run), run.size_bytes ? size(run.size_bytes) : "", run.waiting_uploads ? run.waiting_uploads + " wait" : "", run.detail];
+        shown(run.loss), score(run), run.size_bytes ? size(run.size_bytes) : "", run.waiting_uploads ? run.waiting_uploads + " wait" : "", run.ending];
       texts.forEach((each, k) => { if (cells[k].textContent !== visible(each)) cells[k].textContent = visible(each); });
       cells[0].className = "state " + run.state;
       if (body.children[i] !== row) body.insertBefore(row, body.children[i] || null);

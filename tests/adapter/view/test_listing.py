@@ -43,6 +43,47 @@ def test_a_listing_tells_how_each_run_ended(runs, capsys):
     assert "is gone" in listed["killed"]["detail"]
 
 
+def attempt(log: EventLog, end: str = "") -> None:
+    log.started(metadata={"job": {"max_steps": 9}})
+    log.metric(name="train/loss", value=0.5, step=3)
+    if end == "completed":
+        log.completed(step=3, final_checkpoint=None)
+    elif end:
+        log.failed(step=3, error=end, category=end, resumable=True)
+
+
+@pytest.mark.parametrize(
+    ("end", "state"), [("completed", "completed"), ("preempted", "stopped"), ("", "lost")], ids=lambda each: each
+)
+@pytest.mark.parametrize("category", ["startup", "input"])
+def test_a_start_that_failed_is_shown_beside_the_state_of_the_run(tmp_path, capsys, end, state, category):
+    log = tmp_path / "run" / "metrics" / "events.jsonl"
+    with EventLog(log, run_id="r") as events:
+        attempt(events, end)
+    before = summary_of(tmp_path / "run")
+    for error in (f"{category}: first", f"{category}: max_stepz is unknown"):
+        with EventLog(log, run_id="r") as events:
+            events.failed(step=0, error=error, category=category, resumable=False)
+
+    after = summary_of(tmp_path / "run")
+    assert (after.state, after.step, after.loss, after.resumable) == (state, 3, 0.5, before.resumable)
+    assert after.later_failure == f"{category}: max_stepz is unknown"
+    assert any("max_stepz" in sentence for sentence in after.words)
+    main(["ls", str(tmp_path)])
+    assert "a later start failed" in capsys.readouterr().out
+
+    with EventLog(log, run_id="r") as events:
+        attempt(events, "completed")
+        assert (summary_of(tmp_path / "run").state, summary_of(tmp_path / "run").later_failure) == ("completed", "")
+
+
+def test_a_run_that_never_trained_is_its_last_failure(tmp_path):
+    for error in ("startup: first", "startup: second"):
+        with EventLog(tmp_path / "events.jsonl", run_id="r") as events:
+            events.failed(step=0, error=error, category="startup", resumable=False)
+    assert (summary_of(tmp_path).state, summary_of(tmp_path).detail) == ("failed", "startup: second")
+
+
 def test_a_table_has_a_line_for_each_run(runs, capsys):
     assert main(["ls", str(runs)]) == 0
     lines = capsys.readouterr().out.splitlines()

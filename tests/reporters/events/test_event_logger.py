@@ -24,10 +24,13 @@ from genlight.adapter.contract.exceptions import (
     TrainingCanceled,
     UploadError,
 )
+from genlight.adapter.view.history import history_of
+from genlight.adapter.view.summary import summary_of
 from genlight.callbacks import Checkpoint
 from genlight.reporters.events.event_log import EventLog
 from genlight.reporters.events.event_logger import EventLogger
-from genlight.reporters.events.reader import read_events
+from genlight.reporters.events.goodput import account_of
+from genlight.reporters.events.reader import read_events, read_metrics
 from genlight.reporters.events.validation import validate_events
 
 
@@ -126,14 +129,31 @@ def test_a_trainer_can_fit_again(tmp_path, path):
     assert [event["event"] for event in sound_events(path)].count("completed") == 2
 
 
-def test_a_test_after_the_fit_is_an_attempt_of_its_own(tmp_path, path):
-    trainer = make_trainer(tmp_path, max_steps=2)
+@pytest.mark.parametrize("stage", ["validate", "test"])
+@pytest.mark.parametrize("is_new_process", [False, True], ids=["same trainer", "another trainer"])
+def test_an_evaluation_after_the_fit_is_another_attempt_and_takes_nothing_of_it_back(
+    tmp_path, path, stage, is_new_process
+):
+    trainer = make_trainer(tmp_path, max_steps=4)
     module = Line()
     trainer.fit(module)
-    trainer.test(module, verbose=False)
+    before, history = read_metrics(path).to_pylist(), history_of(tmp_path)
+    if is_new_process:
+        trainer = make_trainer(tmp_path)
+    trainer.limit_val_batches = 1
+    getattr(trainer, stage)(module, verbose=False)
+
     events = sound_events(path)
     assert [event["event"] for event in events[-3:]] == ["started", "metric", "completed"]
-    assert events[-2]["name"] == "test/loss"
+    assert events[-3]["metadata"]["stage"] == stage
+    assert read_metrics(path).to_pylist()[:-1] == before
+    assert history_of(tmp_path).curves["train/loss"].steps == history.curves["train/loss"].steps
+    account, summary = account_of(path), summary_of(tmp_path)
+    assert account is not None
+    assert account.seconds["lost"] == 0
+    assert account.seconds["evaluation"] > 0
+    assert (summary.state, summary.step, summary.attempts) == ("completed", 4, 1)
+    assert "stage" not in summary.metadata
 
 
 def test_a_prediction_that_logs_nothing_writes_nothing(tmp_path, path):
@@ -343,6 +363,8 @@ RANKS = """
 import sys
 import lightning.pytorch as pl
 import torch
+from genlight.adapter.view.history import history_of
+from genlight.adapter.view.summary import summary_of
 from genlight.callbacks import Checkpoint
 from genlight.reporters.events.event_logger import EventLogger
 from lightning.pytorch.demos.boring_classes import BoringModel

@@ -118,9 +118,57 @@ def test_steps_that_a_kill_took_back_are_lost_and_the_time_until_the_next_proces
     assert sum(account.seconds.values()) == pytest.approx(account.wall_s)
 
 
+FAILED = {"step": 0, "error": "startup: no", "category": "startup", "resumable": False}
+
+
+@pytest.mark.parametrize(
+    ("later", "extra"),
+    [
+        ([(121, "started", {"attempt": 2, "metadata": {"stage": "validate"}}),
+          (123, "metric", {"name": "val/loss", "value": 1.0, "step": 100}),
+          (123, "completed", {"step": 100, "final_checkpoint": None})], {"evaluation": 2.0, "idle": 1.0}),
+        ([(121, "started", {"attempt": 2}), (123, "failed", FAILED)], {"ending": 2.0, "idle": 1.0}),
+        ([(123, "failed", FAILED)], {}),
+    ],
+    ids=["an evaluation", "a failure before the first step", "a failed start"],
+)  # fmt: skip
+def test_an_attempt_without_a_training_step_loses_nothing_of_the_earlier_ones(tmp_path, later, extra):
+    fit = [(100, "started", {}), *spent(120, 100, steps=15.0, start_up=5.0)]
+    fit += [(120, "completed", {"step": 100, "final_checkpoint": "f"})]
+    before, after = account_of(log(tmp_path, *fit)), account_of(log(tmp_path, *fit, *later))
+
+    assert before is not None
+    assert after is not None
+    assert after.seconds == {**before.seconds, **{part: before.seconds[part] + s for part, s in extra.items()}}
+
+
+@pytest.mark.parametrize("jump_s", [-7.0, -3600.0])
+@pytest.mark.parametrize("after", [110, 121], ids=["in an attempt", "between two attempts"])
+def test_a_clock_that_was_set_back_makes_no_part_negative(tmp_path, jump_s, after):
+    events = [
+        (100000, "started", {}),
+        *spent(100110, 50, steps=104.0, start_up=5.0),
+        (100120, "checkpoint", {"step": 50, "path": "c"}),
+        (100121, "failed", {"step": 50, "error": "preempted", "category": "preempted", "resumable": True}),
+        (100130, "started", {"attempt": 2}),
+        (100130, "metric", {"name": "trainer/resumed_from_step", "value": 50, "step": 50}),
+        *spent(100150, 60, steps=20.0, start_up=5.0),
+        (100150, "completed", {"step": 60, "final_checkpoint": None}),
+    ]
+    jumped = [(at_s + (jump_s if at_s > 100000 + after else 0.0), kind, more) for at_s, kind, more in events]
+
+    account = account_of(log(tmp_path, *jumped))
+
+    assert account is not None
+    assert min(account.seconds.values()) >= 0
+    assert account.seconds["steps"] == pytest.approx(124.0, abs=7), "what was measured counts, whatever the clock says"
+    assert sum(account.seconds.values()) == pytest.approx(account.wall_s)
+    assert all(span.ended_s >= span.began_s for span in account.spans)
+    assert 0 < account.goodput <= 1
+
+
 def test_a_log_without_an_attempt_that_started_has_no_account(tmp_path):
-    failed = {"step": 0, "error": "startup: no", "category": "startup", "resumable": False}
-    assert account_of(log(tmp_path, (1, "failed", failed))) is None
+    assert account_of(log(tmp_path, (1, "failed", FAILED))) is None
 
 
 def test_an_attempt_that_said_nothing_is_not_taken_for_measured(tmp_path):

@@ -17,9 +17,9 @@ def path(tmp_path):
     return tmp_path / "events.jsonl"
 
 
-def attempt(path, values, *, resumed_from=0, run_id="r"):
+def attempt(path, values, *, resumed_from=0, run_id="r", metadata=None):
     with EventLog(path, run_id=run_id) as log:
-        log.started()
+        log.started(metadata=metadata)
         if resumed_from:
             log.metric(name=RESUMED_METRIC, value=resumed_from, step=resumed_from)
         for step, value in values:
@@ -54,6 +54,23 @@ def test_an_attempt_that_begins_anew_takes_all_back_and_one_that_trains_nothing_
     attempt(path, [(1, 10.0)])
     attempt(path, [])
     assert losses(path) == [(1, 10.0)]
+
+
+@pytest.mark.parametrize("step", [0, 2, 3])
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_an_evaluation_takes_nothing_back_at_whatever_step_it_logs(path, stage, step):
+    attempt(path, [(1, 1.0), (2, 2.0)])
+    attempt(path, [(step, 9.0)], metadata={"stage": stage})
+    assert losses(path) == [(1, 1.0), (2, 2.0), (step, 9.0)]
+
+
+def test_an_attempt_that_ends_before_its_first_step_takes_nothing_back(path):
+    attempt(path, [(1, 1.0), (2, 2.0), (3, 3.0)])
+    attempt(path, [(2, 9.0)], resumed_from=2)  # an evaluation before the first step
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        log.failed(step=1, error="train-step: no", category="train-step", resumable=False)
+    assert losses(path) == [(1, 1.0), (2, 2.0), (3, 3.0), (2, 9.0)]
 
 
 def test_steps_that_a_roll_back_undid_are_left_out(path):

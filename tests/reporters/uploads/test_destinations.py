@@ -10,13 +10,15 @@ import subprocess
 import sys
 import textwrap
 import threading
+from typing import ClassVar
 
 import fsspec
+import fsspec.implementations.memory
 import pytest
 
 from genlight.adapter.contract.exceptions import UploadError
 from genlight.reporters.uploads import UploadConfig
-from genlight.reporters.uploads.destinations import open_target
+from genlight.reporters.uploads.destinations import MOST_TRIES, open_target
 
 
 @pytest.fixture
@@ -99,7 +101,7 @@ def test_closing_stops_between_two_files(chaos, uploader_for, write_checkpoint, 
 
     uploader._delivery._targets = dict.fromkeys(uploader._delivery._targets, closing)
     uploader.start()
-    uploader._threads["checkpoint"].join(60)
+    uploader._threads["checkpoint", tuple(uploader._delivery._targets)].join(60)
     assert len(put) == 1
     assert len(uploader.queue.entries()) == 1
 
@@ -129,6 +131,99 @@ def test_an_uploader_sends_to_every_target_and_then_the_message(chaos, uploader_
     for file in (record, *files):
         assert (archive / file.relative_to(record.parent)).read_bytes() == file.read_bytes()
     assert len(chaos.messages("/checkpoint")) == 1
+
+
+class NoCredentialsError(Exception):
+    """As botocore raises it, which knows no `PermissionError`."""
+
+
+class EndpointConnectionError(Exception):
+    """As botocore raises it, which knows no `ConnectionError`."""
+
+
+class Broken(fsspec.implementations.memory.MemoryFileSystem):
+    """A target that raises `errors` in turn, the last one for ever; None lets a file through."""
+
+    protocol = "broken"
+    errors: ClassVar[list[Exception | None]] = []
+    tries: ClassVar[int] = 0
+
+    def put_file(self, *args, **kwargs):
+        Broken.tries += 1
+        error = self.errors.pop(0) if len(self.errors) > 1 else self.errors[0]
+        if error is not None:
+            raise error
+        super().put_file(*args, **kwargs)
+
+
+@pytest.fixture
+def broken():
+    """Makes ``broken://`` a target that raises the errors it is given."""
+    fsspec.register_implementation("broken", Broken, clobber=True)
+    Broken.store.clear()
+
+    def raise_in_turn(*errors):
+        Broken.errors, Broken.tries = [*errors], 0
+
+    return raise_in_turn
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "is_auth"),
+    [
+        (NoCredentialsError("Unable to locate credentials"), "NoCredentialsError: Unable to locate", True),
+        (
+            FileNotFoundError("The specified bucket does not exist"),
+            "FileNotFoundError: The specified bucket does not exist",
+            False,
+        ),
+        (RuntimeError("unexpected keyword region"), "RuntimeError: unexpected keyword region", False),
+    ],
+)
+def test_a_target_that_cannot_be_used_is_named_and_holds_up_no_other_destination(
+    chaos, uploader_for, write_checkpoint, tmp_path, broken, error, said, is_auth
+):
+    broken(error)
+    targets = ["broken://bucket/x", f"file://{tmp_path}/archive"]
+    uploader = uploader_for(chaos, targets=targets)
+    for step in (1, 2, 3):
+        record, files = write_checkpoint(step)
+        uploader.enqueue("checkpoint", record, files, step=step)
+    failure = uploader.settle()
+
+    assert [message["step"] for message in chaos.messages("/checkpoint")] == [1, 2, 3]
+    assert len(list((tmp_path / "archive").rglob("step-*.json"))) == 3
+    assert failure is not None
+    assert f"broken://bucket/x cannot be used: {said}" in str(failure)
+    assert (failure.auth, uploader.failure.auth) == (is_auth, is_auth)
+    assert Broken.tries == MOST_TRIES + 2, "later checkpoints are tried once each"
+    uploader.close()
+
+    broken(None)
+    again = uploader_for(chaos, targets=targets)
+    assert again.settle() is None
+    assert len(chaos.messages("/checkpoint")) == 3, "what has arrived is not sent again"
+    assert sum(path.endswith(".json") for path in Broken.store) == 3
+
+
+def test_an_error_of_the_network_is_tried_until_it_passes(chaos, uploader_for, write_checkpoint, broken):
+    broken(*[EndpointConnectionError("no route")] * 20, *[NoCredentialsError()] * (MOST_TRIES - 1), None)
+    uploader = uploader_for(chaos, targets=["broken://bucket/y"], file_store_url=None)
+    record, files = write_checkpoint(1)
+    uploader.enqueue("checkpoint", record, files, step=1)
+    assert uploader.settle() is None
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "sample"])
+def test_an_endpoint_that_is_away_holds_up_no_target(chaos, uploader_for, write_checkpoint, tmp_path, kind):
+    gone = "http://127.0.0.1:9/"
+    uploader = uploader_for(chaos, targets=[f"file://{tmp_path}/archive"], file_store_url=gone)
+    for step in (1, 2):
+        record, files = write_checkpoint(step)
+        uploader.enqueue(kind, record, files, step=step)
+    while len(list((tmp_path / "archive").rglob("step-*.json"))) < 2:
+        assert uploader.settle(0.05) is not None
+    assert chaos.messages(f"/{kind}") == []
 
 
 def test_a_target_works_without_any_endpoint(chaos, uploader_for, write_checkpoint, tmp_path):
