@@ -27,7 +27,13 @@ from torch.utils._pytree import tree_leaves
 
 from ...callbacks.checkpoint.capture import CONTRACT_KEY
 from ...callbacks.checkpoint.plugins import keep_sharded_for, rank_groups_of
-from ...callbacks.checkpoint.rank_state import Differing, apply_differences, differences_of_ranks
+from ...callbacks.checkpoint.rank_state import (
+    OPTIMIZER_DEVICES,
+    Differing,
+    apply_differences,
+    differences_of_ranks,
+    restore_optimizers_as_stored,
+)
 from ...callbacks.checkpoint.sharded.rank_channel import Channel
 from ...callbacks.lightning_internals import attached_trainer
 from ..contract.exceptions import CheckpointError, ContractError
@@ -82,7 +88,9 @@ class ToRestore:
     trainer_directory: Path | None
     """For the trainer's ``load_checkpoint``; None does not call it."""
     own_weights: Mapping[str, Any] = field(default_factory=dict)
-    """Weights that this rank has otherwise than rank zero."""
+    """Weights of this rank that differ from rank zero's."""
+    optimizer_states: Sequence[Mapping[str, Any]] = ()
+    """The state dicts that Lightning loads into the optimizers."""
 
 
 class TrainerState:
@@ -217,7 +225,8 @@ class TrainerState:
         _check_optimizers(self.discovered.optimizers, checkpoint.get("optimizer_states", ()))
         _fit_buffers(self.module, checkpoint["state_dict"], parts.get(_RESIZED, ()))
         kept = {name: part for name, part in parts.items() if name != _OF_RANKS}
-        return ToRestore(kept, trainer_directory(trainer.ckpt_path, self.plugin), own_weights)
+        directory = trainer_directory(trainer.ckpt_path, self.plugin)
+        return ToRestore(kept, directory, own_weights, checkpoint.get("optimizer_states", ()))
 
     def load_weights(self, checkpoint: Mapping[str, Any], path: Any, *, strict: bool) -> ToRestore:
         """Load the weights of a checkpoint at `path` without a Lightning trainer; what the trainer is to get then.
@@ -251,6 +260,8 @@ class TrainerState:
         load_checkpoint = optional_hook(self.plugin, "load_checkpoint")
         if directory is not None and load_checkpoint is not None:
             load_checkpoint(state=self.value, checkpoint_dir=str(directory), payload=payload or {}, ctx=ctx)
+        # After the hooks of the class, which may load an optimizer once more.
+        restore_optimizers_as_stored(self.optimizers, waiting.optimizer_states, parts.get(OPTIMIZER_DEVICES, ()))
         if attached_trainer(self.module) is not None:  # else no optimizer was restored
             self._built_settings.restored(parts.get(_BUILT), says=self.module.global_rank == 0)
         states = parts.get(_GENERATORS, {})
