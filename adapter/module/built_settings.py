@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 
-__all__ = ["SET_BY_SCHEDULERS", "BuiltSettings"]
+__all__ = ["SET_BY_SCHEDULERS", "BuiltSettings", "put_setting"]
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class BuiltSettings:
                     _set_rate(group, value)
                     self._tell_schedulers(optimizer)
                 else:
-                    _set(group, name, value)
+                    put_setting(group, name, value)
 
     def _tell_schedulers(self, optimizer: Optimizer) -> None:
         for scheduler in _with_inner(self._schedulers):
@@ -147,14 +147,15 @@ def _set_rate(group: dict[str, Any], rate: Any) -> None:
     """A new rate for a group; where a schedule has changed the old one, by the same factor from now on."""
     first = _number(group.get("initial_lr", 0))
     if not first:
-        _set(group, "lr", rate)
+        put_setting(group, "lr", rate)
         return
     for name in _RATES:
         if name in group:
-            _set(group, name, rate if name == "initial_lr" else _number(group[name]) / first * rate)
+            put_setting(group, name, rate if name == "initial_lr" else _number(group[name]) / first * rate)
 
 
-def _set(group: dict[str, Any], name: str, value: Any) -> None:
+def put_setting(group: dict[str, Any], name: str, value: Any) -> None:
+    """Give a group of an optimizer another value of a setting that it has."""
     if isinstance(group[name], Tensor):  # a captured step reads this very tensor
         group[name].fill_(value)
     else:
