@@ -21,10 +21,13 @@ from torch.optim import Optimizer
 from .checkpoint.sharded.slices import sharded_like, unsharded
 
 __all__ = [
+    "has_state_of_its_own",
     "map_values",
     "named_values",
     "parameters_of",
+    "put_setting",
     "restore_as_stored",
+    "restore_groups",
     "settings_and_counters",
     "unusual_devices",
     "with_step_hooks",
@@ -116,7 +119,7 @@ def restore_as_stored(
         devices: The result of `unusual_devices` when it was saved.
     """
     entries, state = stored.get("state"), optimizer.state
-    if not isinstance(entries, Mapping) or any(inner.state is not state for inner in _inner(optimizer)):
+    if not isinstance(entries, Mapping):
         return
     parameters, on_host = dict(enumerate(parameters_of(optimizer))), {tuple(place): flag for place, flag in devices}
     for number, entry in entries.items():
@@ -125,6 +128,27 @@ def restore_as_stored(
         if key in state:
             beside = parameter if parameter is not None else next(iter(parameters.values()), None)
             state[key] = _as_stored(entry, state[key], (number,), beside, on_host)
+
+
+def has_state_of_its_own(optimizer: Optimizer) -> bool:
+    """Whether `optimizer` wraps another one and keeps state besides it, so that a state dict may be of either."""
+    return any(inner.state is not optimizer.state for inner in _inner(optimizer))
+
+
+def put_setting(group: dict[str, Any], name: str, value: Any) -> None:
+    """Give a group of an optimizer another value of a setting."""
+    if isinstance(group.get(name), Tensor):  # a captured step reads this very tensor
+        group[name].fill_(value)
+    else:
+        group[name] = value
+
+
+def restore_groups(optimizer: Optimizer, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Give the groups of `optimizer` the settings of `groups`, but not other parameters."""
+    for group, saved in zip(optimizer.param_groups, groups, strict=False):
+        for name, value in saved.items():
+            if name != "params":
+                put_setting(group, name, value)
 
 
 def _as_stored(stored: Any, loaded: Any, place: Place, parameter: Tensor | None, on_host: Mapping[Place, bool]) -> Any:

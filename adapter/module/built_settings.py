@@ -16,10 +16,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...callbacks.optimizer_state import put_setting
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 
-__all__ = ["SET_BY_SCHEDULERS", "BuiltSettings", "put_setting"]
+__all__ = ["SET_BY_SCHEDULERS", "BuiltSettings"]
 
 log = logging.getLogger(__name__)
 
@@ -152,14 +153,6 @@ def _set_rate(group: dict[str, Any], rate: Any) -> None:
     for name in _RATES:
         if name in group:
             put_setting(group, name, rate if name == "initial_lr" else _number(group[name]) / first * rate)
-
-
-def put_setting(group: dict[str, Any], name: str, value: Any) -> None:
-    """Give a group of an optimizer another value of a setting that it has."""
-    if isinstance(group[name], Tensor):  # a captured step reads this very tensor
-        group[name].fill_(value)
-    else:
-        group[name] = value
 
 
 def _with_inner(schedulers: Sequence[Any]) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
 from ...callbacks.checkpoint.capture import CONTRACT_KEY
@@ -34,6 +33,7 @@ from ...callbacks.checkpoint.rank_state import (
 )
 from ...callbacks.checkpoint.sharded.rank_channel import Channel
 from ...callbacks.lightning_internals import attached_trainer
+from ...callbacks.optimizer_state import restore_groups
 from ..contract.exceptions import CheckpointError, ContractError
 from ..contract.types import StepContext, TrainerPlugin
 from ..discovery.discover import Discovered, Found, check_unchanged, discover
@@ -41,7 +41,7 @@ from ..discovery.rank_local import rank_local_of
 from ..discovery.wrapped_optimizers import kept_by_wrappers
 from ..gradients.fsdp.state import whole_payload
 from ..gradients.fsdp.tensors import whole_numbers
-from .built_settings import SET_BY_SCHEDULERS, BuiltSettings, put_setting
+from .built_settings import SET_BY_SCHEDULERS, BuiltSettings
 from .plugin_loading import optional_hook
 from .replaced import Replaced, without_functions
 from .trainer_files import trainer_directory
@@ -267,8 +267,11 @@ class TrainerState:
         restore_optimizers_as_stored(self.optimizers, waiting.optimizer_states, parts.get(OPTIMIZER_DEVICES, ()))
         now, is_first = self._discover(), self.module.global_rank == 0
         if _REPLACED in parts:
-            for made in self._replaced.load(unmanaged, replaced, now, without=loaded):  # by the hooks of the class
-                _restore_groups(getattr(made, "optimizer", None), self.optimizers, waiting.optimizer_states)
+            made = self._replaced.load(unmanaged, replaced, now, without=loaded)
+            driven = {id(getattr(schedule, "optimizer", None)) for schedule in made}
+            for optimizer, saved in zip(self.optimizers, waiting.optimizer_states, strict=False):
+                if id(optimizer) in driven:  # a hook made the schedule, whose constructor has set the rate
+                    restore_groups(optimizer, saved.get("param_groups", ()))
             self._replaced.check(replaced, now, says=is_first)
         if attached_trainer(self.module) is not None:  # else no optimizer was restored
             self._built_settings.restored(parts.get(_BUILT), says=is_first)
@@ -376,14 +379,6 @@ def _check_optimizers(optimizers: Sequence[Found[Optimizer]], states: Sequence[M
                     f"the checkpoint had {', '.join(foreign)} instead. Build the optimizer as it was, or start at "
                     "step 0 with `genlight run --fresh`, of a fit `--resume never`."
                 )
-
-
-def _restore_groups(optimizer: Any, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
-    """Undo what the constructor of a schedule set in the groups of `optimizer`, which had been restored by then."""
-    for each, state in zip(optimizers, states, strict=False):
-        for group, saved in zip(each.param_groups, state.get("param_groups", ()), strict=False):
-            for name in saved.keys() & group.keys() - {"params"} if each is optimizer else ():
-                put_setting(group, name, saved[name])
 
 
 def _sizes(groups: Iterable[Mapping[str, Any]]) -> list[int]:

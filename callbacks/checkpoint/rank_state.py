@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ...adapter.plumbing.devices import random_states, restore_random_states
-from ..optimizer_state import restore_as_stored, unusual_devices
+from ..optimizer_state import has_state_of_its_own, restore_as_stored, unusual_devices
 from .codec.state_tree import Path, decode, encode, format_path
 from .codec.tensors import TensorTable, as_referred, content_digests
 from .format.record import digest_of
@@ -178,7 +178,8 @@ def restore_optimizers_as_stored(
 ) -> None:
     """`restore_as_stored` for each of `optimizers`, with its state and what `capture_parts` noted of it."""
     for at, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
-        restore_as_stored(optimizer, state, devices[at] if devices else ())
+        if not has_state_of_its_own(optimizer):
+            restore_as_stored(optimizer, state, devices[at] if devices else ())
 
 
 def _stands_between_batches(trainer: pl.Trainer) -> bool:

@@ -89,6 +89,74 @@ class Wrapped(Plain):
         return Wrapper(parameters)
 
 
+class WrapperOfAll(Optimizer):
+    """Shares groups and state with the optimizer in it, which replaces its own when it loads, as LARC does."""
+
+    def __init__(self, params: Any) -> None:
+        self.base = SGD(params, lr=0.05, momentum=0.9)
+        self.param_groups, self.state, self.defaults = self.base.param_groups, self.base.state, self.base.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.base.load_state_dict(state)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+class WrapperOfGroups(Optimizer):
+    """Has a list of its own with the groups of the optimizer in it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+        self.base = SGD(self.param_groups, lr=0.05, momentum=0.9)
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+class WrapperOfOther(Optimizer):
+    """Forgets the rate of the optimizer in it, which has groups of its own."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params, {"lr": 0.05})
+        self.base = SGD(params, lr=0.05)
+
+    def step(self, closure: Any = None) -> None:
+        self.base.param_groups[0]["lr"] *= 0.9
+        self.base.step()
+
+
+class WrapsAll(Plain):
+    wrapper: Any = WrapperOfAll
+
+    def optimizer(self, parameters: Any) -> Optimizer:
+        return self.wrapper(parameters)
+
+    def configure(self, ctx: Any) -> Any:
+        state = super().configure(ctx)
+        return {**state, "schedule": torch.optim.lr_scheduler.ExponentialLR(state["optimizer"], 0.8)}
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        result = super().train_step(batch, state, ctx)
+        state["schedule"].step()
+        return result
+
+
+class WrapsGroups(WrapsAll):
+    wrapper = WrapperOfGroups
+
+
+class WrapsOther(WrapsAll):
+    wrapper = WrapperOfOther
+
+
 class OwnSchedule(torch.optim.lr_scheduler.LRScheduler):
     """Keeps a function, as its own ``state_dict`` says."""
 
@@ -185,7 +253,10 @@ def fit(folder: Path, plugin: Any, resume_from: Path | None = None) -> Any:
     return module.contract_state
 
 
-@pytest.mark.parametrize("kind", [Wrapped, Scheduled, InBfloat16, Averaged, MastersInFp32, MomentsInBfloat16])
+@pytest.mark.parametrize(
+    "kind",
+    [Wrapped, WrapsAll, WrapsGroups, WrapsOther, Scheduled, InBfloat16, Averaged, MastersInFp32, MomentsInBfloat16],
+)
 def test_a_resume_ends_with_the_same_bits(tmp_path: Path, kind: type[Plain]) -> None:
     """From the third of five steps. Open windows and optimizers keyed by address are resumed in the zoo."""
     whole = fit(tmp_path, kind())
@@ -228,13 +299,16 @@ def test_a_lightning_module_gets_the_state_of_its_optimizer_back_as_it_was_store
     assert {entry["mu_product"].dtype for entry in resumed.optimizers().state.values()} == {torch.float32}
 
 
-def test_a_wrapper_and_the_optimizer_in_it_share_their_groups_after_a_resume(tmp_path: Path) -> None:
-    """Or a schedule of the wrapper would no longer reach the steps."""
-    fit(tmp_path, Wrapped())
+@pytest.mark.parametrize("kind", [Wrapped, WrapsAll, WrapsGroups])
+def test_a_wrapper_and_the_optimizer_in_it_share_their_groups_after_a_resume(tmp_path: Path, kind: type[Plain]) -> None:
+    """Otherwise a schedule of the wrapper would no longer reach the steps."""
+    whole = fit(tmp_path, kind())["optimizer"]
 
-    optimizer = fit(tmp_path, Wrapped(), tmp_path / "step-00000003.json")["optimizer"]
+    optimizer = fit(tmp_path, kind(), tmp_path / "step-00000003.json")["optimizer"]
 
-    assert optimizer.base.param_groups is optimizer.param_groups
+    assert optimizer.base.param_groups[0] is optimizer.param_groups[0]
+    assert (optimizer.base.param_groups is optimizer.param_groups) == (whole.base.param_groups is whole.param_groups)
+    assert (optimizer.base.state is optimizer.state) == (whole.base.state is whole.state)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
