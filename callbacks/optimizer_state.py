@@ -1,18 +1,40 @@
-"""The state that optimizers of every kind have in common.
+"""State that optimizers of every kind have in common, and its restoration with the types and devices that it had.
 
-What they keep is usually a mapping for each parameter, but torch takes anything, under any key:
-MADGRAD counts its steps in ``state["k"]``, a tensor; others keep one tensor, and no mapping, for a parameter.
+An optimizer usually keeps a mapping for each parameter, but torch accepts anything, under any key: MADGRAD counts its
+steps in ``state["k"]``, a tensor; others keep a single tensor for a parameter.
+
+``Optimizer.load_state_dict`` casts every tensor but ``step`` to the type of its parameter, and Lightning then moves it
+to the device of the run. NAdam's running product, moments in bfloat16 and fp32 masters of bfloat16 weights all change
+by that. So `restore_as_stored` puts back what was stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-__all__ = ["map_values", "named_values", "parameters_of", "settings_and_counters", "with_step_hooks"]
+from .checkpoint.sharded.slices import sharded_like, unsharded
+
+__all__ = [
+    "has_state_of_its_own",
+    "map_values",
+    "named_values",
+    "parameters_of",
+    "put_setting",
+    "restore_as_stored",
+    "restore_groups",
+    "settings_and_counters",
+    "unusual_devices",
+    "with_step_hooks",
+]
+
+Place = tuple[Any, ...]
+"""The number of a parameter, or another key of ``optimizer.state``, and the keys and indices below it."""
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -62,5 +84,101 @@ def with_step_hooks(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
         if "_optimizer_step_pre_hooks" in vars(optimizer):
             found.append(optimizer)
         else:
-            found += with_step_hooks(value for value in vars(optimizer).values() if isinstance(value, Optimizer))
+            found += with_step_hooks(_inner(optimizer))
     return found
+
+
+def unusual_devices(optimizer: Optimizer) -> list[tuple[Place, bool]]:
+    """Tensors of the state that torch and Lightning would load to another device than they are on.
+
+    Returns:
+        For each its place, and whether it is on the host; empty if the parameters are on the host themselves.
+    """
+    parameters = list(parameters_of(optimizer))
+    if all(parameter.device.type == "cpu" for parameter in parameters):
+        return []
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    on_device = {id(p) for g in optimizer.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
+    found = []
+    for key, entry in optimizer.state.items():
+        for place, tensor in _tensors(entry, (numbers.get(id(key), key),)):
+            is_on_host = tensor.device.type == "cpu"
+            if is_on_host != (place[1:] == ("step",) and id(key) not in on_device):
+                found.append((place, is_on_host))
+    return found
+
+
+def restore_as_stored(
+    optimizer: Optimizer, stored: Mapping[str, Any], devices: Iterable[tuple[Sequence[Any], bool]] = ()
+) -> None:
+    """Give the state of `optimizer` the types, shapes and devices of the state dict that it has loaded.
+
+    Args:
+        optimizer: It has loaded `stored`.
+        stored: The state dict; one of an unknown form is left alone, because its class loads it by itself.
+        devices: The result of `unusual_devices` when it was saved.
+    """
+    entries, state = stored.get("state"), optimizer.state
+    if not isinstance(entries, Mapping):
+        return
+    parameters, on_host = dict(enumerate(parameters_of(optimizer))), {tuple(place): flag for place, flag in devices}
+    for number, entry in entries.items():
+        parameter = parameters.get(number)
+        key = number if parameter is None else parameter
+        if key in state:
+            beside = parameter if parameter is not None else next(iter(parameters.values()), None)
+            state[key] = _as_stored(entry, state[key], (number,), beside, on_host)
+
+
+def has_state_of_its_own(optimizer: Optimizer) -> bool:
+    """Whether `optimizer` wraps another one and keeps state besides it, so that a state dict may be of either."""
+    return any(inner.state is not optimizer.state for inner in _inner(optimizer))
+
+
+def put_setting(group: dict[str, Any], name: str, value: Any) -> None:
+    """Give a group of an optimizer another value of a setting."""
+    if isinstance(group.get(name), Tensor):  # a captured step reads this very tensor
+        group[name].fill_(value)
+    else:
+        group[name] = value
+
+
+def restore_groups(optimizer: Optimizer, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Give the groups of `optimizer` the settings of `groups`, but not other parameters."""
+    for group, saved in zip(optimizer.param_groups, groups, strict=False):
+        for name, value in saved.items():
+            if name != "params":
+                put_setting(group, name, value)
+
+
+def _as_stored(stored: Any, loaded: Any, place: Place, parameter: Tensor | None, on_host: Mapping[Place, bool]) -> Any:
+    if isinstance(stored, Tensor) and isinstance(loaded, Tensor):
+        device = loaded.device
+        if place in on_host and parameter is not None and parameter.device.type != "cpu":
+            device = torch.device("cpu") if on_host[place] else parameter.device
+        if (loaded.dtype, loaded.shape, loaded.device) == (stored.dtype, stored.shape, device):
+            return loaded
+        if isinstance(parameter, DTensor) and stored.shape == parameter.shape:
+            return sharded_like(stored, parameter)
+        return unsharded(stored).to(device)
+    if isinstance(stored, dict) and isinstance(loaded, dict):  # in place: an optimizer may keep the entry elsewhere
+        for key in stored.keys() & loaded.keys():
+            loaded[key] = _as_stored(stored[key], loaded[key], (*place, key), parameter, on_host)
+        return loaded
+    if type(stored) in (list, tuple) and type(loaded) is type(stored) and len(stored) == len(loaded):
+        pairs = enumerate(zip(stored, loaded, strict=True))
+        return type(stored)(_as_stored(old, new, (*place, at), parameter, on_host) for at, (old, new) in pairs)
+    return stored if isinstance(stored, str) else loaded  # of a text, torch makes "<generator object …>"
+
+
+def _tensors(value: Any, place: Place) -> Iterator[tuple[Place, Tensor]]:
+    if isinstance(value, Tensor):
+        yield place, value
+    elif isinstance(value, Mapping | list | tuple):
+        for key, member in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _tensors(member, (*place, key))
+
+
+def _inner(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that `optimizer` wraps."""
+    return [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]

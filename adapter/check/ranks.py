@@ -133,12 +133,14 @@ def _trained(name: str, subject: Subject, batches: list[Any]) -> Mapping[str, An
         strategy.cluster_environment = LightningEnvironment()
     try:
         watched = subject.train(Watched(dropout=False), batches=batches, devices=WORLD_SIZE, strategy=strategy)
-        reached = watched.reached("weight", "optimizer state", "value")
+        # Apart from the values, among which a wrapper's state would count, and not as that of its optimizer.
+        reached = watched.reached("weight", "optimizer state")
+        values = watched.reached("value")["value"]
     except Exception as error:
         if name != SHARDED:
             raise
         return {REFUSED: {REFUSED: f"{type(error).__name__}: {error}"}}
-    numbers = {path: value for path, value in reached["value"].items() if _is_number(value)}
+    numbers = {path: value for path, value in values.items() if _is_number(value)}
     return {**reached.values, "value": numbers}
 
 

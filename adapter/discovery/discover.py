@@ -105,12 +105,16 @@ class Discovered:
         A trainer may put another one there: by an update by hand, ``state["w"] = (state["w"] - rate *
         gradient).detach().requires_grad_()``, or in a ``load_state_dict`` that takes the tensors of its payload.
         """
+        found = list(found)
+        now = self.look_up(each.path for each in found)
+        tensors = {path: value for path, value in now.items() if isinstance(value, Tensor)}
+        return [Found(each.path, each.name, tensors.get(each.path, each.value)) for each in found]
+
+    def look_up(self, paths: Iterable[str]) -> dict[str, Any]:
+        """The objects that are at `paths` now, without those at which there is none."""
         children: dict[str, dict[str, Any]] = {}
-        now = []
-        for each in found:
-            value = _look_up(each.path, dict(self.roots), children)
-            now.append(Found(each.path, each.name, value) if isinstance(value, Tensor) else each)
-        return now
+        found = {path: _look_up(path, dict(self.roots), children) for path in paths}
+        return {path: value for path, value in found.items() if value is not None}
 
     def currently_trained(self) -> list[Found[Tensor]]:
         """The bare tensors of no optimizer that want a gradient, as they are now."""

@@ -1,8 +1,8 @@
-"""State of an optimizer that wraps another one, where its ``state_dict`` leaves it out or names it by addresses.
+"""State of an optimizer that wraps another one, if its ``state_dict`` skips it or names it by addresses.
 
 Lookahead, SAM and their like are often published with a ``state_dict`` that forgets the wrapped optimizer's moments, or
 keys slow weights by ``id``, which another process cannot match. So both states are saved once more, by the place of
-each parameter.
+each parameter. Wrappers also share groups and states with the optimizer in them, and a load of either breaks that.
 """
 
 from __future__ import annotations
@@ -16,34 +16,54 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...callbacks.checkpoint.sharded.slices import sharded_like, whole
-from ...callbacks.optimizer_state import map_values, named_values, parameters_of
+from ...callbacks.optimizer_state import (
+    map_values,
+    named_values,
+    parameters_of,
+    restore_as_stored,
+    restore_groups,
+    unusual_devices,
+)
 from .children import Reference
 from .discover import Discovered, Found, walk
 
 __all__ = ["KeptByWrapper", "kept_by_wrappers", "walk_optimizer", "with_inner_optimizers"]
 
+_SETTINGS = (bool, int, float, complex, str, type(None), list, tuple, torch.Tensor)
+"""Kinds of settings that a checkpoint can store."""
+
 
 @dataclass(frozen=True)
 class KeptByWrapper:
-    """The state that one optimizer keeps for each of its parameters."""
+    """The state that one optimizer keeps for each of its parameters, and the settings of its groups."""
 
     path: str
     optimizer: Optimizer
     wrapper: Optimizer
-    shares_groups: bool
-    """Whether it had the very groups of its wrapper when it was built, as a scheduler of the wrapper needs."""
+    shares_list: bool = False
+    """Whether it had the very list of groups of its wrapper when it was built, as a schedule of the wrapper needs."""
+    shared_groups: tuple[int, ...] = ()
+    """The groups that were also groups of its wrapper."""
+    shares_state: bool = False
+    """Whether its state was also that of its wrapper."""
 
     def state_dict(self) -> dict[str, Any]:
         """The entries by the places of their parameters; the values are those of the training, not copies.
 
-        Sharded ones are whole in looks, as everywhere in a checkpoint.
+        Sharded tensors appear whole, as everywhere in a checkpoint.
         """
         state = self.optimizer.state
         entries = {place: state[p] for place, p in enumerate(parameters_of(self.optimizer)) if p in state}
-        return {"state": {place: map_values(whole, entry) for place, entry in entries.items()}}
+        groups = [
+            {name: value for name, value in group.items() if name != "params" and isinstance(value, _SETTINGS)}
+            for group in self.optimizer.param_groups
+        ]
+        stored = {"state": {place: map_values(whole, entry) for place, entry in entries.items()}, "groups": groups}
+        devices = unusual_devices(self.optimizer)
+        return {**stored, "devices": devices} if devices else stored
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take the entries over, on the devices of their parameters and sharded as those are."""
+        """Take the entries over, on the devices that they had and sharded as their parameters are."""
         state: dict[Any, Any] = self.optimizer.state
         named = {key: value for key, value in state.items() if isinstance(key, str)}  # of no parameter
         state.clear()
@@ -53,8 +73,16 @@ class KeptByWrapper:
                 entry = saved["state"][place]
                 values = {name: _beside(parameter, name, value) for name, value in named_values(entry)}
                 state[parameter] = values if isinstance(entry, Mapping) else values.popitem()[1]
-        if self.shares_groups:
+        restore_as_stored(self.optimizer, saved, saved.get("devices", ()))
+        restore_groups(self.optimizer, saved.get("groups", ()))
+        if self.shares_list:
             self.optimizer.param_groups = self.wrapper.param_groups
+        for at in self.shared_groups:
+            self.optimizer.param_groups[at] = self.wrapper.param_groups[at]
+        if self.shares_state and (other := self.wrapper.state) is not state:
+            for key in [key for key in other if isinstance(key, str) and key not in state]:
+                state[key] = other[key]
+            self.wrapper.state = self.optimizer.state
 
 
 def kept_by_wrappers(optimizers: tuple[Found[Optimizer], ...]) -> list[KeptByWrapper]:
@@ -72,10 +100,12 @@ def _of(path: str, optimizer: Optimizer, seen: set[int]) -> Iterator[KeptByWrapp
         if isinstance(value, Optimizer) and id(value) not in seen
     ]
     if inner:
-        yield KeptByWrapper(f"{path}.<own>", optimizer, optimizer, shares_groups=False)
+        yield KeptByWrapper(f"{path}.<own>", optimizer, optimizer)
     for name, wrapped in inner:
-        shares = wrapped.param_groups is optimizer.param_groups
-        yield KeptByWrapper(f"{path}.{name}", wrapped, optimizer, shares)
+        groups = zip(wrapped.param_groups, optimizer.param_groups, strict=False)
+        shared = tuple(at for at, (one, other) in enumerate(groups) if one is other)
+        shares_list, shares_state = wrapped.param_groups is optimizer.param_groups, wrapped.state is optimizer.state
+        yield KeptByWrapper(f"{path}.{name}", wrapped, optimizer, shares_list, shared, shares_state)
         yield from _of(f"{path}.{name}", wrapped, seen)
 
 

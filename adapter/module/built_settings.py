@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...callbacks.optimizer_state import put_setting
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 
@@ -131,7 +132,7 @@ class BuiltSettings:
                     _set_rate(group, value)
                     self._tell_schedulers(optimizer)
                 else:
-                    _set(group, name, value)
+                    put_setting(group, name, value)
 
     def _tell_schedulers(self, optimizer: Optimizer) -> None:
         for scheduler in _with_inner(self._schedulers):
@@ -147,18 +148,11 @@ def _set_rate(group: dict[str, Any], rate: Any) -> None:
     """A new rate for a group; where a schedule has changed the old one, by the same factor from now on."""
     first = _number(group.get("initial_lr", 0))
     if not first:
-        _set(group, "lr", rate)
+        put_setting(group, "lr", rate)
         return
     for name in _RATES:
         if name in group:
-            _set(group, name, rate if name == "initial_lr" else _number(group[name]) / first * rate)
-
-
-def _set(group: dict[str, Any], name: str, value: Any) -> None:
-    if isinstance(group[name], Tensor):  # a captured step reads this very tensor
-        group[name].fill_(value)
-    else:
-        group[name] = value
+            put_setting(group, name, rate if name == "initial_lr" else _number(group[name]) / first * rate)
 
 
 def _with_inner(schedulers: Sequence[Any]) -> Iterator[Any]:

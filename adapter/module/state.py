@@ -7,11 +7,9 @@ than rank zero.
 
 from __future__ import annotations
 
-import functools
 import logging
 import random
-import types
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,14 +20,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
 from ...callbacks.checkpoint.capture import CONTRACT_KEY
 from ...callbacks.checkpoint.plugins import keep_sharded_for, rank_groups_of
-from ...callbacks.checkpoint.rank_state import Differing, apply_differences, differences_of_ranks
+from ...callbacks.checkpoint.rank_state import (
+    OPTIMIZER_DEVICES,
+    Differing,
+    apply_differences,
+    differences_of_ranks,
+    restore_optimizers_as_stored,
+)
 from ...callbacks.checkpoint.sharded.rank_channel import Channel
 from ...callbacks.lightning_internals import attached_trainer
+from ...callbacks.optimizer_state import restore_groups
 from ..contract.exceptions import CheckpointError, ContractError
 from ..contract.types import StepContext, TrainerPlugin
 from ..discovery.discover import Discovered, Found, check_unchanged, discover
@@ -39,6 +43,7 @@ from ..gradients.fsdp.state import whole_payload
 from ..gradients.fsdp.tensors import whole_numbers
 from .built_settings import SET_BY_SCHEDULERS, BuiltSettings
 from .plugin_loading import optional_hook
+from .replaced import Replaced, without_functions
 from .trainer_files import trainer_directory
 
 if TYPE_CHECKING:
@@ -53,7 +58,9 @@ STATE = "state"
 PHASE = "phase"
 """The member that holds what `RolloutBatches.save` puts there."""
 _UNMANAGED = "unmanaged"
-"""The member that holds, by path, the states of what Lightning does not save."""
+"""The member that holds, by path, the states of schedulers, scalers and wrapped optimizers."""
+_REPLACED = "replaced"
+"""The member that names, by path, objects that training put in the place of those that were built."""
 _AVERAGING = "averaging"
 """The member that holds what the averaging of gradients goes by."""
 _ON_DEVICE = "on_device"
@@ -70,8 +77,6 @@ _OF_THE_DUMP = ("state_dict", "optimizer_states", "lr_schedulers")
 _OF_THE_CONTRACT = (STATE, _ON_DEVICE, _UNMANAGED, _GENERATORS, PHASE)
 _NAMED_AT_MOST = 8
 
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
-
 
 @dataclass(frozen=True)
 class ToRestore:
@@ -82,7 +87,9 @@ class ToRestore:
     trainer_directory: Path | None
     """For the trainer's ``load_checkpoint``; None does not call it."""
     own_weights: Mapping[str, Any] = field(default_factory=dict)
-    """Weights that this rank has otherwise than rank zero."""
+    """Weights of this rank that differ from rank zero's."""
+    optimizer_states: Sequence[Mapping[str, Any]] = ()
+    """The state dicts that Lightning loads into the optimizers."""
 
 
 class TrainerState:
@@ -117,10 +124,11 @@ class TrainerState:
         self._kept_by_wrappers = kept_by_wrappers(discovered.optimizers)
         self._built_buffers = _buffer_shapes(module)
         self._built_settings = BuiltSettings(discovered, keep)
+        self._replaced = Replaced(discovered)
         self._warned_of_ranks = False
 
     def check_unchanged(self) -> Discovered:
-        """The trainer's objects now, without modules, optimizers, layers and groups that a step added or removed.
+        """Discover the trainer's objects again; refuse modules, optimizers, layers and groups that a step added.
 
         Raises:
             ContractError: There are some; names the path of each.
@@ -175,8 +183,10 @@ class TrainerState:
             parts[_AVERAGING] = router.averaging.state_dict()
         if "lr_schedulers" in checkpoint:  # not where weights alone are saved
             kinds = [config.scheduler for config in trainer.lr_scheduler_configs]
-            checkpoint["lr_schedulers"] = list(map(_without_functions, kinds, checkpoint["lr_schedulers"]))
-        parts[_UNMANAGED] = {path: _without_functions(kept, kept.state_dict()) for path, kept in self._unmanaged()}
+            checkpoint["lr_schedulers"] = list(map(without_functions, kinds, checkpoint["lr_schedulers"]))
+        wrapped = {kept.path: kept.state_dict() for kept in self._kept_by_wrappers}
+        parts[_UNMANAGED] = self._replaced.states(now) | wrapped
+        parts[_REPLACED] = self._replaced.record(now, says=self.module.global_rank == 0)
         numbers = {name: value for name, value in metrics.items() if value.numel() == 1}
         parts["metrics"] = {name: float(value) for name, value in numbers.items() if not value.is_complex()}
 
@@ -217,7 +227,8 @@ class TrainerState:
         _check_optimizers(self.discovered.optimizers, checkpoint.get("optimizer_states", ()))
         _fit_buffers(self.module, checkpoint["state_dict"], parts.get(_RESIZED, ()))
         kept = {name: part for name, part in parts.items() if name != _OF_RANKS}
-        return ToRestore(kept, trainer_directory(trainer.ckpt_path, self.plugin), own_weights)
+        directory = trainer_directory(trainer.ckpt_path, self.plugin)
+        return ToRestore(kept, directory, own_weights, checkpoint.get("optimizer_states", ()))
 
     def load_weights(self, checkpoint: Mapping[str, Any], path: Any, *, strict: bool) -> ToRestore:
         """Load the weights of a checkpoint at `path` without a Lightning trainer; what the trainer is to get then.
@@ -240,10 +251,11 @@ class TrainerState:
         _warn_of_scripted_modules(self.discovered)
         if waiting.own_weights:
             self.module.load_state_dict(waiting.own_weights, strict=False)
-        unmanaged = parts.get(_UNMANAGED, {})
-        for path, kept in self._unmanaged() if unmanaged else ():
-            if path in unmanaged:
-                kept.load_state_dict(unmanaged[path])
+        unmanaged, replaced = parts.get(_UNMANAGED, {}), parts.get(_REPLACED, {})
+        for kept in self._kept_by_wrappers:
+            if kept.path in unmanaged:
+                kept.load_state_dict(unmanaged[kept.path])
+        loaded = self._replaced.load(unmanaged, replaced, self._discover())
         payload = parts.get(STATE)
         if payload is not None:
             _bring_back(payload, parts.get(_ON_DEVICE, ()), ctx.device)
@@ -251,13 +263,28 @@ class TrainerState:
         load_checkpoint = optional_hook(self.plugin, "load_checkpoint")
         if directory is not None and load_checkpoint is not None:
             load_checkpoint(state=self.value, checkpoint_dir=str(directory), payload=payload or {}, ctx=ctx)
+        # After the hooks of the class, which may load an optimizer once more.
+        restore_optimizers_as_stored(self.optimizers, waiting.optimizer_states, parts.get(OPTIMIZER_DEVICES, ()))
+        now, is_first = self._discover(), self.module.global_rank == 0
+        if _REPLACED in parts:
+            made = self._replaced.load(unmanaged, replaced, now, without=loaded)
+            driven = {id(getattr(schedule, "optimizer", None)) for schedule in made}
+            for optimizer, saved in zip(self.optimizers, waiting.optimizer_states, strict=False):
+                if id(optimizer) in driven:  # a hook made the schedule, whose constructor has set the rate
+                    restore_groups(optimizer, saved.get("param_groups", ()))
+            self._replaced.check(replaced, now, says=is_first)
         if attached_trainer(self.module) is not None:  # else no optimizer was restored
-            self._built_settings.restored(parts.get(_BUILT), says=self.module.global_rank == 0)
-        states = parts.get(_GENERATORS, {})
-        now = discover(self.value, self.plugin, reserved=dir(self.module), host=self.module) if states else Discovered()
+            self._built_settings.restored(parts.get(_BUILT), says=is_first)
+        states = dict(parts.get(_GENERATORS, {}))
         for found in now.generators:  # last: those that the class restores by itself have this state already
             if found.path in states:
-                _set_random_state(found.value, states[found.path])
+                _set_random_state(found.value, states.pop(found.path))
+        if states and is_first:
+            log.warning(
+                "The checkpoint has the state of %s, which is not there after `configure` and `load_state_dict`: if "
+                "training makes it again, its numbers start again. Build it in `configure`.",
+                ", ".join(states),
+            )
 
     def _on_device(self, payload: Mapping[str, Any]) -> list[bool]:
         """Of each tensor of the payload, whether it has to be on the device again; empty where none has.
@@ -275,15 +302,8 @@ class TrainerState:
         flags = [_memory(tensor) not in memories | {None} for tensor in tensors]
         return flags if any(flags) else []
 
-    def _unmanaged(self) -> Iterator[tuple[str, Any]]:
-        """State that Lightning does not save: scalers, other schedulers, and the state of optimizers' wrappers."""
-        trainer = self.module.trainer
-        managed = {id(config.scheduler) for config in trainer.lr_scheduler_configs}
-        kept: list[Found[Any]] = [*self.discovered.scalers, *self.discovered.schedulers]
-        for found in kept:
-            if id(found.value) not in managed:
-                yield found.path, found.value
-        yield from ((kept.path, kept) for kept in self._kept_by_wrappers)
+    def _discover(self) -> Discovered:
+        return discover(self.value, self.plugin, reserved=dir(self.module), host=self.module)
 
     def _was_resized(self, name: str, shape: tuple[int, ...] | None) -> bool:
         return name not in self._built_buffers or self._built_buffers[name] != shape
@@ -330,16 +350,6 @@ def _set_random_state(generator: Any, state: Any) -> None:
 def _bits(generator: np.random.Generator) -> Any:
     """The bit generator of a generator of NumPy; the types of its states are those of its class."""
     return generator.bit_generator
-
-
-def _without_functions(kept: Any, state: Any) -> Any:
-    """The state of a scheduler without functions, of which it keeps on a resume what ``configure`` gave it.
-
-    Torch's own leave theirs out; of a class of the user's, ``LRScheduler.state_dict`` gives all attributes.
-    """
-    if not isinstance(kept, LRScheduler) or type(kept).load_state_dict is not LRScheduler.load_state_dict:
-        return state
-    return {name: value for name, value in state.items() if not isinstance(value, _FUNCTIONS)}
 
 
 def _check_optimizers(optimizers: Sequence[Found[Optimizer]], states: Sequence[Mapping[str, Any]]) -> None:

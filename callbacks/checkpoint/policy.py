@@ -321,7 +321,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         parts = checkpoint.get(CONTRACT_KEY, {})
         put_positions_back(trainer, checkpoint, parts)
-        self._resume.load(trainer, parts)
+        self._resume.load(trainer, checkpoint, parts)
         if self._resume.is_within_epoch:
             # Of the instance, and until then: a hook that is there is called in every step.
             self.on_train_batch_start = self.restore_pending_rng  # type: ignore[method-assign, assignment]

@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,11 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ...adapter.plumbing.devices import random_states, restore_random_states
+from ..optimizer_state import has_state_of_its_own, restore_as_stored, unusual_devices
 from .codec.state_tree import Path, decode, encode, format_path
 from .codec.tensors import TensorTable, as_referred, content_digests
 from .format.record import digest_of
@@ -42,6 +44,7 @@ __all__ = [
     "digests_of",
     "gradients_of_rank",
     "restore_gradients",
+    "restore_optimizers_as_stored",
     "restore_rng",
     "restore_rng_of_rank",
 ]
@@ -50,6 +53,8 @@ log = logging.getLogger(__name__)
 
 SHARDED_GRADIENTS = "sharded_gradients"
 """The member of a checkpoint's own part that holds them."""
+OPTIMIZER_DEVICES = "optimizer_devices"
+"""The member that says, for each optimizer, which tensors of its state are on an unusual device."""
 
 
 def loader_generators(trainer: pl.Trainer) -> list[torch.Generator]:
@@ -168,6 +173,15 @@ def restore_gradients(
             parameter.grad = unsharded(gradient)
 
 
+def restore_optimizers_as_stored(
+    optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]], devices: Sequence[Any]
+) -> None:
+    """`restore_as_stored` for each of `optimizers`, with its state and what `capture_parts` noted of it."""
+    for at, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
+        if not has_state_of_its_own(optimizer):
+            restore_as_stored(optimizer, state, devices[at] if devices else ())
+
+
 def _stands_between_batches(trainer: pl.Trainer) -> bool:
     """Whether no batch is being trained and the epoch is not over; before the first batch that is true as well."""
     # Lightning declares the counters as a base class with fewer fields.
@@ -196,6 +210,8 @@ def capture_parts(
     parts |= {"is_between_batches": is_between_batches, "is_last_batch": progress.is_last_batch}
     if "rng" not in parts:
         parts["rng"] = channel.gather(capture_rng(loader_generators(trainer)))
+    if any(unusual := [unusual_devices(optimizer) for optimizer in trainer.optimizers]):
+        parts[OPTIMIZER_DEVICES] = unusual
     # Of manual optimization only the module knows its windows; one that clears its gradients has none to store.
     is_open = progress.current.ready % trainer.accumulate_grad_batches != 0 and not progress.is_last_batch
     held = {}
@@ -213,6 +229,8 @@ class ResumeState:
 
     def __init__(self) -> None:
         self._gradients: dict[str, Any] = {}
+        self._optimizer_states: Sequence[Mapping[str, Any]] = ()
+        self._optimizer_devices: Sequence[Any] = ()
         self._rng: list[Any] = []
         """Random states of all ranks, until they were put back at such a point."""
         self._is_between_batches = False
@@ -230,8 +248,10 @@ class ResumeState:
         here = 0.0 if self._started_at_s is None else time.monotonic() - self._started_at_s
         return self._elapsed_before_s + here
 
-    def load(self, trainer: pl.Trainer, parts: dict[str, Any]) -> None:
+    def load(self, trainer: pl.Trainer, checkpoint: Mapping[str, Any], parts: dict[str, Any]) -> None:
         """Take what `capture_parts` added; random states are put back at once, and once more by `restore_rng`."""
+        self._optimizer_states = checkpoint.get("optimizer_states", ())
+        self._optimizer_devices = parts.get(OPTIMIZER_DEVICES, ())
         self._elapsed_before_s = parts.get("elapsed_s", 0.0)
         gradients = gradients_of_rank(parts.get("gradients", []), trainer.global_rank, trainer.world_size)
         self._gradients = gradients | parts.get(SHARDED_GRADIENTS, {})
@@ -245,8 +265,10 @@ class ResumeState:
             _warn_of_lost_rng(lost, len(self._rng), trainer.global_rank, trainer.world_size)
 
     def begin_training(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put gradients back, and say on rank zero which loaders begin with their first batch again."""
+        """Put gradients back, and optimizer states as they were stored; name loaders that begin again on rank zero."""
         self._started_at_s = time.monotonic()
+        restore_optimizers_as_stored(trainer.optimizers, self._optimizer_states, self._optimizer_devices)
+        self._optimizer_states = self._optimizer_devices = ()
         gradients, self._gradients = self._gradients, {}
         restore_gradients(pl_module, gradients)
         if self.is_within_epoch and trainer.is_global_zero:

@@ -167,6 +167,7 @@ ON_RANKS = (
     ("SeededByRank", {"ranks": "pass: with each other bit for bit", "sharded": "pass: agrees with DDP"}),
     ("LbfgsOptimizer", {"ranks": "pass: with each other", "sharded": "warn: state.opt: LBFGS needs all"}),
     ("SumLoss", {"ranks": "pass: with each other", "batch size": "warn: away from the whole"}),
+    ("WrappedOptimizer", {"ranks": "pass: with each other", "sharded": "pass: agrees with DDP"}),
     ("RankDependent", {"ranks": "fail: away from one, at"}),
     ("Drifting", {"ranks": "fail: tensors differ between ranks, the first is state.model.0.bias"}),
     ("ReplacedByOwnRows", {"ranks": "fail: tensors differ between ranks, the first is state.points.mean"}),

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
+from torch.utils._pytree import tree_leaves
 
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint
@@ -87,6 +89,74 @@ class Wrapped(Plain):
         return Wrapper(parameters)
 
 
+class WrapperOfAll(Optimizer):
+    """Shares groups and state with the optimizer in it, which replaces its own when it loads, as LARC does."""
+
+    def __init__(self, params: Any) -> None:
+        self.base = SGD(params, lr=0.05, momentum=0.9)
+        self.param_groups, self.state, self.defaults = self.base.param_groups, self.base.state, self.base.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.base.load_state_dict(state)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+class WrapperOfGroups(Optimizer):
+    """Has a list of its own with the groups of the optimizer in it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+        self.base = SGD(self.param_groups, lr=0.05, momentum=0.9)
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+class WrapperOfOther(Optimizer):
+    """Forgets the rate of the optimizer in it, which has groups of its own."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params, {"lr": 0.05})
+        self.base = SGD(params, lr=0.05)
+
+    def step(self, closure: Any = None) -> None:
+        self.base.param_groups[0]["lr"] *= 0.9
+        self.base.step()
+
+
+class WrapsAll(Plain):
+    wrapper: Any = WrapperOfAll
+
+    def optimizer(self, parameters: Any) -> Optimizer:
+        return self.wrapper(parameters)
+
+    def configure(self, ctx: Any) -> Any:
+        state = super().configure(ctx)
+        return {**state, "schedule": torch.optim.lr_scheduler.ExponentialLR(state["optimizer"], 0.8)}
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        result = super().train_step(batch, state, ctx)
+        state["schedule"].step()
+        return result
+
+
+class WrapsGroups(WrapsAll):
+    wrapper = WrapperOfGroups
+
+
+class WrapsOther(WrapsAll):
+    wrapper = WrapperOfOther
+
+
 class OwnSchedule(torch.optim.lr_scheduler.LRScheduler):
     """Keeps a function, as its own ``state_dict`` says."""
 
@@ -113,6 +183,61 @@ class Scheduled(Plain):
         return result
 
 
+class Momentum(Optimizer):
+    """Keeps its moment in a type of its own, in a list, and a count and a text beside it."""
+
+    def __init__(self, params: Any, kept_as: torch.dtype) -> None:
+        super().__init__(params, {"lr": 0.05})
+        self.kept_as = kept_as
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            entry = self.state[parameter]
+            if not entry:
+                history = [torch.zeros_like(parameter, dtype=self.kept_as)]
+                entry |= {"history": history, "count": torch.tensor(300), "kind": "heavy"}
+            moment = entry["history"][-1].float() * 0.9 + parameter.grad.float()
+            entry["history"] = [*entry["history"][-1:], moment.to(self.kept_as)]
+            entry["count"] += 1
+            moment = moment if entry["kind"] == "heavy" else torch.zeros_like(moment)
+            parameter -= (0.05 * entry["count"] / 300 * moment).to(parameter.dtype)
+
+
+class InBfloat16(Plain):
+    """The weights are bfloat16; NAdam keeps the product of its factors in fp32."""
+
+    kind: Any = staticmethod(torch.optim.NAdam)
+
+    def configure(self, ctx: Any) -> Any:
+        model = nn.Linear(3, 1).to(torch.bfloat16)
+        return {"model": model, "optimizer": self.kind(model.parameters(), lr=0.01)}
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
+        return raw.to(torch.bfloat16)
+
+
+class Averaged(InBfloat16):
+    kind = staticmethod(torch.optim.ASGD)
+
+
+class MastersInFp32(InBfloat16):
+    kind = staticmethod(lambda parameters, lr: Momentum(parameters, torch.float32))
+
+
+class MomentsInBfloat16(Plain):
+    """The weights are fp32. Loads its optimizer by itself, as the template of a class does."""
+
+    def optimizer(self, parameters: Any) -> Optimizer:
+        return Momentum(parameters, torch.bfloat16)
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {"optimizer": state["optimizer"].state_dict()}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
+        state["optimizer"].load_state_dict(payload["optimizer"])
+
+
 class Scripted(Plain):
     def configure(self, ctx: Any) -> Any:
         model = torch.jit.script(nn.Linear(3, 1))
@@ -128,7 +253,10 @@ def fit(folder: Path, plugin: Any, resume_from: Path | None = None) -> Any:
     return module.contract_state
 
 
-@pytest.mark.parametrize("kind", [Wrapped, Scheduled])
+@pytest.mark.parametrize(
+    "kind",
+    [Wrapped, WrapsAll, WrapsGroups, WrapsOther, Scheduled, InBfloat16, Averaged, MastersInFp32, MomentsInBfloat16],
+)
 def test_a_resume_ends_with_the_same_bits(tmp_path: Path, kind: type[Plain]) -> None:
     """From the third of five steps. Open windows and optimizers keyed by address are resumed in the zoo."""
     whole = fit(tmp_path, kind())
@@ -137,15 +265,50 @@ def test_a_resume_ends_with_the_same_bits(tmp_path: Path, kind: type[Plain]) -> 
 
     weights = (state["model"].parameters() for state in (whole, resumed))
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    kept = (leaf for state in (whole, resumed) for leaf in tree_leaves(state["optimizer"].state_dict()))
+    types = [leaf.dtype for leaf in kept if isinstance(leaf, torch.Tensor)]
+    assert types[: len(types) // 2] == types[len(types) // 2 :]
 
 
-def test_a_wrapper_and_the_optimizer_in_it_share_their_groups_after_a_resume(tmp_path: Path) -> None:
-    """Or a schedule of the wrapper would no longer reach the steps."""
-    fit(tmp_path, Wrapped())
+class OwnLoop(pl.LightningModule):
+    """Trains in bfloat16, without a trainer class."""
 
-    optimizer = fit(tmp_path, Wrapped(), tmp_path / "step-00000003.json")["optimizer"]
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 1).to(torch.bfloat16)
 
-    assert optimizer.base.param_groups is optimizer.param_groups
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        return self.model(batch.to(torch.bfloat16)).square().mean()
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.NAdam(self.parameters(), lr=0.01)
+
+
+def test_a_lightning_module_gets_the_state_of_its_optimizer_back_as_it_was_stored(tmp_path: Path) -> None:
+    def fit_module(resume_from: Path | None = None) -> Any:
+        saver = Checkpoint(tmp_path, every_n_steps=INTERRUPTED_AT, save_final=False)
+        module = OwnLoop()
+        quiet_trainer(saver, max_steps=STEPS).fit(module, Rows(), ckpt_path=resume_from)
+        return module
+
+    whole = fit_module()
+    resumed = fit_module(tmp_path / "step-00000003.json")
+
+    assert torch.equal(whole.model.weight, resumed.model.weight)
+    assert {entry["mu_product"].dtype for entry in resumed.optimizers().state.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", [Wrapped, WrapsAll, WrapsGroups])
+def test_a_wrapper_and_the_optimizer_in_it_share_their_groups_after_a_resume(tmp_path: Path, kind: type[Plain]) -> None:
+    """Otherwise a schedule of the wrapper would no longer reach the steps."""
+    whole = fit(tmp_path, kind())["optimizer"]
+
+    optimizer = fit(tmp_path, kind(), tmp_path / "step-00000003.json")["optimizer"]
+
+    assert optimizer.base.param_groups[0] is optimizer.param_groups[0]
+    assert (optimizer.base.param_groups is optimizer.param_groups) == (whole.base.param_groups is whole.param_groups)
+    assert (optimizer.base.state is optimizer.state) == (whole.base.state is whole.state)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
