@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import random
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...callbacks.checkpoint.codec.state_tree import is_wrapper, wrapped_tensors
-from ...callbacks.checkpoint.codec.tensors import as_uint8
+from ...callbacks.checkpoint.codec.tensors import content_digests
 from ...callbacks.optimizer_state import named_values
 from ..discovery.children import key_text, uncompiled
 from ..discovery.discover import Discovered, Found, discover, walk_both
@@ -221,20 +221,12 @@ def _copy(tensor: Tensor, *, whole: bool) -> Tensor:
 
 
 def _digest(value: Any) -> str:
+    """A text that is equal for equal types, shapes and bits: NaNs are unequal to themselves."""
     if isinstance(value, Tensor):
-        # Bits: NaNs are unequal to themselves, and torch compares not every type.
-        head, data = f"{value.dtype} {tuple(value.shape)}", _bits(value)
-    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        head, data = f"array {value.dtype} {value.shape}", value.tobytes()
-    else:
-        head, data = f"{type(value).__name__} {value!r}", b""
-    digest = hashlib.blake2b(head.encode(), digest_size=16)
-    digest.update(data)
-    return digest.hexdigest()
-
-
-def _bits(tensor: Tensor) -> bytes:
-    return as_uint8(tensor.resolve_conj().resolve_neg().contiguous()).numpy().tobytes()
+        return content_digests([value])[0]
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return f"array {value.dtype} {value.shape} {xxhash.xxh3_128_hexdigest(value.tobytes())}"
+    return f"{type(value).__name__} {xxhash.xxh3_128_hexdigest(repr(value).encode())}"
 
 
 def compare_snapshots(

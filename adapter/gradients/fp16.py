@@ -138,8 +138,9 @@ class Fp16(StepPart):
 class TrueUnitScaler(GradScaler):
     """A gradient scaler for gradients that are unscaled before they are accumulated.
 
-    It is not asked to unscale: `may_update` reports the infinities that `check` saw after the backward, before anybody
-    clipped them away.
+    It is not asked to unscale. `may_update` counts the infinities that `check` saw after the last backward call, before
+    the trainer could clip them away, and those in the gradients of the update itself, to which a trainer may have added
+    what earlier backward calls had left.
     """
 
     def __init__(self, device: str = "cuda", **kwargs: Any) -> None:
@@ -167,11 +168,15 @@ class TrueUnitScaler(GradScaler):
     @torch.no_grad()
     def check(self, optimizer: Optimizer) -> None:
         """Remember whether a gradient of `optimizer` is not finite, without waiting for the device."""
+        found = self._find(optimizer)
+        if found is not None:
+            self._found[id(optimizer)] = found
+
+    def _find(self, optimizer: Optimizer) -> Tensor | None:
+        """One if a gradient of `optimizer` is not finite, otherwise zero; None without any gradient."""
         found = _overflowed([p.grad for p in parameters_of(optimizer) if p.grad is not None])
-        if found is None:
-            return
         by_hand = self._found_by_hand
-        self._found[id(optimizer)] = found if by_hand is None else torch.maximum(found, by_hand.to(found.device))
+        return found if found is None or by_hand is None else torch.maximum(found, by_hand.to(found.device))
 
     @torch.no_grad()
     def check_by_hand(self, tensors: Iterable[Tensor]) -> None:
@@ -189,11 +194,14 @@ class TrueUnitScaler(GradScaler):
             values = _real_values(grad)
             values.masked_fill_(found.to(values.device, torch.bool), 0.0)
 
+    @torch.no_grad()
     def may_update(self, optimizer: Optimizer) -> bool:
         """Whether the gradients of `optimizer` are finite; waits for the device, and adapts the scale."""
-        found = self._found.pop(id(optimizer), None)
-        if found is None:  # no backward since the last update: nothing was scaled
+        after_backward, found = self._found.pop(id(optimizer), None), self._find(optimizer)
+        if found is None:  # there is nothing to update by
             return True
+        if after_backward is not None:
+            found = torch.maximum(found, after_backward.to(found.device))
         if self._scale is None:  # all gradients so far were written by the trainer
             self._lazy_init_scale_growth_tracker(found.device)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found.device: found}
@@ -214,10 +222,12 @@ class TrueUnitScaler(GradScaler):
 
 
 def _overflowed(grads: Sequence[Tensor]) -> Tensor | None:
-    """One where one of `grads` is not finite, else zero, on a device; None without any."""
+    """One if one of `grads` is not finite, otherwise zero, on a device; None without any."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         values = _real_values(grad)
+        if 0 in values.stride():  # of a sum, from torch.autograd.grad; the kernel writes
+            values = values.clone()
         by_kind.setdefault((values.device, values.dtype), []).append(values)
     total: Tensor | None = None
     for (device, _), tensors in by_kind.items():

@@ -23,6 +23,7 @@ this is needed there is no router: fp32 on a device is plain torch.
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -32,6 +33,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -355,13 +357,14 @@ class StepRouter:
             )
 
     def _zero_grad(
-        self, hooks: StepHooks, optimizer: Optimizer, inner: Callable[..., Any], *args: Any, **kw: Any
+        self, hooks: StepHooks, optimizer: Optimizer, inner: Callable[..., Any], /, *args: Any, **kw: Any
     ) -> Any:
         if torch_hooks.is_active(self):
             hooks.call("on_before_zero_grad", optimizer)
         return inner(*args, **kw)
 
-    def _step(self, optimizer: Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _step(self, optimizer: Optimizer, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Make one update of a managed optimizer: its arguments in their places, a closure with one of ours around."""
         if self._in_update or self._is_closed:
             return inner(*args, **kwargs)
         self._refuse_in_backward(optimizer)  # of a hook, on a device in a thread of torch's engine
@@ -374,16 +377,21 @@ class StepRouter:
                 )
                 raise self._refusal
             return inner(*args, **kwargs)
-        if args:
-            kwargs["closure"] = args[0]
-        closure = kwargs.pop("closure", None)
+        name = None if args else next((name for name, value in kwargs.items() if _is_closure(inner, name, value)), None)
+        closure = args[0] if args and _is_closure(inner, "", args[0]) else kwargs.get(name or "")
         try:
-            if closure is not None and not self._skipper:
-                evaluated = functools.partial(self._evaluated, optimizer, closure)
-                return self._update(optimizer, inner, closure=evaluated, **kwargs)
-            loss = None if closure is None else self._loss_before_update(optimizer, closure)
-            result = self._update(optimizer, inner, **kwargs) if self._may_update(optimizer) else None
-            return result if closure is None else loss
+            if closure is None:
+                return self._update(optimizer, inner, *args, **kwargs) if self._may_update(optimizer) else None
+            evaluate, loss = None, None
+            if self._skipper:
+                loss = self._loss_before_update(optimizer, closure)
+                if not self._may_update(optimizer):
+                    return loss
+            else:  # each evaluation asks whether the update may be made
+                evaluate = functools.partial(self._evaluated, optimizer, closure)
+            args, kwargs = ((evaluate, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: evaluate})
+            result = self._update(optimizer, inner, *args, **kwargs)
+            return result if evaluate is not None else loss
         finally:
             for part in self.parts:
                 part.after_update(optimizer)
@@ -415,14 +423,14 @@ class StepRouter:
             loss = part.of_loss(loss)
         return loss
 
-    def _evaluated(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        """One evaluation of a closure inside of an update: in the step's precision, with one loss for all ranks."""
+    def _evaluated(self, optimizer: Optimizer, closure: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a closure inside of an update: in the step's precision, with one loss for all ranks."""
         self._in_update = False
         for part in self.parts:
             part.after_update(optimizer)
         try:
             with self._in_step_precision():
-                loss = closure()
+                loss = closure(*args, **kwargs)
         finally:
             self._in_update = True
         self._may_update(optimizer)
@@ -430,7 +438,7 @@ class StepRouter:
             loss = part.of_loss(loss)
         return loss
 
-    def _outside_autocast(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _outside_autocast(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         device = self._precision.autocast_device
         if device is None:
             return call(*args, **kwargs)
@@ -449,10 +457,10 @@ class StepRouter:
         answers = [part.before_update(optimizer) for part in self.parts]
         return all(answers)
 
-    def _update(self, optimizer: Optimizer, step: Callable[..., Any], **kwargs: Any) -> Any:
+    def _update(self, optimizer: Optimizer, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self._in_update = True
         try:
-            return self._outside_autocast(step, **kwargs)
+            return self._outside_autocast(step, *args, **kwargs)
         except Exception as error:
             explained = about_sharded_update(error, optimizer)
             if explained is None:
@@ -509,6 +517,19 @@ def step_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> StepHooks:
         found[name] = [functools.partial(getattr(callback, name), trainer, module) for callback in callbacks]
         found[name] += [getattr(module, name)] if _overrides(module, name, pl.LightningModule) else []
     return StepHooks(**found)
+
+
+def _is_closure(step: Callable[..., Any], name: str, argument: object) -> bool:
+    """Whether an argument of `step` is a function that it evaluates: a callable first one, which is no module.
+
+    Args:
+        step: The optimizer's own.
+        name: The argument's name if it is given by name, otherwise empty.
+        argument: Its value.
+    """
+    if not callable(argument) or isinstance(argument, nn.Module):
+        return False
+    return name in ("", "closure") or name == next(iter(inspect.signature(step).parameters), "")
 
 
 def _overrides(owner: object, name: str, base: type) -> bool:

@@ -174,7 +174,7 @@ def wrap(optimizer: Optimizer, name: str, through: Callable[..., Any]) -> None:
     inner = getattr(optimizer, name)
 
     @functools.wraps(inner)
-    def routed(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def routed(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
         return through(self, inner, *args, **kwargs)
 
     setattr(optimizer, name, types.MethodType(routed, optimizer))

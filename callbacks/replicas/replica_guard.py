@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
@@ -16,6 +16,7 @@ from typing_extensions import override
 from ...adapter.contract.exceptions import ReplicaDriftError
 from ...adapter.plumbing.devices import LateCopy, gather_objects, host_group
 from ..checkpoint.codec.state_tree import wrapped_tensors
+from ..checkpoint.codec.tensors import as_uint8, content_digests
 from ..hook.cadence import Boundaries, step_cadence
 from ..hook.hook import Hook
 from ..optimizer_state import named_values, settings_and_counters
@@ -40,11 +41,10 @@ class ReplicaGuard(Hook):
     example), an update made by only one rank, a learning rate that follows the loss of a rank, and faulty hardware.
 
     By default the replicas are compared after steps 1, 2, 4, 8, … of a run, with each checkpoint, and at the end of
-    training. A comparison reads each tensor once, on its device, and exchanges 32 bytes over its own process group. The
-    result is read four steps later, so that a comparison costs about one pass over weights and optimizer states. If
-    there is a difference, the first tensor that differs is found and reported with its values. Not compared: what the
-    trainer class lists in ``rank_local``, optimizer states that are sharded, and sharded tensors. With one rank the
-    callback does nothing.
+    training. A comparison hashes all tensors where they are, by their bits and places, and exchanges 32 bytes over its
+    own process group. The result is read four steps later, so that no step waits for it. If there is a difference, the
+    first tensor that differs is found and reported with its values. Not compared: what the trainer class lists in
+    ``rank_local``, optimizer states that are sharded, and sharded tensors. With one rank the callback does nothing.
 
     Args:
         every_n_steps: Compare when the step crosses a multiple of this, and at the end of training; 0 is off. None is
@@ -162,7 +162,7 @@ class _Comparison:
         self.trainer, self.group, self.step = trainer, group, trainer.global_step
         self.settings = settings
         self.work: Any = None
-        number = int.from_bytes(hashlib.blake2b(repr(settings).encode(), digest_size=8).digest(), "big") & _LARGEST
+        number = xxhash.xxh3_64_intdigest(repr(settings).encode()) & _LARGEST
         self._of_settings = torch.tensor([number, -number], device="cpu")
         self._sent = self._of_settings
         self._numbers = LateCopy(numbers)
@@ -240,8 +240,9 @@ def _explained(
     named: Sequence[tuple[str, Tensor]], settings: dict[str, str], step: int, group: dist.ProcessGroup | None
 ) -> str:
     """The differences between the ranks, settings first, which change weights too. Collective."""
+    digests = content_digests([tensor for _, tensor in named])
     tensors = {
-        name: (f"shape {tuple(tensor.shape)}", int(digest_of_all([tensor], tensor.device))) for name, tensor in named
+        name: (f"shape {tuple(tensor.shape)}", digest) for (name, tensor), digest in zip(named, digests, strict=True)
     }
     everyone = gather_objects({"settings": settings, "tensors": tensors}, group)
     for what in ("settings", "tensors"):
@@ -275,11 +276,12 @@ _ADVICE = (
 
 
 def _values(tensor: Tensor, group: dist.ProcessGroup | None) -> list[str]:
-    """Of each rank the value of the first element that differs from rank 0's."""
-    mine = tensor.detach().cpu().reshape(-1)
+    """Each rank's value of the first element that differs from rank 0's."""
+    mine = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
     reference = mine.clone()
     dist.broadcast(reference, src=0, group=group)
-    unequal = (mine != reference) & ~(mine.isnan() & reference.isnan())
+    # By their bits: a zero equals the other zero, and a nan nothing.
+    unequal = (as_uint8(mine) != as_uint8(reference)).view(len(mine), -1).any(1)
     place = int(unequal.nonzero()[0]) if unequal.any() else len(mine)
     first = min(gather_objects(place, group))
     index = first if first < len(mine) else 0

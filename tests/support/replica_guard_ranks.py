@@ -34,6 +34,8 @@ class Module(pl.LightningModule):
         if RANK.number == 1 and batch_idx == self.at_step:
             if self.fault == "one bit":
                 self.net[2].weight.view(-1)[0] = torch.nextafter(self.net[2].weight.view(-1)[0], torch.tensor(9.0))
+            elif self.fault == "two signs":
+                self.net[2].weight.view(-1)[[1, 3]] *= -1
             elif self.fault == "rate":
                 self.optimizers().param_groups[0]["lr"] = 0.05
             elif self.fault == "buffer":
@@ -126,7 +128,7 @@ def sharded(cls: type[OwnRate]) -> str:
 
 def main() -> None:
     cases = [("none", 0, 1), ("one bit", 2, 1), ("one bit", 2, 4), ("one bit", 2, 0), ("one bit", 5, 100)]
-    cases += [("buffer", 1, 2), ("all", 1, 2), ("nan", 0, 1)]
+    cases += [("two signs", 2, 1), ("buffer", 1, 2), ("all", 1, 2), ("nan", 0, 1)]
     results = {f"{fault} at {step} checked {every}": outcome(fault, step, every) for fault, step, every in cases}
     results["one bit at 2 checked by default"] = outcome("one bit", 2, None)
     results["one bit at 2 checked with a checkpoint"] = outcome("one bit", 2, None, SavesAtStepThree())

@@ -182,6 +182,55 @@ def test_a_trainers_own_scaler_is_the_only_one_and_is_said_once(caplog):
     assert sum('state["scaler"]' in message for message in caplog.messages) == 1
 
 
+def sum_and_assign(weight, loss, update):
+    total = torch.zeros_like(weight)
+    for factor in (float("inf"), 1.0):
+        weight.grad = None
+        loss(factor).backward()
+        total += weight.grad
+    weight.grad = total
+    update()
+
+
+def sum_and_copy(weight, loss, update):
+    loss(float("inf")).backward()
+    first = weight.grad.clone()
+    weight.grad.zero_()
+    loss(1.0).backward()
+    weight.grad.add_(first)
+    update()
+
+
+def update_twice(weight, loss, update):
+    loss(float("inf")).backward()
+    update()
+    update()
+
+
+def differentiate_and_assign(weight, loss, update):
+    (weight.grad,) = torch.autograd.grad(loss(float("inf")), weight)
+    update()
+
+
+@pytest.mark.parametrize("step", [sum_and_assign, sum_and_copy, update_twice, differentiate_and_assign])
+def test_an_overflow_in_the_gradients_of_an_update_skips_it_whatever_the_last_backward_call_left(step):
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    discovered = discover({"weight": weight, "optimizer": optimizer})
+    router = StepRouter(discovered, torch.device("cpu"), precision=step_precision(fp16(init_scale=8.0), discovered))
+
+    with router:
+        step(weight, lambda factor: weight.sum() * factor, optimizer.step)
+
+    assert torch.equal(weight.detach(), torch.ones(2))
+    assert router.overflow_steps >= 1
+    with router:
+        weight.grad = None
+        weight.sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.full((2,), 0.9))
+
+
 def test_an_overflow_in_the_imaginary_part_of_a_weight_skips_its_update():
     weight = torch.ones(2, dtype=torch.cfloat, requires_grad=True)
     state = {"weight": weight, "opt": torch.optim.SGD([weight], lr=0.1)}

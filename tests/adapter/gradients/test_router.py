@@ -37,10 +37,10 @@ def torch_now() -> list[object]:
 class Run:
     """A model, its optimizer and a router that records what passes through it."""
 
-    def __init__(self, plugin: Precision | None = None) -> None:
+    def __init__(self, plugin: Precision | None = None, make: type[torch.optim.SGD] = torch.optim.SGD) -> None:
         self.events: list[str] = []
         self.model = nn.Linear(2, 1)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.optimizer = make(self.model.parameters(), lr=0.1)
         self.discovered = discover({"model": self.model, "optimizer": self.optimizer})
         hooks = StepHooks(
             on_before_backward=[lambda loss: self.events.append(f"before_backward {loss.dim()}")],
@@ -90,6 +90,65 @@ def test_a_closure_runs_before_the_optimizer_hook_and_its_loss_is_returned():
 
     assert loss is not None
     assert run.events[0] == "closure"
+    assert run.events[-1] == "before_optimizer_step"
+
+
+class WithArguments(torch.optim.SGD):
+    """Records what `step` gets; evaluates what it takes for a closure, with an argument."""
+
+    def step(self, first=None, *args, **kwargs):
+        self.got = (first, args, kwargs)
+        if callable(first) and not isinstance(first, nn.Module):
+            return first(backward=True)
+        return None
+
+
+LOSS = torch.tensor(2.0)
+MODULE = nn.Identity()
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((), {}),
+        ((None, 0.01), {}),
+        ((LOSS,), {}),
+        ((0.01, 3), {"scale": 2}),
+        ((MODULE, 1), {}),
+        ((), {"step": 3, "optimizer": "a", "inner": "b", "call": "c"}),
+        ((), {"closure": None, "scale": 2}),
+    ],
+    ids=["nothing", "after None", "loss", "numbers", "module", "names of the router's own", "closure None"],
+)
+def test_every_argument_of_an_update_reaches_the_optimizer_in_its_place(args, kwargs):
+    for precision in (Precision(), MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))):
+        run = Run(precision, WithArguments)
+        with run.router:
+            run.loss().backward()
+            run.optimizer.step(*args, **kwargs)
+
+        first, rest, named = run.optimizer.got
+        assert ((first, *rest)[: len(args)], named) == (args, kwargs)
+        assert run.events[-1] == "before_optimizer_step"
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_closure_is_routed_and_keeps_its_arguments_and_those_behind_it(is_named):
+    run = Run(make=WithArguments)
+    seen = []
+
+    def closure(backward: bool) -> torch.Tensor:
+        seen.append(backward)
+        loss = run.loss()
+        loss.backward()
+        return loss
+
+    with run.router:
+        loss = run.optimizer.step(first=closure) if is_named else run.optimizer.step(closure, 0.5, scale=2)
+
+    assert seen == [True]
+    assert loss is not None
+    assert run.optimizer.got[1:] == (((), {}) if is_named else ((0.5,), {"scale": 2}))
     assert run.events[-1] == "before_optimizer_step"
 
 

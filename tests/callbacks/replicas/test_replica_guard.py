@@ -8,6 +8,8 @@ import re
 import pytest
 import torch
 
+from genlight.adapter.check.snapshot import flatten
+from genlight.callbacks.checkpoint.codec.tensors import content_digests, device_digest
 from genlight.callbacks.replicas.digest import digest_of_all
 from genlight.callbacks.replicas.replica_guard import _next_double
 from support.rank_processes import run_ranks
@@ -41,6 +43,14 @@ def test_one_bit_of_difference_is_found_at_the_next_check_on_every_rank(outcomes
         assert re.search(r"rank 0 \(\S+ at 0\) and rank 1 \(\S+ at 0\) hold different values", found)
         assert "an update that not every rank made" in found
         assert "after step 4 " in rank["one bit at 2 checked 4"]
+
+
+@pytest.mark.slow
+def test_two_flipped_signs_are_found_and_named_with_the_first_value(outcomes):
+    for rank in outcomes:
+        found = rank["two signs at 2 checked 1"]
+        assert found.startswith("ReplicaDriftError: after step 3 1 of 9 tensors differ between ranks")
+        assert re.search(r"rank 0 \((-?)\S+ at 1\) and rank 1 \((?!\1\d)-?\S+ at 1\)", found)
 
 
 @pytest.mark.slow
@@ -92,12 +102,53 @@ def test_a_digest_changes_with_any_element_and_with_nothing_else(dtype):
         assert digest(other) != digest(tensor)
 
 
-def test_a_digest_changes_when_rows_of_a_large_tensor_change_places():
-    tensor = torch.arange(2000 * 640, dtype=torch.float32).view(2000, 640)
-    other = tensor.clone()
-    other[[3, 4]] = other[[4, 3]]
+def swap_rows(values):
+    values[[10, 11]] = values[[11, 10]]
 
-    assert digest(other) != digest(tensor)
+
+def swap_distant_rows(values):
+    values[[0, -1]] = values[[-1, 0]]
+
+
+def flip_two_signs(values):
+    values.view(-1)[[1, 3]] *= -1
+
+
+def flip_the_sign_of_a_zero(values):
+    values.view(-1)[5] = -0.0
+
+
+def change_the_bits_of_a_nan(values):
+    values.view(torch.int32).view(-1)[6] ^= 1
+
+
+def move_a_difference(values):
+    values.view(torch.int64).view(-1)[[2, 3]] += torch.tensor([1, -1])
+
+
+@pytest.mark.parametrize("rows", [100, 20_000], ids=["small", "large"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        swap_rows,
+        swap_distant_rows,
+        flip_two_signs,
+        flip_the_sign_of_a_zero,
+        change_the_bits_of_a_nan,
+        move_a_difference,
+    ],
+)
+def test_guard_snapshot_and_checkpoint_see_every_change_of_bits(change, rows):
+    values = torch.randn(rows, 4)
+    values.view(-1)[5:7] = torch.tensor([0.0, torch.nan])
+    others = values.clone()
+    change(others)
+
+    assert digest(values) != digest(others)
+    assert digest(values) == digest(values.clone())
+    assert flatten(values, "values").differences(flatten(others, "values")) == ["values"]
+    assert content_digests([values]) != content_digests([others])
+    assert not torch.equal(device_digest(values), device_digest(others))
 
 
 def test_the_digest_of_all_changes_with_any_tensor_its_shape_and_its_place():
@@ -106,6 +157,7 @@ def test_the_digest_of_all_changes_with_any_tensor_its_shape_and_its_place():
     same = digest_of_all([t.clone() for t in tensors], device)
 
     assert digest_of_all(tensors, device) == same
+    assert digest_of_all([tensors[0], tensors[1], tensors[2].view(torch.float64), tensors[3]], device) != same
     assert digest_of_all([tensors[1], tensors[0], *tensors[2:]], device) != same
     assert digest_of_all([tensors[0].view(3, 2), *tensors[1:]], device) != same
     for i, tensor in enumerate(tensors):
