@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Literal, NoReturn, Self
 
 from typing_extensions import override
 
-from ...callbacks.checkpoint.format.record import is_record_of_callback, record_paths, step_name, step_of_name
+from ...callbacks.checkpoint.format.record import step_name
+from ...callbacks.checkpoint.selection import newest_complete
 from ...callbacks.stop.signals import exit_on_signal
 from ...callbacks.stop.sources import StopSources, cancel_file_is_set
 from ..contract.exceptions import EventLogError, FailureCategory, RankFailedError, TrainingCanceled, UploadError
@@ -270,7 +271,7 @@ class Session:
         return first_cause(own, time.time(), self.rank_files, self.processes)
 
     def _describe(self, error: BaseException) -> Failure:
-        saved = None if self.checkpoints_dir is None else any(self.checkpoints_dir.glob("*.json"))
+        saved = None if self.checkpoints_dir is None else newest_complete(self.checkpoints_dir) is not None
         own = describe_failure(
             error,
             stage=self.stage,
@@ -309,11 +310,9 @@ class Session:
             log.error("it failed in step %d.%s %s", self.step, self._goes_on_from(), self.way_on)
 
     def _goes_on_from(self) -> str:
-        """A sentence that names the newest checkpoint, by its name alone; empty where there is none."""
-        records = [] if self.checkpoints_dir is None else record_paths(self.checkpoints_dir)
-        names = [path for path in records if is_record_of_callback(path)]
-        newest = max(names, key=lambda path: step_of_name(path.stem) or 0, default=None)
-        return "" if newest is None else f" It goes on from {shown_path(newest)}."
+        """A sentence that names the checkpoint that the next start takes; empty if there is none."""
+        newest = None if self.checkpoints_dir is None else newest_complete(self.checkpoints_dir)
+        return "" if newest is None else f" It goes on from {shown_path(newest.path)}."
 
     def _inform_ranks(self, exit_code: int) -> None:
         """Let the other ranks end, with this exit code; also removes what a rank of a killed attempt has left."""

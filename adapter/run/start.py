@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...callbacks.checkpoint.format.record import CheckpointRecord, is_record_of_callback, record_paths
+from ...callbacks.checkpoint.format.record import CheckpointRecord, is_record_of_callback
 from ...callbacks.checkpoint.selection import FALLS_BACK, find_checkpoint, find_final, newest_valid
 from ...callbacks.checkpoint.storage import checkpoint_files, folders_of_checkpoints, verify
 from ..contract.exceptions import BrokenCheckpointError, InputError, StartupContractError
@@ -160,7 +160,7 @@ def refuse_to_overwrite(directory: Path, ways: WaysOut) -> None:
             IN_USE,
             f"{str(directory)!r} holds checkpoints already: {ways.go_on}, {ways.elsewhere}, or {ways.anew}.",
         )
-    for path in filter(is_record_of_callback, record_paths(directory)):
+    for path in filter(is_record_of_callback, sorted(directory.iterdir()) if directory.is_dir() else ()):
         raise StartupContractError(
             IN_USE,
             f"{str(path)!r} is not a checkpoint, but has the name of one that this run may save. Move it away, or "

@@ -39,7 +39,7 @@ from .rank_state import ResumeState, capture_parts
 from .selection import WRITER, Retention, add_score, best_first, list_checkpoints, own_records, require, to_delete
 from .sharded.rank_channel import ALONE, Channel
 from .sharded.slices import is_sharded
-from .storage import Listed, Staging, require_replaceable, require_space, stage, sweep
+from .storage import Listed, Staging, files_in_the_way, move_out_of_the_way, require_space, stage, sweep
 from .store import CheckpointStore, require_shared_directory, wait_after_failure
 
 __all__ = ["Checkpoint", "WritesTrainerFiles", "savers_of", "wait_after_failure"]
@@ -208,11 +208,11 @@ class Checkpoint(Hook, LightningCheckpoint):
         """Refuse to train where checkpoints cannot go, rather than to fail at the first of them. Collective.
 
         Raises:
-            StartupContractError: The directory holds another run's checkpoints, and none was named to go on from.
-            CheckpointError: It has no space for one, another file has the name of one, or a rank does not see it.
+            StartupContractError: The directory holds another run's checkpoints, and none was named to go on from; or a
+                file that is not a checkpoint has the name of one.
+            CheckpointError: It has no space for one, or a rank does not see it.
         """
-        begins_anew = trainer.ckpt_path is None and trainer.global_step == 0
-        fault = _in_use_fault(self.directory, listed) if begins_anew and not self.replace_existing else None
+        fault = self._directory_fault(trainer, listed) if trainer.is_global_zero else None
         fault = trainer.strategy.broadcast(fault)  # the other ranks would wait for rank zero
         if fault is not None:
             raise ending_the_run(StartupContractError("startup.artifacts_in_use", fault))
@@ -221,11 +221,18 @@ class Checkpoint(Hook, LightningCheckpoint):
         if groups is not None and any(isinstance(p, DTensor) for p in pl_module.parameters()):
             require_shared_directory(groups.training, self.directory)
         if trainer.is_global_zero:
-            if self.save_final:
-                require_replaceable(self.directory / f"{FINAL_NAME}.json")
             weights = sum(tensor.nbytes for tensor in (*pl_module.parameters(), *pl_module.buffers()))
             trained = sum(p.nbytes for p in pl_module.parameters() if p.requires_grad)
             require_space(self.directory, weights + _ADAM_STATES * trained)
+
+    def _directory_fault(self, trainer: pl.Trainer, listed: list[Listed]) -> str | None:
+        """The reason why this training must not save into its directory, or None."""
+        begins_anew = trainer.ckpt_path is None and trainer.global_step == 0
+        if begins_anew and not self.replace_existing and (fault := _in_use_fault(self.directory, listed)):
+            return fault
+        loaded = self._store.loaded
+        is_of_this_run = loaded is not None and loaded.path.parent == Path(os.path.realpath(self.directory))
+        return _clear_the_way(self.directory, moves_aside=self.replace_existing or is_of_this_run)
 
     @skippable
     @override
@@ -583,6 +590,34 @@ def _in_use_fault(directory: Path, listed: list[Listed]) -> str | None:
         f"{os.fspath(directory)!r} holds checkpoints of another run. Go on from them with "
         f"`trainer.fit(…, ckpt_path={os.fspath(directory / names[-1])!r})`, choose another `dirpath`, move them away, "
         "or have them replaced with `Checkpoint(replace_existing=True)`."
+    )
+
+
+def _clear_the_way(directory: Path, *, moves_aside: bool) -> str | None:
+    """Find what would end a later save: files that are no checkpoints, but have the name of one.
+
+    Args:
+        directory: The folder of checkpoints.
+        moves_aside: Rename them with a warning, because the folder is the run's own.
+
+    Returns:
+        The reason to refuse the training, or None.
+    """
+    try:
+        paths = files_in_the_way(directory)
+        moved = {path.name: move_out_of_the_way(path).name for path in paths} if moves_aside else {}
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}; let this user read it, or move it away"
+    if moved:
+        renamed = ", ".join(f"{name} -> {free}" for name, free in moved.items())
+        log.warning("Not checkpoints, but in the way of one; renamed in %s: %s", directory, renamed)
+        return None
+    if not paths:
+        return None
+    names = ", ".join(path.name for path in paths)
+    return (
+        f"{os.fspath(directory)!r} holds {names}, which is not a checkpoint, but has the name of one that this run may "
+        "save. Move it away, or choose another `dirpath`."
     )
 
 

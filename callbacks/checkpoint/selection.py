@@ -24,7 +24,7 @@ from ...adapter.plumbing.durable import write_bytes_durably
 from ...adapter.plumbing.safe_open import read_own
 from .contents import check_contents
 from .format.record import FINAL_NAME, SCORES_FILE, CheckpointRecord, name_of, read_record, record_path, step_of_name
-from .storage import Listed, records_in, verify_files
+from .storage import Listed, missing_file, records_in, verify_files
 
 if TYPE_CHECKING:
     from ...reporters.uploads import Uploader
@@ -42,6 +42,7 @@ __all__ = [
     "list_checkpoints",
     "monitored",
     "never_queued",
+    "newest_complete",
     "newest_valid",
     "own_records",
     "require",
@@ -108,6 +109,15 @@ def newest_valid(
     return newest, warnings
 
 
+def newest_complete(directory: str | os.PathLike[str]) -> CheckpointRecord | None:
+    """The newest checkpoint whose record is intact and whose files are there, with their sizes; None if there is none.
+
+    It takes no time that depends on the size of the files. `newest_valid` also compares their content.
+    """
+    records = (listed.record for listed in reversed(list_checkpoints(directory)))
+    return next((record for record in records if record is not None and not missing_file(record)), None)
+
+
 def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     """The record that a user means by `path`: itself, that of its name or folder, or the newest of a folder or run.
 
@@ -150,7 +160,7 @@ def find_final(directory: str | os.PathLike[str]) -> CheckpointRecord | None:
     """
     try:
         record = read_record(Path(directory) / f"{FINAL_NAME}.json")
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         return None
     verify_files(record)
     return record

@@ -17,8 +17,9 @@ removes both, and nothing else. What belongs to checkpoints in a directory:
 - A folder is the data of a checkpoint if it holds a state file of this format and a record beside it names it; in it
   the files that the record lists.
 
-Whatever else lies there belongs to others, also inside a data folder. So is every symbolic link. Nothing of it is ever
-replaced, moved or removed.
+Everything else belongs to others, also inside a data folder, and so does every symbolic link. It is never replaced,
+moved or removed. One exception: a run renames a file in its own folder if it has the name of a checkpoint that the run
+will save (`move_out_of_the_way`).
 
 While a file is written the disk works with it: each chunk is handed over to it at once, so that the sync at the end
 finds little left to do. Chunks are large, because a thread that comes back from a system call waits for the
@@ -73,10 +74,12 @@ __all__ = [
     "checkpoint_files",
     "commit",
     "delete_checkpoint",
+    "files_in_the_way",
     "folders_of_checkpoints",
     "folders_that_are_named",
     "hash_file",
     "missing_file",
+    "move_out_of_the_way",
     "naming_the_checkpoint",
     "opened",
     "read_proven",
@@ -367,15 +370,43 @@ def folders_of_checkpoints(files: Sequence[Path]) -> list[Path]:
 
 
 def require_replaceable(record: Path) -> None:
-    """Raise where a record would replace a file that is not a checkpoint; a symbolic link is replaced itself.
+    """Raise if a record would replace something that is not a checkpoint.
 
     Raises:
-        CheckpointError: There is such a file.
+        CheckpointError: There is such a file or folder.
     """
-    if record.is_file() and not record.is_symlink() and not is_checkpoint_file(record):
+    if _is_in_the_way(record):
         raise CheckpointError(
             f"{record} is not a checkpoint, and is not overwritten; move it away, or choose another place"
         )
+
+
+def files_in_the_way(directory: str | os.PathLike[str]) -> list[Path]:
+    """Files and folders with the name of a record of the `Checkpoint` callback that are no checkpoints.
+
+    A program that was killed while it wrote leaves one, empty or cut off. A save refuses to replace it.
+
+    Raises:
+        OSError: One cannot be read.
+    """
+    try:
+        paths = [Path(directory, name) for name in sorted(os.listdir(directory))]
+    except FileNotFoundError:
+        return []
+    return [path for path in paths if is_record_of_callback(path) and _is_in_the_way(path)]
+
+
+def _is_in_the_way(record: Path) -> bool:
+    """Whether something that is not a checkpoint has the name `record`; a symbolic link is replaced itself."""
+    return os.path.lexists(record) and not record.is_symlink() and not is_checkpoint_file(record)
+
+
+def move_out_of_the_way(path: Path) -> Path:
+    """Rename `path`, which is not a checkpoint, to the first free ``NAME.not-a-checkpoint-1``; return the new path."""
+    names = (f"{path.name}.not-a-checkpoint-{number}" for number in itertools.count(1))
+    free = next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(name)))
+    os.rename(path, free)
+    return free
 
 
 def _is_data_folder(path: Path) -> bool:

@@ -575,6 +575,43 @@ def test_a_broken_newest_checkpoint_is_skipped_with_a_warning(write_job, caplog)
     assert resumed["step"] == 2
 
 
+@pytest.mark.parametrize("name", ["step-00000004.json", "final.json"])
+@pytest.mark.parametrize("content", [b"", b'{"step": 4, "sta', None], ids=["empty", "cut off", "folder"])
+def test_a_run_gets_past_a_record_that_an_older_runtime_left_torn(write_job, caplog, name, content):
+    """The name is free again before the first step, so the save of that step does not end the run on each start."""
+    job = write_job(checkpoint_every=2, resume_from_latest=True)
+    assert run(job, "max_steps=3") == 0
+    torn = job.parent / "out" / "checkpoints" / name
+    (torn.parent / "final.json").unlink()
+    if content is None:
+        torn.mkdir()
+    else:
+        torn.write_bytes(content)
+    assert run(job) == 0
+    (warning,) = [message for message in caplog.messages if "not-a-checkpoint" in message]
+    assert f"{name} -> {name}.not-a-checkpoint-1" in warning
+    assert verify(torn).step == (5 if name == "final.json" else 4)
+    aside = torn.with_name(f"{name}.not-a-checkpoint-1")
+    assert aside.is_dir() if content is None else aside.read_bytes() == content
+
+
+def test_the_hint_after_a_failure_names_the_checkpoint_that_the_next_start_takes(write_job, caplog):
+    job = write_job(checkpoint_every=2, resume_from_latest=True, hyperparams={"fails_at": 5})
+    assert run(job, "max_steps=3") == 0
+    (job.parent / "out" / "checkpoints" / "step-00000008.json").write_bytes(RECORD_MARKER)
+    assert run(job) == 1
+    assert "It goes on from out/checkpoints/step-00000004.json." in caplog.text
+    assert events(job)[-1]["resumable"] is True
+
+
+def test_a_users_file_next_to_checkpoints_makes_no_failure_resumable(write_job):
+    job = write_job(hyperparams={"fails_at": 1}, resume_from_latest=True)
+    (job.parent / "out" / "checkpoints").mkdir(parents=True)
+    (job.parent / "out" / "checkpoints" / "notes.json").write_text("{}")
+    assert run(job) == 1
+    assert events(job)[-1]["resumable"] is False
+
+
 def test_a_loss_that_becomes_infinite_is_said_once_and_reported(write_job, caplog):
     job = write_job(trainer=":Overflows", metric_every=2, max_steps=5)
     assert run(job) == 0

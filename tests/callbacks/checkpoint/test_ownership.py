@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from genlight.adapter.contract.exceptions import CheckpointError
+from genlight.adapter.contract.exceptions import CheckpointError, StartupContractError
 from genlight.adapter.plumbing.durable import temporary_name
 from genlight.callbacks.checkpoint import (
     Checkpoint,
@@ -216,10 +216,29 @@ def test_retention_removes_only_what_this_callback_wrote_in_this_run(tmp_path, m
         verify(tmp_path / f"{name}.json")
 
 
-def test_a_final_name_that_is_taken_is_told_before_training(tmp_path, make_trainer, make_net, make_loader):
-    (tmp_path / "final.json").write_text("[]")
-    trainer = make_trainer(Checkpoint(tmp_path), max_epochs=1)
-    with pytest.raises(CheckpointError, match=r"final\.json is not a checkpoint"):
+@pytest.mark.parametrize("name", ["final.json", "step-00000004.json"])
+def test_a_users_file_with_the_name_of_a_checkpoint_is_refused_before_training(
+    tmp_path, make_trainer, make_net, make_loader, name
+):
+    (tmp_path / name).write_text("[]")
+    trainer = make_trainer(Checkpoint(tmp_path, every_n_steps=2), max_epochs=1)
+    with pytest.raises(StartupContractError, match=f"{name}, which is not a checkpoint") as refused:
         trainer.fit(make_net(), make_loader())
+    assert refused.value.code == "startup.artifacts_in_use"
     assert trainer.global_step == 0
-    assert tree(tmp_path) == {"final.json": b"[]"}
+    assert tree(tmp_path) == {name: b"[]"}
+
+
+def test_a_resumed_training_renames_what_is_in_its_way_and_keeps_earlier_ones(
+    tmp_path, make_trainer, make_net, make_loader, caplog
+):
+    first = Checkpoint(tmp_path / "c", every_n_steps=2, keep_last=None)
+    make_trainer(first, max_steps=2).fit(make_net(), make_loader())
+    (tmp_path / "c" / "final.json").unlink()
+    (tmp_path / "c" / "final.json").write_bytes(b"")
+    (tmp_path / "c" / "final.json.not-a-checkpoint-1").write_text("of an earlier start")
+    again = Checkpoint(tmp_path / "c", every_n_steps=2, keep_last=None)
+    make_trainer(again, max_steps=4).fit(make_net(), make_loader(), ckpt_path=tmp_path / "c" / "step-00000002.json")
+    assert "final.json -> final.json.not-a-checkpoint-2" in caplog.text
+    assert verify(tmp_path / "c" / "final.json").step == 4
+    assert (tmp_path / "c" / "final.json.not-a-checkpoint-1").read_text() == "of an earlier start"
