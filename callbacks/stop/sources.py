@@ -56,6 +56,11 @@ class Deadline:
         save_s = self._unmeasured_s if self.save_s is None else SAVE_MARGIN * self.save_s
         return max(save_s, 0.0) + 2 * self._gap_s
 
+    @property
+    def stop_s(self) -> float:
+        """How long a stop takes from the signal until its checkpoint is saved, by the longest of both so far."""
+        return self._gap_s + (self.save_s or 0.0)
+
     def is_over(self, now: float) -> bool:
         """Whether to stop at `now`, on the clock of ``time.monotonic``."""
         return self.at is not None and now + self.margin_s >= self.at
