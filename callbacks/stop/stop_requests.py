@@ -137,8 +137,8 @@ class StopRequests(Hook):
     process group would kill the workers while the training process still needs their batches to finish its step.
 
     Args:
-        cancel_file: A file that requests a stop once it exists and is empty or holds a true value such as ``1``. A file
-            that cannot be read also counts as a request.
+        cancel_file: A file that requests a stop once it exists, whatever it holds, except for a word that means no (0,
+            false, f, no, n, off). A file that cannot be read also counts as a request.
         max_runtime_s: Time limit in seconds since the process started; None means no limit. Slurm's end time is a limit
             too. The run stops early enough to save, going by the longest save so far.
         canceled: Whether the run is canceled before it starts.
