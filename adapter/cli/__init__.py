@@ -14,15 +14,20 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; see `genlight.adapter.cli.command_line`.
 
-    Without `arguments` the process is the command's own, and a stop signal that comes when a run or a fit has ended
-    does not change its exit code.
+    Without `arguments` the process is the command's own. A run or a fit then handles stop signals from here on, before
+    anything large is imported, and a signal after its end no longer changes the exit code.
     """
+    trains = arguments is None and sys.argv[1:2] in (["run"], ["fit"])
     try:
+        if trains:
+            from ...callbacks.stop.signals import StopSignals
+
+            StopSignals().install()
         from .command_line import main as run_main
     except KeyboardInterrupt:  # Its imports take long enough for that.
         return INTERRUPTED
     code = run_main(arguments)
-    if arguments is None and sys.argv[1:2] in (["run"], ["fit"]):
+    if trains:
         # How the run ended has been reported by now. A process with torch in it needs a second to end, and a signal in
         # that time would have its exit code say otherwise.
         from ...callbacks.stop.signals import exit_on_signal

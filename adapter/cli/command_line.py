@@ -162,8 +162,8 @@ def _run_lightning(words: list[str]) -> int:
     with contextlib.ExitStack() as stack:
         signals = StopSignals()
         if words[0] == "fit":
-            stack.enter_context(signals.installed())
-            signals.what_next = "the fit stops before it trains" if is_rank_zero() else ""
+            signals = StopSignals.handling() or stack.enter_context(signals.installed())
+            signals.say("the fit stops before it trains" if is_rank_zero() else "")
         from .lightning_cli import run_lightning_cli  # takes seconds
 
         return run_lightning_cli(words, signals)

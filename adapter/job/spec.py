@@ -243,7 +243,7 @@ class JobSpec(Block, frozen=True, kw_only=True):
     max_runtime_seconds: Annotated[Seconds, variable("TRAINER_MAX_RUNTIME_SECONDS"), example(3600)] = 0
     """Time limit from process start, including downloads; 0 means none."""
     cancel_file_path: Annotated[FilePath, variable("TRAINER_CANCEL_FILE")] | None = None
-    """A file that stops the run when it appears."""
+    """A file that stops the run once it exists, unless it holds a word that means no (0 false f no n off)."""
     uploads: UploadUrls = UploadUrls()
     """Destinations of results."""
     capability_token: CapabilityToken | None = None

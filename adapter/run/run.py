@@ -79,8 +79,9 @@ def run_job(options: RunOptions) -> int:
 def attempt_job(options: RunOptions) -> tuple[int, BaseException | None]:
     """Run a job and report how it ended; the exit code, and the error that was reported where it did not complete."""
     with contextlib.ExitStack() as held:
-        signals = held.enter_context(StopSignals().installed())
-        signals.what_next = "the run stops before it trains" if is_rank_zero() else ""
+        handling = StopSignals.handling() if options.began_with_process else None
+        signals = handling or held.enter_context(StopSignals().installed())
+        signals.say("the run stops before it trains" if is_rank_zero() else "")
         config, errors = read_run_config(
             spec_path=options.spec_path, overrides=options.overrides, environ=options.environ
         )

@@ -207,9 +207,14 @@ class Session:
                 except EventLogError as error:
                     self.cause = error
                     log.error("the completed run could not be recorded: %s", error)  # noqa: TRY400
-                    return EXIT_FAILED
+                    return self._ended(EXIT_FAILED)
         self._inform_ranks(EXIT_COMPLETED)
-        return EXIT_COMPLETED
+        return self._ended(EXIT_COMPLETED)
+
+    def _ended(self, exit_code: int) -> int:
+        """Keep the reported exit code whatever signals come from here on; returns it."""
+        self.stop.signals.exit_code = exit_code
+        return exit_code
 
     def fail(self, error: BaseException) -> int:
         """Report what ended the attempt; returns the exit code, whatever goes wrong here."""
@@ -220,7 +225,7 @@ class Session:
             first = self._first_cause(own)
             if first != own:
                 error = self.cause = FailedElsewhere(first)
-            return self._report(error, first)
+            return self._ended(self._report(error, first))
         except BaseException as problem:  # noqa: BLE001 - no other code may report this attempt
             self.cause = problem
             log.error("the end of the run could not be reported: %s", traceback_of(problem))  # noqa: TRY400
@@ -323,11 +328,17 @@ class Session:
             files.clear()
 
     def _left_s(self) -> float:
-        """Seconds until the deadline, which is counted from the first wait; some for a try where none are left."""
+        """Seconds until the deadline, which is counted from the first wait; some for a try if none are left.
+
+        After a stop signal a launcher that kills its ranks sets an earlier one.
+        """
         now = time.monotonic()
         if self._end_by is None:
             self._end_by = now + self.deadline_s
-        return max(self._end_by - now, min(LAST_TRY_S, self.deadline_s))
+        end_by, killed_at = self._end_by, self.stop.signals.killed_at
+        if killed_at is not None:
+            end_by = min(end_by, killed_at - LAST_TRY_S)
+        return max(end_by - now, min(LAST_TRY_S, self.deadline_s))
 
     def _deliver(
         self, send: Callable[[], UploadError | None] | None, show: Callable[[str], None]
@@ -374,10 +385,9 @@ class FollowerSession(Session):
         if self.stop.run_state is None:  # there was nothing to train
             return EXIT_COMPLETED
         code = self._exit_code_of_rank_zero()
-        if code is not None:
-            return code
-        # Where it was killed after this rank had trained, the run is not known to be whole.
-        return EXIT_FAILED if self._rank_zero is not None and self._rank_zero.is_gone() else EXIT_COMPLETED
+        if code is None:  # If rank zero was killed after this rank had trained, the run may not be complete.
+            code = EXIT_FAILED if self._rank_zero is not None and self._rank_zero.is_gone() else EXIT_COMPLETED
+        return self._ended(code)
 
     @override
     def fail(self, error: BaseException) -> int:
@@ -386,8 +396,8 @@ class FollowerSession(Session):
             self.cause = error
         elif self.stop.is_agreed:
             code = self._exit_code_of_rank_zero()
-            return EXIT_STOPPED if code is None else code
-        return self._report(error, self._describe(error))  # rank zero may not be there at all
+            return self._ended(EXIT_STOPPED if code is None else code)
+        return self._ended(self._report(error, self._describe(error)))  # rank zero may not be there at all
 
     @override
     def _report(self, error: BaseException, failure: Failure) -> int:
@@ -407,7 +417,9 @@ class FollowerSession(Session):
         """The exit code of rank zero, which still settles and reports; None where it left none."""
         exit_on_signal(EXIT_STOPPED)  # this rank is done, and the next start finds what rank zero has left
         within_s = self.deadline_s + REPORTED_WITHIN_S
-        return None if self._rank_zero is None else self._rank_zero.wait_for_end(within_s=within_s)
+        code = None if self._rank_zero is None else self._rank_zero.wait_for_end(within_s=within_s)
+        exit_on_signal(EXIT_STOPPED if code is None else code)
+        return code
 
 
 def _attempted(act: Callable[[], None]) -> None:

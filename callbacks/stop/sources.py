@@ -15,7 +15,9 @@ from .signals import StopSignals, job_end_time_s
 
 __all__ = ["Deadline", "StopSources", "cancel_file_is_set", "process_age_s"]
 
-_TRUE = frozenset({"", "1", "true", "t", "yes", "y", "cancel", "canceled"})
+_NO = frozenset({b"0", b"false", b"f", b"no", b"n", b"off"})
+_LONGEST_WORD = 64
+"""Bytes, blanks included, that a cancel file with a word of `_NO` may have."""
 
 SAVE_MARGIN = 1.5
 """How much longer than the longest one so far the last save may take."""
@@ -55,6 +57,11 @@ class Deadline:
             return 0.0
         save_s = self._unmeasured_s if self.save_s is None else SAVE_MARGIN * self.save_s
         return max(save_s, 0.0) + 2 * self._gap_s
+
+    @property
+    def stop_s(self) -> float:
+        """How long a stop takes from the signal until its checkpoint is saved, by the longest of both so far."""
+        return self._gap_s + (self.save_s or 0.0)
 
     def is_over(self, now: float) -> bool:
         """Whether to stop at `now`, on the clock of ``time.monotonic``."""
@@ -158,18 +165,18 @@ class StopSources:
 
 
 def cancel_file_is_set(path: Path) -> bool:
-    """Whether `path` asks for a stop: it is there, and empty, true, or cannot be read.
+    """Whether `path` asks for a stop: it exists, unless its text is a word that means no (0, false, f, no, n, off).
 
-    What is not a regular file, such as a pipe that would be waited for, counts as one that cannot be read.
+    A file that cannot be read counts too, and so does anything but a regular file, such as a pipe.
     """
     try:
         with open(open_regular(path), "rb") as file:
-            text = file.read(64)
+            text = file.read(_LONGEST_WORD + 1)
     except FileNotFoundError:
         return False
     except OSError:
         return True
-    return text.decode(errors="replace").strip().lower() in _TRUE
+    return len(text) > _LONGEST_WORD or text.strip().lower() not in _NO
 
 
 def process_age_s() -> float:

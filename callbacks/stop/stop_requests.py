@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,13 +22,19 @@ from ..hook.events import is_own_loop, run_state_of
 from ..hook.hook import Hook, RunContext, skippable
 from ..lightning_internals import signal_connector
 from .data_workers import protected_workers
-from .signals import StopSignals
+from .signals import StopSignals, launcher_grace_s
 from .sources import StopSources
 
 __all__ = ["Agreement", "StopRequests"]
 
+log = logging.getLogger(__name__)
+
 ROUND_S = 0.05
 """About how far apart rounds are: one costs some 0.3 ms, as much as a step of a small model."""
+GRACE = (
+    "torchrun kills every rank %s s after a stop signal: the current step, its checkpoint and what is left to upload "
+    "have to fit into that. Set another time with its `--shutdown-timeout`, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+)
 MOST_STEPS = 32
 """How many steps apart they are at most, for a run whose steps become slow from one to the next."""
 
@@ -131,8 +137,8 @@ class StopRequests(Hook):
     process group would kill the workers while the training process still needs their batches to finish its step.
 
     Args:
-        cancel_file: A file that requests a stop once it exists and is empty or holds a true value such as ``1``. A file
-            that cannot be read also counts as a request.
+        cancel_file: A file that requests a stop once it exists, whatever it holds, except for a word that means no (0,
+            false, f, no, n, off). A file that cannot be read also counts as a request.
         max_runtime_s: Time limit in seconds since the process started; None means no limit. Slurm's end time is a limit
             too. The run stops early enough to save, going by the longest save so far.
         canceled: Whether the run is canceled before it starts.
@@ -165,7 +171,7 @@ class StopRequests(Hook):
         self.sources = StopSources(cancel_file, max_runtime_s=max_runtime_s, canceled=canceled, signals=signals)
         self._requested: StopReason | None = None
         self._next_poll = 0.0
-        self._has_fitted = False
+        self._has_fitted = self._has_warned = False
 
     @override
     def join_run(self, run: RunContext) -> None:
@@ -221,6 +227,8 @@ class StopRequests(Hook):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.sources.signals.on_stop = self._wake
         self.sources.deadline.begin_training(saves=bool(savers_of(trainer)))
+        if (grace_s := launcher_grace_s()) is not None and trainer.is_global_zero:
+            log.info(GRACE, f"{grace_s:g}")
         if not is_own_loop(trainer):
             self.on_train_batch_start = _raise_if_stopped  # type: ignore[method-assign, assignment]
         self._pace = Pace(self.poll_s)
@@ -249,6 +257,10 @@ class StopRequests(Hook):
     def on_checkpoint_timed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, seconds: float) -> None:
         deadline = self.sources.deadline
         deadline.save_s = max(seconds, deadline.save_s or 0.0)
+        grace_s = launcher_grace_s()
+        if grace_s is not None and deadline.stop_s >= grace_s and not self._has_warned and trainer.is_global_zero:
+            self._has_warned = True
+            log.warning("A step and a checkpoint take %.0f s, and " + GRACE, deadline.stop_s, f"{grace_s:g}")
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -273,9 +285,8 @@ class StopRequests(Hook):
         connector = signal_connector(trainer)
         connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
         self._undo.callback(vars(connector).pop, "register_signal_handlers", None)
-        owner = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-        if isinstance(owner, StopSignals):
-            self.sources.signals = owner
+        if (handling := StopSignals.handling()) is not None:
+            self.sources.signals = handling
         else:
             self._undo.enter_context(self.sources.signals.installed())
 

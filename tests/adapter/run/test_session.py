@@ -1,9 +1,13 @@
-"""Several threads that end one attempt: one of them reports, and nobody takes that away."""
+"""The end of an attempt: which thread reports it, and how long it may take."""
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
+from genlight.adapter.run.session import Session
+from genlight.callbacks.stop.sources import StopSources
 from genlight.reporters import read_events
 from support.forked import run_forked
 
@@ -56,3 +60,21 @@ def test_a_hang_that_is_noticed_while_another_ranks_failure_is_reported_does_not
     *_, last = read_events(out / "events.jsonl")
     assert (last["event"], last["category"]) == ("failed", "train-step")
     assert "rank 1 ended with exit code 1" in last["error"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "within_s"),
+    [
+        ({}, 60),
+        ({"TORCHELASTIC_RUN_ID": "r"}, 25),
+        ({"TORCHELASTIC_RUN_ID": "r", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "40"}, 35),
+        ({"TORCHELASTIC_RUN_ID": "r", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}, 5),  # it is tried in any case
+    ],
+)
+def test_after_a_stop_signal_the_end_waits_no_longer_than_the_launcher_lets_it_live(monkeypatch, environ, within_s):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    session = Session(stop=StopSources(), deadline_s=60.0)
+    assert 50 < session._left_s() <= 60
+    session.stop.signals._receive(signal.SIGTERM, is_late=False)
+    assert within_s - 1 < session._left_s() <= within_s

@@ -109,8 +109,8 @@ def test_a_second_signal_ends_a_fit_at_once_and_the_next_one_goes_on(job, report
     job.wait_until(job.reached, process)
     process.send_signal(signal.SIGTERM)
     job.wait_until(lambda: "SIGTERM" in said(job), process)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 128 + signal.SIGTERM
+    process.send_signal(signal.SIGINT)
+    assert process.wait(120) == 128 + signal.SIGINT
     assert {event["event"] for event in read_events(job.folder / "events.jsonl")} == {"started"}
     assert validate_events(job.folder / "events.jsonl") == []
 

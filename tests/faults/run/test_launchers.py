@@ -201,11 +201,14 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(job, torchrun):
     assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists()
 
 
-def test_torchrun_that_is_told_to_end_stops_all_ranks_at_one_step(job, torchrun):
+def test_a_signal_to_torchrun_and_its_ranks_stops_all_ranks_at_one_step(job, torchrun):
+    """Schedulers signal every process of a job, and torchrun forwards its own signal to the ranks once more."""
     write(job, {"at": "train_step:6", "rank": 1, "holds": 60.0})
     process = torchrun(anew=True)
     job.wait_until(lambda: job.reached(1), process)
-    process.send_signal(signal.SIGTERM)
+    for each in (*psutil.Process(process.pid).children(), process):
+        each.send_signal(signal.SIGTERM)
+    job.wait_until(lambda: "Sending process" in (job.folder / "stderr").read_text(), process)
     job.go()
 
     assert process.wait(150) != 0  # torchrun's own word for it is 1
