@@ -102,8 +102,8 @@ def _run(options: argparse.Namespace) -> int:
         log.error("%s:%s failed\n%s", options.module, options.function, end.traceback.rstrip())
         try:
             write_failure(options.output_file, end, begin.job_context and begin.job_context.rank)
-        except OSError as fault:
-            log.error("the reason cannot be written next to %s: %s", options.output_file, fault)
+        except OSError:
+            log.exception("the reason cannot be written next to %s", options.output_file)
     emit(callbacks, "on_end_run_job_ctx", end)
     emit(callbacks, "on_completed_ctx", _completed(end))
     return end.exit_code
