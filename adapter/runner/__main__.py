@@ -101,7 +101,7 @@ def _run(options: argparse.Namespace) -> int:
     if end.traceback is not None:
         log.error("%s:%s failed\n%s", options.module, options.function, end.traceback.rstrip())
         try:
-            write_failure(options.output_file, end, begin.job_context and begin.job_context.rank)
+            write_failure(options.output_file, end, None if begin.job_context is None else begin.job_context.rank)
         except OSError:
             log.exception("the reason cannot be written next to %s", options.output_file)
     emit(callbacks, "on_end_run_job_ctx", end)

@@ -140,8 +140,7 @@ def write_failure(path: Path, end: RunEndContext, rank: int | None) -> None:
         OSError: The file cannot be written.
     """
     texts = {name: hide_secrets(getattr(end, name) or "") for name in ("error_type", "error_message", "traceback")}
-    facts = {"rank": rank, "job_id": end.job_id, "hostname": end.hostname, "exit_code": end.exit_code}
-    facts |= {"end_time": end.start_time + end.duration}
+    facts = {"rank": rank, "job_id": end.job_id, "exit_code": end.exit_code, "end_time": end.start_time + end.duration}
     make_directory(path.parent)
     write_bytes_durably(failure_file(path, rank), json.dumps(texts | facts).encode(), mode=PRIVATE_FILE)
 
