@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from . import compat as compat  # so that `gen_worker.trainer` and the modules of `worldflux` can be imported
 from .plumbing.lazy_exports import lazy_exports
 
 __version__: str

@@ -2,7 +2,7 @@
 
 Several processes and threads may write to one file: each line is written under the file's lock, whole or not at all,
 and a line that a crash tore is cut off by the next writer. The import path that existing code uses,
-``worldflux.telemetry.wasr``, is made by `genlight.adapter.compat.install` where that package is absent.
+``worldflux.telemetry.wasr``, works after any import of genlight if that package is not installed.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import compileall
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -59,6 +61,7 @@ def test_the_wheel_holds_every_tracked_file_of_the_packages_under_genlight_and_n
     moved = {
         "genlight/adapter/cli/namespace_main.py": "genlight/__main__.py",
         "genlight/adapter/runner/slurm_runner.py": "slurm/runner.py",
+        "genlight/adapter/compat/gen_worker_trainer.py": "gen_worker/trainer.py",
     }
     packaged = {f"genlight/{name}" for name in tracked(*PACKAGES)}
     stubs = "genlight/adapter/stubs/"
@@ -83,13 +86,47 @@ def test_the_source_distribution_holds_packages_tests_and_examples(built):
     assert not [name for name in names if name.startswith((".tree", ".venv")) or "__pycache__" in name]
 
 
-def test_the_installed_wheel_is_what_is_imported_and_its_command_runs(built, tmp_path):
-    site = tmp_path / "site"
+@pytest.fixture(scope="module")
+def installed(built, tmp_path_factory):
+    """The folder in which the wheel is installed, without what it depends on."""
+    site = tmp_path_factory.mktemp("site")
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, built[1]],
         check=True,
         capture_output=True,
     )
+    return site
+
+
+def run_script(script, site, folder):
+    environ = {**os.environ, "PYTHONPATH": str(site)}
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("form", ["with_source", "without_source"])
+def test_an_installation_has_every_name_and_the_old_import_path(installed, tmp_path, form):
+    site = shutil.copytree(installed, tmp_path / "site")
+    if form == "without_source":
+        compileall.compile_dir(site, quiet=1, legacy=True)
+        for path in site.rglob("*.py"):
+            path.unlink()
+    script = (
+        "from gen_worker.trainer.contracts import StepResult\n"
+        "import gen_worker.trainer, genlight.adapter, genlight.callbacks, genlight.reporters\n"
+        "for package in (genlight.adapter, genlight.callbacks, genlight.reporters, gen_worker.trainer):\n"
+        f"    assert not package.__path__ or package.__path__[0].startswith({str(site)!r}), package.__path__\n"
+        "    assert all(getattr(package, name) is not None for name in package.__all__)\n"
+        "assert StepResult is genlight.adapter.StepResult\n"
+    )
+    done = run_script(script, site, tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = run_script("from genlight.adapter.cli.command_line import main; main(['run', '--help'])", site, tmp_path)
+    assert "usage: genlight run" in done.stdout, done.stderr
+
+
+def test_the_installed_wheel_is_what_is_imported_and_its_command_runs(installed, tmp_path):
+    site = installed
     script = (
         "import sys\n"
         "import genlight.adapter, genlight.callbacks, genlight.reporters\n"
@@ -102,14 +139,7 @@ def test_the_installed_wheel_is_what_is_imported_and_its_command_runs(built, tmp
         "sys.exit(main([]))\n"
     )
 
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": str(site)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_script(script, site, tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert "usage: genlight" in done.stdout

@@ -405,9 +405,6 @@ def run_lightning_cli(arguments: Sequence[str], signals: StopSignals) -> int:
         arguments: Those of the command line.
         signals: Heeded by a fit; they are handled already.
     """
-    from ..compat import install  # which makes the alias
-
-    install()
     if os.getcwd() not in sys.path:  # a console script does not see the folder it is called in
         sys.path.insert(0, os.getcwd())
     session = (Session if is_rank_zero() else FollowerSession)(stop=StopSources(signals=signals))

@@ -1,21 +1,27 @@
-"""Run a job on a Slurm cluster.
+"""Run a job, or any function, on a Slurm cluster.
 
 `render` prints the sbatch script, `submit` hands it to sbatch and prints the id, and `wait` waits for the end of that
 id. A job that is preempted, or reaches its time limit, saves a checkpoint and is put back into the queue, where the
-same command continues it. `genlight ls` shows how far the run is.
+same command continues it. `genlight ls` shows how far the run is. Each task of an array is a separate run.
 
-Exit codes: 0 done, 1 Slurm refused, or the job that was waited for failed, 2 usage.
+For `module:function`, the script calls `python -m genlight.adapter.runner`, which writes the result into a new folder.
+
+Exit codes: 0 done, 1 Slurm refused or could not be reached, or the job that was waited for failed, 2 usage.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import re
+import secrets
 import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from ..cluster.job_context import JobContext
 from ..contract.exceptions import UsageError
@@ -23,42 +29,62 @@ from ..job.config import RunConfig, resolve_run_config
 from ..plumbing.durable import write_bytes_durably
 from ..plumbing.safe_open import PRIVATE_FILE, make_directory
 from ..runner.contexts import CompletedContext, emit
-from ..runner.transport import read_pickle, travelling
+from ..runner.transport import FunctionFailedError, read_pickle, read_result, travelling, write_pickle
 from .parser import add_overrides
-from .terminal import complain, say
+from .terminal import complain, say, visible
 
 __all__ = ["add_arguments", "run"]
 
 _GPUS = re.compile(r"(?:[\w.-]+:)?(?P<count>[1-9]\d{0,3})", re.ASCII)
-"""GPUs of a node, with their type where the cluster has several."""
+"""GPUs of a node, with their type if the cluster has several."""
 _OPTION = re.compile(r"[a-z][a-z-]*(=[!-~]+)?")
+_FUNCTION = re.compile(r"(?P<module>[^\W\d][\w.]*):(?P<function>[^\W\d][\w.]*)")
 SRUN_WAIT_S = 600
-"""How long after the first task has ended srun ends the others; ranks that lose one end by themselves, and rank 0 stays
-to report and to upload."""
-_RUN = """\
+"""Seconds after the end of the first task until srun ends the others. Ranks that lose one end by themselves, and rank 0
+stays to report and to upload."""
+_START = """\
 trap : TERM USR1  # the signals are for the tasks; this script waits for them
 {set_up}
-export TRAINER_STOP_GRACE_SECONDS={grace_s}
+task=${{SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}}
+"""
+_RUN = """\
+job=$SLURM_JOB_ID
+[ -n "$task" ] && job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID  # one task has the number of the whole array
+{array_guard}export TRAINER_STOP_GRACE_SECONDS={grace_s}
 if [ -z "${{SLURM_JOB_END_TIME:-}}" ]; then  # before Slurm 23
-  end=$(squeue --noheader --job "$SLURM_JOB_ID" --format %e | grep --max-count 1 T)
+  end=$(squeue --noheader --job "$job" --format %e | grep --max-count 1 T)
   [ -n "$end" ] && export SLURM_JOB_END_TIME=$(date --date "$end" +%s)
 fi
 events={events}
 saved() {{ grep -s '"event":"checkpoint"' "$events" | wc -l; }}
 before=$(saved) again=no
+run=({run})
+[ -n "$task" ] && run+=(--set {run_id}"$task")  # each task of an array is a separate run
+[ -n "${{PY_EXEC:-}}" ] && run=("$PY_EXEC" -m genlight "${{run[@]:1}}")
 
-{srun} \\
-  {run}
+{srun} "${{run[@]}}"
 code=$?
 """
 _REQUEUE = """\
 [ $code -eq 75 ] && tail -n 1 "$events" | grep -Eq '"category":"({reasons})"' && again=yes  # stopped, and can go on
 [ $code -ge 128 ] && [ "$(saved)" -gt "$before" ] && again=yes  # a task was killed: its node died, say
-[ $again = yes ] && scontrol requeue "$SLURM_JOB_ID"
+if [ $again = yes ]; then  # also if the controller does not answer just now
+  for _ in {{1..60}}; do scontrol requeue "$job" && break; sleep 5; done
+fi
 """
 _END = "exit $code  # 75: with RequeueExit=75 in slurm.conf the job is requeued without scontrol, too\n"
+_CALL = """\
+
+{srun} "${{PY_EXEC:-{python}}}" {call} --output-file {result}"$task".{form}
+"""
 WAIT_POLL_S = 2.0
-_STATE = re.compile(r".*?\bJobState=(?P<state>[A-Z_]+).*?\bExitCode=(?P<code>\d+):(?P<signal>\d+)", re.DOTALL)
+UNREACHABLE_S = 600.0
+"""Seconds for which `wait` tolerates that scontrol fails; a controller may restart."""
+_STATE = re.compile(
+    r"JobId=(?P<id>\d+)(?: ArrayJobId=(?P<array>\d+) ArrayTaskId=(?P<task>\S+))?"
+    r".*?\bJobState=(?P<state>[A-Z_]+).*?\bExitCode=(?P<code>\d+):(?P<signal>\d+)"
+)
+_UNKNOWN_JOB = "Invalid job id"
 _ENDED = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
     *("OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"),
@@ -69,7 +95,9 @@ _ENDED = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument("action", choices=("render", "submit", "wait"))
-    parser.add_argument("path", metavar="JOB.json|ID", help="the job; wait: the id that submit printed")
+    parser.add_argument(
+        "path", metavar="JOB.json|module:function|ID", help="the job or function; wait: the id that submit printed"
+    )
     add_overrides(parser)
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes")
     parser.add_argument("--gpus-per-node", metavar="[TYPE:]N", help="GPUs of each node, with one task for each")
@@ -95,12 +123,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mount", dest="mounts", action="append", default=[], metavar="FROM:TO", help="mount of that container"
     )
     parser.add_argument(
-        "--callbacks-file", type=Path, metavar="FILE", help="wait: pickled callbacks whose `on_completed_ctx` is called"
+        "--callbacks-file",
+        type=Path,
+        metavar="FILE",
+        help="pickled callbacks: the runner of a function calls them; wait calls their `on_completed_ctx`",
     )
+    parser.add_argument(
+        "--args",
+        nargs="*",
+        default=[],
+        metavar="VALUE",
+        help="arguments of a function, as JSON or text; --set NAME=VALUE",
+    )
+    parser.add_argument("--result", choices=("json", "pickle"), default="pickle", help="form of a function's result")
+    parser.add_argument("--output-file", type=Path, metavar="FILE", help="wait: the function's result; shows a failure")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code: 0, or 1 where Slurm refuses or the job failed.
+    """Carry the command out and return its exit code: 0, or 1 if Slurm refuses or the job failed.
 
     Raises:
         StartupContractError: The job cannot be used.
@@ -108,7 +148,11 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         if args.action == "wait":
-            return _wait(args.path, args.callbacks_file)
+            return _wait(args.path, args.callbacks_file, args.output_file)
+        _check(args)
+        target = _FUNCTION.fullmatch(args.path)
+        if target is not None and not Path(args.path).exists():
+            return _function(args, target["module"], target["function"])
         config = _config(args)
         script = _script(args, config)
     except ValueError as error:
@@ -119,13 +163,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _config(args: argparse.Namespace) -> RunConfig:
-    """The job, where a script can run it.
+def _check(args: argparse.Namespace) -> None:
+    """Refuse arguments that cannot stand in a directive, or that need another one. sbatch judges numbers.
 
     Raises:
-        StartupContractError: The job cannot be used.
-        UsageError: Arguments cannot stand in a directive, or one needs another; every fault is listed. Numbers are for
-            sbatch to judge.
+        UsageError: Lists every fault.
     """
     faults = [
         f"Invalid option of sbatch. Expected NAME=VALUE or NAME without blanks, but received {text!r}."
@@ -139,45 +181,128 @@ def _config(args: argparse.Namespace) -> RunConfig:
         faults.append("`--mount` has no effect without `--container`.")
     if faults:
         raise UsageError("\n".join(faults))
+
+
+def _config(args: argparse.Namespace) -> RunConfig:
+    """The job, if a script can run it.
+
+    Raises:
+        StartupContractError: The job cannot be used.
+        UsageError: A setting of the job does not go with a script.
+    """
     config = resolve_run_config(spec_path=args.path, overrides=args.set)
     if config.capability_token is not None and config.source_of("capability_token") == "--set":
         raise UsageError("the script would show the token; set TRAINER_CAPABILITY_TOKEN in the environment instead")
     if not args.no_requeue and (config.resume_checkpoint_path or config.inputs.resume_checkpoint_ref):
         raise UsageError(
-            "the job names a checkpoint to resume from, and every start of a requeued job would begin there anew; "
-            "leave it out, or give --no-requeue"
+            "the job names a checkpoint to resume from, and every start of a requeued job would begin there again; "
+            "remove it from the job, or give --no-requeue"
         )
+    is_array = any(option.startswith("array=") for option in args.extra) or "SBATCH_ARRAY_INX" in os.environ
+    if is_array and (fault := _shared_by_tasks(config)):
+        raise UsageError(fault)
+    if args.args:
+        raise UsageError("`--args` has no effect on a job; it is for `genlight slurm submit module:function`")
     return config
 
 
+def _shared_by_tasks(config: RunConfig) -> str | None:
+    """Why the tasks of an array cannot be separate runs, which write below separate `artifacts_dir`s."""
+    names = ("checkpoints_dir", "samples_dir", "metrics_dir", "events_path")
+    shared = [name for name in names if config.artifacts_dir not in getattr(config, name).parents]
+    if not shared:
+        return None
+    return f"the tasks of an array would share {', '.join(shared)}, outside of artifacts_dir; set artifacts_dir alone"
+
+
 def _script(args: argparse.Namespace, config: RunConfig) -> str:
-    """The sbatch script of a job: one srun, and a requeue where the run was stopped and can go on."""
+    """The sbatch script of a job: one srun, and a requeue if the run was stopped and can continue."""
     has_own_limit = config.max_runtime_seconds > 0  # which a requeue would not keep
-    # This installation's own command, which the nodes are taken to share where nothing prepares another one.
+    # This installation's own command, which the nodes are taken to share if nothing prepares another one.
     program = Path(sys.prefix) / "bin" / "genlight"
     is_shared = program.exists() and not args.container and not args.set_up
-    settings = ("resume_from_latest=true", *args.set, f"artifacts_dir={config.artifacts_dir}")
     words = [str(program) if is_shared else "genlight", "run", str(config.spec_path)]
-    words += [word for each in settings for word in ("--set", each)]
+    words += [word for each in ("resume_from_latest=true", *args.set) for word in ("--set", each)]
+    artifacts, events = f"artifacts_dir={config.artifacts_dir}", shlex.quote(str(config.events_path))
+    fault = _shared_by_tasks(config)
+    if fault is None:
+        below = config.events_path.relative_to(config.artifacts_dir)
+        events = f'{shlex.quote(str(config.artifacts_dir))}"$task"/{shlex.quote(str(below))}'
+    filled = (_START + _RUN + ("" if args.no_requeue else _REQUEUE)).format(
+        set_up="\n".join(args.set_up),
+        array_guard=f'[ -n "$task" ] && echo {shlex.quote(fault)} >&2 && exit 2\n' if fault else "",
+        grace_s=args.grace_s,
+        events=events,
+        srun=_srun(args),
+        run=f'{shlex.join(words)} --set {shlex.quote(artifacts)}"$task"',
+        run_id=shlex.quote(f"run_id={config.run_id}"),
+        reasons="preempted" if has_own_limit else "preempted|timeout",
+    )
+    return "\n".join([*_directives(args, config.run_id, config.spec_path.parent), "", filled]) + _END
+
+
+def _srun(args: argparse.Namespace) -> str:
     srun = ["srun", "--kill-on-bad-exit=0", f"--wait={SRUN_WAIT_S}"]
     if args.cpus_per_task is not None:
         srun.append(f"--cpus-per-task={args.cpus_per_task}")  # which srun does not take from sbatch
     if args.container is not None:
-        srun.append(f"--container-image={shlex.quote(args.container)}")
-        srun += [f"--container-mounts={shlex.quote(','.join(args.mounts))}"] if args.mounts else []
-    filled = (_RUN + ("" if args.no_requeue else _REQUEUE)).format(
+        srun.append(f"--container-image={args.container}")
+        srun += [f"--container-mounts={','.join(args.mounts)}"] if args.mounts else []
+    return shlex.join(srun)
+
+
+def _function(args: argparse.Namespace, module: str, function: str) -> int:
+    """Print or submit the script that calls a function; its files, the log and the result share a new folder.
+
+    Raises:
+        UsageError: A keyword argument has no value.
+    """
+    pairs = [text.partition("=") for text in args.set]
+    if unusable := [name for name, equals, _ in pairs if not (equals and name.isidentifier())]:
+        raise UsageError(f"Invalid keyword argument. Expected --set NAME=VALUE, but received {unusable[0]!r}.")
+    folder = Path.cwd() / f"{function}-{secrets.token_hex(4)}"
+    files = {
+        "args": [_value(text) for text in args.args],
+        "kwargs": {name: _value(text) for name, _, text in pairs},
+        "callbacks": [],
+    }
+    paths = {name: folder / f"{name}.pickle64" for name in files}
+    if args.callbacks_file is not None:
+        paths["callbacks"] = args.callbacks_file.absolute()
+        del files["callbacks"]
+    call = ["-m", "genlight.adapter.runner", "--module", module, "--function", function, "--result", args.result]
+    call += ["--job-dir", str(folder), "--pre-submission-id", folder.name]
+    call += [word for name, path in paths.items() for word in (f"--{name}-file", str(path))]
+    is_shared = not args.container and not args.set_up
+    filled = (_START + _CALL).format(
         set_up="\n".join(args.set_up),
-        grace_s=args.grace_s,
-        events=shlex.quote(str(config.events_path)),
-        srun=" ".join(srun),
-        run=shlex.join(words),
-        reasons="preempted" if has_own_limit else "preempted|timeout",
+        srun=_srun(args),
+        python=sys.executable if is_shared else "python",
+        call=shlex.join(call),
+        result=shlex.quote(str(folder / "result")),
+        form=args.result,
     )
-    return "\n".join([*_directives(args, config), "", filled]) + _END
+    script = "\n".join([*_directives(args, function, folder), "", filled])
+    if args.action == "render":
+        sys.stdout.write(script)
+        return 0
+    make_directory(folder)
+    for name, value in files.items():
+        write_pickle(paths[name], value)
+    sys.stderr.write(visible(f"result: {folder / 'result'}.{args.result}") + "\n")
+    return _submit(script, folder)
 
 
-def _directives(args: argparse.Namespace, config: RunConfig) -> list[str]:
-    name = re.sub(r"[^\w.-]", "-", config.run_id, flags=re.ASCII)
+def _value(text: str) -> Any:
+    """An argument of a function: JSON if it is, otherwise the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _directives(args: argparse.Namespace, name: str, folder: Path) -> list[str]:
+    name = re.sub(r"[^\w.-]", "-", name, flags=re.ASCII)
     gpus = _GPUS.fullmatch(args.gpus_per_node or "")
     tasks = 1 if gpus is None else int(gpus["count"])
     options = {
@@ -186,7 +311,7 @@ def _directives(args: argparse.Namespace, config: RunConfig) -> list[str]:
         "ntasks-per-node": tasks if args.tasks_per_node is None else args.tasks_per_node,
         "gpus-per-node": args.gpus_per_node,
         "cpus-per-task": args.cpus_per_task,
-        "output": config.spec_path.parent / f"{name}-%j.out",
+        "output": folder / f"{name}-%j.out",
         "open-mode": "append",
         "signal": f"TERM@{args.grace_s}",
     }
@@ -212,45 +337,81 @@ def _submit(script: str, artifacts: Path) -> int:
     return 0
 
 
-def _wait(job_id: str, callbacks_file: Path | None) -> int:
-    """Wait until Slurm says that the job has ended, say how, and call the callbacks.
+def _wait(job_id: str, callbacks_file: Path | None, output_file: Path | None) -> int:
+    """Wait until Slurm reports the end of the job, or of all its tasks, print how it ended, and call the callbacks.
 
     Raises:
+        UsageError: slurmctld does not know the job.
         ValueError: The file holds no callbacks.
         OSError: The file cannot be read, or others could have written it.
     """
     callbacks = [] if callbacks_file is None else travelling(read_pickle(callbacks_file))
-    began = time.time()
-    while (ended := _ending(job_id)) is None:
+    began, answered = time.time(), time.monotonic()
+    fault = ""
+    while True:
+        tasks = _tasks(job_id)
+        if isinstance(tasks, str):
+            if tasks != fault:
+                sys.stderr.write(visible(f"{tasks}; scontrol is asked again") + "\n")
+                fault = tasks
+            if time.monotonic() - answered > UNREACHABLE_S:
+                return complain("slurm", f"scontrol has failed for {UNREACHABLE_S:.0f} s: {tasks}", 1)
+        elif all(state in _ENDED for _, state, _ in tasks):
+            break
+        else:
+            answered = time.monotonic()
         time.sleep(WAIT_POLL_S)
-    state, code = ended
-    say(f"{job_id} {state}, exit code {code}")
+    say(*(f"{task} {state}, exit code {code}" for task, state, code in tasks))
+    _, state, code = next((task for task in tasks if task[1] != "COMPLETED"), tasks[0])
     succeeded = state == "COMPLETED"
+    reason = None if succeeded or output_file is None else _failure(output_file)
     context = CompletedContext(
         job_context=JobContext(job_id=job_id),
         status="success" if succeeded else "failure",
         exit_code=code,
-        error_type=None if succeeded else state,
+        error_type=None if succeeded else reason.error_type if reason else state,
+        error_message=reason.error_message if reason else None,
         duration=time.time() - began,
         emitted_by="client",
     )
+    if reason is not None:
+        sys.stderr.write(visible(reason) + "\n")
     emit(callbacks, "on_completed_ctx", context)
     return 0 if succeeded else 1
 
 
-def _ending(job_id: str) -> tuple[str, int] | None:
-    """The state in which a job ended, such as COMPLETED or TIMEOUT, and its exit code; None while it has not.
+def _tasks(job_id: str) -> list[tuple[str, str, int]] | str:
+    """Id, state (such as RUNNING or TIMEOUT) and exit code of a job, or of each task of an array; a fault of scontrol.
 
     Raises:
         UsageError: slurmctld does not know the job; it forgets one some minutes after its end (``MinJobAge``).
     """
     shown = _slurm("scontrol", "show", "job", "--oneliner", job_id)
-    match = _STATE.search(shown.stdout)
-    if match is None:
-        reason = shown.stderr.strip() or "no state was shown"
-        raise UsageError(f"Slurm does not know job {job_id} (any more): {reason}. See `sacct --jobs {job_id}`")
-    code, signal = int(match["code"]), int(match["signal"])
-    return (match["state"], 128 + signal if signal else code) if match["state"] in _ENDED else None
+    found = [match for line in shown.stdout.splitlines() if (match := _STATE.search(line))]
+    if not found:
+        reason = shown.stderr.strip() or "scontrol shows no state"
+        if _UNKNOWN_JOB in reason:
+            raise UsageError(f"Slurm does not know job {job_id} (any more): {reason}. See `sacct --jobs {job_id}`")
+        return reason
+    return [
+        (
+            job_id if len(found) == 1 else f"{each['array']}_{each['task']}" if each["array"] else each["id"],
+            each["state"],
+            128 + int(each["signal"]) if int(each["signal"]) else int(each["code"]),
+        )
+        for each in found
+    ]
+
+
+def _failure(output_file: Path) -> FunctionFailedError | None:
+    """The failure that the runner wrote next to a result."""
+    try:
+        read_result(output_file)
+    except FunctionFailedError as error:
+        return error
+    except (OSError, ValueError):
+        return None
+    return None
 
 
 def _slurm(*command: str) -> subprocess.CompletedProcess[str]:

@@ -1,10 +1,7 @@
-"""Importing this module makes ``gen_worker.trainer`` importable, where the real package is not installed.
+"""Makes ``gen_worker.trainer`` and the modules of ``worldflux`` importable, unless the real packages are installed.
 
-For plain Python and notebooks: whatever loads a trainer by its import path does it by itself, and imports this package
-only then. May import contract and plumbing; nothing of a run before a name of it is asked for.
-
-    import genlight.adapter.compat
-    from gen_worker.trainer import StepContext, StepResult
+Importing anything of genlight imports this. May import contract and plumbing; nothing of a run before a name of it is
+asked for.
 """
 
 from __future__ import annotations

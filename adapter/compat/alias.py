@@ -1,27 +1,27 @@
-"""The import path that existing trainer classes use.
+"""The import paths that existing classes use: `gen_worker.trainer`, and the modules of `worldflux`.
 
-They say ``from gen_worker.trainer import StepResult``. Where that package is not installed, `install` makes
-``gen_worker.trainer`` and its modules importable; every name in them is the one of `genlight.adapter`, resolved when
-it is first asked for, or of `compat.old_names`, which has what only the old package had. The old package spread its
-names over its modules differently from release to release, so each module here answers to all of them.
+`install` adds a finder to the end of ``sys.meta_path``, so that a real package always wins: Python asks the finder only
+for what it finds nowhere else. Every name of ``gen_worker.trainer`` is the one of `genlight.adapter`, or of
+`old_names`, which has what only the old package had. The old package spread its names over its modules differently
+from release to release, so each module here answers to all of them.
 
-``worldflux.telemetry.wasr`` and ``worldflux.training.callbacks`` are made importable in the same way.
+``gen_worker/trainer.py`` (`gen_worker_trainer.py` here) does the same in a process that has not imported genlight.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
-from . import old_names
+from typing_extensions import override
 
-__all__ = ["MODULES", "install", "run_training_runtime_from_env"]
+__all__ = ["MODULES", "install", "run_training_runtime_from_env", "stand_in"]
 
 MODULES = (
     *("api", "contracts", "loop", "runtime", "orchestrated", "job_lifecycle", "authz", "resolve", "inputs"),
@@ -30,8 +30,8 @@ MODULES = (
 )
 """Modules of ``gen_worker.trainer``."""
 
-_OWN = ("run_training_runtime_from_env",)
 _ADAPTER = "genlight.adapter"
+_OLD_NAMES = f"{__package__}.old_names"
 _TRAINER = "gen_worker.trainer"
 _SIX_HOOKS = (
     "genlight.callbacks.compat",
@@ -40,9 +40,11 @@ _SIX_HOOKS = (
         *("EvalCallback", "HeartbeatCallback", "LoggingCallback", "ProgressCallback", "TrainingReportCallback"),
     ),
 )
-_WORLDFLUX = {
+_WORLDFLUX: Final = {
+    "worldflux": ("", ()),
     "worldflux.training": _SIX_HOOKS,
     "worldflux.training.callbacks": _SIX_HOOKS,
+    "worldflux.telemetry": ("", ()),
     "worldflux.telemetry.wasr": (
         "genlight.reporters.telemetry",
         (
@@ -52,63 +54,75 @@ _WORLDFLUX = {
     ),
 }
 """Modules of ``worldflux``: the module of ours that each stands for, and its names."""
+_GEN_WORKER: Final = {"gen_worker", _TRAINER, *(f"{_TRAINER}.{module}" for module in MODULES)}
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds and makes the modules that stand in for those of packages that are not installed."""
+
+    @override
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        parent, _, last = name.rpartition(".")
+        # A real worldflux is not completed by ours; a real gen_worker without `trainer` is.
+        is_ours = name in _WORLDFLUX and (not parent or getattr(sys.modules[parent], "__loader__", None) is self)
+        return ModuleSpec(name, self, is_package=True) if is_ours or (last and name in _GEN_WORKER) else None
+
+    @override
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        names, resolve = _names_of(name)
+
+        def attribute(wanted: str) -> Any:
+            if (inner := f"{name}.{wanted}") in _GEN_WORKER or inner in _WORLDFLUX:
+                return importlib.import_module(inner)
+            if wanted not in names:
+                raise AttributeError(f"module {name!r} has no attribute {wanted!r}")
+            return resolve(wanted)
+
+        module.__doc__ = f"Stands in for {name}; every name comes from genlight."
+        module.__getattr__ = attribute  # type: ignore[method-assign]
+        module.__all__ = list(names)  # type: ignore[attr-defined]
+
+
+_FINDER: Final = _Finder()
 
 
 def install() -> None:
     """Make ``gen_worker.trainer`` and the modules of ``worldflux`` importable, unless the real packages are there.
 
-    Does nothing the second time.
+    Importing anything of genlight does this; a second call does nothing.
     """
-    if not _is_there(_TRAINER):
-        names = sorted({*_genlight().__all__, *_genlight().__contract__, *old_names.__all__, *_OWN})
-        for name in (_TRAINER, *(f"{_TRAINER}.{module}" for module in MODULES)):
-            _register(name, names, _resolve)
-    if not _is_there("worldflux"):
-        for name, (own, of_module) in _WORLDFLUX.items():
-            _register(name, of_module, functools.partial(_resolve_in, own))
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.append(_FINDER)
 
 
-def _is_there(name: str) -> bool:
-    try:
-        return name in sys.modules or importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # its parent is not there
-        return False
+def stand_in(name: str) -> ModuleType:
+    """A module that stands in for `name`."""
+    module = importlib.util.module_from_spec(ModuleSpec(name, _FINDER, is_package=True))
+    _FINDER.exec_module(module)
+    return module
 
 
-def _register(name: str, names: Sequence[str], resolve: Callable[[str], Any]) -> None:
-    """Make a package importable as `name`, whose `names` are looked up by `resolve` when they are asked for."""
-
-    def attribute(wanted: str) -> Any:
-        if wanted not in names:
-            raise AttributeError(f"module {name!r} has no attribute {wanted!r}")
-        return resolve(wanted)
-
-    module = ModuleType(name, f"Stands in for {name}; every name comes from genlight.")
-    module.__spec__ = ModuleSpec(name, loader=None, is_package=True)
-    module.__path__ = []
-    module.__getattr__ = attribute  # type: ignore[method-assign]
-    module.__all__ = list(names)  # type: ignore[attr-defined]
-    parent, _, last = name.rpartition(".")
-    if parent and not _is_there(parent):
-        _register(parent, (), resolve)
-    sys.modules[name] = module
-    if parent:
-        setattr(importlib.import_module(parent), last, module)
+def _names_of(module: str) -> tuple[Sequence[str], Callable[[str], Any]]:
+    """The names of a module that stands in for another, and the function that looks one up."""
+    if module in _WORLDFLUX:
+        home, names = _WORLDFLUX[module]
+        return names, lambda name: getattr(importlib.import_module(home), name)
+    if module == "gen_worker":
+        return (), _resolve
+    genlight, old_names = importlib.import_module(_ADAPTER), importlib.import_module(_OLD_NAMES)
+    own = ("run_training_runtime_from_env",)
+    return sorted({*genlight.__all__, *genlight.__contract__, *old_names.__all__, *own}), _resolve
 
 
 def _resolve(name: str) -> Any:
-    if name in _OWN:  # first: it is also a function of genlight's, which ends differently
-        return globals()[name]
-    return getattr(old_names if name in old_names.__all__ else _genlight(), name)
-
-
-def _resolve_in(module_name: str, name: str) -> Any:
-    return getattr(importlib.import_module(module_name), name)
-
-
-def _genlight() -> Any:
-    """`genlight.adapter`. By name, here and below: the classes that a run loads import this module, which runs none."""
-    return importlib.import_module(_ADAPTER)
+    """A name of ``gen_worker.trainer``; genlight is imported by name, because it imports this module itself."""
+    if name == "run_training_runtime_from_env":  # genlight's function of this name ends differently
+        return run_training_runtime_from_env
+    old_names = importlib.import_module(_OLD_NAMES)
+    return getattr(old_names if name in old_names.__all__ else importlib.import_module(_ADAPTER), name)
 
 
 def run_training_runtime_from_env() -> int:
@@ -118,8 +132,8 @@ def run_training_runtime_from_env() -> int:
 
     Raises:
         StartupContractError: The run could not start.
-        TrainingCanceled: It was told to stop.
-        BaseException: Whatever else ended it: the root cause, once everything was reported.
+        TrainingCanceled: It was stopped.
+        BaseException: Whatever else ended it: the root cause, after everything was reported.
     """
     run = importlib.import_module(f"{_ADAPTER}.run.run")
     code, error = run.attempt_job(run.RunOptions())

@@ -88,9 +88,6 @@ def find_trainer(import_path: str) -> Any:
         ContractError: As `load_trainer_plugin` does.
         Exception: Whatever importing the module raises.
     """
-    from ..compat import install  # makes the alias: a job's folder, which may hold the real package, is on the path now
-
-    install()
     module_name, _, attribute = import_path.strip().partition(":")
     module = _import(module_name, import_path)
     target = _attribute(module, attribute) if attribute else _default_trainer(module)

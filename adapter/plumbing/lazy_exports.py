@@ -6,18 +6,19 @@ it), and hands them out with::
     else:
         __getattr__, __dir__, __all__ = lazy_exports(__name__)
 
-These imports are read here, so that they are the one list of names, for type checkers and when running. In the
-``else``, because a type checker that sees a module's ``__getattr__`` takes every misspelled name for a good one.
+The imports are read here from the code of the ``__init__``, so that they are the only list of names, for type checkers
+and at run time, also in an installation without source files. The call is in the ``else``, because a type checker that
+sees a module's ``__getattr__`` accepts every misspelled name.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
+import dis
 import sys
 from collections.abc import Callable, Collection, Iterator
 from importlib import import_module
 from importlib.metadata import version
+from types import CodeType
 from typing import Any
 
 __all__ = ["lazy_exports"]
@@ -26,13 +27,13 @@ __all__ = ["lazy_exports"]
 def lazy_exports(
     package: str, unlisted: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """``__getattr__``, ``__dir__`` and ``__all__`` of `package`, whose ``__version__`` is that of what is installed.
+    """``__getattr__``, ``__dir__`` and ``__all__`` of `package`; its ``__version__`` is the installed version.
 
     Args:
         package: Its ``__name__``.
-        unlisted: Names that can be had, but are not shown as public ones.
+        unlisted: Names that can be imported, but are not shown as public names.
     """
-    home = dict(_imports_for_type_checkers(package))
+    home = dict(_imports_for_type_checkers(sys._getframe(1).f_code))
     listed = sorted(home.keys() - set(unlisted))
 
     def get_attribute(name: str) -> Any:
@@ -51,12 +52,15 @@ def lazy_exports(
     return get_attribute, list_names, listed
 
 
-def _imports_for_type_checkers(package: str) -> Iterator[tuple[str, str]]:
-    """Each name that `package` imports under ``if TYPE_CHECKING:``, with the module that has it."""
-    source = inspect.getsource(sys.modules[package])
-    for block in ast.parse(source).body:
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
-            for imported in block.body:
-                assert isinstance(imported, ast.ImportFrom)
-                module = "." * imported.level + (imported.module or "")
-                yield from ((name.name, module) for name in imported.names)
+def _imports_for_type_checkers(code: CodeType) -> Iterator[tuple[str, str]]:
+    """Each name that `code` imports under ``if TYPE_CHECKING:``, with the module that has it."""
+    instructions = list(dis.get_instructions(code))
+    loads = [(each.argval, place) for place, each in enumerate(instructions) if each.opname == "LOAD_NAME"]
+    start, end = dict(reversed(loads))["TYPE_CHECKING"], dict(loads)[lazy_exports.__name__]
+    module = ""
+    for place in range(start, end):
+        each = instructions[place]
+        if each.opname == "IMPORT_NAME":
+            module = "." * instructions[place - 2].argval + each.argval  # after the level and the list of names
+        elif each.opname == "IMPORT_FROM":
+            yield each.argval, module

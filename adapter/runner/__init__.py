@@ -1,4 +1,4 @@
-"""``python -m genlight.adapter.runner``: calls one function inside a scheduler's job, and reports how it went.
+"""``python -m genlight.adapter.runner``: calls one function inside a scheduler's job, and reports the outcome.
 
 It reads its environment and the files that its submitter wrote, and never talks to the scheduler. A callback that
 travels has a true ``requires_runner_transport`` and any of ``on_begin_run_job_ctx``, ``on_end_run_job_ctx`` and

@@ -1,6 +1,7 @@
-"""Call one function inside a scheduler's job: context, load, import, inject, begin, run, result, end, completed.
+"""Call one function inside a scheduler's job: context, callbacks, begin, import, inject, run, result, end, completed.
 
-Exit codes: 0 the function returned; what it gave to `sys.exit`; 143 after SIGTERM; 1 for every other failure.
+A failure is also written, as JSON, next to the file of the result. Exit codes: 0 the function returned; its own code
+if it called `sys.exit`; 143 after SIGTERM; 1 for every other failure.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from ..cluster.job_context import current_job_context
+from ..plumbing.redaction import without_secrets
 from .contexts import CompletedContext, RunBeginContext, RunEndContext, bind_job_context, emit
-from .transport import read_pickle, travelling, write_result
+from .transport import prepare_output, read_pickle, travelling, write_failure, write_result
 
 __all__ = ["main"]
 
@@ -31,7 +33,7 @@ log = logging.getLogger("genlight.runner")
 
 
 class Terminated(BaseException):
-    """SIGTERM, which neither ``except Exception`` of the function nor a callback keeps from ending the job."""
+    """SIGTERM. Not an `Exception`, so that neither the function nor a callback catches it by accident."""
 
 
 def _terminate(*_: object) -> None:
@@ -40,7 +42,7 @@ def _terminate(*_: object) -> None:
 
 
 def _stay(*_: object) -> None:
-    """There is no function to interrupt (any more); the end is being reported."""
+    """Ignore SIGTERM: the function has ended, and its end is being reported."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m genlight.adapter.runner", description=__doc__, allow_abbrev=False)
     parser.add_argument("--module", required=True, help="the module that has the function")
     parser.add_argument("--function", required=True, help="its name there, dotted if it is in a class")
-    parser.add_argument("--output-file", required=True, type=Path, help="where rank 0 writes the result")
+    parser.add_argument("--output-file", required=True, type=Path, help="file to which rank 0 writes the result")
     parser.add_argument("--callbacks-file", required=True, type=Path, help="the pickled callbacks, or base64 of them")
     parser.add_argument("--args-file", type=Path, help="the pickled positional arguments, likewise")
     parser.add_argument("--kwargs-file", type=Path, help="the pickled keyword arguments, likewise")
@@ -79,15 +81,14 @@ def _run(options: argparse.Namespace) -> int:
             context = current_job_context()
             context = context if options.job_dir is None else replace(context, output_dir=options.job_dir)
             begin = replace(begin, job_context=context)
-        finally:  # so that the callbacks are called
+            prepare_output(options.output_file, context.rank or 0, context.world_size or 1)
+        finally:  # so that the callbacks are called, and before anything of the job is imported
             callbacks = travelling(read_pickle(options.callbacks_file))
+            emit(callbacks, "on_begin_run_job_ctx", begin)
         args = tuple(read_pickle(options.args_file)) if options.args_file else ()
         kwargs = dict(read_pickle(options.kwargs_file)) if options.kwargs_file else {}
         function = _function(options.module, options.function)
         args, kwargs = bind_job_context(function, args, kwargs, context)
-        if not context.rank:
-            options.output_file.unlink(missing_ok=True)  # of an attempt that was requeued
-        emit(callbacks, "on_begin_run_job_ctx", begin)
         result = _call(function, args, kwargs)
         signal.signal(signal.SIGTERM, _stay)
         if not context.rank:
@@ -99,6 +100,10 @@ def _run(options: argparse.Namespace) -> int:
     end = _end(begin, error, output)
     if end.traceback is not None:
         log.error("%s:%s failed\n%s", options.module, options.function, end.traceback.rstrip())
+        try:
+            write_failure(options.output_file, end, None if begin.job_context is None else begin.job_context.rank)
+        except OSError:
+            log.exception("the reason cannot be written next to %s", options.output_file)
     emit(callbacks, "on_end_run_job_ctx", end)
     emit(callbacks, "on_completed_ctx", _completed(end))
     return end.exit_code
@@ -109,12 +114,14 @@ def _begin(options: argparse.Namespace) -> RunBeginContext:
     return RunBeginContext(
         **given,
         job_context=None,
+        job_id=os.environ.get("SLURM_JOB_ID"),
         hostname=socket.gethostname(),
         process_id=os.getpid(),
         python_executable=sys.executable,
         python_version=platform.python_version(),
         working_directory=Path.cwd(),
-        started_at=time.time(),
+        environment_snapshot=without_secrets(dict(os.environ)),
+        start_time=time.time(),
     )
 
 
@@ -136,7 +143,7 @@ def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 
 
 def _end(begin: RunBeginContext, error: BaseException | None, output: Path | None) -> RunEndContext:
-    duration = time.time() - begin.started_at
+    duration = time.time() - begin.start_time
     if error is None:
         return RunEndContext(**vars(begin), status="success", exit_code=0, duration=duration, output_file=output)
     return RunEndContext(

@@ -1,6 +1,6 @@
-"""What a job's function and its callbacks are given: the `JobContext` where a signature asks for it, and how it went.
+"""Arguments passed to a job's function and to its callbacks: the `JobContext`, if the signature asks, and the outcome.
 
-Callbacks get theirs from the runner inside of the job, and from the client that waits for its end.
+The runner inside the job calls the callbacks, and so does the client that waits for the end of the job.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,23 +27,33 @@ NAME = "job"
 
 @dataclass(frozen=True, kw_only=True)
 class RunBeginContext:
-    """The function is about to be called."""
+    """The runner has started; the function is not imported yet."""
 
     job_context: JobContext | None
-    """None where the variables of the scheduler could not be read, which is a failure."""
+    """None if the scheduler's variables could not be read, which is a failure."""
+    job_id: str | None
     module: str
     function: str
+    args_file: Path | None = None
+    kwargs_file: Path | None = None
     hostname: str
     process_id: int
     python_executable: str
     python_version: str
     working_directory: Path
-    started_at: float
+    environment_snapshot: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """All variables of the environment; values that look like secrets are hidden."""
+    start_time: float
     """Seconds since 1970."""
     job_dir: Path | None = None
     stdout_path: Path | None = None
     stderr_path: Path | None = None
     pre_submission_id: str | None = None
+
+    @property
+    def started_at(self) -> float:
+        """`start_time`, under its earlier name."""
+        return self.start_time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,21 +65,21 @@ class Outcome:
     error_type: str | None = None
     error_message: str | None = None
     duration: float
-    """Seconds since `started_at`; of the client, since it began to wait."""
+    """Seconds since `start_time`; from the client, since it began to wait."""
     output_file: Path | None = None
-    """Holds the result; None after a failure, and on ranks other than 0."""
+    """The file with the result; None after a failure, and on ranks other than 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEndContext(Outcome, RunBeginContext):
-    """The function has returned or failed, or could not be called."""
+    """The function returned, failed, or could not be called."""
 
     traceback: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletedContext(Outcome):
-    """The runner is done, and its process ends after this; or, from the client, Slurm says that the job has ended."""
+    """The runner is done and its process ends next; or, from the client, Slurm reports the end of the job."""
 
     job_context: JobContext | None
     pre_submission_id: str | None = None
@@ -77,7 +87,7 @@ class CompletedContext(Outcome):
 
 
 def emit(callbacks: Iterable[Any], event: str, context: object) -> None:
-    """Call the method named `event` of every callback that has it; one that fails or exits is logged, and no more.
+    """Call the method named `event` of every callback that has it; a callback that fails or exits is only logged.
 
     Args:
         callbacks: Objects of any class.
@@ -90,7 +100,7 @@ def emit(callbacks: Iterable[Any], event: str, context: object) -> None:
             if method is not None:
                 method(context)
         except (Exception, SystemExit, KeyboardInterrupt):
-            log.exception("%s.%s failed; the run goes on", type(callback).__name__, event)
+            log.exception("%s.%s failed; the run continues", type(callback).__name__, event)
 
 
 def bind_job_context(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,25 +33,49 @@ def forget():
         del sys.modules[name]
 
 
-def test_importing_the_module_is_enough_in_a_fresh_interpreter():
-    script = (
-        "import genlight.adapter\n"
-        "import sys; assert 'gen_worker' not in sys.modules\n"
-        "import genlight.adapter.compat\n"
-        "from gen_worker.trainer import StepResult\n"
-        "assert StepResult is genlight.adapter.StepResult\n"
-    )
+WAYS = {
+    "plain_python": ("", "gen_worker.trainer", "StepResult"),
+    "a_module_of_it": ("", "gen_worker.trainer.contracts", "StepContext"),
+    "the_adapter": ("import genlight.adapter\n", "gen_worker.trainer.helpers.optim", "OptimizerBundle"),
+    "telemetry": ("import genlight.adapter\n", "worldflux.telemetry.wasr", "make_run_id"),
+    "callbacks_after_reporters": ("import genlight.reporters\n", "worldflux.training.callbacks", "Callback"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_fresh_interpreter_has_the_old_paths_after_any_import_of_genlight(way):
+    first, module, name = WAYS[way]
+    script = f"{first}import sys\nassert not [n for n in sys.modules if n.startswith(('gen_worker', 'worldflux'))]\n"
+    script += f"from {module} import {name}\nassert {name}.__module__.startswith('genlight.'), {name}.__module__\n"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_loading_a_trainer_leaves_the_alias_to_the_moment_when_its_folder_is_on_the_path():
-    """A job's folder may hold the real package, which an alias that was made before would hide."""
-    script = (
-        "import sys\n"
-        "import genlight.adapter.module.plugin_loading, genlight.adapter.cli.command_line\n"
-        "assert 'gen_worker' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
+def install_real(folder, layout):
+    """The real package; in ``installed`` it lies in the same folder as the files of ours."""
+    package = folder / "gen_worker"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "trainer").mkdir()
+    (package / "trainer" / "__init__.py").write_text("StepResult = 'the real one'")
+    if layout == "installed":
+        shutil.copy(Path(compat.__file__).with_name("gen_worker_trainer.py"), package / "trainer.py")
+
+
+@pytest.mark.parametrize("layout", ["first", "last", "installed"])
+def test_the_real_package_wins_wherever_it_lies(tmp_path, layout):
+    install_real(tmp_path, layout)
+    add = f"sys.path.append({str(tmp_path)!r})" if layout == "last" else f"sys.path.insert(0, {str(tmp_path)!r})"
+    script = f"import sys; {add}; import genlight.adapter; from gen_worker.trainer import StepResult; print(StepResult)"
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert done.stdout == "the real one\n"
+
+
+def test_a_real_package_on_a_path_that_is_added_later_wins(clean, tmp_path, monkeypatch):
+    """A job's folder, which may hold it, is put on the path long after genlight was imported."""
+    compat.install()
+    install_real(tmp_path, "first")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert importlib.import_module("gen_worker.trainer").StepResult == "the real one"
 
 
 def test_every_public_name_of_the_adapter_is_offered_by_every_module(clean):
@@ -85,28 +111,13 @@ def test_a_name_that_does_not_exist_is_an_import_error_that_says_so(clean):
     with pytest.raises(ModuleNotFoundError, match=r"gen_worker.trainer.absent"):
         importlib.import_module("gen_worker.trainer.absent")
     with pytest.raises(AttributeError, match=r"module 'gen_worker.trainer.api' has no attribute 'absent'"):
-        sys.modules["gen_worker.trainer.api"].absent
+        importlib.import_module("gen_worker.trainer").api.absent
 
 
 def test_a_second_installation_changes_nothing(clean):
+    before = list(sys.meta_path)
     compat.install()
-    first = sys.modules["gen_worker.trainer"]
-
-    compat.install()
-
-    assert sys.modules["gen_worker.trainer"] is first
-
-
-def test_the_real_package_is_left_alone(clean, tmp_path, monkeypatch):
-    package = tmp_path / "gen_worker" / "trainer"
-    package.mkdir(parents=True)
-    (tmp_path / "gen_worker" / "__init__.py").touch()
-    (package / "__init__.py").write_text("StepResult = 'the real one'")
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    compat.install()
-
-    assert importlib.import_module("gen_worker.trainer").StepResult == "the real one"
+    assert sys.meta_path == before
 
 
 def test_a_real_package_without_trainer_keeps_its_other_parts(clean, tmp_path, monkeypatch):

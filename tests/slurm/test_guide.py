@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "examples/guides/cluster.md"
 
 
 def test_a_job_is_submitted_seen_and_cancelled_as_the_page_says(slurm, tmp_path):
-    (submit,) = re.findall(r"^genlight (slurm submit .*)$", PAGE.read_text(), re.MULTILINE)
+    (submit,) = re.findall(r"^genlight (slurm submit demo.*)$", PAGE.read_text(), re.MULTILINE)
 
     def genlight(*words):
         return slurm.call(sys.executable, "-m", "genlight.adapter.cli", *words, cwd=tmp_path)

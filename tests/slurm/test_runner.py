@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from genlight.adapter.runner.transport import write_pickle
+from genlight.adapter.runner.transport import read_result, write_pickle
 
 pytestmark = pytest.mark.slurm
 
@@ -95,3 +95,23 @@ def test_sigterm_from_the_scheduler_is_reported_before_the_function_ends(slurm, 
 
     assert slurm.wait(job) == ("FAILED", 143)
     assert ends(tmp_path) == ["failure Terminated 143", "failure Terminated 143"]
+
+
+def test_a_function_is_submitted_as_an_array_and_each_task_has_its_result(slurm, submit, tmp_path):
+    environ = slurm.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    genlight = [sys.executable, "-m", "genlight", "slurm"]
+    options = ["--sbatch=array=0-1", "--args", "10", "--result=json"]
+    job = slurm.call(*genlight, "submit", "slurm_tasks:place", *options, cwd=tmp_path, environ=environ).strip()
+    said = slurm.call(*genlight, "wait", job, cwd=tmp_path, environ=environ)
+
+    assert sorted(said.splitlines()) == [f"{job}_{task} COMPLETED, exit code 0" for task in range(2)]
+    (folder,) = tmp_path.glob("place-*")
+    results = [read_result(folder / f"result-{task}.json") for task in range(2)]
+    assert [(factor, rank) for factor, _, rank in results] == [(10, 0)] * 2
+
+
+def test_a_job_that_never_was_is_unknown(slurm, tmp_path):
+    for job in ("99999999", "abc"):
+        command = [sys.executable, "-m", "genlight", "slurm", "wait", job]
+        done = subprocess.run(command, env=slurm.environ, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr

@@ -162,6 +162,29 @@ def test_two_nodes_train_are_preempted_requeued_and_end_as_if_nothing_had_been(j
     assert [event["event"] for event in jobs.events("straight")[before:]] == ["started", "completed"]
 
 
+def test_a_task_of_an_array_trains_in_its_own_folder_and_is_requeued_alone(jobs):
+    """The task that is preempted has the number of the whole array, by which Slurm would requeue all."""
+    slurm = jobs.slurm
+    array = jobs.submit(jobs.write("array", hyperparams={"hold": "go"}), "--sbatch", "array=0-1")
+    runs = [f"array-{task}" for task in range(2)]
+    slurm.until(lambda: all("started" in str(jobs.events(run)) for run in runs), "both tasks train")
+    ids = {task: slurm.job(f"{array}_{task}", "JobId") for task in range(2)}
+    first = next(task for task, job in ids.items() if job == array)
+    slurm.until(lambda: (jobs.folder / f"place-{runs[first]}-0").exists(), "it has a place")
+    slurm.call("scancel", "--signal=TERM", f"{array}_{first}")
+    slurm.until(lambda: "preempted" in str(jobs.events(runs[first])), "the task has stopped")
+    (jobs.folder / "go").touch()
+
+    slurm.until(lambda: slurm.job(f"{array}_{first}", "Restarts") == "1", "the task runs again")
+    assert [slurm.wait(f"{array}_{task}") for task in range(2)] == [("COMPLETED", 0)] * 2
+    assert slurm.job(f"{array}_{1 - first}", "Restarts") == "0"
+    assert [[e["run_id"] for e in jobs.events(run) if e["event"] == "completed"] for run in runs] == [
+        [run] for run in runs
+    ]
+    assert [str(jobs.events(run)).count("started") for run in runs] == ([2, 1] if first == 0 else [1, 2])
+    assert not (jobs.folder / "runs/array").exists() or not jobs.events("array")
+
+
 def test_a_job_whose_node_is_set_down_or_dies_comes_back_and_the_cause_is_named(jobs):
     slurm = jobs.slurm
     job = jobs.submit(jobs.write("dying", checkpoint_every=2, hyperparams={"hold": "go"}), "--nodes=2")

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from genlight.adapter.cli import main
+from genlight.adapter.cli import main, slurm
+from genlight.adapter.runner.transport import read_result, write_pickle
 
 
 @pytest.fixture
@@ -118,6 +119,110 @@ def test_a_run_that_can_go_on_is_requeued(ends, srun, requeues):
         assert code == int(srun.rpartition(" ")[2])
 
 
+ARRAY = "SLURM_ARRAY_JOB_ID=5 SLURM_ARRAY_TASK_ID=3\n"
+
+
+@pytest.mark.parametrize("python", ["", "PY_EXEC=/env/python\n"])
+def test_a_task_of_an_array_is_a_run_of_its_own_and_is_requeued_alone(job, tmp_path, capsys, monkeypatch, python):
+    monkeypatch.setenv("TRAINER_ARTIFACTS_DIR", f"{tmp_path}/a b")
+    _, script, _ = rendered(capsys)
+    (tmp_path / "a b-3" / "metrics").mkdir(parents=True)
+    stopped = """printf '%s\\n' "$@" >&2; """ + STOPPED.replace("REASON", "preempted")
+    shell = SHELL % stopped + ARRAY + python
+    done = subprocess.run(["bash"], input=shell + script, text=True, capture_output=True, check=False, cwd=tmp_path)
+    assert done.stdout == "requeued 5_3\n"
+    given = done.stderr.splitlines()
+    assert given[-4:] == ["--set", f"artifacts_dir={tmp_path}/a b-3", "--set", "run_id=a run-3"]
+    assert (tmp_path / "a b-3/metrics/events.jsonl").exists()
+    assert ("/env/python" in given) == (given[given.index("run") - 2 : given.index("run")] == ["-m", "genlight"])
+    assert bool(python) == ("/env/python" in given)
+
+
+def test_a_task_of_an_array_does_not_start_where_all_would_share_a_folder(job, tmp_path, capsys):
+    _, script, _ = rendered(capsys, "--set", f"events_path={tmp_path}/events.jsonl")
+    shell = SHELL % "echo started" + ARRAY
+    done = subprocess.run(["bash"], input=shell + script, text=True, capture_output=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "would share events_path" in done.stderr
+
+
+def test_a_requeue_that_the_controller_does_not_answer_is_tried_again(job, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TRAINER_ARTIFACTS_DIR", str(tmp_path))
+    (tmp_path / "metrics").mkdir()
+    _, script, _ = rendered(capsys)
+    fails_once = 'sleep() { :; }; scontrol() { [ -e asked ] && echo "requeued $2" && exit 0; touch asked; return 1; }\n'
+    shell = SHELL % STOPPED.replace("REASON", "preempted") + fails_once
+    done = subprocess.run(["bash"], input=shell + script, text=True, capture_output=True, check=False, cwd=tmp_path)
+    assert done.stdout == "requeued 7\n"
+
+
+SCONTROL = """#!/bin/bash
+n=$(cat calls 2>/dev/null || echo 0); echo $((n+1)) > calls
+[ -e "answer-$n" ] || n=last
+[ -e "answer-$n" ] && cat "answer-$n" && exit 0
+echo "slurm_load_jobs error: ${REASON:-Unable to contact slurm controller (connect failure)}" >&2; exit 1
+"""
+
+
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+    """Has ``scontrol`` give these answers, one a call; None is a failure. The last one stays."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(slurm, "WAIT_POLL_S", 0.0)
+    program = tmp_path / "bin" / "scontrol"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(SCONTROL)
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+    def answers(*texts):
+        for number, text in enumerate(texts):
+            name = "last" if number == len(texts) - 1 else number
+            if text is not None:
+                (tmp_path / f"answer-{name}").write_text(text + "\n")
+
+    return answers
+
+
+RUNNING, COMPLETED = (f"JobId=7 JobName=x JobState={state} ExitCode=0:0" for state in ("RUNNING", "COMPLETED"))
+TASKS = [
+    "JobId=7 ArrayJobId=7 ArrayTaskId=1 JobState=COMPLETED ExitCode=0:0",
+    "JobId=8 ArrayJobId=7 ArrayTaskId=0 JobState={} ExitCode={}",
+]
+
+
+@pytest.mark.parametrize(
+    ("answers", "code", "said"),
+    [
+        ((RUNNING, None, COMPLETED), 0, ["7 COMPLETED, exit code 0"]),
+        ((None, None, RUNNING, None, COMPLETED), 0, ["7 COMPLETED, exit code 0"]),
+        (("no state at all", COMPLETED), 0, ["7 COMPLETED, exit code 0"]),
+        (
+            ("\n".join(TASKS).format("RUNNING", "0:0"), "\n".join(TASKS).format("FAILED", "3:0")),
+            1,
+            ["7_1 COMPLETED, exit code 0", "7_0 FAILED, exit code 3"],
+        ),
+        (
+            ("\n".join(TASKS).format("OUT_OF_MEMORY", "0:9"),),
+            1,
+            ["7_1 COMPLETED, exit code 0", "7_0 OUT_OF_MEMORY, exit code 137"],
+        ),
+    ],
+)
+def test_wait_ends_with_the_job_and_not_with_an_answer_that_did_not_come(scontrol, capsys, answers, code, said):
+    scontrol(*answers)
+    assert main(["slurm", "wait", "7"]) == code
+    assert capsys.readouterr().out.splitlines() == said
+
+
+def test_wait_ends_with_1_if_the_controller_stays_away_and_with_2_for_an_unknown_job(scontrol, capsys, monkeypatch):
+    monkeypatch.setattr(slurm, "UNREACHABLE_S", 0.0)
+    assert main(["slurm", "wait", "7"]) == 1
+    assert "Unable to contact slurm controller" in capsys.readouterr().err
+    monkeypatch.setenv("REASON", "Invalid job id specified")
+    assert main(["slurm", "wait", "7"]) == 2
+
+
 def test_a_limit_of_the_jobs_own_is_kept(ends):
     assert ends(STOPPED.replace("REASON", "timeout"), "--set", "max_runtime_seconds=60") == ("", 75)
 
@@ -157,7 +262,9 @@ FAULTS = [
     ),
     (["--sbatch", "wrap=x\nrm"], "Invalid option of sbatch"),
     (["--set", "max_steps=no"], "startup.invalid_job_spec"),
-    (["--set", "resume_checkpoint_path=x.json"], "every start of a requeued job would begin there anew"),
+    (["--set", "resume_checkpoint_path=x.json"], "every start of a requeued job would begin there again"),
+    (["--sbatch=array=0-3", "--set", "checkpoints_dir=/x"], "the tasks of an array would share checkpoints_dir"),
+    (["--args", "1"], "`--args` has no effect on a job"),
     (["--set", "capability_token=s3cret"], "set TRAINER_CAPABILITY_TOKEN in the environment instead"),
 ]
 
@@ -188,6 +295,79 @@ def test_an_action_that_is_not_there_offers_the_nearest(job, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["slurm", "submti", "job.json"])
     assert "Did you mean `submit`?" in capsys.readouterr().err
+
+
+TASK_MODULE = """
+import os
+def describe(text, count=1, *, job):
+    return [text, count, str(job.output_dir)]
+def fails():
+    raise ValueError("no such thing")
+"""
+
+
+@pytest.fixture
+def sbatch(tmp_path, monkeypatch):
+    """An ``sbatch`` that runs the script at once, as one task."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tasks.py").write_text(TASK_MODULE)
+    for name, line in (("sbatch", 'shift; bash "$1" >&2; echo 7'), ("srun", 'shift 2; exec "$@"')):
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/bash\n{line}\n")
+        program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(
+    ("words", "task", "result"),
+    [
+        (["--args", "hello", "3"], "", ["hello", 3]),
+        (["--args", '"5"', "--set", "count=[1, 2]", "--result=json"], "", ["5", [1, 2]]),
+        (["--set", "text=a b", "--result=json"], "-2", ["a b", 1]),
+    ],
+)
+def test_a_function_is_submitted_with_its_arguments_and_its_result_is_read(
+    sbatch, tmp_path, capfd, monkeypatch, words, task, result
+):
+    if task:
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", task[1:])
+    assert main(["slurm", "submit", "tasks:describe", *words]) == 0
+    said = capfd.readouterr()
+    assert said.out == "7\n"
+    (folder,) = tmp_path.glob("describe-*")
+    path = folder / f"result{task}.{'json' if '--result=json' in words else 'pickle'}"
+    assert task or f"result: {path}" in said.err
+    assert read_result(path) == [*result, str(folder)]
+    assert {each.stat().st_mode & 0o777 for each in folder.iterdir()} == {0o600}
+
+
+def test_a_client_reads_why_a_function_failed(sbatch, scontrol, tmp_path, capfd):
+    scontrol("JobId=7 JobState=FAILED ExitCode=1:0")
+    write_pickle("callbacks", [])
+    assert main(["slurm", "submit", "tasks:fails", "--callbacks-file", "callbacks"]) == 0
+    (folder,) = tmp_path.glob("fails-*")
+    capfd.readouterr()
+    assert main(["slurm", "wait", "7", "--output-file", str(folder / "result.pickle")]) == 1
+    said = capfd.readouterr()
+    assert said.out == "7 FAILED, exit code 1\n"
+    assert said.err.startswith("ValueError: no such thing\n")
+    assert "in fails" in said.err
+
+
+def test_the_python_of_a_prepared_environment_calls_a_function(sbatch, tmp_path, capsys):
+    prepare = f"export PY_EXEC={tmp_path}/py"
+    (tmp_path / "py").write_text(f'#!/bin/bash\ntouch used\nexec {sys.executable} "$@"\n')
+    (tmp_path / "py").chmod(0o700)
+    assert main(["slurm", "submit", "tasks:describe", "--args", "x", "--setup", prepare]) == 0
+    assert (tmp_path / "used").exists()
+    assert main(["slurm", "render", "tasks:describe", "--args", "x", "--container", "image"]) == 0
+    assert '--container-image=image "${PY_EXEC:-python}" -m genlight.adapter.runner' in capsys.readouterr().out
+
+
+def test_a_keyword_argument_without_a_value_is_refused(sbatch, capsys):
+    assert main(["slurm", "submit", "tasks:describe", "--set", "text"]) == 2
+    assert "Expected --set NAME=VALUE, but received 'text'" in capsys.readouterr().err
 
 
 def test_a_machine_without_slurm_is_told(job):

@@ -13,7 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from genlight.adapter.runner.transport import read_pickle, travelling, write_pickle
+from genlight.adapter.runner.transport import (
+    FunctionFailedError,
+    failure_file,
+    prepare_output,
+    read_pickle,
+    read_result,
+    travelling,
+    write_pickle,
+)
 
 TASKS = """
 import json, os, signal, sys, time
@@ -28,6 +36,13 @@ def place(factor, *, job):
 
 def fail(secret):
     raise ValueError("no such thing")
+
+def fail_with_a_secret():
+    raise ValueError("bad token " + os.environ["HF_TOKEN"])
+
+def remove_folder(path):
+    os.rmdir(path)
+    return "done"
 
 def leave(code):
     sys.exit(code)
@@ -223,16 +238,87 @@ WITHOUT_A_FUNCTION = {
 
 
 @pytest.mark.parametrize("fault", WITHOUT_A_FUNCTION)
-def test_what_keeps_the_function_from_being_called_is_reported_without_a_beginning(submitter, fault):
+def test_a_failure_before_the_call_is_reported_with_its_beginning_and_end(submitter, fault):
     command, environ, kind, words = WITHOUT_A_FUNCTION[fault]
     code, errors = submitter.run(*command, **environ)
 
     assert code == 1
     assert words in errors
-    assert [each["event"] for each in submitter.noted()] == ["end", "completed"]
-    end = submitter.noted()[0]
+    assert [each["event"] for each in submitter.noted()] == ["begin", "end", "completed"]
+    end = submitter.noted()[1]
     assert (end["status"], end["error_type"]) == ("failure", kind)
     assert words in end["error_message"]
+    with pytest.raises(FunctionFailedError) as failure:
+        read_result(submitter.result)
+    assert failure.value.error_type == kind
+    assert words in failure.value.error_message
+
+
+def test_the_beginning_has_the_environment_without_secrets_and_what_the_job_was_given(submitter):
+    task = {"SLURM_JOB_ID": "7", "HF_TOKEN": "hf_0123456789abcdef", "PLAIN": "yes"}
+    assert submitter.run("bad_module", "f", args=(1,), kwargs={}, **task)[0] == 1
+    begin, end, _ = submitter.noted()
+
+    assert (begin["job_id"], begin["args_file"], begin["kwargs_file"]) == ("7", "args", "kwargs")
+    assert begin["environment_snapshot"]["PLAIN"] == "yes"
+    assert begin["environment_snapshot"]["HF_TOKEN"] != task["HF_TOKEN"]
+    assert begin["start_time"] == end["start_time"] > 0
+    assert task["HF_TOKEN"] not in (submitter.folder / "noted").read_text()
+
+
+def test_a_failure_is_kept_without_secrets_for_the_client_and_forgotten_by_the_next_attempt(submitter):
+    token = "hf_0123456789abcdef"
+    assert submitter.run("tasks", "fail_with_a_secret", HF_TOKEN=token)[0] == 1
+    kept = failure_file(submitter.result)
+    assert kept.stat().st_mode & 0o777 == 0o600
+    facts = json.loads(kept.read_text())
+    assert (facts["error_type"], facts["exit_code"]) == ("ValueError", 1)
+    assert "fail_with_a_secret" in facts["traceback"]
+    assert token not in kept.read_text()
+
+    assert submitter.run("tasks", "add", args=(1,))[0] == 0
+    assert not kept.exists()
+    assert read_result(submitter.result) == 1
+
+
+def test_each_rank_keeps_its_failure_and_the_client_reads_the_first(submitter):
+    task = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NODELIST": "n9"}
+    assert submitter.run("tasks", "fail", args=(1,), SLURM_PROCID="1", **task)[0] == 1
+    assert submitter.run("tasks", "add", args=(1,), SLURM_PROCID="0", **task)[0] == 0
+    with pytest.raises(FunctionFailedError, match="ValueError: no such thing"):
+        read_result(submitter.result)
+
+    prepare_output(submitter.result)  # one rank, where there were two
+    with pytest.raises(FileNotFoundError):
+        read_result(submitter.result)
+
+
+def break_folder(path, how):
+    if how == "is_a_file":
+        path.parent.write_text("")
+    elif how == "result_is_a_folder":
+        path.mkdir(parents=True)
+    elif how == "read_only":
+        path.parent.mkdir()
+        path.parent.chmod(0o500)
+
+
+@pytest.mark.parametrize("how", ["is_a_file", "result_is_a_folder", "read_only"])
+def test_a_place_that_takes_no_result_is_refused_before_the_call(submitter, how):
+    if how == "read_only" and not os.geteuid():
+        pytest.skip("root writes everywhere")
+    break_folder(submitter.folder / "no" / "result", how)
+    assert submitter.run("tasks", "wait", "--output-file", "no/result", args=("started",))[0] == 1
+    assert not (submitter.folder / "started").exists()
+    assert [each["event"] for each in submitter.noted()] == ["begin", "end", "completed"]
+
+
+def test_a_missing_folder_is_made_for_the_result_and_made_again_if_the_function_removes_it(submitter):
+    for function, args, result in (("add", (1,), 1), ("remove_folder", ("no/such",), "done")):
+        assert submitter.run("tasks", function, "--output-file", "no/such/result", args=args) == (0, "")
+        assert read_result(submitter.folder / "no/such/result") == result
+        (submitter.folder / "no/such/result").unlink()
+    assert (submitter.folder / "no/such").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_callback_that_fails_is_logged_and_hides_nothing(submitter):
@@ -257,6 +343,8 @@ def test_a_result_that_cannot_be_written_is_a_failure(submitter, function, form,
     assert code == (0 if words is None else 1)
     assert submitter.result.exists() is (words is None)
     assert words is None or words in errors
+    if words is not None:  # computed, and not lost
+        assert read_result(submitter.folder / "result.pickle") in ({1}, float("inf"))
 
 
 def test_a_function_of_a_class_is_found_by_its_dotted_name(submitter):

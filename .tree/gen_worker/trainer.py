@@ -1,0 +1,1 @@
+../../adapter/compat/gen_worker_trainer.py
