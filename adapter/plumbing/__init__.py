@@ -1,4 +1,4 @@
-"""How bytes are kept and moved: durable files, locks, HTTP, retries, URLs, redaction, text.
+"""Storage and transfer of bytes: durable files, locks, HTTP, retries, URLs, redaction, text.
 
-Knows nothing of training. It may import the contract alone, and everybody may import it.
+Independent of training. This package may import only the contract; every other package may import it.
 """

@@ -1,4 +1,4 @@
-"""A dictionary that remembers which of its names were asked for."""
+"""A dictionary that remembers which of its keys were read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["CountedDict", "uncounted"]
 
 
 class CountedDict(dict[str, Any]):
-    """`values`, and which of them were read; whoever asks for all at once, to copy them say, has read them all.
+    """A dictionary that records which keys were read; an access to all at once, such as a copy, reads all of them.
 
     It is stored, copied and pickled as a plain dictionary.
     """
@@ -21,21 +21,21 @@ class CountedDict(dict[str, Any]):
 
     @property
     def unread(self) -> list[str]:
-        """Names that nobody has asked for."""
+        """Keys that nobody has read."""
         return [name for name in dict.keys(self) if name not in self.read]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Also for copies. Not by the name of `dict`: files of torch that are read without pickle do not know it.
+        # Copies use this too. torch's reader without pickle allows `OrderedDict`, but not the name `dict`.
         return OrderedDict, (), None, None, iter(self.items())
 
 
 def uncounted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A plain copy of `values`, which counts as no reading."""
+    """Return a plain copy of `values` without recording a read."""
     return dict(dict.items(values)) if isinstance(values, dict) else dict(values)
 
 
 def _counting(name: str, *, of_one: bool) -> Callable[..., Any]:
-    """A method of `dict` that notes the name that it is asked for, or all of them."""
+    """Wrap the method `name` of `dict` so that it records the key that it reads, or all keys."""
     method = getattr(dict, name)
 
     def counting(self: CountedDict, *arguments: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Accelerators under torch's generic names: what is written for one runs on all that torch has.
+"""Access to accelerators under torch's generic names, so that the same code runs on every kind of device.
 
-``torch.accelerator``, ``torch.Event`` and ``torch.get_device_module`` are there since torch 2.6; what only a device's
-own module has is asked of it.
+``torch.accelerator``, ``torch.Event`` and ``torch.get_device_module`` exist since torch 2.6; functions that only a
+device's own module has are looked up there.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _Result = TypeVar("_Result")
 
 
 def accelerator() -> torch.device | None:
-    """The kind of accelerator that this process can use; None where there is only the host."""
+    """Return the kind of accelerator that this process can use, or None."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 class LateCopy:
-    """A copy of a tensor for the host that nobody waits for: it comes over while the program goes on.
+    """A copy of a tensor to the host that arrives while the program continues.
 
     Args:
-        source: On any device; a tensor of the host is taken as it is.
+        source: A tensor on any device; a tensor on the host is not copied.
 
     Attributes:
         is_late: Whether the source was on a device.
@@ -60,11 +60,11 @@ class LateCopy:
             self._arrived.record(torch.accelerator.current_stream(source.device))
 
     def is_there(self) -> bool:
-        """Whether it can be read without waiting."""
+        """Whether the copy can be read without waiting."""
         return self._arrived is None or bool(self._arrived.query())
 
     def read(self) -> torch.Tensor:
-        """The copy; waits for the device if it is not there yet."""
+        """Return the copy; wait for the device if it has not arrived yet."""
         if self._arrived is not None and not self._arrived.query():
             self._arrived.synchronize()
         self._arrived = None
@@ -72,21 +72,21 @@ class LateCopy:
 
 
 def random_states() -> dict[str, list[torch.Tensor]]:
-    """The states of the global generators of every accelerator, by its kind; nothing of one that nobody has used."""
+    """Return the states of the global generators of every accelerator, by kind; unused accelerators are skipped."""
     device = accelerator()
     module: Any = None if device is None else torch.get_device_module(device)
-    # To ask one that nobody has used would start it, which takes its memory.
+    # Reading an unused device would initialize it and take its memory.
     if device is None or not getattr(module, "is_initialized", lambda: True)():
         return {}
-    whole = getattr(module, "get_rng_state_all", None)  # not there for Apple's, of which a machine has one
+    whole = getattr(module, "get_rng_state_all", None)  # Apple's lacks it; a machine has one
     return {device.type: list(whole()) if whole is not None else [module.get_rng_state()]}
 
 
 def restore_random_states(states: Mapping[str, Sequence[torch.Tensor]]) -> list[str]:
-    """Take over states that `random_states` gave.
+    """Restore states that `random_states` returned.
 
     Returns:
-        What is lost because this process does not have the device, in words.
+        A description of each state that is lost because this process lacks the device.
     """
     device, lost = accelerator(), []
     for kind, saved in states.items():
@@ -101,27 +101,27 @@ def restore_random_states(states: Mapping[str, Sequence[torch.Tensor]]) -> list[
 
 @contextlib.contextmanager
 def isolated_random_numbers() -> Iterator[None]:
-    """Random numbers that a block draws change none after it: those of Python, NumPy, torch, and every accelerator."""
+    """Restore the random states of Python, NumPy, torch and every accelerator after the block."""
     devices = random_states()
     try:
-        with isolate_rng(include_cuda=False):  # of accelerators Lightning knows CUDA alone
+        with isolate_rng(include_cuda=False):  # Lightning handles only CUDA
             yield
     finally:
         restore_random_states(devices)
 
 
 def host_group(timeout: dt.timedelta | None = None) -> dist.ProcessGroup:
-    """A process group of all ranks for what is in host memory; None stands for torch's default `timeout`."""
+    """Make a process group of all ranks for values in host memory; None means torch's default `timeout`."""
     world = dist.group.WORLD
     bound = None if world is None else world.bound_device_id
-    # Where the ranks' device is known, torch asks a new group for its part, which gloo has of itself for CUDA alone.
+    # If the ranks' device is known, a new group needs a backend for it; gloo has one by default only for CUDA.
     backend = "gloo" if bound is None else f"cpu:gloo,{bound.type}:gloo"
     made: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
     return made
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """`value` of every rank of `group`, in order; to be called by all of them. None means all ranks."""
+    """Return `value` of every rank of `group`, in order. Collective. None means all ranks."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
@@ -130,10 +130,10 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 def gather_results(
     act: Callable[[], _Result], group: dist.ProcessGroup | None = None
 ) -> list[tuple[_Result | None, str | None]]:
-    """The results of `act` on all ranks of `group`, in order, and what it raised there, in words. Collective.
+    """Return the results of `act` on all ranks of `group`, in order, with the texts of its exceptions. Collective.
 
     Raises:
-        Exception: What it raised on this rank, once the others no longer wait for this one.
+        Exception: The exception of this rank, once the other ranks no longer wait for it.
     """
     result: _Result | None = None
     failure: Exception | None = None
@@ -149,7 +149,7 @@ def gather_results(
 
 
 def release_memory() -> None:
-    """Give memory back that nothing refers to any more, so that another program can have it."""
+    """Return unreferenced device memory, so that another program can use it."""
     device = accelerator()
     if device is not None:
         gc.collect()

@@ -1,6 +1,6 @@
-"""The meaning of an exception for the operator: a category, a safe text, whether to go on, an exit code.
+"""Describe an exception for the operator: category, safe text, whether a restart resumes, exit code.
 
-`describe_failure` alone decides, for the event log, the terminal payload, the command line and notes of ranks.
+Only `describe_failure` decides, for the event log, the terminal payload, the command line and notes of ranks.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ EXIT_FAILED: Final = 1
 EXIT_STARTUP: Final = 2
 """A startup error, or wrong usage of the command line."""
 EXIT_NONFINITE: Final = 3
-"""A loss, gradients or weights became nan or infinite, and the run was to end then: a restart would meet it again."""
+"""A loss, gradient or weight became nan or infinite, and the job stops then: a restart would meet it again."""
 EXIT_STOPPED: Final = 75
-"""Cancelled, timed out or preempted: a restart goes on where it stopped (``EX_TEMPFAIL`` of sysexits.h)."""
+"""Canceled, timed out or preempted: a restart continues from there (``EX_TEMPFAIL`` of sysexits.h)."""
 
 _LONGEST_TEXT = 2000
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How a run that did not complete is reported."""
+    """The report of a run that did not complete."""
 
     category: FailureCategory | StopReason
     text: str
     """``category:safe text``, or the reason of a stop."""
     resumable: bool
-    """Whether the same start again goes on from a checkpoint."""
+    """Whether the same command, repeated, continues from a checkpoint."""
     exit_code: int
 
 
@@ -72,14 +72,13 @@ def describe_failure(
     secrets: Iterable[str | None] = (),
     environ: Mapping[str, str] | None = None,
 ) -> Failure:
-    """Classify a failure by what was raised and when; raises nothing, whatever the exception's own methods do.
+    """Classify a failure by its exception and stage. Never raises, whatever the exception's own methods do.
 
     Args:
-        error: What ended the run.
+        error: The exception that ended the run.
         has_checkpoint: Whether a restart finds a checkpoint.
-        lost_steps: Whether steps were done that no checkpoint may have kept, so that even a stop is not to be resumed
-            without one.
-        stage: What was going on: the category of an exception whose type says nothing.
+        lost_steps: Whether steps may be in no checkpoint, so that even a stop cannot be resumed without one.
+        stage: The activity that failed; it is the category of exceptions whose type does not decide.
         secrets: Texts that must not be shown.
         environ: Environment whose values must not be shown; None takes the process's own.
     """
@@ -97,11 +96,11 @@ def describe_failure(
 def safe_text(
     error: BaseException, *, secrets: Iterable[str | None] = (), environ: Mapping[str, str] | None = None
 ) -> str:
-    """The text of an exception, without what must not leave the machine; see `hide_environment`.
+    """Return the text of an exception without values that must not leave the machine; see `hide_environment`.
 
-    Of genlight's own exceptions all lines, as one; of others the type and the first line.
+    genlight's own exceptions give all their lines, joined; others give their type and first line.
     """
-    # Hidden first, while values of several lines are whole.
+    # Hide first, while values of several lines are intact.
     said = hide_environment(text_of(error), secrets=tuple(secrets), environ=environ)
     lines = [line.strip() for line in said.strip().splitlines()]
     if lines and isinstance(error, GenlightError):
@@ -112,7 +111,7 @@ def safe_text(
 
 
 def failure_category(error: BaseException) -> FailureCategory | None:
-    """Where a failure came from, as far as the exception's type says; None where it says nothing."""
+    """Return the category that the exception's type decides, or None."""
     if isinstance(error, StartupContractError | HookOrderError | UsageError):
         return "startup"
     if isinstance(error, UploadError):
@@ -123,11 +122,11 @@ def failure_category(error: BaseException) -> FailureCategory | None:
 
 
 def stop_reason(error: BaseException) -> StopReason | None:
-    """Why the run was to stop; None for a failure."""
+    """Return the reason of a stop; None for a failure."""
     if isinstance(error, TrainingCanceled):
         known: dict[str, StopReason] = {"timeout": "timeout", "preempted": "preempted"}
         return known.get(error.reason, "canceled")
-    # Only where Lightning is loaded can it have raised its own.
+    # Lightning can only have raised its own exception if it is loaded.
     lightning = sys.modules.get("lightning.pytorch.utilities.exceptions")
     if lightning is not None and isinstance(error, lightning.SIGTERMException):
         return "preempted"
@@ -135,7 +134,7 @@ def stop_reason(error: BaseException) -> StopReason | None:
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """The error, and what it was raised from or in the handling of."""
+    """Yield the error and the chain of its causes and contexts."""
     seen: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in seen:
@@ -145,5 +144,5 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def modules_of(error: BaseException) -> list[str]:
-    """The names of the modules that an error went through, the one that raised it last."""
+    """Return the names of the modules in an error's traceback; the last one raised it."""
     return [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -1,8 +1,8 @@
-"""One HTTP client for uploads and downloads: who may see the token, what a redirect keeps, what a log may say.
+"""One HTTP client for uploads and downloads. It decides who receives the token, also after redirects.
 
 The bearer token is a capability of its own origin (scheme, host, port). It is attached to a request only when the
-request's origin is trusted, and it stays behind when a redirect leaves the origin that was asked, also when the new
-one would be trusted by itself: a redirect is the server's decision, not the operator's.
+request's origin is trusted, and it is dropped when a redirect leaves that origin, even if the new
+origin is trusted too: a redirect is the server's decision, not the operator's.
 
 Usage::
 
@@ -28,13 +28,13 @@ __all__ = ["build_client", "failure_text"]
 _TOKEN_ORIGIN = "genlight.token_origin"  # noqa: S105 - the name of a request extension, not a secret
 MAX_REDIRECTS = 5
 CONNECT_TIMEOUT_S = 10.0
-"""How long a connection may take to stand."""
+"""Connect timeout in seconds."""
 
 
 def _connected_origin(url: httpx2.URL) -> str | None:
-    """The origin that a request for `url` goes to; None for a scheme that is not HTTP, which the client refuses.
+    """Return the origin that a request for `url` goes to; None if the scheme is not HTTP (the client refuses it).
 
-    From the parts that the client itself connects to, so that no other reading of the text decides over the token.
+    Built from the parts that the client connects to, so that no other parser decides who receives the token.
     """
     try:
         return origin_text(url.scheme, url.raw_host.decode("ascii"), url.port)
@@ -43,14 +43,14 @@ def _connected_origin(url: httpx2.URL) -> str | None:
 
 
 def failure_text(error: BaseException) -> str:
-    """An error on the wire, in words that hold no URL, header or body: the types and the system's own text."""
+    """Describe a network error without URL, header or body: its type and the system's own text."""
     said = [part for part in causes_of(error) if isinstance(part, OSError) and part.strerror]
     name = type(error).__name__
     return f"{name}: {said[0].strerror}" if said and said[0] is not error else name
 
 
 class _OriginAuth(httpx2.Auth):
-    """Adds the token where the request's origin is trusted, and remembers that origin."""
+    """Adds the token if the request's origin is trusted, and remembers that origin."""
 
     def __init__(self, token: str, origins: Collection[str]) -> None:
         self._token = token
@@ -72,9 +72,9 @@ class _OriginAuth(httpx2.Auth):
 
 
 def _leave_token_behind(request: httpx2.Request) -> None:
-    """Drop the token from a hop that is not to the origin that it was meant for.
+    """Drop the token from a redirect to another origin than the one it was added for.
 
-    The client itself drops it for another host, but keeps it from http to https and knows nothing of our origins.
+    The client itself drops it for another host, but keeps it from http to https and does not know our origins.
     """
     meant_for = request.extensions.get(_TOKEN_ORIGIN)
     if "Authorization" in request.headers and meant_for is not None and _connected_origin(request.url) != meant_for:
@@ -82,7 +82,7 @@ def _leave_token_behind(request: httpx2.Request) -> None:
 
 
 def _hide_queries(record: logging.LogRecord) -> bool:
-    """The HTTP library logs every URL at level INFO, with whatever secret its query holds."""
+    """Remove queries from the URLs that the HTTP library logs at level INFO: they may hold secrets."""
     if isinstance(record.args, tuple):
         record.args = tuple(safe_url(str(a)) if isinstance(a, httpx2.URL) else a for a in record.args)
     return True
@@ -95,22 +95,22 @@ def build_client(
     timeout_s: float = 30.0,
     max_connections: int = 4,
 ) -> httpx2.Client:
-    """A client that follows redirects and shows `token` to `origins` alone.
+    """Make a client that follows redirects and sends `token` only to `origins`.
 
-    Each request has a connection of its own. On a kept one, the second answer of a server (or a proxy) that answers
-    twice would be taken for the answer to the next request: an upload would count as delivered that never arrived.
+    Each request uses a new connection. On a reused one, the second answer of a server (or a proxy) that answers twice
+    would count as the answer to the next request, and an upload that never arrived as delivered.
 
     Args:
         token: The bearer token; None or empty sends none.
-        origins: What `trusted_origins` (`urls.py`) returned.
-        timeout_s: Seconds without a byte moving, in either direction, after which a transfer counts as stalled.
-        max_connections: Connections opened at most.
+        origins: The result of `trusted_origins` (`urls.py`).
+        timeout_s: Seconds without a byte in either direction after which a transfer counts as stalled.
+        max_connections: Maximum number of open connections.
 
     Raises:
-        StartupContractError: Proxies or certificates that the environment names cannot be used.
+        StartupContractError: A proxy or certificate from the environment cannot be used.
 
-    The client is safe to share between threads. A redirect that turns another method into GET is followed as HTTP
-    has it: a caller that uploads must look at ``response.request.method``.
+    Threads may share the client. It follows redirects that turn another method into GET, as HTTP requires: a caller
+    that uploads must check ``response.request.method``.
     """
     logging.getLogger("httpx2").addFilter(_hide_queries)  # adding it again has no effect
     try:
@@ -121,11 +121,11 @@ def build_client(
             follow_redirects=True,
             max_redirects=MAX_REDIRECTS,
             headers={"User-Agent": "genlight"},
-            # None is ever kept: a browser's rules would send one to each port of a host.
+            # Cookies are never kept: they would be sent to every port of a host.
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
             event_hooks={"request": [_leave_token_behind]},
         )
-    except (ImportError, ValueError, OSError, httpx2.InvalidURL) as error:  # whose text may hold a proxy's password
+    except (ImportError, ValueError, OSError, httpx2.InvalidURL) as error:  # its text may hold a proxy's password
         reason = (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
         raise StartupContractError(
             "startup.invalid_job_spec",

@@ -1,7 +1,7 @@
-"""Public names of a package, each imported when it is first used (PEP 562).
+"""Import each public name of a package when it is first used (PEP 562).
 
-A package's ``__init__`` imports its names under ``if TYPE_CHECKING:``, each as itself (``Name as Name``, which exports
-it), and hands them out with::
+A package's ``__init__`` imports its names under ``if TYPE_CHECKING:``, each as itself (``Name as Name``, to export
+it), and provides them with::
 
     else:
         __getattr__, __dir__, __all__ = lazy_exports(__name__)
@@ -27,7 +27,7 @@ __all__ = ["lazy_exports"]
 def lazy_exports(
     package: str, unlisted: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """``__getattr__``, ``__dir__`` and ``__all__`` of `package`; its ``__version__`` is the installed version.
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of `package`; its ``__version__`` is the installed version.
 
     Args:
         package: Its ``__name__``.
@@ -47,13 +47,13 @@ def lazy_exports(
 
     def list_names() -> list[str]:
         own = (name for name in vars(sys.modules[package]) if name.startswith("__"))
-        return sorted({*own, *listed, "__version__"})  # not what the package itself needs, such as `lazy_exports`
+        return sorted({*own, *listed, "__version__"})  # without helpers such as `lazy_exports`
 
     return get_attribute, list_names, listed
 
 
 def _imports_for_type_checkers(code: CodeType) -> Iterator[tuple[str, str]]:
-    """Each name that `code` imports under ``if TYPE_CHECKING:``, with the module that has it."""
+    """Yield each name that `code` imports under ``if TYPE_CHECKING:``, with the module that has it."""
     instructions = list(dis.get_instructions(code))
     loads = [(each.argval, place) for place, each in enumerate(instructions) if each.opname == "LOAD_NAME"]
     start, end = dict(reversed(loads))["TYPE_CHECKING"], dict(loads)[lazy_exports.__name__]

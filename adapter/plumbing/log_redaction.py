@@ -1,6 +1,6 @@
-"""Keeps secrets out of what a process says of itself: log records, warnings, uncaught exceptions.
+"""Keep secrets out of log records, warnings and uncaught exceptions.
 
-No matter which code logs it and which handler shows it. Nothing here raises into the code that logs.
+This covers every logger and every handler of the process. Nothing here raises into the code that logs.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .redaction import hide_secrets, traceback_of
 __all__ = ["redacted_logs"]
 
 _OWN_FIELDS = frozenset({*vars(logging.makeLogRecord({})), "message", "asctime"})
-"""The fields of every log record; all else came by ``extra=``."""
+"""The fields of every log record; other fields came from ``extra=``."""
 _Hide = Callable[[str], str]
 
 
 @contextlib.contextmanager
 def redacted_logs(secrets: Iterable[str | None], environ: Mapping[str, str] | None = None) -> Iterator[None]:
-    """For the length of a block, show no secret of this process in logs, warnings and uncaught exceptions.
+    """Hide the secrets of this process in logs, warnings and uncaught exceptions during the block.
 
     Args:
         secrets: Texts that must not be shown.
@@ -35,7 +35,7 @@ def redacted_logs(secrets: Iterable[str | None], environ: Mapping[str, str] | No
     handle, show = logging.Logger.handle, warnings.showwarning
 
     def handle_redacted(self: logging.Logger, record: logging.LogRecord) -> None:
-        # Where a logger hands a record to its handlers: before that it has no ``extra=`` fields.
+        # Here the logger passes the record to its handlers; earlier it has no ``extra=`` fields.
         _redact_record(record, hide)
         handle(self, record)
 
@@ -46,14 +46,16 @@ def redacted_logs(secrets: Iterable[str | None], environ: Mapping[str, str] | No
         _replaced(logging.Logger, "handle", handle_redacted),
         _replaced(warnings, "showwarning", show_redacted),
         _replaced(threading, "excepthook", _redacted_hook(threading.excepthook, hide)),
-        _replaced(sys, "unraisablehook", _redacted_hook(sys.unraisablehook, hide)),  # of destructors, say
+        _replaced(
+            sys, "unraisablehook", _redacted_hook(sys.unraisablehook, hide)
+        ),  # errors in destructors, for example
     ):
         yield
 
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, replacement: Callable[..., None]) -> Iterator[None]:
-    """Another function in place of one, until the end of the block; what others put there meanwhile stays."""
+    """Replace a function during the block; if others replaced it meanwhile, their function stays."""
     before = getattr(owner, name)
     setattr(owner, name, replacement)
     try:
@@ -64,7 +66,7 @@ def _replaced(owner: Any, name: str, replacement: Callable[..., None]) -> Iterat
 
 
 def _redacted_hook(before: Callable[[Any], object], hide: _Hide) -> Callable[[Any], None]:
-    """`before`, a hook for uncaught exceptions; a traceback that holds a secret is written here instead, without it."""
+    """Wrap a hook for uncaught exceptions; write tracebacks that hold a secret here, without the secret."""
 
     def show(given: Any) -> None:
         error = given.exc_value
@@ -93,7 +95,7 @@ def _redact_record(record: logging.LogRecord, hide: _Hide) -> None:
         text = traceback_of(record.exc_info[1])
         record.exc_text = hide(text)
         if record.exc_text != text:
-            record.exc_info = None  # for formatters that would make the text anew
+            record.exc_info = None  # otherwise formatters would format it again
     if record.stack_info:
         record.stack_info = hide(record.stack_info)
     for name in vars(record).keys() - _OWN_FIELDS:
@@ -101,7 +103,7 @@ def _redact_record(record: logging.LogRecord, hide: _Hide) -> None:
 
 
 def _safe(value: Any, hide: _Hide) -> Any:
-    """`value` as it is where its texts hold no secret, else its text without."""
+    """Return `value` if its texts hold no secret, otherwise its text without secrets."""
     text, shown = _text(str, value), _text(repr, value)
     return value if hide(text) == text and hide(shown) == shown else hide(text)
 

@@ -1,12 +1,14 @@
-"""Keeps secrets out of texts, by what is known of them.
+"""Keep secrets out of texts.
 
-- Their value: those that a caller names, those of the environment, and credentials in the URLs of settings.
-- Their name: what is assigned to ``api_key``, ``hfToken`` or ``password``, in a text or under a key.
-- Their form: tokens of well-known services, private keys, headers, credentials and queries of URLs.
+A secret is recognized by one of three properties:
 
-Whatever leaves the process goes through `hide_secrets` (what an operator of this machine reads: logs, tracebacks,
-warnings) or `hide_environment` (what is sent or kept: events, terminal payloads). Both take time in proportion to the
-length of the text, whatever it holds.
+- its value: secrets that a caller names, secrets of the environment, and credentials in the URLs of settings;
+- its name: values assigned to ``api_key``, ``hfToken`` or ``password``, in a text or under a key;
+- its form: tokens of well-known services, private keys, headers, credentials and queries of URLs.
+
+Every text that leaves the process passes through `hide_secrets` (for the operator of this machine: logs, tracebacks,
+warnings) or `hide_environment` (for texts that are sent or stored: events, terminal payloads). Both take time
+proportional to the length of the text, whatever its content.
 """
 
 from __future__ import annotations
@@ -42,17 +44,17 @@ HIDDEN: Final = "<hidden>"
 SHORTEST_SECRET = 4
 SHORTEST_OF_SECRET_NAME = 6
 SHORTEST_HALF = 8
-"""Characters of a secret that are hidden next to an ellipsis, which has cut the rest."""
+"""Minimum length of the rest of a secret, cut by an ellipsis, that is hidden."""
 SHORTEST_OF_ANY_NAME = 16
-"""A value as long as this may be a secret whatever its variable, or its part of a query, is called."""
+"""A value of this length may be a secret, whatever the name of its variable or query parameter."""
 LONGEST_TEXT = 64 * 1024
-"""Characters of an exception's text that are read: one of 200 MB would be copied a dozen times on its way."""
+"""Maximum number of characters read of an exception's text: 200 MB would be copied a dozen times on the way."""
 MOST_LINES = 400
-"""Entries of a traceback that are kept, half of them from its beginning and half from its end."""
+"""Maximum number of entries kept of a traceback, half from its beginning and half from its end."""
 
 _SECRET_VARIABLE = re.compile(r"TOKEN|KEY|SECRET|PASS|CRED|AUTH|SIGNATURE", re.IGNORECASE)
 _SETTING = re.compile(rf"TRAINER_TOKEN_ORIGINS|(?:TENSORHUB_URL|TRAINER_)(?!.*({_SECRET_VARIABLE.pattern})).*")
-"""Variables of a run, which a message must be able to name: only the credentials in their URLs are hidden."""
+"""Variables of a run. Messages must be able to show their values: only the credentials in their URLs are hidden."""
 _NO_SECRETS = frozenset(["default", "disabled", "enabled", "required", "optional"])
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
@@ -71,19 +73,19 @@ _KINDS_OF_TOKENS = frozenset(
 )
 """Words that make a ``…_token`` one of a vocabulary."""
 
-# Each pattern knows after a bounded number of characters whether it matches: a text of a megabyte of any one character
-# takes as long as any other.
+# Each pattern decides after a bounded number of characters, so that no text takes longer than another of its length.
 _ASSIGNED = re.compile(
     r"(?<![\w.-])(?P<name>[\w.-]{1,200}+)[\"']?\s{0,4}(?:=|:(?=\s{0,4}(?:[bru]?[\"']|\S{0,64}\d)))\s{0,4}"
     r"(?:[bru]?(?P<quote>[\"']))?"
 )
-"""What stands before the value in ``api_key=…``, ``"api_key": "…"`` and, where it has a digit, ``api_key: …``."""
+"""Matches the key and separator before a value: ``api_key=…``, ``"api_key": "…"`` and, if the value has a digit,
+``api_key: …``."""
 _VALUES = {
     None: re.compile(r"(?!\$)[^\s\"'&,;<>(){}\[\]]{6,}"),
     "'": re.compile(r"[^'\n]{4,4096}"),
     '"': re.compile(r'[^"\n]{4,4096}'),
 }
-"""The value, by the quote before it."""
+"""Matches the value, by the quote before it."""
 _HEADER = re.compile(
     r"(\bauthorization\b[\"']?\s{0,4}[:=,]\s{0,4}b?[\"']?(?:\w{1,16}\s{1,4})?|"
     r"\bbearer\s{1,4}(?=[A-Za-z]{0,128}[\d_~+/=-]))"
@@ -98,53 +100,53 @@ _TOKEN = re.compile(
     r"|(?<![A-Za-z0-9])(?:gh[opusr]_|github_pat_|glpat-|hf_|sk-|xox[abprs]-|AKIA|ASIA|AIza)[\w-]{8,256}+(?=…|\.{3})"
     r"|-----BEGIN (?:[A-Z]{1,16} ){0,3}PRIVATE KEY-----[^-]*(?:-----END (?:[A-Z]{1,16} ){0,3}PRIVATE KEY-----)?"
 )
-"""Tokens of GitHub, GitLab, Hugging Face, OpenAI and its like, Slack, AWS, Google, also those that an ellipsis has cut;
+"""Tokens of GitHub, GitLab, Hugging Face, OpenAI and the like, Slack, AWS and Google, also if an ellipsis has cut them;
 JSON Web Tokens; private keys."""
 _QUERY = re.compile(
     r"((?<=[\w.%~+-])\?(?=[^\s=?&'\"`]{1,128}=)|/[^\s/?#'\"<>`(){}\[\]|*]{0,256}\?(?![\s<)\].,;:!?]))[^\s'\"`]+"
 )
-"""The query of a relative URL: of pairs, or of anything after a path."""
+"""The query of a relative URL: pairs, or anything after a path."""
 
 
 def redact(text: str, secrets: Iterable[str | None]) -> str:
-    """`text` with every secret in it replaced; one of a few characters is none, and would blot out every message.
+    """Replace every secret in `text`; very short values are not secrets, because they would blot out every message.
 
-    A secret is found also in its JSON and URL spellings, and where an ellipsis has cut it (`text.shortened`).
+    A secret is also found in its JSON and URL spellings, and if an ellipsis has cut it (`text.shortened`).
     """
     known = _hidden_by(secrets)
     return _without_halves(_replaced(text, known), known)
 
 
 def hide_secrets(text: str, *, secrets: Iterable[str | None] = (), environ: Mapping[str, str] | None = None) -> str:
-    """`text` of a log without `secrets`, credentials in URLs and what looks like a secret in it or in the environment.
+    """Hide in the `text` of a log: `secrets`, credentials in URLs, and likely secrets of the text or the environment.
 
-    Paths and short values of the environment stay, because a traceback without them says little.
+    Paths and short values of the environment stay, because a traceback is useless without them.
     """
     return _hidden(text, rf"[^\s/]{{{SHORTEST_OF_ANY_NAME},}}", secrets, environ)
 
 
 def hide_environment(text: str, *, secrets: Iterable[str | None] = (), environ: Mapping[str, str] | None = None) -> str:
-    """`text` that leaves the machine, without `secrets`, credentials in URLs and values of the environment.
+    """Hide in a `text` that leaves the machine: `secrets`, credentials in URLs and values of the environment.
 
-    Values of fewer than 6 characters stay: ``1`` or ``true`` are part of many texts. So do those of a run's settings
-    (``TRAINER_…``), less the credentials of their URLs.
+    Values of fewer than 6 characters stay: ``1`` or ``true`` are part of many texts. A run's settings (``TRAINER_…``)
+    stay too, without the credentials of their URLs.
     """
     return _hidden(text, r"(?s:.*)", secrets, environ)
 
 
 def _hidden(text: str, of_any_name: str, secrets: Iterable[str | None], environ: Mapping[str, str] | None) -> str:
-    """`text` without `secrets`, what looks like one, and what `_values_of` says of the environment."""
+    """Return `text` without `secrets`, likely secrets, and the values of the environment from `_values_of`."""
     known = _hidden_by(secrets)
     text = _replaced(text, _values_of(environ, of_any_name) | known)
     if _ELLIPSIS.search(text):
         text = _without_halves(text, _values_of(environ, "") | known)
-    # After those of whole URLs, the queries of relative ones.
+    # Queries of relative URLs come after those of complete ones.
     return _without_known_forms(_QUERY.sub(rf"\1{HIDDEN}", hide_urls(text)))
 
 
 @functools.lru_cache(maxsize=1024)
 def is_secret_name(name: str) -> bool:
-    """Whether a field of that name holds a secret: ``api_key``, ``hfToken``, ``password``, but not ``pad_token``."""
+    """Whether a field named `name` holds a secret: ``api_key``, ``hfToken``, ``password``, but not ``pad_token``."""
     words = ["", "", *(word.lower() for word in _WORD.findall(name))]
     kind, last = words[-2:]
     if last in ("token", "tokens") and not _KINDS_OF_TOKENS.isdisjoint(words):
@@ -157,7 +159,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def secrets_in(value: Any) -> list[str]:
-    """The secrets within a decoded JSON value: under the name of one, of a known form, and the credentials of URLs."""
+    """Return the secrets in a decoded JSON value: by name, by form, and credentials of URLs."""
     found: dict[str, None] = {}
 
     def note(text: str, is_secret: bool) -> None:
@@ -170,14 +172,14 @@ def secrets_in(value: Any) -> list[str]:
 
 
 def secrets_of_module(module: object) -> list[str]:
-    """The secrets among the hyperparameters of a LightningModule: its own, and those of the job that it hosts."""
+    """Return the secrets among the hyperparameters of a LightningModule and of the job that it hosts."""
     job_hyperparams = getattr(getattr(module, "job", None), "hyperparams", None)
     found = (job_hyperparams, getattr(module, "hparams", None))
     return secrets_in([hyperparams for hyperparams in found if isinstance(hyperparams, Mapping)])
 
 
 def without_secrets(value: Any, *, secrets: Iterable[str | None] = ()) -> Any:
-    """`value`, a decoded JSON value, without `secrets`, and without those of the name or form of one, or in a URL."""
+    """Return a decoded JSON value without `secrets`, and without secrets by name, by form or in URLs."""
     known = tuple(secrets)
 
     def shown(text: str, is_secret: bool) -> str:
@@ -187,7 +189,7 @@ def without_secrets(value: Any, *, secrets: Iterable[str | None] = ()) -> Any:
 
 
 def with_texts(value: Any, act: Callable[[str, bool], Any], is_secret: bool = False) -> Any:
-    """`value` with what `act` makes of each text in it, which is told whether that stands under a secret name."""
+    """Replace each text in `value` by ``act(text, is_secret)``; `is_secret` is true under a secret name."""
     if isinstance(value, Mapping):
         return {name: with_texts(inner, act, is_secret or is_secret_name(str(name))) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -196,12 +198,12 @@ def with_texts(value: Any, act: Callable[[str, bool], Any], is_secret: bool = Fa
 
 
 def secrets_of_environment(environ: Mapping[str, str] | None = None) -> list[str]:
-    """The values of variables whose names are those of secrets, and the credentials in the URLs of settings."""
+    """Return the values of variables with secret names, and the credentials in the URLs of settings."""
     return list(_values_of(environ, ""))
 
 
 def text_of(error: BaseException) -> str:
-    """The text of an exception, cut where it is very long; of one that cannot give it, that."""
+    """Return `str(error)`, truncated; a placeholder if `str` itself fails."""
     try:
         return _cut(str(error))
     except Exception as problem:  # noqa: BLE001 - a class of the user's may raise anything here
@@ -209,11 +211,11 @@ def text_of(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException | traceback.TracebackException) -> str:
-    """The traceback of an exception with its causes; of a very long one the beginning and the end."""
+    """Return the traceback of an exception with its causes; only the beginning and the end of a very long one."""
     kind = traceback.TracebackException
     entries = list((error if isinstance(error, kind) else kind.from_exception(error, compact=True)).format())
     if len(entries) > MOST_LINES:
-        entries[MOST_LINES // 2 : -MOST_LINES // 2] = [f"  … {len(entries) - MOST_LINES} entries left out …\n"]
+        entries[MOST_LINES // 2 : -MOST_LINES // 2] = [f"  … {len(entries) - MOST_LINES} entries omitted …\n"]
     return "".join(map(_cut, entries)).rstrip()
 
 
@@ -222,10 +224,10 @@ def _cut(text: str) -> str:
 
 
 def _values_of(environ: Mapping[str, str] | None, of_any_name: str) -> dict[str, str]:
-    """The values of the environment that are to be hidden, with what is shown instead.
+    """Return the values of the environment that must be hidden, with their replacements.
 
-    These are the values under the names of secrets, the credentials in the URLs of settings, and those values of other
-    variables that match the regular expression `of_any_name` and are not a setting's as well.
+    These are the values of variables with secret names, the credentials in the URLs of settings, and values of other
+    variables that match the regular expression `of_any_name` and are not also the value of a setting.
     """
     variables = dict(os.environ if environ is None else environ)
     plain = {value for name, value in variables.items() if _kind_of_variable(name) == "setting"}
@@ -253,7 +255,7 @@ def _hidden_by(secrets: Iterable[str | None]) -> dict[str, str]:
 
 
 def _secrets_of_url(url: str) -> Iterator[str]:
-    """The password of a URL, and what its query may prove with; of another text nothing."""
+    """Yield the password of a URL, and likely credentials in its query; nothing for another text."""
     rest, _, query = url.partition("://")[2].partition("?")
     userinfo = rest.partition("/")[0].rpartition("@")[0]
     found = [userinfo.partition(":")[2] or userinfo]
@@ -265,7 +267,7 @@ def _secrets_of_url(url: str) -> Iterator[str]:
 
 
 def _without_known_forms(text: str) -> str:
-    """`text` without tokens and private keys of a known form, headers and what is assigned to a secret name."""
+    """Return `text` without tokens and private keys of a known form, headers, and values assigned to secret names."""
     text = _HEADER.sub(rf"\1{HIDDEN}", _TOKEN.sub(HIDDEN, text))
     shown, end = [], 0
     for assigned in _ASSIGNED.finditer(text):
@@ -277,7 +279,7 @@ def _without_known_forms(text: str) -> str:
 
 
 def _replaced(text: str, hidden: Mapping[str, str]) -> str:
-    """`text` with each key of `hidden` replaced by its value, a longer one before one that it contains."""
+    """Replace each key of `hidden` in `text` by its value, longer keys first, because they may contain others."""
     for value in sorted(hidden, key=len, reverse=True):
         for spelling in _spellings(value):
             text = text.replace(spelling, hidden[value])
@@ -285,9 +287,9 @@ def _replaced(text: str, hidden: Mapping[str, str]) -> str:
 
 
 def _without_halves(text: str, hidden: Mapping[str, str]) -> str:
-    """`text` without those parts of the keys of `hidden` that an ellipsis has left: their beginnings and ends."""
+    """Remove the beginnings and ends of the keys of `hidden` that are left next to an ellipsis."""
     pieces = _ELLIPSIS.split(text)
-    if len(pieces) == 1:  # most texts, and each line of a log comes here
+    if len(pieces) == 1:  # most texts; every line of a log comes here
         return text
     for value, shown in hidden.items():
         for secret in _spellings(value):

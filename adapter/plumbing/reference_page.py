@@ -1,4 +1,4 @@
-"""Where the reference lies: pages of this package, which are installed with it."""
+"""Paths of the reference pages that are installed with the package."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ _PAGES: Final = {"a-jobs-keys": "jobs.md", "all-commands": "commands.md", "the-h
 
 
 def reference(section: Literal["a-jobs-keys", "all-commands", "the-hooks"]) -> str:
-    """The path of the page that has a section, with the section's heading as a link has it."""
+    """Return the path of the page that has a section, with the section's anchor."""
     return f"{os.path.join(_FOLDER, _PAGES[section])}#{section}"

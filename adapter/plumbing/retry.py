@@ -1,4 +1,4 @@
-"""When to repeat what failed, and for how long."""
+"""Repeat operations that failed for a reason that may pass."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TRANSIENT_STATUS = frozenset({408, 425, 429})
 
 
 class TransientError(Exception):
-    """Something failed in a way that may pass.
+    """A failure that may pass.
 
     Args:
         reason: Safe text for the operator.
-        retry_after_s: Seconds that the server asked to wait; None when it did not.
+        retry_after_s: Seconds that the server asked to wait, or None.
     """
 
     def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
@@ -33,7 +33,7 @@ class TransientError(Exception):
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often, and how patiently, to repeat what failed in a way that may pass."""
+    """Number of attempts and pauses between them."""
 
     attempts: int = 6
     """Attempts in a row without progress."""
@@ -43,10 +43,10 @@ class RetryPolicy:
     """The longest wait that a server may ask for."""
 
     def delay_s(self, failures: int, asked_s: float | None) -> float:
-        """Seconds before the next attempt, after so many failures in a row (1 or more).
+        """Return the seconds before the next attempt, after `failures` (1 or more) in a row.
 
-        Doubles from the first delay to the longest; the upper half is random, so that many runs that lost the same
-        server do not come back in step.
+        The delay doubles from the first to the longest; its upper half is random, so that many runs that lost the same
+        server do not return at the same time.
         """
         delay = min(self.longest_delay_s, self.first_delay_s * 2.0 ** min(failures - 1, 30))
         delay *= random.Random().uniform(0.5, 1.0)  # its own generator: training draws from the global one
@@ -60,16 +60,16 @@ def with_retries(
     *,
     progressed: Callable[[], bool] = lambda: False,
 ) -> T:
-    """The result of `attempt`, as soon as it has one.
+    """Call `attempt` until it returns; return its result.
 
     Args:
-        attempt: Raises `TransientError` for what is worth another attempt.
-        policy: How many attempts, and how long to wait between them.
-        wait: Waits for a number of seconds; what it raises ends the attempts.
-        progressed: Whether the attempt that failed brought something; it is then counted as the first failure again.
+        attempt: Raises `TransientError` if another attempt may succeed.
+        policy: Number of attempts, and pauses between them.
+        wait: Waits for a number of seconds; an exception from it ends the attempts.
+        progressed: Whether the failed attempt made progress; the count of failures then starts again.
 
     Raises:
-        TransientError: The last one, once there were `policy.attempts` in a row.
+        TransientError: The last one, after `policy.attempts` failures in a row.
     """
     failures = 0
     while True:
@@ -89,7 +89,7 @@ def is_transient(status: int) -> bool:
 
 
 def retry_after_s(value: str | None, now: datetime) -> float | None:
-    """Seconds in a ``Retry-After`` header, which holds seconds or a date; None when absent or unreadable."""
+    """Return the seconds of a ``Retry-After`` header (seconds or a date); None if absent or unreadable."""
     if not value:
         return None
     text = value.strip()
@@ -100,9 +100,9 @@ def retry_after_s(value: str | None, now: datetime) -> float | None:
 
 
 def parsed_date(text: str) -> datetime | None:
-    """The date in a header; None where it is unreadable."""
+    """Return the date in a header; None if it is unreadable."""
     try:
         at = email.utils.parsedate_to_datetime(text)
-    except (ValueError, OverflowError, TypeError, IndexError):  # of a year, or a zone, that no calendar has
+    except (ValueError, OverflowError, TypeError, IndexError):  # an impossible year or time zone
         return None
     return at.replace(tzinfo=UTC) if at.tzinfo is None else at

@@ -1,9 +1,9 @@
-"""Declarations of settings, and the table that is read from them.
+"""Declarations of settings, and the table of keys that `keys_of` derives from them.
 
-A block of settings is a struct of msgspec or a dataclass whose fields have a type, with a `Rule` where the type says
-too little, a default, and a text below, for the reference. `keys_of` reads them. A job, the options of a feed and the
-settings of uploads are declared so, each in one place: `adapter.job.spec`, `adapter.feed.options`,
-`reporters.uploads.config`. Here stand the types that several of them use.
+A block of settings is a msgspec struct or a dataclass. Each field has a type, a `Rule` if the type is not precise
+enough, a default, and a text below it for the reference. The settings of a job, of a feed and of uploads are declared
+in one place each: `adapter.job.spec`, `adapter.feed.options`, `reporters.uploads.config`. This module has the types
+that several of them use.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 LARGEST = 2**63 - 1
-"""Of an integer: what Arrow, torch and JSON readers in other languages hold."""
+"""Largest integer that Arrow, torch and JSON readers in other languages can represent."""
 
 TRUE_WORDS = frozenset({"1", "true", "t", "yes", "y"})
 FALSE_WORDS = frozenset({"0", "false", "f", "no", "n", "off", "none"})
@@ -60,10 +60,10 @@ _NUMBER_LIKE = re.compile(r"[-+]?(\d{1,12}(\.\d{0,12})?(e[-+]?\d{1,4})?|nan|inf(
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on a value beyond its type; stands in the annotation of a key, where msgspec passes over it."""
+    """A condition on a value beyond its type, given in the annotation of a key; msgspec ignores it."""
 
     expected: str
-    """In words, for messages."""
+    """Description of a valid value, for messages."""
     holds: Callable[[Any], bool] = lambda _: True
     secret: bool = False
     """Whether no message may show the value."""
@@ -71,26 +71,26 @@ class Rule:
     """The startup code of a value that does not hold."""
     way_out: str = ""
     relative: Literal["", "path", "reference"] = ""
-    """How a relative path in it is made absolute: always (a URL stays as it is), or only where it can be a path."""
+    """Whether a relative path is made absolute: always (except URLs), or only if the text can be a path."""
 
 
 def example(value: Any) -> Meta:
-    """A value that the reference shows."""
+    """Declare an example value for the reference."""
     return Meta(examples=[value])
 
 
 def variable(name: str) -> Meta:
-    """The environment variable that gives the setting."""
+    """Declare the environment variable that gives the setting."""
     return Meta(extra={"variable": name})
 
 
 def alias(name: str) -> Meta:
-    """Another spelling of the key in a job file."""
+    """Declare another spelling of the key in a job file."""
     return Meta(extra={"alias": name})
 
 
 def is_read(read: Callable[[str], Any], text: str) -> bool:
-    """Whether `read` takes `text`, and raises no ``ValueError``."""
+    """Whether `read` accepts `text` without a ``ValueError``."""
     try:
         read(text)
     except ValueError:
@@ -108,7 +108,7 @@ Seconds: TypeAlias = Annotated[float, Meta(ge=0), _SECONDS]
 
 
 def shown(block: Any) -> str:
-    """A block as its ``repr``: without secrets and credentials of URLs."""
+    """Return the ``repr`` of a block, without secrets and credentials of URLs."""
     kind: Any = type(block)
     values = without_secrets({name: getattr(block, name) for name in keys_of(kind)})
     return f"{kind.__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
@@ -124,18 +124,19 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Key:
-    """One setting, as its block declares it."""
+    """One declared setting."""
 
     name: str
     type: Any
-    """The type that msgspec converts a plain value to; of a block the block, of a list ``tuple`` or ``frozenset``."""
+    """The type that msgspec converts a plain value to; the block itself for a block, ``tuple`` or ``frozenset`` for a
+    list."""
     rule: Rule
     block: Any = None
     """The block of a key that holds an object with known keys."""
     is_path: bool = False
     """Whether the text becomes a ``Path``."""
     item: Key | None = None
-    """The key that each entry of a list is read as."""
+    """The key that describes each entry of a list."""
     examples: tuple[Any, ...] = ()
     variable: str = ""
     """The environment variable that gives it."""
@@ -145,11 +146,11 @@ class Key:
     is_required: bool = False
 
     def type_is(self, plain: type) -> bool:
-        """Whether it is a plain value of that type."""
+        """Whether its values have the plain type `plain`."""
         return _plain(self.type) is plain
 
     def fault(self, value: Any) -> Rule | None:
-        """The rule that a plain `value` does not keep to; None where it can be used."""
+        """Return the rule that a plain `value` breaks, or None if it is valid."""
         if self.item is not None:
             if not isinstance(value, (list, tuple, set, frozenset)) or not self.rule.holds(value):
                 return replace(self.rule, expected=f"{self.rule.expected}, each {self.item.rule.expected}")
@@ -157,7 +158,7 @@ class Key:
             return broken and replace(broken, expected=f"of each entry {broken.expected}")
         try:
             converted = msgspec.convert(value, self.type)
-        except (msgspec.ValidationError, OverflowError, UnicodeEncodeError):  # the last of half a surrogate pair
+        except (msgspec.ValidationError, OverflowError, UnicodeEncodeError):  # the last for an unpaired surrogate
             converted = None
         if converted is not None and self.rule.holds(converted):
             return None
@@ -167,7 +168,7 @@ class Key:
 
 @cache
 def keys_of(block: Any) -> Mapping[str, Key]:
-    """The keys of a block, a struct or a dataclass, by name, in order."""
+    """Return the keys of a block, a struct or a dataclass, by name, in order."""
     hints = typing.get_type_hints(block, include_extras=True)
     fields: Any = dataclasses.fields(block) if dataclasses.is_dataclass(block) else msgspec.structs.fields(block)
     missing = (dataclasses.MISSING, msgspec.NODEFAULT)
@@ -180,9 +181,9 @@ def keys_of(block: Any) -> Mapping[str, Key]:
 
 
 def value_of(key: Key | None, text: str) -> Any:
-    """The value that a text means for `key`: JSON, a number, a true or false word, entries between commas, or itself.
+    """Parse a text for `key`: JSON, a number, a true or false word, entries separated by commas, or the text itself.
 
-    A key that is a text keeps what was typed, so that ``run_id=17`` needs no quotes.
+    A key whose type is a text keeps the typed text, so that ``run_id=17`` needs no quotes.
     """
     try:
         value = json.loads(text)
@@ -205,7 +206,7 @@ def is_true(text: str) -> bool:
 
 
 def faults_of(options: Any, block: Any) -> list[str]:
-    """The faults of the values that `options` has for the keys of `block`, each as a sentence."""
+    """Return a sentence for each invalid value that `options` has for the keys of `block`."""
     found = []
     for name, key in keys_of(block).items():
         value = getattr(options, name)
@@ -216,22 +217,22 @@ def faults_of(options: Any, block: Any) -> list[str]:
 
 
 def refusal(name: str, rule: Rule, value: Any, *, may_be_secret: bool = False) -> str:
-    """The sentence about a setting whose value does not keep to its rule.
+    """Return the sentence about a setting whose value breaks its rule.
 
     Args:
-        name: The setting, or what gives it.
+        name: The setting, or its source.
         rule: Its rule.
         value: The value.
-        may_be_secret: Whether a text is not to be shown.
+        may_be_secret: Whether texts must not be shown.
     """
     received = render_text(value) if may_be_secret else render_value(value, secret=rule.secret)
     return f"Invalid `{name}`. Expected {rule.expected}, but received {received}. {rule.way_out}".rstrip()
 
 
 def render_value(value: Any, *, secret: bool = False) -> str:
-    """`value` as a message may show it: on one line, without credentials of URLs; hidden if `secret`.
+    """Render `value` for a message: on one line, without credentials of URLs; hidden if `secret`.
 
-    Of a long one nothing is shown: its beginning might be that of a secret.
+    Only the length of a long value is shown: its beginning might be part of a secret.
     """
     if secret:
         return HIDDEN
@@ -243,9 +244,9 @@ def render_value(value: Any, *, secret: bool = False) -> str:
 
 
 def render_text(value: Any) -> str:
-    """A variable's value as a message may show it: a number as it is, of anything else the length alone.
+    """Render the value of a variable for a message: a number, or the length of any other text.
 
-    Variables get mixed up, and then this one holds a token.
+    Users mix variables up, so any of them may hold a token.
     """
     return str(value) if _NUMBER_LIKE.fullmatch(str(value)) else f"a string of length {len(str(value))}"
 
@@ -256,7 +257,7 @@ def _key(name: str, annotation: Any) -> Key:
     rules, metas = [each for each in said if isinstance(each, Rule)], [each for each in said if isinstance(each, Meta)]
     common: dict[str, Any] = {key: text for meta in metas for key, text in (meta.extra or {}).items()}
     common["examples"] = next((tuple(meta.examples) for meta in metas if meta.examples), ())
-    # The last rule is the one that stands nearest to the key.
+    # The last rule is the one nearest to the key.
     rule = rules[-1] if rules else _rule_of(plain, metas)
     if isinstance(plain, type) and (issubclass(plain, msgspec.Struct) or dataclasses.is_dataclass(plain)):
         return Key(name, plain, rule, block=plain, **common)
@@ -268,7 +269,7 @@ def _key(name: str, annotation: Any) -> Key:
 
 
 def _rule_of(plain: Any, metas: list[Meta]) -> Rule:
-    """The words for a type that says by itself what it takes."""
+    """Return the rule of a type that needs no declared one."""
     if typing.get_origin(plain) is Literal:
         choices = [json.dumps(choice) for choice in typing.get_args(plain)]
         return Rule(" or ".join([", ".join(choices[:-1]), choices[-1]]))
@@ -280,7 +281,7 @@ def _rule_of(plain: Any, metas: list[Meta]) -> Rule:
 
 
 def _without_none(annotation: Any) -> Any:
-    """`annotation` without ``| None``; ``Any`` where several types are left."""
+    """Return `annotation` without ``| None``; ``Any`` if several types remain."""
     if typing.get_origin(annotation) not in (types.UnionType, typing.Union):
         return annotation
     members = [member for member in typing.get_args(annotation) if member is not type(None)]

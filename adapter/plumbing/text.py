@@ -1,4 +1,4 @@
-"""Texts: the nearest name, sizes, cuts, what can be kept, a run's id as a folder, JSON without doubt about a key."""
+"""Functions on texts: similar names, sizes, truncation, encodability, folder names of runs, strict JSON objects."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ __all__ = [
 ]
 
 HUB_LOGIN = "run `hf auth login`, or set `HF_TOKEN`"
-"""How a user is known to the Hugging Face hub; `hf` was `huggingface-cli` before."""
+"""Ways to log in to the Hugging Face hub; `hf` was called `huggingface-cli` before."""
 LONGEST_FOLDER_NAME = 120
 
 
 def closest(name: str, known: Iterable[str], *, alike: float = 0.7) -> str | None:
-    """The known name closest to `name`; None where none is at least `alike`, from 0 to 1 for an equal one."""
+    """Return the known name closest to `name`, or None if no similarity reaches `alike` (1 for equal names)."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=alike)
     return matches[0] if matches else None
 
 
 def nearest(name: str, known: Iterable[str], *, alike: float = 0.7) -> str:
-    """A sentence that offers the known name closest to `name`, after a space; empty where none is `alike`."""
+    """Return a sentence that suggests the known name closest to `name`, after a space; empty if there is none."""
     match = closest(name, known, alike=alike)
     return f" Did you mean `{match}`?" if match else ""
 
 
 def size_text(size_bytes: float) -> str:
-    """A size in decimal units, such as ``512 B`` or ``1.5 MB``."""
+    """Return a size in decimal units, such as ``512 B`` or ``1.5 MB``."""
     size, unit = float(size_bytes), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if size < 1000:
@@ -51,12 +51,12 @@ def size_text(size_bytes: float) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """At most so many characters of `text`, with an ellipsis where there were more: redaction knows a cut by it."""
+    """Truncate `text` to `most` characters, with an ellipsis by which redaction recognizes the cut."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def is_utf8(text: str) -> bool:
-    """Whether UTF-8 can hold `text`, and a file name can: no half surrogate pair, and no NUL."""
+    """Whether UTF-8 can encode `text`, and a file name can hold it: no unpaired surrogate, and no NUL."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -70,12 +70,12 @@ def is_storable(text: str) -> bool:
 
 
 def printable(value: object) -> str:
-    """`value` as text, without characters by which a file could command the terminal that shows it."""
+    """Return `value` as text, with control characters escaped, so that a file cannot control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(value))
 
 
 def folder_name(run_id: str) -> str:
-    """A run's id as the name of one folder: what a path would interpret is percent-encoded."""
+    """Return a run's id as the name of one folder, with the special characters of paths percent-encoded."""
     name = quote(run_id, safe="")
     if not name.strip("."):
         name = name.replace(".", "%2E")
@@ -85,10 +85,10 @@ def folder_name(run_id: str) -> str:
 
 
 def with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, as an ``object_pairs_hook``: of a key that appears twice, nobody could tell which was meant.
+    """Build a JSON object, as an ``object_pairs_hook``; refuse duplicate keys, because either could be meant.
 
     Raises:
-        ValueError: Names the key.
+        ValueError: A key appears twice; the message names it.
     """
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -98,7 +98,7 @@ def with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def as_list(value: Any) -> list[Any]:
-    """An argument that may be a single value, as a list; None is none."""
+    """Return an argument that may be a single value as a list; None gives an empty list."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,4 +1,4 @@
-"""Threads: one that may find no room, as users and containers have a limit that counts them, and a pool of daemons."""
+"""Start threads despite the limits of users and containers, and run calls in a pool of daemon threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def started(thread: threading.Thread) -> threading.Thread:
     """Start `thread` and return it.
 
     Raises:
-        ThreadLimitError: The system has no room for another thread; one that was not started must not be joined.
+        ThreadLimitError: A limit allows no further thread. A thread that was not started must not be joined.
     """
     try:
         thread.start()
@@ -31,11 +31,11 @@ def started(thread: threading.Thread) -> threading.Thread:
 
 
 class DaemonThreads:
-    """One thread for each call, a few at a time; the standard pool keeps a process alive until its threads end.
+    """Runs each call in a daemon thread, a few at a time; threads of the standard pool would delay the exit.
 
     Args:
-        most: How many calls run at once.
-        name: Start of the names of the threads.
+        most: Maximum number of calls at once.
+        name: Name of the threads.
     """
 
     def __init__(self, most: int, name: str) -> None:
@@ -43,7 +43,7 @@ class DaemonThreads:
         self._name = name
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """The result of `call`, once a thread of its own has it."""
+        """Run `call` in a new thread; return the future of its result."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -55,10 +55,10 @@ class DaemonThreads:
 
 
 def carry_out(future: Future[Any], call: Callable[[], Any]) -> None:
-    """Give `future` what `call` returns or raises; a future that was canceled does not call it."""
+    """Set `future` to the result or exception of `call`; a canceled future does not call it."""
     if not future.set_running_or_notify_cancel():
         return
     try:
         future.set_result(call())
-    except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+    except BaseException as error:  # noqa: BLE001 - raised by `future.result()`
         future.set_exception(error)

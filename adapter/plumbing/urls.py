@@ -1,8 +1,8 @@
-"""Which URLs are sound, which origin each belongs to, and what may be shown of it; needs no HTTP client.
+"""Check URLs, determine their origins, and render them without secrets; needs no HTTP client.
 
-Programs read unusual URLs differently: a backslash before the host, two ``@``, a tab, letters that only look like
-ASCII. What decides over a token must not depend on the reader. So a URL is either so plain that all of them name the
-same host and port, or it is refused with the reason.
+Parsers disagree about unusual URLs: a backslash before the host, two ``@``, a tab, letters that only look like ASCII.
+The receiver of a token must not depend on the parser. So a URL is either so plain that all parsers find the same host
+and port, or it is refused with the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 PATTERN_CHARACTERS = "*?["
-"""By which a path stands for all files that match."""
+"""Characters that make a path a glob pattern."""
 
 _FILE_SUFFIXES = (".parquet", ".json", ".safetensors", ".arrow", ".csv", ".pt", ".bin", ".zip", ".gz")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -47,7 +47,7 @@ _URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}://(?:[^\s/@]*@)?[^\s'\"
 
 
 def has_scheme(text: str) -> bool:
-    """Whether `text` names its own scheme: it is a URL, and no path to be taken relative to a folder."""
+    """Whether `text` has a scheme: it is a URL, and not a path relative to a folder."""
     return _SCHEME.match(text) is not None
 
 
@@ -57,7 +57,7 @@ def is_http_url(text: str) -> bool:
 
 
 def looks_like_path(text: str) -> bool:
-    """Whether `text` can only be meant as a path on this machine, also where there is none."""
+    """Whether `text` can only be meant as a path on this machine, even if nothing exists there."""
     if text.startswith(("hf:", "cozy:")) or "://" in text:
         return False
     begins, ends = text.startswith(("/", ".", "~")), text.lower().endswith(_FILE_SUFFIXES)
@@ -65,7 +65,7 @@ def looks_like_path(text: str) -> bool:
 
 
 def path_of_url(url: str) -> str:
-    """The path that a ``file:`` URL names; bytes of it that are not UTF-8 stay what they are.
+    """Return the path that a ``file:`` URL names; bytes that are not UTF-8 are kept.
 
     Raises:
         ValueError: It names another host, or no absolute path.
@@ -77,7 +77,7 @@ def path_of_url(url: str) -> str:
 
 
 def url_fault(url: str) -> str | None:
-    """Why `url` cannot be requested over HTTP, or None when it can."""
+    """Return why `url` cannot be requested over HTTP, or None."""
     if not is_http_url(url):
         return "it does not begin with http:// or https://"
     if any(character.isspace() or not character.isprintable() for character in url):
@@ -103,7 +103,7 @@ def _is_sound(host: str, port: str | None) -> bool:
 
 
 def origin_of(url: str) -> str:
-    """Scheme, host and port of `url` in one spelling, such as ``https://store.example:443``.
+    """Return scheme, host and port of `url` in one spelling, such as ``https://store.example:443``.
 
     Raises:
         ValueError: `url` is not an HTTP URL. The message shows no user info and no query.
@@ -116,12 +116,12 @@ def origin_of(url: str) -> str:
 
 
 def origin_text(scheme: str, host: str, port: int | None) -> str:
-    """An origin in its one spelling.
+    """Return an origin in its one spelling.
 
     Args:
         scheme: ``http`` or ``https``.
         host: A name or an address, IPv6 without brackets.
-        port: None is the scheme's own.
+        port: None means the scheme's default.
 
     Raises:
         ValueError: The scheme is another one, or the address is malformed.
@@ -134,10 +134,10 @@ def origin_text(scheme: str, host: str, port: int | None) -> str:
 
 
 def trusted_origins(urls: Iterable[str | None], further: Iterable[str] = ()) -> frozenset[str]:
-    """Origins that may be sent the token: those of the given URLs (None and empty ones are passed over) and `further`.
+    """Return the origins that may receive the token: the origins of `urls` and `further`.
 
-    Of `further`, a bare host means https.
-    URLs of other schemes (``hf://``, ``s3://``) have credentials of their own and add nothing.
+    None and empty URLs are skipped, and so are URLs of other schemes (``hf://``, ``s3://``), which have separate
+    credentials. A bare host in `further` means https.
 
     Raises:
         ValueError: One of the URLs is malformed, or one of `further` is not an ``http`` or ``https`` origin.
@@ -147,9 +147,9 @@ def trusted_origins(urls: Iterable[str | None], further: Iterable[str] = ()) -> 
 
 
 def safe_url(url: str) -> str:
-    """`url` without user info, query and fragment, which may hold credentials; fit for messages and logs.
+    """Return `url` without user info, query and fragment, because they may hold credentials; for messages and logs.
 
-    Where the user info cannot be distinguished from the rest (a password with a slash in it), only the scheme is left.
+    If the user info cannot be distinguished from the rest (a password with a slash in it), only the scheme is left.
     """
     scheme, separator, rest = re.split(r"[?#]", url, maxsplit=1)[0].partition("://")
     if not separator:
@@ -160,5 +160,5 @@ def safe_url(url: str) -> str:
 
 
 def hide_urls(text: str) -> str:
-    """`text` with every URL in it as `safe_url` shows it."""
+    """Replace every URL in `text` by its `safe_url`."""
     return _URL_IN_TEXT.sub(lambda match: safe_url(match.group()), text)
