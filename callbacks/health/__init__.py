@@ -1,5 +1,5 @@
-"""The health of training: what is noticed, the rules that judge it, and the callbacks that act.
+"""The health of training: readings of a step, the rules that judge them, and the callbacks that act.
 
-`WatchNonfinite` warns or stops where values are no longer finite; `Diagnosis` reports faults; `Recover` skips updates,
-lowers the rate and rolls back. May import what `callbacks` may, `checkpoint` included.
+`WatchNonfinite` warns or stops if values are no longer finite; `Diagnosis` reports faults; `Recover` skips updates,
+lowers the rate and rolls back. This package may import everything that `callbacks` may, including `checkpoint`.
 """

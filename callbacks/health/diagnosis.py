@@ -39,29 +39,29 @@ class Diagnosis(Hook):
     readings and reach the same verdict. Faults:
 
     - ``nonfinite_loss``, ``nonfinite_gradients``: with the first module that gave such a value, forward or backward, in
-      the step of the check (`trace_modules`: in any step). An update that a gradient scaler leaves out is not a fault.
-    - ``vanishing_gradients``; ``exploding_gradients``: a norm above 10,000, or above 100 times what is usual
+      the step of the check (`trace_modules`: in any step). An update that a gradient scaler skips is not a fault.
+    - ``vanishing_gradients``; ``exploding_gradients``: a norm above 10,000, or above 100 times the usual norm
     - ``dead_parameters``: no gradient for three checks
     - ``large_updates``, ``small_updates``: above 0.3 or below 1e-8 of the weights' norm
     - ``loss_spike``: 8 standard deviations above the median of the last 256 losses, by median absolute deviation
     - ``zero_learning_rate``, ``rising_learning_rate`` (it rises after it fell)
     - ``latent_collapse``: the metric ``latent_std`` or ``z_std``, or the root of ``latent_var`` or ``z_var``
-    - ``straggler``: a rank, by its host, that takes twice as long as the others, which wait for it
+    - ``straggler``: a rank, by its host, that takes twice as long as the others that wait for it
     - ``repeated_data``: the same batch twice in a row, or on all ranks
 
-    A fault has ended after two checks without it. An event has the figures in its ``artifacts``, and suggestions in
-    words; the log says the same, loggers get ``diagnosis/<fault>``, 1 or 0, and callbacks hear ``on_fault``.
+    A fault has ended after two checks without it. An event has the figures in its ``artifacts``, and suggestions as
+    text; the log says the same, loggers get ``diagnosis/<fault>``, 1 or 0, and callbacks receive ``on_fault``.
 
     Args:
         check_interval: Cadence in steps; 0 turns it off.
-        gradient_min_norm: Gradients vanish where the largest norm of a parameter's gradient is below this.
-        latent_std_min: Latent values have collapsed where their standard deviation is below this.
+        gradient_min_norm: Gradients vanish if the largest norm of a parameter's gradient is below this.
+        latent_std_min: Latent values have collapsed if their standard deviation is below this.
         trace_modules: Watch modules in every step instead of only at checks; costs a reduction for each module.
         scenario: Name of the scenario in the events.
-        path: The telemetry file; None is ``WORLDFLUX_METRICS_PATH``, else ``.worldflux/metrics.jsonl``.
+        path: The telemetry file; None means ``WORLDFLUX_METRICS_PATH``, or ``.worldflux/metrics.jsonl``.
 
     Raises:
-        ValueError: A number makes no sense; all that do are named.
+        ValueError: A number is invalid. The message lists every invalid one.
     """
 
     ranks: Literal["zero", "all"] = "all"
@@ -152,7 +152,7 @@ class Diagnosis(Hook):
         self._history = msgspec.convert(state_dict["history"], History)
 
     def _watch_next(self, stride: int) -> None:
-        """Watch the next step, where the check is near; a step counts as `stride`."""
+        """Watch the next step if the check is near; a step counts as `stride`."""
         left = self._next_check - self._step
         if self._probe is not None and left <= TIMED_STEPS * stride:
             self._probe.watch_next(is_checked=left <= stride)

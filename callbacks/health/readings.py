@@ -43,7 +43,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _within_step(method: _Method) -> _Method:
-    """A method that torch calls within a step: what it raises goes to ``self._failures``, for the check to raise."""
+    """Mark a method that torch calls within a step: its exceptions go to ``self._failures``; the check raises them."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -56,22 +56,21 @@ def _within_step(method: _Method) -> _Method:
 
 
 class Probe:
-    """Reads the steps of this rank before a check: losses of all, times of the last few, all else of the last one.
+    """Reads the steps of this rank before a check: the losses of all, the times of a few, the rest of the last one.
 
-    - The update is read in hooks that torch's own optimizers call in their ``step``. So gradients are those that are
-      used: averaged over ranks, unscaled, clipped. An update that a gradient scaler leaves out is not seen.
-    - A time is that from the end of a step to the last gradient of the next. Ranks leave the update together, as it
-      needs the gradients of all, and wait for each other again once the last gradient is there. In between are
-      callbacks, data, forward and backward of this rank alone. Sharded modules, whose ranks also meet in between, are
-      not timed.
-    - Of all modules without children the outputs are read, and the gradients that come back to them; each is one
-      reduction on its device. The gradient at an output comes out of the backward of what follows: where it is the
-      first that is not finite, the module that was passed just before is named.
+    - The update is read in hooks that torch's own optimizers call in their ``step``, so gradients are read as they are
+      used: averaged over ranks, unscaled, clipped. An update that a gradient scaler skips is not seen.
+    - A time runs from the end of a step to the last gradient of the next. Ranks leave the update together, because it
+      needs the gradients of all, and wait for each other again at the last gradient. In between are only this rank's
+      callbacks, data, forward and backward. Sharded modules are not timed, because their ranks also meet in between.
+    - The outputs of all modules without children are read, and the gradients at these outputs; each costs one reduction
+      on its device. The gradient at an output is computed by the backward of the next module: if it is the first that
+      is not finite, the module passed just before is named.
 
     Args:
         trainer: The trainer, set up.
         module: Its module.
-        most_losses: How many losses are kept, the newest.
+        most_losses: Number of newest losses that are kept.
         traces: Whether modules are watched in every step.
     """
 
@@ -97,11 +96,11 @@ class Probe:
         self._began: _Moment | None = None
         self._spans: list[tuple[_Moment, _Moment]] = []
         self._seen: list[tuple[tuple[int, bool, str], torch.Tensor]] = []
-        """Step, whether in the backward, and module, with the largest magnitude of what it gave."""
+        """Step, direction (whether in the backward) and module, with the largest magnitude of its values."""
         self._traced = self._trace_modules() if traces else []
 
     def watch_next(self, *, is_checked: bool) -> None:
-        """Time the next step, and where it `is_checked` watch its update and its modules, too."""
+        """Time the next step; if it `is_checked`, watch its update and its modules too."""
         if not self._timer and self._first is not None and self._first.is_leaf and not isinstance(self._first, DTensor):
             # A hook of the node: one of the parameter could be the class's own, and would be refused under DDP. A
             # parameter holds its node weakly.
@@ -114,9 +113,9 @@ class Probe:
         self._norms: list[tuple[list[str], torch.Tensor]] = []
         """Names of parameters, and L2 norms of their gradients."""
         self._before: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
-        """Of each optimizer some of its weights, and samples of them before the update."""
+        """Some weights of each optimizer, and samples of them before the update."""
         self._changes: list[torch.Tensor] = []
-        """Norms of what the update changed of samples."""
+        """Norms of the update's changes to the samples."""
         self._weights: list[torch.Tensor] = []
         """Norms of these samples before it."""
         self._rates: list[float] = []
@@ -135,11 +134,11 @@ class Probe:
             handle.remove()
 
     def note_loss(self, step: int, outputs: Any) -> None:
-        """Keep the loss of a step, which is all that each step costs: one copy on the loss's device."""
+        """Keep the loss of a step. This is the only cost of each step: one copy on the loss's device."""
         self._running_step = step + 1
         loss = _loss_of(outputs)
         if isinstance(loss, torch.Tensor):
-            # A copy: what a trainer writes its next loss to would change this one.
+            # A copy, because the trainer may write its next loss into the same tensor.
             loss = loss.detach()
             self._losses.append((step, loss.mean() if loss.ndim else loss.clone()))
         elif isinstance(loss, int | float):
@@ -147,14 +146,14 @@ class Probe:
 
     @_within_step
     def note_batch(self, batch: Any) -> None:
-        """Keep of a batch what says whether it is that of the next step or of another rank."""
+        """Keep numbers by which a batch is recognized if the next step or another rank has it too."""
         self._batches.append(fingerprint(batch, self._device))
 
     def read(self, step: int, outputs: Any) -> Reading:
-        """The reading of this rank since the last call, the step with these `outputs` the last; waits for the device.
+        """Return this rank's reading since the last call, up to the step with these `outputs`; waits for the device.
 
         Raises:
-            Exception: What went wrong within a step.
+            Exception: An error within a step.
         """
         try:
             if self._failures:
@@ -197,7 +196,7 @@ class Probe:
             batches=[tuple(read["batches"]) if len(read["batches"]) == 2 else ()],
         )
 
-    # The hooks, which torch calls within a step.
+    # The hooks that torch calls within a step.
 
     @_within_step
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -249,7 +248,7 @@ class Probe:
 
     @_within_step
     def _note(self, tensor: torch.Tensor, *, name: str, in_backward: bool) -> None:
-        # The largest magnitude, nan where there is one; a sum of squares could overflow.
+        # The largest magnitude, or nan if there is one; a sum of squares could overflow.
         if tensor.numel():
             largest: torch.Tensor = torch.linalg.vector_norm(tensor.detach(), float("inf"))
             self._seen.append(((self._running_step, in_backward, name), largest))
@@ -265,7 +264,7 @@ def _origin(seen: Sequence[tuple[int, bool, str]], values: Sequence[float]) -> t
 
 
 def scaled_by(trainer: pl.Trainer, module: Any) -> str:
-    """The scaler, in words, that scales losses and leaves out updates by itself; empty where there is none."""
+    """Name the scaler that scales losses and skips updates by itself; empty if there is none."""
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         return "16-mixed, which leaves out updates by itself"
     discovered = getattr(module, "discovered", None)
@@ -283,7 +282,7 @@ def _on_host(device: torch.device, **tensors: Sequence[torch.Tensor]) -> dict[st
 
 
 def _stacked(values: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Numbers as one tensor, so that they are moved at once; none where there are none."""
+    """Return numbers as one tensor, so that they are moved at once."""
     return [torch.stack([value.to(device) for value in values])] if values else []
 
 
@@ -292,7 +291,7 @@ def _or_nan(number: float) -> float:
 
 
 def _loss_of(outputs: Any) -> Any:
-    """The loss among what a step gave: its ``loss``, else what has that word in its name; None where there is none."""
+    """Return the loss among a step's results: ``loss``, or a result with that word in its name; None without one."""
     if not isinstance(outputs, Mapping):
         return outputs
     for name in LOSSES:
@@ -324,7 +323,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def _norms(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The L2 norm of each; in fp32 at least, where a norm of fp16 would overflow."""
+    """Return the L2 norm of each tensor, at least in fp32, because a norm in fp16 would overflow."""
     is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
     norms = torch._foreach_norm(list(tensors), 2, torch.float64 if is_double else torch.float32)
     return _stacked(norms, device)[0]

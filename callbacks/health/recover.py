@@ -85,7 +85,7 @@ class Recover(Hook):
     - ``lower_lr``: the learning rate is multiplied by `lr_factor` for the next `lower_lr_steps` steps. Schedulers are
       not affected. If the rung is taken again while it holds, the rate is lowered again.
     - ``roll_back``: model, optimizers, schedulers, scalers, the state of the class, random states, callbacks and the
-      step counter are restored from the newest checkpoint that was saved before the incident, is whole and has finite
+      step counter are restored from the newest checkpoint that was saved before the incident, is intact and has finite
       weights. The data is not rewound: all batches since that checkpoint are skipped, because it is not known which of
       them led to the fault. So an epoch has fewer steps, and a run limited by `max_steps` uses more data. Checkpoints
       saved in between are removed, and the restored state is saved again under its step, with the new position in the
@@ -106,9 +106,9 @@ class Recover(Hook):
     16-mixed, an overflow handled by the scaler is not a fault; a loss that is not finite is.
 
     Args:
-        ladder: The rungs in order: ``skip``, ``lower_lr`` and ``roll_back``. A rung may be repeated or left out.
-        faults: What counts as a fault: ``nonfinite`` (a loss or gradient is nan or infinite), and ``loss_spike``, with
-            the rule of `Diagnosis`, which can also occur in a healthy run.
+        ladder: The rungs in order: ``skip``, ``lower_lr`` and ``roll_back``. A rung may be repeated or absent.
+        faults: Kinds of faults: ``nonfinite`` (a loss or gradient is nan or infinite), and ``loss_spike`` by the
+            rule of `Diagnosis`. A spike can also occur in a healthy run.
         lr_factor: Factor for the learning rate.
         lower_lr_steps: Number of steps with the lowered rate.
         good_steps: Number of steps without a fault that end an incident.
@@ -159,9 +159,9 @@ class Recover(Hook):
         """Begin a run, without a fault so far."""
         self._progress = _Progress()
         self._found: Fault | None = None
-        """Of the step that runs."""
+        """The current step's fault."""
         self._reading: Reading | None = None
-        """Of its last update."""
+        """The loss of the last update."""
         self._target: CheckpointRecord | None = None
 
     @property
@@ -171,7 +171,7 @@ class Recover(Hook):
 
     @property
     def rate_factor(self) -> float:
-        """By what the learning rate of each update is multiplied."""
+        """Factor for the learning rate of each update."""
         return self._progress.rate_factor
 
     @override
@@ -190,17 +190,17 @@ class Recover(Hook):
         self._trainer = trainer
         self._train_began_at = time.monotonic()
         run_state_of(trainer).rolls_back = False
-        run_id_of(trainer)  # by which checkpoints are distinguished from those of other runs
+        run_id_of(trainer)  # distinguishes checkpoints from those of other runs
         self._saver = _saver_of(trainer)
         if "roll_back" in self.ladder and self._saver is not None and pl_module.rank_channel.size > 1:
             require_shared_directory(pl_module.rank_channel, self._saver.directory)  # every rank reads from it
 
     def may_update(self, *, is_finite: bool, loss: float | None) -> bool:
-        """Whether an update is made; the guard of updates asks it within a step, with the same figures on all ranks.
+        """Whether an update is made; the update guard calls this within a step, with the same figures on all ranks.
 
         Args:
-            is_finite: Whether all gradients of the update are.
-            loss: The largest loss that led to it, ``nan`` where one is not finite; None where nobody looked.
+            is_finite: Whether all gradients of the update are finite.
+            loss: The largest loss that led to it, ``nan`` if one is not finite; None if no loss was read.
         """
         assert self._trainer is not None
         step = self._trainer.global_step + 1
@@ -348,7 +348,7 @@ def _saver_of(trainer: pl.Trainer) -> Checkpoint | None:
 
 
 def _last_good_checkpoint(trainer: pl.Trainer, saver: Checkpoint, before: int) -> CheckpointRecord | None:
-    """The newest checkpoint of this run before step `before` that proves whole and has finite weights. Collective."""
+    """Return the newest intact checkpoint of this run before step `before` with finite weights. Collective."""
     saver.wait(trainer)
     target: CheckpointRecord | None = None
     if trainer.is_global_zero:
@@ -381,8 +381,8 @@ def _restore(trainer: pl.Trainer, pl_module: Any, target: CheckpointRecord, *, k
         keeps: The callback whose state stays as it is.
 
     Raises:
-        BrokenCheckpointError: The checkpoint is no longer whole.
-        RecoveryError: The restored state differs from the checkpoint; names the value.
+        BrokenCheckpointError: The checkpoint is no longer intact.
+        RecoveryError: The restored state differs from the checkpoint; the message names the value.
     """
     connector, given = checkpoint_connector(trainer), trainer.ckpt_path
     data = {name: getattr(run_state_of(trainer), name) for name in _OF_THE_DATA}
@@ -401,7 +401,7 @@ def _restore(trainer: pl.Trainer, pl_module: Any, target: CheckpointRecord, *, k
     pl_module.step_result = None
     loop: Any = trainer.fit_loop.epoch_loop
     loop.roll_back_to(target.step)
-    trainer.should_stop = False  # what asked for it has seen steps that are undone
+    trainer.should_stop = False  # the request was based on steps that are undone
     parts = checkpoint[CONTRACT_KEY]
     _require_equal(pl_module, parts.get("state", {}), target.name)
     gradients = gradients_of_rank(parts.get("gradients", []), trainer.global_rank, trainer.world_size)
@@ -424,7 +424,7 @@ def _restore_callbacks(
 
 
 def _require_equal(pl_module: Any, expected: Any, name: str) -> None:
-    """Refuse a state that is not that of the checkpoint: a class may not expect ``load_state_dict`` within a run."""
+    """Refuse a state that differs from the checkpoint: a class may not expect ``load_state_dict`` within a run."""
     payload = pl_module.state_payload()
     on_host = tree_map(lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, payload)
     saved, now = digests_of(expected), digests_of(on_host)

@@ -1,4 +1,4 @@
-"""From what a check has read to the faults that there are: plain data, and one rule for each kind of fault."""
+"""Turn the readings of a check into faults; one rule per kind of fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOSSES_KEPT = 256
 NORMS_KEPT = 20
 NORMS_FOR_MEDIAN = 5
 COOL_DOWN_CHECKS = 2
-"""After how many checks in a row without it a fault is over."""
+"""Number of checks in a row without a fault after which it has ended."""
 MOST_NAMES = 5
 EXPLODES_BY = 100.0
 """How many times the usual largest norm is one that explodes."""
@@ -23,14 +23,14 @@ SMALLEST_EXPLOSION = 1.0
 LARGEST_NORM = 1e4
 """Above this it explodes in any case."""
 DEAD_CHECKS = 3
-"""For how many checks in a row a parameter without a gradient is dead."""
+"""Number of checks in a row without a gradient after which a parameter is dead."""
 SMALLEST_UPDATE, LARGEST_UPDATE = 1e-8, 0.3
 """Shares of the weights' norm: an update below the one changes nothing, one above the other too much."""
 SPIKE_DEVIATIONS = 8.0
 """How many standard deviations above the median a loss is a spike."""
 LOSSES_FOR_SPREAD = 32
 SMALLEST_SPREAD = 0.01
-"""Share of the median loss that counts as its spread at least, where losses hardly vary."""
+"""Minimum spread of losses, as a share of the median loss, if they hardly vary."""
 STRAGGLER_FACTOR = 2.0
 """A rank that takes this many times longer than the others is reported."""
 STRAGGLES_BY_S = 0.002
@@ -39,13 +39,13 @@ STRAGGLES_BY_S = 0.002
 
 @dataclass(frozen=True)
 class Reading:
-    """One check, of one rank or over all of them. A number is ``nan`` where it is not finite, or not known."""
+    """One check, of one rank or over all of them. A number is ``nan`` if it is not finite or not known."""
 
     step: int
     gradient_norms: Mapping[str, float] = field(default_factory=dict)
-    """L2 norm of each parameter's gradient as its update used it, 0.0 where it had none; empty without an update.
+    """L2 norm of each parameter's gradient as its update used it, 0.0 if it had none; empty without an update.
 
-    Of a sharded parameter that of the rank where it is largest.
+    For a sharded parameter, the largest norm of any rank.
     """
     losses: Sequence[tuple[int, float]] = ()
     """Steps since the last check with their loss, the largest of all ranks."""
@@ -58,18 +58,18 @@ class Reading:
     origin: tuple[int, bool, str] | None = None
     """Step, whether in the backward, and name of the first module that gave a value that is not finite."""
     ranks: Sequence[tuple[str, float]] = ()
-    """Of each rank its host, and its seconds from one update to the last gradient before the next."""
+    """Each rank's host, and its seconds from one update to the last gradient before the next."""
     batches: Sequence[tuple[float, ...]] = ()
-    """Of each rank numbers for its last batches that are equal for equal batches; none where a batch does not say."""
+    """Each rank's numbers for its last batches, equal for equal batches; none if a batch gives none."""
 
     @property
     def largest_norm(self) -> float:
-        """The largest gradient norm; ``nan`` where one is."""
+        """The largest gradient norm; ``nan`` if one is ``nan``."""
         return _largest(*self.gradient_norms.values())
 
     @classmethod
     def of_ranks(cls, readings: Sequence[Reading]) -> Reading:
-        """The reading over all ranks; of what ranks have in common that of the first."""
+        """Return the reading over all ranks; values that ranks share come from the first."""
         norms: dict[str, float] = {}
         losses: dict[int, float] = {}
         for reading in readings:
@@ -81,7 +81,7 @@ class Reading:
             readings[0],
             gradient_norms=norms,
             losses=sorted(losses.items()),
-            # The earliest; what is wrong forward is wrong backward in the same step.
+            # The earliest; a value that is wrong in the forward is wrong in the backward of the same step.
             origin=min((reading.origin for reading in readings if reading.origin is not None), default=None),
             ranks=[each for reading in readings for each in reading.ranks],
             batches=[each for reading in readings for each in reading.batches],
@@ -154,7 +154,7 @@ class Case:
 
 
 Found = Iterator[tuple[str, dict[str, Any]]]
-"""Of a fault, if there is one, what it is in words, and the figures behind it."""
+"""The fault's description and the numbers behind it, or None."""
 Rule = Callable[[Case], Found]
 
 RULES: dict[str, tuple[Rule, tuple[str, ...]]] = {}
@@ -240,7 +240,7 @@ def dead_parameters(case: Case) -> Found:
     """Parameters that an optimizer holds get no gradient for several checks."""
     without = [name for name, norm in case.now.gradient_norms.items() if not norm]
     dead = [name for name in without if case.before.checks_without_gradient.get(name, 0) + 1 >= DEAD_CHECKS]
-    # Where nothing has a gradient, that it vanishes says it all.
+    # If no parameter has a gradient, reporting that gradients vanish is enough.
     if 0 < len(dead) < len(case.now.gradient_norms):
         yield f"no gradient for {DEAD_CHECKS} checks: {_listed(dead)}", _named(dead)
 
@@ -319,7 +319,7 @@ def latent_collapse(case: Case) -> Found:
     "Look at the data of that rank: a slow disk, longer samples, fewer workers.",
 )
 def straggler(case: Case) -> Found:
-    """One rank takes longer than the others, which wait for it, at two checks in a row."""
+    """One rank takes longer than the others that wait for it, at two checks in a row."""
     rank = _slow_rank(case.now)
     if rank is not None and rank == case.before.slow_rank:
         (host, seconds), others = case.now.ranks[rank], _median_of_others(case.now, rank)
@@ -340,7 +340,7 @@ def repeated_data(case: Case) -> Found:
 
 
 def _largest(*values: float) -> float:
-    """The largest number; nan where one of them is, or where there is none."""
+    """Return the largest number; nan if one of them is nan, or if there is none."""
     return math.nan if any(map(math.isnan, values)) else max(values, default=math.nan)
 
 
@@ -349,7 +349,7 @@ def _first_broken_step(reading: Reading) -> int | None:
 
 
 def _origin(reading: Reading) -> tuple[str, dict[str, Any]]:
-    """Which module was the first, if that is known: once weights are nan, all modules of later steps give nan."""
+    """Return the first module, if known: once weights are nan, all modules of later steps give nan."""
     if reading.origin is None or reading.origin[0] > (_first_broken_step(reading) or reading.step):
         return "", {}
     step, in_backward, name = reading.origin
@@ -365,7 +365,7 @@ def _about_update(reading: Reading, limit: str) -> tuple[str, dict[str, Any]]:
 
 
 def _slow_rank(reading: Reading) -> int | None:
-    """The slowest rank, where it is far slower than the others are."""
+    """Return the slowest rank if it is far slower than the others."""
     measured = [(seconds, rank) for rank, (_, seconds) in enumerate(reading.ranks) if not math.isnan(seconds)]
     if len(measured) < 2:
         return None

@@ -1,4 +1,4 @@
-"""Measures where the time of an attempt goes."""
+"""Measure how an attempt spends its time."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ class Goodput(Hook):
     """Sends the seconds that an attempt has spent so far to every logger, as ``time/…``, at most every `every_s`.
 
     ``time/start_up`` is the time before the first step, ``time/data_wait`` the wait for data, ``time/checkpoint``,
-    ``time/samples``, ``time/evaluation`` and ``time/rollout`` how long these delayed training, ``time/lost`` what a
-    roll-back has undone, and ``time/steps`` the rest. ``genlight events RUN --goodput`` adds up all attempts of a run.
+    ``time/samples``, ``time/evaluation`` and ``time/rollout`` how long these delayed training, ``time/lost`` the time
+    of steps that a roll-back has undone, and ``time/steps`` the rest. ``genlight events RUN --goodput`` adds up all
+    attempts of a run.
 
-    Time is taken where something happens and not in each step, so that a step costs nothing.
+    Time is measured at these events and not in each step, so that a step costs nothing.
 
     Args:
         every_s: Seconds between two reports; shorter runs report nothing. The last step reports as well.
@@ -101,6 +102,6 @@ class Goodput(Hook):
 
 
 def data_wait_s(trainer: pl.Trainer) -> float | None:
-    """Seconds that training has waited for data so far; None where the loader does not say."""
+    """Return the seconds that training has waited for data so far; None if the loader does not report them."""
     waited_s: float | None = getattr(trainer.train_dataloader, "wait_seconds", None)
     return waited_s

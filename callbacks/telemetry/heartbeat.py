@@ -1,4 +1,4 @@
-"""Reports at a cadence how fast training goes and what it costs."""
+"""Report the speed and the cost of training at a cadence."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 
 
 class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what torch's own counter counts, by its formulas: products, convolutions and attention.
+    """Counts products, convolutions and attention by the formulas of torch's own counter.
 
-    Unlike `torch.utils.flop_counter.FlopCounterMode` it puts no hooks on modules and gradients, which others of the run
-    may translate or forbid, and a formula that fails ends the count and not the step.
+    Unlike `torch.utils.flop_counter.FlopCounterMode` it puts no hooks on modules and gradients, because other parts of
+    the run may translate or forbid them, and a formula that fails ends the count and not the step.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class _Mark(NamedTuple):
     """A moment of training."""
 
     at: float
-    """On the clock of ``time.monotonic``."""
+    """Start of the window, on the clock of ``time.monotonic``."""
     step: int
     batches: int
 
@@ -67,26 +67,26 @@ class _Mark(NamedTuple):
 class Heartbeat(Hook):
     """Writes a ``heartbeat`` event of WASR telemetry at a cadence, and sends its figures to every logger.
 
-    Throughput is measured since the last heartbeat and over this attempt, without steps before a resume. Fields without
-    a key of their own go in ``artifacts`` of the event, and to loggers as ``perf/…``:
+    Throughput is measured since the last heartbeat and over this attempt, without steps before a resume. Further
+    figures go into ``artifacts`` of the event, and to loggers as ``perf/…``:
 
-    - ``steps_per_sec``, and that of the attempt (``attempt_steps_per_sec``)
+    - ``steps_per_sec``, and the same over the attempt (``attempt_steps_per_sec``)
     - ``flops_per_sec`` of this device: the operations of a step, counted by the formulas of
       ``torch.utils.flop_counter`` in the second step and again in a step after batches changed their shapes, as seen
       at a heartbeat
     - ``watts`` of an NVIDIA GPU by NVML (needs ``nvidia-ml-py``)
-    - ``memory_bytes`` and ``peak_memory_bytes``: of the GPU by torch, else of this process
+    - ``memory_bytes`` and ``peak_memory_bytes``: of the GPU by torch, or of this process
 
-    Lightning's ``ThroughputMonitor`` has samples and tokens a second, and their share of what the device can do.
+    Lightning's ``ThroughputMonitor`` reports samples and tokens a second, and utilization of the device.
 
-    What cannot be measured is taken from the metrics ``flops_estimate`` or ``flops``, operations a second, and
-    ``watts_estimate`` or ``power_watts``; else it is null. ``duration_sec`` is the time since training began,
-    ``ttfi_sec`` that from the set-up of the fit to the end of its first step.
+    Figures that cannot be measured are taken from the metrics ``flops_estimate`` or ``flops``, operations a second, and
+    ``watts_estimate`` or ``power_watts``; otherwise they are null. ``duration_sec`` is the time since training began,
+    ``ttfi_sec`` the time from the set-up of the fit to the end of its first step.
 
     Args:
         interval_steps: Cadence in steps; 0 turns it off.
         scenario: Name of the scenario in the events.
-        path: The telemetry file; None is ``WORLDFLUX_METRICS_PATH``, else ``.worldflux/metrics.jsonl``.
+        path: The telemetry file; None means ``WORLDFLUX_METRICS_PATH``, or ``.worldflux/metrics.jsonl``.
         count_flops: Whether to count floating point operations.
 
     Raises:
@@ -128,7 +128,7 @@ class Heartbeat(Hook):
 
     @override
     def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Of the attempt, too: what was undone is not progress, and would count twice.
+        # The attempt's window too: undone steps are not progress, and would count twice.
         self._window = self._attempt = _Mark(time.monotonic(), trainer.global_step, self._batches)
 
     @override
@@ -220,7 +220,7 @@ def _metric(trainer: pl.Trainer, *names: str) -> float | None:
 
 
 def _memory(device: torch.device) -> dict[str, float | None]:
-    """Bytes in use and the most that were: of the device where it counts them, else of the process."""
+    """Return bytes in use and their peak: of the device if it counts them, otherwise of the process."""
     module: Any = torch.get_device_module(device)
     if device.type != "cpu" and hasattr(module, "max_memory_allocated"):
         used, peak = int(module.memory_allocated(device)), int(module.max_memory_allocated(device))

@@ -18,18 +18,18 @@ log = logging.getLogger(__name__)
 
 
 def run_id_of(trainer: pl.Trainer) -> str:
-    """The id that all callbacks of a run share; made up once where the run has none, and kept by its checkpoints."""
+    """Return the id that all callbacks of a run share; generated once if the run has none, and kept by checkpoints."""
     state = run_state_of(trainer)
     state.run_id = state.run_id or make_run_id()
     return state.run_id
 
 
 class RunEvents:
-    """Writes telemetry events of one scenario; the first that cannot be written is warned of.
+    """Writes telemetry events of one scenario; warns when the first one cannot be written.
 
     Args:
-        scenario: What the run does.
-        path: The file; None is that of `reporters.telemetry.telemetry_path`.
+        scenario: Name of the scenario.
+        path: The file; None means `reporters.telemetry.telemetry_path`.
     """
 
     def __init__(self, scenario: str, path: str | os.PathLike[str] | None) -> None:

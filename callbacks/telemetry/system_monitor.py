@@ -30,9 +30,9 @@ class SystemMonitor(Hook):
     """Sends the load of rank zero's machine to every logger as ``system/…``.
 
     - ``cpu_percent`` of all processors together, ``memory_percent`` and ``memory_used_bytes`` of the machine, and
-      ``disk_free_bytes`` where ``default_root_dir`` lies.
-    - ``process_cpu_percent``, where 100 is one processor, and ``process_memory_bytes`` (resident) of this process.
-    - Of each GPU that ranks on this machine use, by NVML: ``gpu0_utilization_percent``, ``gpu0_memory_used_bytes``,
+      ``disk_free_bytes`` of the file system of ``default_root_dir``.
+    - ``process_cpu_percent`` (100 is one processor) and ``process_memory_bytes`` (resident) of this process.
+    - For each GPU that ranks on this machine use, by NVML: ``gpu0_utilization_percent``, ``gpu0_memory_used_bytes``,
       ``gpu0_power_watts``, ``gpu0_temperature_celsius``. Requires ``nvidia-ml-py`` (``pip install 'genlight[nvml]'``).
 
     Args:
@@ -45,7 +45,7 @@ class SystemMonitor(Hook):
     writes = (FIGURES_FIELD,)
     _of_this_process = frozenset({"_process"})
     _process: psutil.Process | None = None
-    """Remembers when its load was asked for."""
+    """This process, with the time of the last reading of its load."""
     _gpus: Sequence[int] = ()
 
     def __init__(self, every_s: float = 10.0) -> None:
@@ -104,7 +104,7 @@ def _load_of(gpu: int) -> dict[str, float]:
 
 
 def read_nvml(read: Callable[[], _Figures], what: str) -> _Figures | None:
-    """The result of `read`, which asks NVML; None where it cannot, which is logged and need not be tried again."""
+    """Return the result of `read`, a query of NVML; None after logging that it fails, so that it is not repeated."""
     try:
         return read()
     except Exception as error:  # noqa: BLE001  # NVML's own errors, whose class only that package has
@@ -113,7 +113,7 @@ def read_nvml(read: Callable[[], _Figures], what: str) -> _Figures | None:
 
 
 def _gpus_of_this_machine(trainer: pl.Trainer, device: torch.device) -> tuple[int, ...]:
-    """Those of its ranks, where this process sees them; else its own."""
+    """Return the devices of the ranks on this machine, if this process can see them, otherwise its own."""
     count = torch.cuda.device_count()
     own = device.index or 0
     return tuple(range(trainer.num_devices)) if own < trainer.num_devices <= count else (own,)

@@ -49,7 +49,7 @@ def test_a_failure_is_forgiven_and_leaves_no_part_in_the_wrong_mode(fit, caplog)
     with caplog.at_level(logging.WARNING):
         fit(plugin, [evaluate], steps=20)
     assert evaluate.failures == {"on_train_batch_end": 9}
-    assert "Evaluate failed in on_train_batch_end; training goes on" in caplog.text
+    assert "Evaluate failed in on_train_batch_end; training continues" in caplog.text
     assert plugin.modes == [[True, True, True]] * 20
 
 

@@ -65,7 +65,7 @@ def test_a_machine_that_cannot_be_read_is_told_once_and_ends_nothing(fit, counti
     monitor = SystemMonitor(every_s=0.001)
     trainer, _ = fit(counting_trainer(), [monitor, TakesTime()], steps=20)
     assert trainer.global_step == 20
-    assert caplog.text.count("SystemMonitor failed in on_train_batch_end; training goes on") == 1
+    assert caplog.text.count("SystemMonitor failed in on_train_batch_end; training continues") == 1
     assert monitor.failures == {"on_train_batch_end": 20}
 
 
