@@ -28,7 +28,7 @@ from ...adapter.plumbing.devices import random_states, restore_random_states
 from .codec.state_tree import Path, decode, encode, format_path
 from .codec.tensors import TensorTable, as_referred, content_digests
 from .format.record import digest_of
-from .loader_position import generators_of, warn_of_loaders_without_position
+from .loader_position import generators_of, warn_of_lost_positions
 from .sharded.rank_channel import Channel
 from .sharded.slices import sharded_like, unsharded
 
@@ -245,12 +245,12 @@ class ResumeState:
             _warn_of_lost_rng(lost, len(self._rng), trainer.global_rank, trainer.world_size)
 
     def begin_training(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put gradients back, and say on rank zero which loaders begin with their first batch again."""
+        """Put gradients back, and say on rank zero what the loaders cannot restore."""
         self._started_at_s = time.monotonic()
         gradients, self._gradients = self._gradients, {}
         restore_gradients(pl_module, gradients)
-        if self.is_within_epoch and trainer.is_global_zero:
-            warn_of_loaders_without_position(trainer)
+        if trainer.ckpt_path is not None and trainer.is_global_zero:
+            warn_of_lost_positions(trainer, is_within_epoch=self.is_within_epoch)
 
     def restore_generators(self, trainer: pl.Trainer) -> None:
         """Put those of loaders back where a new epoch begins, before its iterators draw from them."""
