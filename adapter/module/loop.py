@@ -54,7 +54,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from ...callbacks.checkpoint.loader_position import begin_and_leave, with_position
+from ...callbacks.checkpoint.loader_position import begin_and_leave, set_up_data, with_position
 from ...callbacks.hook.events import fire, run_state_of
 from ...callbacks.lightning_internals import (
     DataFetcher,
@@ -150,7 +150,7 @@ class ContractFitLoop(FitLoop):
 
     @override
     def setup_data(self) -> None:
-        super().setup_data()
+        set_up_data(self, super().setup_data)
         if self._combined_loader is not None:
             _refuse_batches(self._combined_loader.iterables, self._combined_loader.flattened)
 

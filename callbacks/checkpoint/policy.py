@@ -318,7 +318,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         parts = checkpoint.setdefault(CONTRACT_KEY, {})
         parts["elapsed_s"] = self._resume.elapsed_s
-        set_positions_aside(trainer, checkpoint, parts)
+        set_positions_aside(trainer, checkpoint, parts, self._channel)
         capture_parts(trainer, pl_module, parts, has_trained=self._is_between_batches, channel=self._channel)
 
     @override

@@ -30,7 +30,7 @@ from ..optimizer_state import has_state_of_its_own, restore_as_stored, unusual_d
 from .codec.state_tree import Path, decode, encode, format_path
 from .codec.tensors import TensorTable, as_referred, content_digests
 from .format.record import digest_of
-from .loader_position import generators_of, warn_of_loaders_without_position
+from .loader_position import generators_of, warn_of_lost_positions
 from .sharded.rank_channel import Channel
 from .sharded.slices import sharded_like, unsharded
 
@@ -265,14 +265,14 @@ class ResumeState:
             _warn_of_lost_rng(lost, len(self._rng), trainer.global_rank, trainer.world_size)
 
     def begin_training(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put gradients back, and optimizer states as they were stored; name loaders that begin again on rank zero."""
+        """Restore gradients and optimizer states; rank zero warns of loaders that cannot be restored."""
         self._started_at_s = time.monotonic()
         restore_optimizers_as_stored(trainer.optimizers, self._optimizer_states, self._optimizer_devices)
         self._optimizer_states = self._optimizer_devices = ()
         gradients, self._gradients = self._gradients, {}
         restore_gradients(pl_module, gradients)
-        if self.is_within_epoch and trainer.is_global_zero:
-            warn_of_loaders_without_position(trainer)
+        if trainer.ckpt_path is not None and trainer.is_global_zero:
+            warn_of_lost_positions(trainer, is_within_epoch=self.is_within_epoch)
 
     def restore_generators(self, trainer: pl.Trainer) -> None:
         """Put those of loaders back where a new epoch begins, before its iterators draw from them."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
@@ -31,11 +33,17 @@ class Rows(Dataset[Any]):
         return torch.tensor([index, torch.rand(())])
 
 
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
 class Sees:
     """Keeps the rows that it saw, and draws a number in each step."""
 
     def setup(self, ctx: Any) -> None:
-        torch.manual_seed(5)
+        seed(5)
 
     def configure(self, ctx: Any) -> dict[str, Any]:
         return {"seen": []}
@@ -94,7 +102,7 @@ class PlainModule(pl.LightningModule):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.seen.append([*batch.flatten().tolist(), torch.rand(()).item()])
-        return self.body(batch).pow(2).mean()
+        return self.body(batch.flatten()[:2].float()).pow(2).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters())
@@ -107,7 +115,7 @@ class PlainModule(pl.LightningModule):
 
 
 def fit_plain(folder: Path, steps: int, given: Any) -> list[list[float]]:
-    torch.manual_seed(7)
+    seed(7)
     module = PlainModule()
     trainer = trainer_with_checkpoints(folder, steps, max_epochs=-1)
     final = folder / "final.json"
@@ -177,6 +185,97 @@ def test_other_rows_are_refused_within_an_epoch_alone():
     with pytest.raises(InputError, match="rows was 10 and is 11"):
         other.load_state_dict(first.state_dict())
     other.load_state_dict(between)
+
+
+class Noisy(Rows):
+    """Row i is i, with noise from every kind of generator; one of its own is made by `init`."""
+
+    def __init__(self, count: int = 10) -> None:
+        super().__init__(count)
+        self.own = np.random.default_rng(1)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = [torch.rand(()).item(), random.random(), np.random.rand(), self.own.random()]
+        return torch.tensor([index, *noise, get_worker_info().id if get_worker_info() else -1], dtype=torch.float64)
+
+
+def init(worker: int) -> None:
+    get_worker_info().dataset.own = random.Random(worker)
+
+
+def noisy(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(rows) + random.random() / 1e3
+
+
+WORKERS: dict[str, dict[str, Any]] = {
+    "none": {"batch_size": 3, "shuffle": True},
+    "two": {"batch_size": 3, "shuffle": True, "num_workers": 2},
+    "persistent": {"batch_size": 3, "shuffle": True, "num_workers": 3, "persistent_workers": True},
+    "one by one": {"batch_size": None, "num_workers": 2, "persistent_workers": True},
+    "own functions": {"batch_size": 2, "num_workers": 2, "worker_init_fn": init, "collate_fn": noisy},
+    "own generator": {"batch_size": 3, "shuffle": True, "num_workers": 1, "persistent_workers": True, "generator": 5},
+}
+
+
+def with_workers(kind: str, **options: Any) -> DataLoader[Any]:
+    chosen = {**WORKERS[kind], **options}
+    if "generator" in chosen:
+        chosen["generator"] = torch.Generator().manual_seed(chosen["generator"])
+    return DataLoader(Noisy(), **chosen)
+
+
+# An epoch has 4, 5 or 10 batches. Where one has ended, Lightning's own loop continues otherwise.
+@pytest.mark.parametrize(("fits", "cuts"), [(fit, (1, 6, 8, 10, 13)), (fit_plain, (1, 6, 7, 11, 13))])
+@pytest.mark.parametrize("kind", WORKERS)
+def test_random_numbers_drawn_in_workers_and_datasets_continue_after_a_resume(kind, fits, cuts, tmp_path):
+    whole = fits(tmp_path / "whole", 13, with_workers(kind))
+    for steps in cuts:
+        seen = fits(tmp_path / "cut", steps, with_workers(kind))
+    assert seen == whole
+    assert len({number for row in seen for number in row[1:5]}) > 4
+
+
+@pytest.mark.parametrize("kind", ["two", "persistent"])
+def test_workers_continue_after_epochs_that_were_cut(kind, tmp_path):
+    whole = fit(tmp_path / "whole", 9, with_workers(kind), limit_train_batches=2)
+    for steps in (2, 3, 5, 6, 9):
+        seen = fit(tmp_path / "cut", steps, with_workers(kind), limit_train_batches=2)
+    assert seen == whole
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_warned"),
+    [
+        ({"num_workers": 2}, {"num_workers": 1}, True),
+        ({"num_workers": 0}, {"num_workers": 2}, True),
+        ({"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}, True),
+        ({"num_workers": 2}, {"num_workers": 2, "prefetch_factor": 4}, False),
+    ],
+)
+def test_other_workers_are_warned_of_once_at_the_resume(before, after, is_warned, tmp_path, caplog):
+    fit(tmp_path, 2, with_workers("none", **before))
+    seen = fit(tmp_path, 4, with_workers("none", **after))
+    rows = [row for batch in seen for row in batch[:-1:6]]
+    assert sorted(rows) == list(range(10))
+    assert sum("random numbers drawn" in record.message for record in caplog.records) == is_warned
+
+
+def test_workers_that_draw_nothing_may_change_without_a_warning(tmp_path, caplog):
+    def of_rows(workers: int) -> DataLoader[Any]:
+        return DataLoader(torch.utils.data.TensorDataset(torch.arange(10.0)), 3, shuffle=True, num_workers=workers)
+
+    for workers, steps in ((2, 2), (1, 4)):
+        trainer = trainer_with_checkpoints(tmp_path, steps, max_epochs=-1)
+        module = ContractModule(TakesLists(), TrainingJobSpec("r", steps))
+        trainer.fit(module, of_rows(workers), ckpt_path=str(tmp_path / "final.json") if steps == 4 else None)
+    assert "random numbers drawn" not in caplog.text
+
+
+class TakesLists(Sees):
+    """Its batches are lists of one tensor."""
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
+        return raw[0]
 
 
 class Endless(IterableDataset[Any]):
