@@ -118,6 +118,8 @@ checkpoint_connector: Callable[[pl.Trainer], CheckpointConnector] = attrgetter("
 logger_connector: Callable[[pl.Trainer], LoggerConnector] = attrgetter("_logger_connector")
 """The part that takes over the values that a step logs."""
 
+logged_step: Callable[[pl.Trainer], int] = attrgetter("fit_loop.epoch_loop._batches_that_stepped")
+"""The step at which Lightning's own loop logs the next metrics; the first batch is step 0."""
 training_source: Callable[[pl.Trainer], Any] = attrgetter("fit_loop._data_source.instance")
 """The source of data that ``fit`` was given: a loader, a data module, or the module that makes its own batches."""
 

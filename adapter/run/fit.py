@@ -36,6 +36,7 @@ from ...callbacks.checkpoint.sharded.rank_channel import Channel
 from ...callbacks.hook.events import run_state_of
 from ...callbacks.hook.hook import join_run
 from ...callbacks.lightning_internals import set_run_of_logger, trains_in_copies
+from ...callbacks.logged_steps import keep_logged_steps
 from ...reporters.events.event_logger import has_stock_checkpoint
 from ..contract.exceptions import StartupContractError, TrainingCanceled
 from ..plumbing.durable import write_bytes_durably
@@ -102,6 +103,8 @@ def fit(session: Session, trainer: pl.Trainer, module: pl.LightningModule, **arg
         saves = "saves a checkpoint after the current step, and stops"
         stops = "stops after the current step"
         session.stop.signals.what_next = f"the run {stops if session.checkpoints_dir is None else saves}"
+        if not trains_in_copies(trainer):
+            keep_logged_steps(trainer, module)
     try:
         with _watched_ranks(session, trainer):
             trainer.fit(module, **arguments)

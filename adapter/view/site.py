@@ -6,6 +6,7 @@ through a name of its own (DNS rebinding), and one that wants to change somethin
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -268,7 +269,7 @@ class _Pages:
         if kind is None:
             headers["Content-Disposition"] = "attachment"
         media = "application/octet-stream" if kind is None else f"image/{kind}"
-        return StreamingResponse(_pieces(descriptor, size), media_type=media, headers=headers)
+        return _Files(_pieces(descriptor, size), media, headers, [descriptor])
 
     def checkpoint(self, request: Request) -> Response:
         """A checkpoint as a tar archive: its record and its files, as they lie in the run's folder."""
@@ -281,14 +282,22 @@ class _Pages:
         record = next((each.record for each in listed if each.record is not None and each.record.name == name), None)
         if record is None:
             return PlainTextResponse("there is no such checkpoint that can be read", 404)
-        inside = record.path.parent.relative_to(folder)
+        descriptors: list[tuple[str, int]] = []
         names = [record.path.name, *(entry.path for entry in record.files)]
         try:
-            descriptors = [(each, self._open(folder, (inside / each).as_posix())) for each in names]
+            inside = record.path.parent.resolve().relative_to(folder)
+            with contextlib.ExitStack() as unless_all_open:
+                for each in names:
+                    descriptor = self._open(folder, (inside / each).as_posix())
+                    unless_all_open.callback(os.close, descriptor)
+                    descriptors.append((each, descriptor))
+                unless_all_open.pop_all()
+        except ValueError:
+            return PlainTextResponse(f"{name} lies outside of the run's folder, behind a link", 404)
         except OSError as error:
             return PlainTextResponse(f"{name} is not whole: {error.strerror}", 404)
         headers = {**_FILE_HEADERS, "Content-Disposition": f'attachment; filename="{_plain(name)}.tar"'}
-        return StreamingResponse(_archive(descriptors), media_type="application/x-tar", headers=headers)
+        return _Files(_archive(descriptors), "application/x-tar", headers, [each for _, each in descriptors])
 
     def stop(self, request: Request) -> Response:
         """Ask a run to stop."""
@@ -315,15 +324,31 @@ def _json(request: Request, data: dict[str, object]) -> Response:
     return Response(json.dumps(data, allow_nan=False), media_type="application/json", headers={"ETag": tag})
 
 
+class _Files(StreamingResponse):
+    """Sends open files and closes them, however the transfer ends: browsers end many in the middle."""
+
+    def __init__(
+        self, pieces: Iterator[bytes], media_type: str, headers: dict[str, str], descriptors: Sequence[int]
+    ) -> None:
+        super().__init__(pieces, media_type=media_type, headers=headers)
+        self._descriptors = descriptors
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for descriptor in self._descriptors:
+                os.close(descriptor)
+
+
 def _pieces(descriptor: int, size: int) -> Iterator[bytes]:
-    """The first `size` bytes of a file, which may grow or shrink meanwhile; closes it."""
-    with os.fdopen(descriptor, "rb") as file:
-        while size > 0:
-            piece = file.read(min(size, _PIECE_BYTES))
-            if not piece:
-                raise OSError("a file became shorter while it was sent")
-            size -= len(piece)
-            yield piece
+    """The first `size` bytes of a file, which may grow or shrink meanwhile."""
+    while size > 0:
+        piece = os.read(descriptor, min(size, _PIECE_BYTES))
+        if not piece:
+            raise OSError("a file became shorter while it was sent")
+        size -= len(piece)
+        yield piece
 
 
 def _archive(descriptors: list[tuple[str, int]]) -> Iterator[bytes]:

@@ -28,7 +28,7 @@ from ...reporters.events.event import (
     Started,
     decode_event,
 )
-from ...reporters.events.json_lines import LONGEST_LINE
+from ...reporters.events.json_lines import LONGEST_LINE, has_long_holes
 from ...reporters.events.reader import log_of_run
 from ...reporters.uploads.queue import count_waiting
 from ..plumbing.file_lock import is_held
@@ -299,6 +299,8 @@ def _newest_started(descriptor: int, starts: Starts) -> Started | None:
     if searched > status.st_size:  # another file has taken its place
         searched, known = 0, None
     end, rest, whole_until = status.st_size, b"", None
+    if has_long_holes(descriptor):  # which a search would read as gigabytes; only the beginning is of a run
+        end = min(end, _BLOCK_BYTES)
     found = None
     while end > searched and found is None:
         begin = max(end - _BLOCK_BYTES, searched)
@@ -309,8 +311,8 @@ def _newest_started(descriptor: int, starts: Starts) -> Started | None:
         if begin == searched or first:
             found = _last_started(block[first:])
         rest, end = (block[:first] if first else block), begin
-        if len(rest) > LONGEST_LINE:  # no event is as long
-            rest = b""
+        if len(rest) > LONGEST_LINE:  # no event is as long, so the log is broken here; its beginning may not be
+            rest, end = b"", min(end, searched + _BLOCK_BYTES)
     starts[log] = whole_until or searched, found or known
     return found or known
 

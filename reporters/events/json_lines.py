@@ -30,6 +30,7 @@ __all__ = [
     "decode_line",
     "decode_object",
     "encode_json",
+    "has_long_holes",
     "storable",
     "whole_lines",
 ]
@@ -91,11 +92,31 @@ class Position(msgspec.Struct):
         return self.file in (None, (status.st_dev, status.st_ino)) and status.st_size >= self.offset
 
 
+def has_long_holes(descriptor: int) -> bool:
+    """Whether more bytes of a file than a line may have were never written, as in a sparse file.
+
+    Such a file costs nothing on disk and reads as gigabytes. A power cut leaves some blocks, never as many. The answer
+    is no on a file system that does not say.
+    """
+    size, at, total = os.fstat(descriptor).st_size, 0, 0
+    while at < size and total <= LONGEST_LINE and hasattr(os, "SEEK_DATA"):
+        try:
+            data = os.lseek(descriptor, at, os.SEEK_DATA)
+            after = os.lseek(descriptor, data, os.SEEK_HOLE)
+        except OSError as error:
+            data = after = size if error.errno == errno.ENXIO else at  # no data follows; or holes are not known here
+            if data == at:
+                return False
+        total += data - at
+        at = after
+    return total > LONGEST_LINE
+
+
 def whole_lines(path: StrPath, position: Position) -> Iterator[bytes]:
     """The lines beyond `position`, which moves along, as far as they end with a newline: the rest may come any time.
 
     Raises:
-        EventLogError: The file is absent or unreadable, or a line has more than 16 MiB.
+        EventLogError: The file is absent or unreadable, or a line or its holes have more than 16 MiB.
     """
     try:
         file = open(path, "rb")  # noqa: SIM115 - closed below
@@ -104,6 +125,11 @@ def whole_lines(path: StrPath, position: Position) -> Iterator[bytes]:
     with file:
         status = os.fstat(file.fileno())
         position.file = status.st_dev, status.st_ino
+        if has_long_holes(file.fileno()):
+            raise EventLogError(
+                f"event log {os.fspath(path)!s} has {status.st_size:,} bytes, of which more than {LONGEST_LINE >> 20} "
+                "MiB were never written; no run leaves that: use another log"
+            )
         file.seek(position.offset)
         while line := file.readline(LONGEST_LINE + 1):
             if len(line) > LONGEST_LINE:
@@ -159,6 +185,8 @@ class LineFile:
             )
             raise EventLogError(f"cannot open {path}: {why}") from error
         try:
+            if has_long_holes(self._descriptor):
+                raise ValueError(f"more than {LONGEST_LINE >> 20} MiB of it were never written")
             line, self.size = _last_whole_line(self._descriptor)
             self.last = None if line is None else decode(line)
             if self.size != os.fstat(self._descriptor).st_size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import pytest
 from hypothesis import given, strategies as st
 
+from genlight.adapter.cli import main
 from genlight.adapter.contract.exceptions import EventLogError
 from genlight.adapter.view import summary
 from genlight.adapter.view.summary import summary_of
@@ -124,6 +126,51 @@ def test_a_listing_takes_no_more_memory_for_it(endless, monkeypatch):
 
     assert summary_of(endless.parent.parent).run_id == "r"
     assert max(looked_through) <= 4 << 20
+
+
+@pytest.fixture(params=["one hole", "many holes"])
+def sparse(request, tmp_path):
+    """A log of some kilobytes on disk that is as long as all disks of this machine; with lines, or without an end."""
+    path = tmp_path / "run" / "metrics" / "events.jsonl"
+    path.parent.mkdir(parents=True)
+    with path.open("wb") as file:
+        file.write(STARTED)
+        for number in range(1, 50 if request.param == "many holes" else 1):
+            file.seek(number << 23)
+            file.write(b"\n")
+        file.truncate(1 << 42)
+    if path.stat().st_blocks * 512 > 1 << 22:
+        pytest.skip("this file system keeps no holes")
+    return path
+
+
+@pytest.mark.parametrize("reads", READS.values(), ids=READS)
+def test_a_log_with_holes_that_no_run_leaves_is_named_before_it_is_read(sparse, reads):
+    with pytest.raises(EventLogError, match=r"event log .* has 4,398,046,511,104 bytes"):
+        reads(sparse)
+
+
+def test_a_log_with_long_holes_is_listed_reported_and_compared_by_its_beginning(sparse, tmp_path, capsys):
+    assert summary_of(tmp_path / "run").run_id == "r"
+    for words in (["ls"], ["diff", "run", "run"], ["report", "run", "--to", "report.html"], ["stop", "run"]):
+        with contextlib.chdir(tmp_path), contextlib.suppress(SystemExit):
+            main(words)
+    assert "run" in capsys.readouterr().out
+    assert "were never written" in (tmp_path / "report.html").read_text()
+
+
+def test_a_log_with_long_holes_is_not_continued(sparse):
+    with pytest.raises(EventLogError, match="were never written"):
+        EventLog(sparse, run_id="r")
+
+
+def test_blocks_that_a_power_cut_left_are_no_long_holes(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(STARTED)
+    with path.open("r+b") as file:
+        file.seek(1 << 20)
+        file.write(b"\n" + encode_json(METRIC) + b"\n")
+    assert len([*typed_events(path, strict=False)]) == 2
 
 
 VALUES = st.none() | st.booleans() | st.integers(-2, 2**64) | st.floats() | st.text(max_size=3) | st.just("nan")

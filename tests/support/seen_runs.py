@@ -90,6 +90,13 @@ def wait_for_step(run, step):
 @contextlib.contextmanager
 def served(folder, *words):
     """The address that ``genlight serve`` of `folder` writes, in a process of its own."""
+    with serving(folder, *words) as (_, address):
+        yield address
+
+
+@contextlib.contextmanager
+def serving(folder, *words):
+    """The process of ``genlight serve`` of `folder`, and the address that it writes."""
     code = "import sys; from genlight.adapter.cli import main; sys.exit(main())"
     process = subprocess.Popen(
         [sys.executable, "-c", code, "serve", str(folder), "--port", "0", *words],
@@ -98,7 +105,7 @@ def served(folder, *words):
     try:
         address = process.stdout.readline().strip()
         assert address, process.stderr.read()
-        yield address
+        yield process, address
     finally:
         process.send_signal(signal.SIGINT)
         said, errors = process.communicate(timeout=60)

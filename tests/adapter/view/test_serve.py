@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from genlight.adapter.cli import main
 from genlight.adapter.plumbing.safe_open import open_below
 from genlight.adapter.view.site import Runs
 from genlight.reporters.events.event_log import EventLog
-from support.seen_runs import served
+from support.seen_runs import served, serving
 
 SECRET = b"\x89PNG\r\n\x1a\nsecret"
 
@@ -113,6 +114,62 @@ def test_what_is_no_run_below_the_folder_is_not_found(site, where, run):
 @pytest.mark.parametrize("path", ["/../../etc/passwd", "/%2e%2e/secret.png", "//secret.png", "/metrics/events.jsonl"])
 def test_no_address_is_a_path_of_the_disk(site, path):
     assert ask(site, path)[0] == 404
+
+
+@pytest.fixture(scope="module")
+def kept_open(runs, tmp_path_factory):
+    """A server of runs whose files are missing, large or elsewhere, and a function that counts its open files."""
+    place = tmp_path_factory.mktemp("descriptors")
+    for name in ("torn", "large", "linked", "inside"):
+        shutil.copytree(runs / "done", place / "runs" / name)
+    (place / "runs/torn/checkpoints/final/training_state.safetensors").unlink()
+    (place / "runs/large/samples/large.bin").write_bytes(bytes(64 << 20))
+    with (place / "runs/large/checkpoints/final/model.safetensors").open("ab") as file:
+        file.truncate(64 << 20)
+    shutil.move(place / "runs/linked/checkpoints", place / "elsewhere")
+    (place / "runs/linked/checkpoints").symlink_to(place / "elsewhere", target_is_directory=True)
+    shutil.move(place / "runs/inside/checkpoints", place / "runs/inside/real")
+    (place / "runs/inside/checkpoints").symlink_to("real", target_is_directory=True)
+    with serving(place / "runs") as (process, address):
+        ask(address, "/runs.json")
+        yield address, lambda: len(os.listdir(f"/proc/{process.pid}/fd"))
+
+
+def aborted(site, path):
+    """Ask for `path` and leave before the answer is over."""
+    parts = urlsplit(site)
+    with socket.create_connection((parts.hostname, parts.port)) as connection:
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode())
+        assert connection.recv(200)
+
+
+@pytest.mark.parametrize(
+    ("get", "path"),
+    [
+        (ask, "/checkpoint?run=torn&name=final"),
+        (aborted, "/checkpoint?run=large&name=final"),
+        (aborted, "/file?run=large&path=samples/large.bin"),
+        (ask, "/checkpoint?run=large&name=final"),
+    ],
+    ids=["a file is missing", "the client leaves", "the client leaves a file", "all is sent"],
+)
+def test_no_file_stays_open_however_a_transfer_ends(kept_open, get, path):
+    site, count = kept_open
+    before = count()
+    for _ in range(4):
+        get(site, path)
+    tries = 0
+    while count() > before:  # connections close a moment later
+        time.sleep(0.05)
+        tries += 1
+        assert tries < 600
+
+
+def test_a_checkpoint_behind_a_link_is_sent_only_from_within_the_run(kept_open):
+    site, _ = kept_open
+    status, _, body = ask(site, "/checkpoint?run=linked&name=final")
+    assert (status, b"outside of the run's folder" in body) == (404, True)
+    assert ask(site, "/checkpoint?run=inside&name=final")[2][:10] == b"final.json"
 
 
 @pytest.mark.parametrize("name", ["../done", "absent", "final/../final", "%0d%0aX: y", ""])

@@ -1,0 +1,137 @@
+"""Keep the files of CSVLogger and TensorBoardLogger right when a resumed fit writes into the same folder.
+
+A logger with a fixed ``version`` does that. `CSVLogger` deletes the steps before the resume; TensorBoard shows those
+after the checkpoint twice.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+import os
+import stat
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from typing_extensions import override
+
+from ..adapter.plumbing.durable import write_bytes_durably
+from .lightning_internals import logged_step
+
+__all__ = ["keep_logged_steps"]
+
+log = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.csv"
+_ASIDE = ".metrics-before.csv"
+
+
+def keep_logged_steps(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Have the loggers of a fit of `module` keep the steps before a resume, each once.
+
+    Call it on rank zero, before the fit.
+    """
+    csv_loggers = [logger for logger in trainer.loggers if isinstance(logger, CSVLogger) and _keep_file(logger)]
+    if csv_loggers or any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
+        kind = _OfHostedTrainer if hasattr(module, "step_result") else _OfLightningModule
+        trainer.callbacks.append(kind(csv_loggers))  # type: ignore[attr-defined]
+
+
+def _keep_file(logger: CSVLogger) -> bool:
+    """Open the file of `logger` without losing what it holds; return whether it holds something."""
+    folder = Path(logger.log_dir)
+    if "://" in logger.log_dir:
+        log.warning(
+            "CSVLogger deletes earlier steps in %s, should this fit resume there; leave its `version` out",
+            logger.log_dir,
+        )
+        return False
+    file, aside = folder / METRICS_FILE, folder / _ASIDE
+    if file.is_file() and not aside.is_file():  # one that is there was left by a process that was killed below
+        os.replace(file, aside)
+    if not aside.is_file():
+        return False
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Experiment logs directory")  # says that it deletes the file
+        _ = logger.experiment
+    os.replace(aside, file)
+    return True
+
+
+class _KeepLoggedSteps(Callback):
+    """Removes the steps that training makes again from the files of loggers, once the resume is known.
+
+    Args:
+        csv_loggers: Those whose file has rows of an earlier attempt.
+    """
+
+    def __init__(self, csv_loggers: list[CSVLogger]) -> None:
+        self._csv_loggers = csv_loggers
+
+    def _go_back(self, trainer: pl.Trainer, first: int) -> None:
+        """Remove the steps from `first` on, the step that is logged next."""
+        for logger in self._csv_loggers:
+            _drop_rows(logger, first if trainer.global_step else 0)
+        if trainer.global_step:
+            for each in trainer.loggers:
+                if isinstance(each, TensorBoardLogger):
+                    _purge(each, first)
+
+
+class _OfHostedTrainer(_KeepLoggedSteps):
+    """For a hosted trainer, which logs at its number of completed steps."""
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._go_back(trainer, trainer.global_step + 1)
+
+
+class _OfLightningModule(_KeepLoggedSteps):
+    """For a module that Lightning's loop trains, which knows its next step only when the first batch begins."""
+
+    _is_done = False
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._is_done:
+            self._is_done = True
+            self._go_back(trainer, logged_step(trainer))
+
+
+def _drop_rows(logger: CSVLogger, first: int) -> None:
+    """Rewrite the file of `logger` with the rows before step `first`."""
+    writer = logger.experiment
+    path = Path(writer.metrics_file_path)
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        names = sorted(reader.fieldnames or ())  # as the logger sorts them before each row that it appends
+        rows = list(reader)
+    kept = [row for row in rows if (row.get("step") or "").isdecimal() and int(row["step"]) < first]
+    if rows and not kept:
+        log.warning("%s begins again at step 0: its %d rows of an earlier attempt are deleted", path, len(rows))
+    text = io.StringIO(newline="")
+    table = csv.DictWriter(text, names, extrasaction="ignore")
+    table.writeheader()
+    table.writerows(kept)
+    write_bytes_durably(path, text.getvalue().encode(), mode=stat.S_IMODE(path.stat().st_mode))
+    writer.metrics_keys = names
+
+
+def _purge(logger: TensorBoardLogger, first: int) -> None:
+    """Have TensorBoard hide what earlier files of the same folder hold from step `first` on."""
+    try:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
+    except ImportError:  # tensorboardX alone, whose events are other classes
+        log.warning(
+            "TensorBoard shows the steps from %d on twice in %s; leave its `version` out", first, logger.log_dir
+        )
+        return
+    start = SessionLog(status=SessionLog.START)
+    logger.experiment.file_writer.add_event(Event(step=first, session_log=start))

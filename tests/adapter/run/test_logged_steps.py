@@ -1,0 +1,169 @@
+"""CSVLogger and TensorBoardLogger with a fixed version have each step of a resumed run once."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader
+
+from genlight.adapter.run.run import RunOptions, run_job
+from genlight.callbacks.logged_steps import keep_logged_steps
+from support.trainers import quiet_trainer
+
+STEPS = 12
+TRAINER = """
+import os
+from gen_worker.trainer import StepResult
+
+
+class Fails:
+    def setup(self, ctx): ...
+
+    def configure(self, ctx):
+        return {"step": 0}
+
+    def prepare_batch(self, raw, state, ctx):
+        return raw
+
+    def train_step(self, batch, state, ctx):
+        if state["step"] + 1 == int(os.environ["FAILS_AT"]):
+            raise RuntimeError("at that step")
+        state["step"] += 1
+        more = {"late": 1.0} if state["step"] > 8 else {}
+        return StepResult(metrics={"loss": float(state["step"]), **more})
+
+    def state_dict(self, state):
+        return dict(state)
+
+    def load_state_dict(self, state, payload, ctx):
+        state.update(payload)
+"""
+
+
+def logged(kind, folder):
+    """Step and loss of each row that a logger has, in its order."""
+    if kind is CSVLogger:
+        with (folder / "metrics.csv").open(newline="") as file:
+            return [(int(row["step"]), float(row["train/loss"])) for row in csv.DictReader(file) if row["train/loss"]]
+    events = EventAccumulator(str(folder)).Reload()
+    return [(event.step, event.value) for event in events.Scalars("train/loss")]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs the job once: with loggers of a version, a step at which it fails, and a cadence of checkpoints."""
+    monkeypatch.chdir(tmp_path)
+    name = f"fails_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(TRAINER)
+
+    def start(version, *, fails_at=0, checkpoint_every=4):
+        monkeypatch.setenv("FAILS_AT", str(fails_at))
+        where = {"save_dir": "logs", "name": "n", "version": version}
+        loggers = [
+            {"class_path": f"lightning.pytorch.loggers.{kind.__name__}", "init_args": where}
+            for kind in (CSVLogger, TensorBoardLogger)
+        ]
+        job = {
+            "run_id": "r",
+            "trainer": f"{name}:Fails",
+            "max_steps": STEPS,
+            "metric_every": 1,
+            "checkpoint_every": checkpoint_every,
+            "resume_from_latest": True,
+            "mock_batches": list(range(STEPS)),
+            "lightning": {"accelerator": "cpu", "logger": loggers},
+        }
+        (tmp_path / "job.json").write_text(json.dumps(job))
+        code = run_job(RunOptions(spec_path=tmp_path / "job.json", overrides=(f"artifacts_dir={tmp_path}/out",)))
+        return code, tmp_path / "logs" / "n" / ("version_3" if version == 3 else str(version))
+
+    return start
+
+
+@pytest.mark.parametrize("version", ["v", 3])
+@pytest.mark.parametrize("fails_at", [(7,), (7, 10), (5, 6, 7)], ids=str)
+def test_a_resumed_run_keeps_each_step_once(run, version, fails_at):
+    for step in fails_at:
+        assert run(version, fails_at=step)[0] == 1
+    code, folder = run(version)
+
+    assert code == 0
+    expected = [(step, float(step)) for step in range(1, STEPS + 1)]
+    assert logged(CSVLogger, folder) == expected
+    assert logged(TensorBoardLogger, folder) == expected
+
+
+def test_a_torn_row_and_a_kill_while_the_file_is_aside_lose_nothing(run):
+    _, folder = run("v", fails_at=7)
+    with (folder / "metrics.csv").open("a") as file:
+        file.write("0.5,")
+    (folder / "metrics.csv").rename(folder / ".metrics-before.csv")
+    assert run("v")[0] == 0
+    assert [step for step, _ in logged(CSVLogger, folder)] == list(range(1, STEPS + 1))
+
+
+def test_a_run_that_begins_again_has_no_rows_of_before_and_says_so(run, caplog):
+    run("v", fails_at=7, checkpoint_every=0)
+    caplog.clear()
+    code, folder = run("v", checkpoint_every=0)
+    assert code == 0
+    assert [step for step, _ in logged(CSVLogger, folder)] == list(range(1, STEPS + 1))
+    assert "6 rows of an earlier attempt are deleted" in caplog.text
+
+
+class Line(pl.LightningModule):
+    """Fits a line with Lightning's own loop; fails at a step."""
+
+    def __init__(self, fails_at=-1):
+        super().__init__()
+        self.layer, self.fails_at = torch.nn.Linear(1, 1), fails_at
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == self.fails_at:
+            raise RuntimeError("at that step")
+        self.log("train/loss", float(batch_idx))
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(STEPS, 1), batch_size=1)
+
+
+class TwoUpdates(Line):
+    """Makes two updates in a batch by itself, so that Lightning counts twice as many steps as it logs."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for _ in range(2):
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers().step()
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+@pytest.mark.parametrize("module_class", [Line, TwoUpdates])
+def test_a_resumed_fit_of_a_lightning_module_keeps_each_step_once(tmp_path, kind, module_class):
+    updates = 2 if module_class is TwoUpdates else 1
+
+    def fit(module, ckpt_path=None):
+        saves = ModelCheckpoint(tmp_path / "c", every_n_train_steps=4 * updates, filename="last")
+        logger = kind(tmp_path / "logs", name="n", version="v")
+        trainer = quiet_trainer(saves, logger=logger, max_steps=STEPS * updates, log_every_n_steps=1)
+        keep_logged_steps(trainer, module)
+        trainer.fit(module, ckpt_path=ckpt_path)
+
+    with pytest.raises(RuntimeError, match="at that step"):
+        fit(module_class(fails_at=7))
+    fit(module_class(), tmp_path / "c" / "last.ckpt")
+
+    assert logged(kind, tmp_path / "logs/n/v") == [(step, float(step)) for step in range(STEPS)]
