@@ -125,9 +125,11 @@ def log_to_loggers(trainer: pl.Trainer, metrics: Mapping[str, float], step: int)
 def timed(trainer: pl.Trainer, what: str) -> Iterator[None]:
     """Report to every callback by ``on_time_spent`` how long the block delayed training, under the name `what`."""
     began_s = time.monotonic()
+    fire(trainer, "on_hold_up", what)
     try:
         yield
     finally:
+        fire(trainer, "on_hold_up", None)
         fire(trainer, "on_time_spent", what, time.monotonic() - began_s)
 
 

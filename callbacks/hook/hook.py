@@ -237,6 +237,9 @@ class Hook(pl.Callback):
     def on_fault(self, trainer: pl.Trainer, pl_module: pl.LightningModule, fault: Fault) -> None:
         """`Diagnosis` has found a fault, on all ranks alike; ``fault.is_over`` says that it has ended."""
 
+    def on_hold_up(self, trainer: pl.Trainer, pl_module: pl.LightningModule, what: str | None) -> None:
+        """`what` holds training up from now on, as in ``on_time_spent``, or a pause; None: training continues."""
+
     def on_time_spent(self, trainer: pl.Trainer, pl_module: pl.LightningModule, what: str, seconds: float) -> None:
         """Training was held up for `seconds` by `what`: ``checkpoint``, ``samples`` or ``evaluation``.
 
