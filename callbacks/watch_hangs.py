@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -28,6 +29,8 @@ LONGEST_PAUSE_S = 5.0
 OTHERS_WITHIN_S = 2 * LONGEST_PAUSE_S
 """How long a rank that ends the run waits for the stacks of the others, which are killed then."""
 OTHERS_POLL_S = 0.1
+WORKS_FOR_S = 6 * LONGEST_PAUSE_S
+"""How long the last touch of another rank's file counts; its clock may differ, and a file system be slow."""
 MEMORY = 0.9
 """Share of what was learned before in what is learned from one more step."""
 
@@ -39,6 +42,10 @@ class WatchHangs(Hook):
     writes one file, ``rank-<rank>-<number>.txt``; if a step finishes after all, the watch starts again. Validation
     batches count as progress. Before the first step, for example during compilation, only `floor_s` applies.
 
+    An evaluation, a rollout, a checkpoint, samples and a pause that a step asked for may take longer than steps: each
+    has `work_limit_s`, or `factor` times the longest of its kind so far. The other ranks wait for it as long, if they
+    share the folder of the files.
+
     With `end_run` the process ends as well. An exception cannot be raised in a thread that waits inside a collective or
     a driver, so the watching thread reports the failure itself (if the run has set ``on_hang``) and calls ``os._exit``.
     A restart continues from the last durable checkpoint. The report names the files of all ranks, and the ranks that
@@ -48,10 +55,11 @@ class WatchHangs(Hook):
         directory: Where the files go; None means ``<default_root_dir>/hangs``.
         factor: A step that takes this many times the usual duration counts as a hang.
         floor_s: Shortest duration that counts as a hang, in seconds.
+        work_limit_s: The same for an evaluation, a rollout, a checkpoint, samples or a pause.
         end_run: Whether a hang ends the run.
 
     Raises:
-        ValueError: `factor` or `floor_s` is not above 0.
+        ValueError: `factor`, `floor_s` or `work_limit_s` is not above 0.
         ThreadLimitError: At the start of training, which it ends: the watching thread could not be started.
     """
 
@@ -66,18 +74,23 @@ class WatchHangs(Hook):
         *,
         factor: float = 20.0,
         floor_s: float = 300.0,
+        work_limit_s: float = 3600.0,
         end_run: bool = False,
     ) -> None:
-        for name, value in (("factor", factor), ("floor_s", floor_s)):
+        for name, value in (("factor", factor), ("floor_s", floor_s), ("work_limit_s", work_limit_s)):
             if not value > 0:
                 raise ValueError(f"Invalid `{name}`. Expected a number > 0, but received {value}.")
         self.directory = None if directory is None else Path(directory)
         self.factor = factor
         self.floor_s = floor_s
+        self.work_limit_s = work_limit_s
         self.end_run = end_run
         self.on_hang: Callable[[Exception], None] | None = None
         """Reports a hang that ends the run, in the watching thread, and may end the process itself."""
         self._count = 0
+        self._work: tuple[str, float] | None = None
+        self._work_ended_s = 0.0
+        self._longest: dict[str, float] = {}
 
     @override
     def join_run(self, run: RunContext) -> None:
@@ -100,6 +113,23 @@ class WatchHangs(Hook):
         self._stop()
         super().on_exception(trainer, pl_module, exception)
 
+    @override
+    def on_hold_up(self, trainer: pl.Trainer, pl_module: pl.LightningModule, what: str | None) -> None:
+        now = time.monotonic()
+        if self._work is not None:
+            name, began_s = self._work
+            self._longest[name] = max(now - began_s, self._longest.get(name, 0.0))
+            self._work_ended_s = now
+        self._work = None if what is None else (what, now)
+
+    @override
+    def on_rollout_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.on_hold_up(trainer, pl_module, "rollout")
+
+    @override
+    def on_rollout_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.on_hold_up(trainer, pl_module, None)
+
     def _stop(self) -> None:
         if self._stopped is not None:
             self._stopped.set()
@@ -109,18 +139,28 @@ class WatchHangs(Hook):
     ) -> None:
         began_s = time.time()
         usual_s, reported, seen, seen_at_s = 0.0, False, batches(), time.monotonic()
+        others = [_works(directory, other) for other in range(ranks) if other != rank]
         while True:
             limit_s = max(self.floor_s, self.factor * usual_s)
             if stopped.wait(min(limit_s / LOOKS_PER_LIMIT, LONGEST_PAUSE_S)):
+                _works(directory, rank).unlink(missing_ok=True)
                 return
-            now, newest = time.monotonic(), batches()
+            now, newest, work = time.monotonic(), batches(), self._work
+            since_s = max(seen_at_s, self._work_ended_s) if work is None else work[1]
             if newest != seen:
-                step_s = (now - seen_at_s) / max(1, newest - seen)  # Lightning counts validation anew in each run of it
+                # Lightning starts to count at 0 again in each run of validation.
+                step_s = max(now - since_s, 0.0) / max(1, newest - seen)
                 usual_s = MEMORY * usual_s + (1 - MEMORY) * step_s if usual_s else step_s
                 seen, seen_at_s, reported = newest, now, False
-            elif now - seen_at_s >= limit_s and not reported:
+            elif work is not None:
+                limit_s = max(self.work_limit_s, self.factor * self._longest.get(work[0], 0.0))
+                if others and now - since_s < limit_s:
+                    _touch(_works(directory, rank))
+            elif any(map(_is_fresh, others)):
+                seen_at_s = now
+            if now - since_s >= limit_s and seen_at_s < now and not reported:
                 reported = True
-                self._report(directory, rank, ranks, now - seen_at_s, began_s)
+                self._report(directory, rank, ranks, now - since_s, began_s)
 
     def _report(self, directory: Path, rank: int, ranks: int, seconds: float, began_s: float) -> None:
         self._count += 1
@@ -143,6 +183,24 @@ class WatchHangs(Hook):
                     self.on_hang(TrainingHungError(rank, seconds, path, *written, silent=silent))
             finally:
                 os._exit(EXIT_HUNG)
+
+
+def _works(directory: Path, rank: int) -> Path:
+    return directory / f"rank-{rank}.works"
+
+
+def _touch(path: Path) -> None:
+    """Let the other ranks know that this one works on something that they wait for."""
+    with contextlib.suppress(OSError):  # where it cannot be written, the others wait as long as for a step
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
+def _is_fresh(path: Path) -> bool:
+    try:
+        return abs(time.time() - path.stat().st_mtime) < WORKS_FOR_S
+    except OSError:
+        return False
 
 
 def _batches_of(trainer: pl.Trainer) -> Callable[[], int]:

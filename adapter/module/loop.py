@@ -450,9 +450,11 @@ class ContractEpochLoop(TrainingEpochLoop):
     def _pause(self, seconds: float | None) -> None:
         if not seconds:
             return
+        fire(self.trainer, "on_hold_up", "pause")
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0 and not self.module.is_canceled():
             time.sleep(min(left, STOP_POLL_S))
+        fire(self.trainer, "on_hold_up", None)
 
 
 def _empty_source() -> InputError:

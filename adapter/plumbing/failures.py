@@ -30,6 +30,7 @@ from .text import shortened
 __all__ = [
     "EXIT_COMPLETED",
     "EXIT_FAILED",
+    "EXIT_NONFINITE",
     "EXIT_STARTUP",
     "EXIT_STOPPED",
     "Failure",

@@ -19,13 +19,15 @@ from ...callbacks.stop.sources import StopSources
 from ...reporters.events.event_log import EventLog
 from ...reporters.uploads import Uploader
 from ...reporters.uploads.queue import read_entries
-from ..contract.exceptions import EventLogError, GenlightError, StartupContractError, UploadError
+from ..contract.exceptions import EventLogError, GenlightError, InputError, StartupContractError, UploadError
 from ..contract.types import JobLifecycleClient
 from ..job.config import UNKNOWN_RUN_ID, RunConfig, read_run_config
 from ..job.sources import JOB_VARIABLE
+from ..plumbing.failures import failure_category
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.operating_system import require_linux
 from ..plumbing.settings import is_true
+from .attempts import has_trained
 from .control_plane import Lease
 from .folder import lock_artifacts, prepare_artifact_dirs, untrusted_dirs
 from .ranks import agent_check
@@ -93,12 +95,14 @@ def attempt_job(options: RunOptions) -> tuple[int, BaseException | None]:
             for warning in config.warnings:
                 log.warning(warning)
             _open(session, config, options)
-            completion = train(config, session, allow_changed=options.allow_changed)
+            is_orchestrated = config.orchestrated or options.spec_path is None
+            completion = train(config, session, allow_changed=options.allow_changed, may_have_completed=is_orchestrated)
             code = session.complete(completion)
             if session.event_log is not None:
                 _show_results(config, completion)
         except BaseException as error:  # noqa: BLE001
-            if session.is_rank_zero and session.folder is None:
+            session.only_prints = session.is_rank_zero and _only_prints(session, config, options, error)
+            if session.is_rank_zero and session.folder is None and not session.only_prints:
                 _open_for_failed_start(session, config, options, error)
             code = session.fail(error)
         return code, session.cause
@@ -178,6 +182,19 @@ def _open_uploader(config: RunConfig) -> Uploader | None:
             text = "uploads of earlier starts are waiting (%d), but no destination is set: set the URLs, or see %s"
             log.warning(text, waiting, f"`genlight uploads list {shlex.quote(str(config.artifacts_dir))}`")
     return None
+
+
+def _only_prints(session: Session, config: RunConfig, options: RunOptions, error: BaseException) -> bool:
+    """Whether `error` is a mistake in the command or the job of a run that has trained, which its log must not get.
+
+    An orchestrator, which starts runs from the environment, still gets it: nobody may read what it prints.
+    """
+    log = session.event_log
+    if options.spec_path is None or config.orchestrated or (log is not None and log.phase != "new"):
+        return False
+    names_checkpoint = config.resume_checkpoint_path is not None and isinstance(error, InputError)
+    path = log_of_failed_start(config, is_from_file=True) if log is None else log.path
+    return (names_checkpoint or failure_category(error) == "startup") and path is not None and has_trained(path)
 
 
 def _open_for_failed_start(session: Session, config: RunConfig, options: RunOptions, error: BaseException) -> None:

@@ -24,9 +24,19 @@ from ...callbacks.checkpoint.format.record import step_name
 from ...callbacks.checkpoint.selection import newest_complete
 from ...callbacks.stop.signals import exit_on_signal
 from ...callbacks.stop.sources import StopSources, cancel_file_is_set
+from ...reporters.events.event import Failed
 from ..contract.exceptions import EventLogError, FailureCategory, RankFailedError, TrainingCanceled, UploadError
-from ..plumbing.failures import EXIT_COMPLETED, EXIT_FAILED, EXIT_STOPPED, Failure, causes_of, describe_failure
+from ..plumbing.failures import (
+    EXIT_COMPLETED,
+    EXIT_FAILED,
+    EXIT_NONFINITE,
+    EXIT_STOPPED,
+    Failure,
+    causes_of,
+    describe_failure,
+)
 from ..plumbing.redaction import text_of, traceback_of
+from .attempts import Attempt, last_attempts
 from .folder import STOP_NAME, withdraw_stop
 from .ranks import FailedElsewhere, RankFiles, RankProcesses, RankWatch, RankZero, first_cause, paused_ranks
 from .report import log_failure, shown_path
@@ -46,6 +56,11 @@ LAST_TRY_S = 5.0
 """How long a message is tried where the uploads before it took all the time."""
 REPORTED_WITHIN_S = 60.0
 """How much longer than its uploads may take rank zero's end is waited for, where it cannot be seen."""
+STOPPED_AGAIN = (
+    "The attempt before was stopped before its first step too, and another one would be: allow the run more time, or "
+    "remove what stops it."
+)
+FAILS_AGAIN = " The same start would fail there again: correct its cause first."
 ACKNOWLEDGED_WITHIN_S = 15.0
 """How long a rank that failed stays for rank zero to read why: a launcher ends the rest when one leaves."""
 
@@ -128,12 +143,16 @@ class Session:
     holds: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """The contexts that are left with the session."""
 
+    only_prints: bool = False
+    """Whether its end goes to standard error only, and neither into the log nor to an orchestrator."""
+
     is_rank_zero = True
 
     def __post_init__(self) -> None:
         self.watch = RankWatch(self.end_now)
         self._reporting = threading.RLock()  # taken once, by the thread that reports
         self._end_by: float | None = None
+        self._completes = self._is_idle = self._ends_again = False
 
     def __enter__(self) -> Self:
         return self
@@ -185,6 +204,7 @@ class Session:
         """
         self._reporting.acquire()
         if completion is not None:
+            self._completes = True
             final = None if completion.final_checkpoint is None else str(completion.final_checkpoint)
             send = functools.partial(self._send_end, "completed", completion.step, final)
             if self.uploader is not None:
@@ -221,7 +241,7 @@ class Session:
         self._reporting.acquire()
         try:
             error = self.cause = self._stop_behind(error) or error
-            own = self._describe(error)
+            own = self._without_false_hope(self._describe(error))
             first = self._first_cause(own)
             if first != own:
                 error = self.cause = FailedElsewhere(first)
@@ -229,7 +249,7 @@ class Session:
         except BaseException as problem:  # noqa: BLE001 - no other code may report this attempt
             self.cause = problem
             log.error("the end of the run could not be reported: %s", traceback_of(problem))  # noqa: TRY400
-            if self.event_log is not None and self.event_log.phase != "ended":
+            if self.event_log is not None and self.event_log.phase != "ended" and not self.only_prints:
                 text = "the end of the run could not be reported"
                 self.event_log.record_failure(Failure("train-step", text, resumable=False, exit_code=EXIT_FAILED), 0)
             return EXIT_FAILED
@@ -287,9 +307,29 @@ class Session:
         )
         return replace(error.failure, resumable=own.resumable) if isinstance(error, FailedElsewhere) else own
 
+    def _without_false_hope(self, failure: Failure) -> Failure:
+        """`failure`, not resumable if the attempt before ended in the same way: so would the next one.
+
+        A stop before the first step also loses its exit code, since a scheduler would start such a run for ever.
+        """
+        log, before, last = self.event_log, Attempt(), Attempt()
+        if log is not None and failure.exit_code in (EXIT_STOPPED, EXIT_FAILED):
+            before, last = last_attempts(log.path, log.run_id)
+            before, last = (last, Attempt()) if log.phase == "new" else (before, last)
+        if failure.exit_code == EXIT_STOPPED:
+            self._is_idle = not self._completes and self.step in (0, last.resumed_from)
+            self._ends_again = self._is_idle and before.is_stopped_at_its_start()
+            return replace(failure, resumable=False, exit_code=EXIT_FAILED) if self._ends_again else failure
+        is_same = isinstance(before.end, Failed) and (before.end.step, before.end.error) == (self.step, failure.text)
+        self._ends_again = failure.category == "train-step" and (is_same or failure.exit_code == EXIT_NONFINITE)
+        return replace(failure, resumable=False) if is_same and self._ends_again else failure
+
     def _report(self, error: BaseException, failure: Failure) -> int:
         step = self.step
         self._log_end(error, failure)
+        if self.only_prints:
+            self._inform_ranks(failure.exit_code)
+            return failure.exit_code
         send = functools.partial(self._send_end, "failed", step, None, failure.text)
         for undelivered in self._deliver(send, log.info):
             log.error("of the failed run: %s", undelivered)
@@ -308,11 +348,16 @@ class Session:
                 path for path in self.stop.cancel_files if path.name != STOP_NAME and cancel_file_is_set(path)
             ]
             first = "".join(f" Remove the cancel file {path} first." for path in still_there)
-            log.warning("stopped: %s.%s%s %s", error.reason, self._goes_on_from(), first, self.way_on)
+            idle = " No step was trained." if self._is_idle else ""
+            if self._ends_again:
+                log.error("stopped: %s.%s %s%s", error.reason, idle, STOPPED_AGAIN, first)
+            else:
+                log.warning("stopped: %s.%s%s%s %s", error.reason, idle, self._goes_on_from(), first, self.way_on)
             return
         log_failure(error, failure, secrets=self.secrets, environ=self.environ, folder=self.folder)
         if self.is_rank_zero and failure.category == "train-step" and self.step:
-            log.error("it failed in step %d.%s %s", self.step, self._goes_on_from(), self.way_on)
+            hint = FAILS_AGAIN if self._ends_again else f"{self._goes_on_from()} {self.way_on}"
+            log.error("it failed in step %d.%s", self.step, hint)
 
     def _goes_on_from(self) -> str:
         """A sentence that names the checkpoint that the next start takes; empty if there is none."""
@@ -410,7 +455,9 @@ class FollowerSession(Session):
         self._log_end(error, failure)
         if rank_zero is not None and not rank_zero.is_gone():  # else the next attempt would take it for one of its own
             rank_zero.files.leave(this_rank(), failure)
-            rank_zero.wait_for_end(within_s=ACKNOWLEDGED_WITHIN_S, is_bounded=True)
+            code = rank_zero.wait_for_end(within_s=ACKNOWLEDGED_WITHIN_S, is_bounded=True)
+            if code is not None and failure.exit_code == EXIT_STOPPED:  # rank zero knows whether a restart would help
+                return code
         return failure.exit_code
 
     def _exit_code_of_rank_zero(self) -> int | None:

@@ -71,6 +71,7 @@ def decide_start(
     *,
     resume_checkpoint: Path | None = None,
     allow_changed: bool = False,
+    may_have_completed: bool = False,
     import_types: Callable[[], object] | None = None,
 ) -> Start:
     """Decide what the run of `config` starts from.
@@ -79,6 +80,8 @@ def decide_start(
         config: The run.
         resume_checkpoint: A record that the inputs brought here; asks for a resume from just this one.
         allow_changed: Resume although trainer, hyperparameters, data or inputs are not those of the checkpoint.
+        may_have_completed: Recognize a completed run also without `resume_from_latest`, as an orchestrator may deliver
+            a job again.
         import_types: Imports the trainer, whose types a checkpoint may hold; called once there is something to train.
             One with a type that is not known is passed over then. One that was named is not: loading says what is
             wrong with it.
@@ -93,6 +96,8 @@ def decide_start(
         if named is not None:
             return _going_on(Start(_named(named)), config)
         if not config.resume_from_latest:
+            if may_have_completed and (finished := _finished_unchanged(config)) is not None:
+                return finished
             refuse_to_overwrite(config.checkpoints_dir, WaysOut())
             return Start()
         finished = _finished(config, allow_changed)
@@ -121,6 +126,13 @@ def _finished(config: RunConfig, allow_changed: bool) -> Start | None:
         return Start(final, finished_step=final.step or config.max_steps)
     target = final.max_steps if final.max_steps is not None else final.step
     return Start(final, finished_step=final.step) if config.max_steps <= max(target, final.step) else None
+
+
+def _finished_unchanged(config: RunConfig) -> Start | None:
+    try:
+        return _finished(config, allow_changed=False)
+    except StartupContractError:  # another run's, or of another job: the folder is in use
+        return None
 
 
 def newest_start(directory: Path, ways: WaysOut, *, knows_types: bool) -> Start:

@@ -43,13 +43,16 @@ __all__ = ["check_plugin", "imported_trainer", "prepare_training", "train"]
 log = logging.getLogger(__name__)
 
 
-def train(config: RunConfig, session: Session, *, allow_changed: bool = False) -> Completion:
+def train(
+    config: RunConfig, session: Session, *, allow_changed: bool = False, may_have_completed: bool = False
+) -> Completion:
     """Train from what the run's folder holds to the end of the job.
 
     Args:
         config: The run.
         session: Its session.
         allow_changed: Resume although the job is not that of the checkpoint.
+        may_have_completed: As for `decide_start`.
 
     Raises:
         TrainingCanceled: The run was stopped.
@@ -58,7 +61,7 @@ def train(config: RunConfig, session: Session, *, allow_changed: bool = False) -
     session.preparing = "input"
     here = [path for path in (config.spec_dir, working_directory()) if path is not None]
     from_ref = config.inputs.resume_checkpoint_ref is not None
-    decide = functools.partial(decide_start, config, allow_changed=allow_changed)
+    decide = functools.partial(decide_start, config, allow_changed=allow_changed, may_have_completed=may_have_completed)
     start = Start() if from_ref else decide(import_types=lambda: _imported(config, here))
     if start.record is not None and start.finished_step is not None:
         return _already_finished(config, session, start.record, start.finished_step)

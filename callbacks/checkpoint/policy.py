@@ -26,7 +26,7 @@ from ...adapter.contract.exceptions import BrokenCheckpointError, StartupContrac
 from ...adapter.contract.run_state import RunState
 from ...reporters.events.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, Pace, crossed, step_cadence, suppressed
-from ..hook.events import awaits_module_hook, callbacks_of, fire, run_state_of
+from ..hook.events import awaits_module_hook, callbacks_of, fire, run_state_of, timed
 from ..hook.hook import Hook, RunContext, ending_the_run, skippable
 from ..lightning_internals import checkpoint_connector
 from ..optimizer_state import named_values
@@ -391,6 +391,12 @@ class Checkpoint(Hook, LightningCheckpoint):
             CheckpointError: The disk has no space for it.
             UnwrittenCheckpointError: It, or the one before it, could not be written.
         """
+        with timed(trainer, "checkpoint"):
+            path = self._save(trainer, pl_module, final=final, wait=wait)
+        self.poll(trainer)
+        return path
+
+    def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, final: bool, wait: bool) -> Path:
         began_s, step = time.monotonic(), trainer.global_step
         path = self.directory / f"{FINAL_NAME if final else step_name(step)}.json"
         if getattr(trainer, "fast_dev_run", False):
@@ -415,8 +421,6 @@ class Checkpoint(Hook, LightningCheckpoint):
         trainer.strategy.barrier("Checkpoint.save")
         if wait:
             self.wait(trainer)
-        fire(trainer, "on_time_spent", "checkpoint", time.monotonic() - began_s)
-        self.poll(trainer)
         return path
 
     def _meta(self, trainer: pl.Trainer, trainer_checkpoint: Mapping[str, Any] | None, *, final: bool) -> RecordMeta:

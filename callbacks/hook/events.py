@@ -125,9 +125,11 @@ def log_to_loggers(trainer: pl.Trainer, metrics: Mapping[str, float], step: int)
 def timed(trainer: pl.Trainer, what: str) -> Iterator[None]:
     """Measure how long the block delays training, and report it by ``on_time_spent`` under the name `what`."""
     began_s = time.monotonic()
+    fire(trainer, "on_hold_up", what)
     try:
         yield
     finally:
+        fire(trainer, "on_hold_up", None)
         fire(trainer, "on_time_spent", what, time.monotonic() - began_s)
 
 

@@ -237,6 +237,9 @@ class Hook(pl.Callback):
     def on_fault(self, trainer: pl.Trainer, pl_module: pl.LightningModule, fault: Fault) -> None:
         """`Diagnosis` has found a fault, alike on all ranks; ``fault.is_over`` is true when it has ended."""
 
+    def on_hold_up(self, trainer: pl.Trainer, pl_module: pl.LightningModule, what: str | None) -> None:
+        """`what` holds training up from now on, as in ``on_time_spent``, or a pause; None: training continues."""
+
     def on_time_spent(self, trainer: pl.Trainer, pl_module: pl.LightningModule, what: str, seconds: float) -> None:
         """`what` delayed training for `seconds`: ``checkpoint``, ``samples`` or ``evaluation``.
 

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from genlight.adapter.contract.exceptions import TrainingHungError
+from genlight.adapter.contract.types import StepControlHints, StepResult
+from genlight.callbacks import Checkpoint, Evaluate, WriteSamples
 from genlight.callbacks.watch_hangs import WatchHangs, _stacks_of_others
 
 WAIT_S = 120.0
@@ -56,12 +58,12 @@ def watched(tmp_path, monkeypatch):
             self.now += seconds
             return self.now >= self.end
 
-    def watch(watch, batches, *, seconds):
+    def watch(watch, batches, *, seconds, rank=0, ranks=1):
         clock = Clock(seconds)
         passing = SimpleNamespace(monotonic=lambda: clock.now, time=time.time)
         monkeypatch.setattr("genlight.callbacks.watch_hangs.time", passing)
-        watch._watch(lambda: batches(clock.now), tmp_path, 0, 1, clock)
-        return sorted(path.name for path in tmp_path.iterdir())
+        watch._watch(lambda: batches(clock.now), tmp_path, rank, ranks, clock)
+        return sorted(path.name for path in tmp_path.glob("*.txt"))
 
     return watch
 
@@ -93,6 +95,97 @@ def test_what_counts_as_a_hang_is_learned_from_the_steps(tmp_path, watched, fact
         return min(5, now // 0.9)
 
     assert watched(WatchHangs(tmp_path, floor_s=1.0, factor=factor), batches, seconds=30) == files
+
+
+# work that training waits for
+
+
+def works_from(watch, began, ended, what="evaluation"):
+    """Steps of a second, but for such work between two of them; for `watched`."""
+
+    def batches(now):
+        if began <= now < ended and watch._work is None:
+            watch.on_hold_up(None, None, what)
+        elif now >= ended and watch._work is not None:
+            watch.on_hold_up(None, None, None)
+        return int(now if now < began else began if now < ended else began + now - ended)
+
+    return batches
+
+
+@pytest.mark.parametrize(
+    ("work_limit_s", "longest", "files"),
+    [(300.0, {}, 0), (50.0, {}, 1), (50.0, {"evaluation": 100.0}, 0), (50.0, {"samples": 100.0}, 1)],
+)
+def test_work_that_holds_training_up_has_a_limit_of_its_own(tmp_path, watched, work_limit_s, longest, files):
+    watch = WatchHangs(tmp_path, floor_s=10.0, factor=3.0, work_limit_s=work_limit_s)
+    watch._longest = longest
+    assert len(watched(watch, works_from(watch, 20, 220), seconds=300)) == files
+    assert watch._longest["evaluation"] == pytest.approx(200.0, abs=5)
+
+
+def test_a_step_that_hangs_after_such_work_is_noticed_as_soon_as_ever(tmp_path, watched):
+    watch = WatchHangs(tmp_path, floor_s=10.0, factor=3.0)
+    busy = works_from(watch, 20, 220)
+    assert len(watched(watch, lambda now: min(busy(now), 30), seconds=260)) == 1
+
+
+@pytest.mark.parametrize(("age_s", "files"), [(0, 0), (600, 1)])
+def test_a_rank_waits_while_another_one_works(tmp_path, watched, age_s, files):
+    (tmp_path / "rank-0.works").touch()
+    os.utime(tmp_path / "rank-0.works", (time.time() - age_s, time.time() - age_s))
+    watch = WatchHangs(tmp_path, floor_s=10.0, factor=1e-6)
+    assert len(watched(watch, lambda now: min(now, 20), seconds=300, rank=1, ranks=2)) == files
+
+
+def test_a_rank_that_works_lets_the_others_know_until_its_limit(tmp_path, watched):
+    watch, seen = WatchHangs(tmp_path, floor_s=10.0, factor=1e-6, work_limit_s=100.0), []
+    busy = works_from(watch, 20, 300)
+
+    def batches(now):
+        path = tmp_path / "rank-0.works"
+        seen.append((now, path.exists()))
+        path.unlink(missing_ok=True)
+        return busy(now)
+
+    assert len(watched(watch, batches, seconds=350, ranks=2)) == 1
+    touched = [now for now, exists in seen if exists]
+    assert (min(touched), max(touched)) == (pytest.approx(22, abs=3), pytest.approx(120, abs=3))
+    assert not (tmp_path / "rank-0.works").exists()
+
+
+@pytest.mark.parametrize("work", ["evaluate", "generate_sample", "save_checkpoint", "rollout", "backoff"])
+def test_what_genlight_times_is_no_hang(fit, counting_trainer, tmp_path, work):
+    def take_long(*_, **__):
+        time.sleep(0.6)
+        return {"score": 1.0} if work == "evaluate" else {} if work != "rollout" else [1, 2]
+
+    class Working(counting_trainer):
+        def configure(self, ctx):
+            return {**super().configure(ctx), **({"generate_sample": take_long} if work == "generate_sample" else {})}
+
+        def train_step(self, batch, state, ctx):
+            result = super().train_step(batch, state, ctx)
+            if work != "backoff":
+                return result
+            return StepResult(metrics=result.metrics, control=StepControlHints(backoff_seconds=0.6))
+
+    if work not in ("generate_sample", "backoff"):
+        setattr(Working, work, staticmethod(take_long) if work == "rollout" else lambda self, *a, **k: take_long())
+    callbacks = {
+        "evaluate": [Evaluate(every_n_steps=1)],
+        "generate_sample": [WriteSamples(tmp_path / "samples", every_n_steps=1)],
+        "save_checkpoint": [Checkpoint(tmp_path / "checkpoints", every_n_steps=1)],
+    }
+    hangs = tmp_path / "hangs"
+    fit(
+        Working(),
+        [*callbacks.get(work, []), WatchHangs(hangs, floor_s=0.2, factor=1e-6)],
+        steps=2,
+        enable_checkpointing=True,
+    )
+    place = "_pause" if work == "backoff" else "take_long"
+    assert [path for path in hangs.glob("*.txt") if f"in {place}" in path.read_text()] == []
 
 
 def test_no_thread_is_left_after_training_whether_it_ended_well_or_not(fit, counting_trainer, tmp_path):
@@ -134,7 +227,7 @@ def test_the_newest_stacks_of_each_other_rank_are_named(tmp_path):
     assert {rank: path.name for rank, path in found.items()} == {1: "rank-1-3.txt", 2: "rank-2-1.txt"}
 
 
-@pytest.mark.parametrize("name", ["factor", "floor_s"])
+@pytest.mark.parametrize("name", ["factor", "floor_s", "work_limit_s"])
 @pytest.mark.parametrize("value", [0, -1, float("nan")])
 def test_numbers_that_make_no_sense_are_refused(name, value):
     with pytest.raises(ValueError, match=rf"Invalid `{name}`. Expected a number > 0"):

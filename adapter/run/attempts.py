@@ -1,0 +1,56 @@
+"""Earlier attempts of a run, as its event log has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...reporters.events.event import RESUMED_METRIC, STOP_REASONS, Completed, Failed, Metric, Started
+from ...reporters.events.reader import typed_events
+from ..contract.exceptions import EventLogError
+
+__all__ = ["Attempt", "has_trained", "last_attempts"]
+
+
+@dataclass
+class Attempt:
+    """One attempt of a run."""
+
+    resumed_from: int = 0
+    """The step of the checkpoint that it continued; 0 if there was none, or it ended before it was known."""
+    end: Completed | Failed | None = None
+    """Its terminal event; None while it runs, and if it was killed."""
+
+    def is_stopped_at_its_start(self) -> bool:
+        """Whether it was stopped before it had trained a step."""
+        end = self.end
+        return isinstance(end, Failed) and end.category in STOP_REASONS and end.step in (0, self.resumed_from)
+
+
+def last_attempts(path: Path, run_id: str) -> tuple[Attempt, Attempt]:
+    """The attempt of a run before the last one, and the last one. Each is empty if there was none."""
+    before, last = Attempt(), Attempt()
+    try:
+        for event in typed_events(path, strict=False):
+            if event.run_id != run_id:
+                continue
+            if isinstance(event, Started) or (isinstance(event, Failed) and last.end is not None):
+                before, last = last, Attempt()
+            if isinstance(event, Completed | Failed):
+                last.end = event
+            elif isinstance(event, Metric) and event.name == RESUMED_METRIC:
+                last.resumed_from = event.step
+    except EventLogError:
+        return Attempt(), Attempt()
+    return before, last
+
+
+def has_trained(path: Path) -> bool:
+    """Whether the log has a step that was trained, or a run that completed."""
+    try:
+        return any(
+            isinstance(event, Completed) or (not isinstance(event, Started) and event.step > 0)
+            for event in typed_events(path, strict=False)
+        )
+    except EventLogError:
+        return False
