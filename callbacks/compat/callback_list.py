@@ -32,7 +32,7 @@ class CallbackList(Hook):
             callback.
 
     Raises:
-        TypeError: Something in `callbacks` has none of the six hooks.
+        TypeError: Something in `callbacks` has none of the six hooks, or is a trainer hook.
     """
 
     critical = True
@@ -46,15 +46,17 @@ class CallbackList(Hook):
         for callback in callbacks:
             self.append(callback)
 
-    def append(self, callback: Callback | pl.Callback) -> None:
-        """Add a callback, behind the others; within a fit it counts from the next fit on.
+    def append(self, callback: Any) -> None:
+        """Add a callback, a `Callback` or one of Lightning's, after the others; during a fit, for the next fit.
 
         Raises:
-            TypeError: It has none of the six hooks.
+            TypeError: It has none of the six hooks, or is a trainer hook.
         """
         has_hooks = any(callable(getattr(callback, hook, None)) for hook in HOOKS)
         if isinstance(callback, type) or not (has_hooks or isinstance(callback, pl.Callback)):
             raise TypeError(f"Invalid callback {callback!r}. Expected an object with some of {', '.join(HOOKS)}.")
+        if not isinstance(callback, Callback | pl.Callback):
+            getattr(callback, "state_key", None)  # a trainer hook raises here, and says where it belongs
         self.callbacks.append(callback)
 
     @override
