@@ -21,6 +21,7 @@ __all__ = [
     "entry_of",
     "facts_to_store",
     "fire",
+    "is_number",
     "is_own_loop",
     "log_to_loggers",
     "model_of",
@@ -93,6 +94,11 @@ def entry_of(state: Any, name: str) -> Any:
     """An entry of a trainer's state, a member of a mapping or an attribute of any object; None where it has none."""
     entry = state.get(name) if isinstance(state, Mapping) else None
     return getattr(state, name, None) if entry is None else entry
+
+
+def is_number(value: Any) -> bool:
+    """Whether a metric is one number."""
+    return isinstance(value, int | float) or (hasattr(value, "numel") and value.numel() == 1)
 
 
 def numbers_of(value: Any, name: str = "") -> dict[str, float]:
