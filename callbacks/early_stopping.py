@@ -13,8 +13,8 @@ from typing_extensions import override
 from ..adapter.contract.exceptions import MonitorError
 from ..adapter.plumbing.text import nearest
 from .health.recover import Recover
-from .hook.cadence import Boundaries
-from .hook.events import callbacks_of, step_metrics
+from .hook.cadence import Boundaries, crossed
+from .hook.events import callbacks_of, is_number, step_metrics
 from .hook.hook import Hook, skippable
 
 __all__ = ["EarlyStopping", "StopVote"]
@@ -22,11 +22,11 @@ __all__ = ["EarlyStopping", "StopVote"]
 log = logging.getLogger(__name__)
 
 AGREE_EVERY = 10
-"""How many steps apart ranks agree on a stop, and a module that logs by itself is read."""
+"""Steps from one agreement of the ranks on a stop to the next."""
 
 
 class StopVote:
-    """A stop that any rank may want, and that all make after the same step, at most `AGREE_EVERY` steps later.
+    """A stop that any rank may request, and that all make after the same step, at most `AGREE_EVERY` steps later.
 
     Args:
         hook: The hook that counts.
@@ -62,8 +62,9 @@ class EarlyStopping(Hook):
     """Ends training as completed when a monitored value has not improved for `patience` steps.
 
     For a trainer class, `monitor` is a metric at its reporting cadence or a score of an evaluation. For any other
-    module it is a logged value, checked every 10 steps and after each validation. Rank zero decides; all ranks stop
-    after the same step, at most 10 steps later. The count continues when a run resumes.
+    module it is a logged value, or one that ``training_step`` returns, checked every `check_every` steps and after each
+    validation. Rank zero decides; all ranks stop after the same step, at most 10 steps later. The count continues when
+    a run resumes.
 
     Args:
         monitor: Name of a metric or score as it is reported; ``loss`` finds ``train/loss``.
@@ -71,9 +72,10 @@ class EarlyStopping(Hook):
             validations instead.
         min_delta: By how much a value must be better than the best one to be an improvement.
         mode: Whether a smaller (``min``) or a larger (``max``) value is better.
+        check_every: Steps between two checks of a module that hosts no trainer class; each waits for the device.
 
     Raises:
-        ValueError: An argument makes no sense; all that do are named.
+        ValueError: An argument is invalid; the message lists every invalid argument.
         MonitorError: While training: no such metric or score has come, or its value is not finite.
     """
 
@@ -88,11 +90,13 @@ class EarlyStopping(Hook):
         *,
         min_delta: float = 0.0,
         mode: Literal["min", "max"] = "min",
+        check_every: int = 10,
     ) -> None:
         faults = [
             *([] if patience >= 1 else [f"`patience` {patience} (expected a number of steps >= 1)"]),
             *([] if 0 <= min_delta < math.inf else [f"`min_delta` {min_delta} (expected a number >= 0)"]),
             *([] if mode in ("min", "max") else [f"`mode` {mode!r} (expected 'min' or 'max')"]),
+            *([] if check_every >= 1 else [f"`check_every` {check_every} (expected a number of steps >= 1)"]),
         ]
         if faults:
             raise ValueError(f"Invalid arguments of EarlyStopping: {', '.join(faults)}.")
@@ -100,17 +104,20 @@ class EarlyStopping(Hook):
         self.patience = patience
         self.min_delta = min_delta
         self.mode = mode
+        self.check_every = check_every
         self.best: float | None = None
         """The best value so far."""
         self.best_step = 0
         """The step that had it; before the first value, the one that the count began at."""
         self._names: set[str] = set()
         self._vote = StopVote(self)
+        self._checked = 0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._names = set()
         self._vote = StopVote(self, trainer.global_step)
+        self._checked = trainer.global_step
         if self.best is None:
             self.best_step = trainer.global_step
 
@@ -131,16 +138,21 @@ class EarlyStopping(Hook):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._judge_logged(trainer, pl_module)
+        if not trainer.sanity_checking and not hasattr(pl_module, "step_result"):
+            self.judge(trainer, step_metrics(trainer, pl_module), trainer.global_step)
 
     @skippable
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        before, self._checked = self._checked, trainer.global_step
+        is_due = trainer.is_global_zero and crossed(before, self._checked, self.check_every)
+        if is_due and not hasattr(pl_module, "step_result"):
+            returned = outputs if isinstance(outputs, Mapping) else {}
+            values = {name: float(value) for name, value in returned.items() if is_number(value)}
+            self.judge(trainer, values | step_metrics(trainer, pl_module), self._checked)
         if self._vote.is_due(trainer):
-            self._judge_logged(trainer, pl_module)
             self._vote.agree(trainer)
 
     @override
@@ -157,7 +169,7 @@ class EarlyStopping(Hook):
         self.best, self.best_step = state_dict["best"], state_dict["best_step"]
 
     def judge(self, trainer: pl.Trainer, values: Mapping[str, float], step: int) -> None:
-        """Look whether the monitored one of `values` has improved at `step`; end training where it no longer does.
+        """Check whether the monitored one of `values` has improved at `step`; end training if it no longer does.
 
         Raises:
             MonitorError: It has not come within the whole `patience`, or is not finite.
@@ -191,11 +203,6 @@ class EarlyStopping(Hook):
                 "%s has not improved on %.6g of step %d for %d steps: training ends",
                 *(self.monitor, self.best, self.best_step, step - self.best_step),
             )
-
-    def _judge_logged(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look at what a module that hosts no trainer class has logged."""
-        if not hasattr(pl_module, "step_result"):
-            self.judge(trainer, step_metrics(trainer, pl_module), trainer.global_step)
 
     def _missing(self, how: str) -> MonitorError:
         known = f"; there are {', '.join(sorted(self._names))}" if self._names else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -17,7 +18,8 @@ from ..adapter.contract.run_state import RunState
 from ..adapter.plumbing.text import nearest
 from .checkpoint.format.record import read_record
 from .checkpoint.policy import savers_of
-from .hook.events import entry_of, is_own_loop, log_to_loggers, model_of, run_state_of, step_metrics
+from .hook.cadence import crossed, step_cadence
+from .hook.events import entry_of, is_own_loop, log_to_loggers, model_of, numbers_of, run_state_of, step_metrics
 from .hook.hook import Hook, judge, telling
 from .log_metrics import rollout_means
 
@@ -30,6 +32,7 @@ __all__ = [
     "TrainerHookAdapter",
     "TrainerState",
     "log_model_parameters",
+    "setup_wandb_metrics",
     "should_run",
     "trainer_state_of",
 ]
@@ -60,7 +63,7 @@ class TrainerState:
         fields: Fields by name, such as ``agent_step=1``.
 
     Raises:
-        AttributeError: A field that there is not; offers the nearest.
+        AttributeError: No such field; the message suggests the closest name.
     """
 
     trainer: pl.Trainer | None
@@ -95,7 +98,7 @@ class TrainerState:
 
 
 class TrainerHook:
-    """Base of trainer hooks; a subclass overrides the events it wants.
+    """Base of trainer hooks; a subclass overrides the events it wants. A `TrainerHookAdapter` runs it.
 
     Args:
         trainer_cfg: The hook's own configuration, if it has one.
@@ -142,13 +145,25 @@ class TrainerHook:
         """A minibatch was trained."""
 
     def on_train_phase_end(self, trainer_state: TrainerState) -> None:
-        """All minibatches of the current experience were trained."""
+        """All minibatches of the current experience were trained; ``epoch`` is still the one that ends, 0 at first."""
 
     def on_epoch_end(self, trainer_state: TrainerState) -> None:
-        """A pass over the data, or a rollout with its training phase, has ended."""
+        """A pass over the data, or a rollout with its training phase, has ended and is counted in ``epoch``."""
 
     def on_training_end(self, trainer_state: TrainerState) -> None:
         """Training ended as planned."""
+
+    @property
+    def setup(self) -> Any:
+        """The hook that Lightning would call; this is not one of its callbacks.
+
+        Raises:
+            TypeError: Always.
+        """
+        name = type(self).__name__
+        raise TypeError(f"{name} is a trainer hook; give the trainer TrainerHookAdapter({name}(…))")
+
+    state_key = on_exception = setup
 
 
 TRAINER_HOOK_EVENTS = tuple(name for name in vars(TrainerHook) if name.startswith("on_"))
@@ -167,10 +182,12 @@ class TrainerHookAdapter(Hook):
         TypeError: `hook` has none of the events, or is a class.
     """
 
-    def __init__(self, hook: TrainerHook) -> None:
+    def __init__(self, hook: Any) -> None:
         if isinstance(hook, type) or not any(_has_event(hook, event) for event in TRAINER_HOOK_EVENTS):
             events = ", ".join(TRAINER_HOOK_EVENTS)
             raise TypeError(f"Invalid `hook` {hook!r}. Expected an object with one of the events {events}.")
+        if not isinstance(hook, TrainerHook):
+            getattr(hook, "state_key", None)  # a callback of the six-hook style raises here, and says where it belongs
         self.callback = hook
         self.critical = bool(getattr(hook, "critical", False))
         self.ranks: Literal["zero", "all"] = "all" if getattr(hook, "run_on_all_ranks", False) else "zero"
@@ -220,8 +237,10 @@ class TrainerHookAdapter(Hook):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not is_own_loop(trainer):
-            run_state_of(trainer).epoch = trainer.current_epoch + 1
+            state = run_state_of(trainer)
+            state.epoch = trainer.current_epoch
             self.on_train_phase_end(trainer, pl_module)
+            state.epoch += 1
             self.on_epoch_end(trainer, pl_module)
 
     @override
@@ -285,39 +304,54 @@ def log_model_parameters(policy: torch.nn.Module, wandb_run: Any = None) -> dict
     return counts
 
 
-class _AtEpochs(TrainerHook):
-    """Acts at the end of every so many epochs."""
-
-    def __init__(
-        self, trainer_cfg: Any = None, device: torch.device | None = None, *, interval: int = 1, wandb_run: Any = None
-    ) -> None:
-        super().__init__(trainer_cfg, device)
-        self.interval = interval
-        self.wandb_run = wandb_run
-
-    @override
-    def on_epoch_end(self, trainer_state: TrainerState) -> None:
-        if should_run(trainer_state.epoch, self.interval):
-            self.act(trainer_state)
-
-    def act(self, trainer_state: TrainerState) -> None:
-        """An epoch has ended at which this is due."""
-        raise NotImplementedError
+def setup_wandb_metrics(wandb_run: Any) -> None:
+    """Have W&B draw all metrics over ``epoch``, which `MetricsHook` sends with them."""
+    for name in ("epoch", "agent_step"):
+        wandb_run.define_metric(name)
+    wandb_run.define_metric("*", step_metric="epoch")
 
 
-class CheckpointHook(_AtEpochs):
+def _interval(name: str, given: int | None, holder: Any, path: str) -> int | None:
+    """A cadence in epochs: `given`, otherwise the entry at `path` of a configuration; None if there is neither.
+
+    Raises:
+        ValueError: It is not a whole number from 0 on.
+    """
+    value = functools.reduce(entry_of, path.split("."), holder) if given is None else given
+    return None if value is None else step_cadence(name, value)
+
+
+def _required(interval: int | None, holder: Any, path: str) -> int:
+    """`interval`; 1 without a configuration.
+
+    Raises:
+        ValueError: There is a configuration, which does not have it.
+    """
+    if interval is None and holder is not None:
+        raise ValueError(f"Invalid configuration. It has no {path}; add it, or give `interval`.")
+    return 1 if interval is None else interval
+
+
+class CheckpointHook(TrainerHook):
     """Has the run's `Checkpoint` save at the end of epochs, and waits until the files are durable.
 
     So ``latest_checkpoint_uri`` names the checkpoint of this epoch for all hooks that come later. With `wandb_run` the
-    files also become an artifact of W&B, whose address is ``latest_wandb_uri``.
+    files also become an artifact of W&B, whose address is ``latest_wandb_uri``; it is None after an epoch whose
+    checkpoint was not uploaded.
 
     Args:
-        trainer_cfg: See `TrainerHook`.
+        trainer_cfg: A configuration, as mappings or objects: ``checkpoint.checkpoint_interval`` is the default of
+            `interval`, ``checkpoint.wandb_checkpoint_interval`` of `wandb_interval`.
         device: See `TrainerHook`.
-        interval: Cadence in epochs; 0 turns it off.
+        checkpoint_manager: Your own manager. On rank zero, its ``save_agent(policy, epoch, metadata, wandb_run=…)``
+            saves too, and returns the address for ``latest_wandb_uri``. A run that starts at step 0 takes
+            ``agent_step`` from its ``load_trainer_state()``. With a manager the trainer needs no `Checkpoint`.
         wandb_run: What ``wandb.init`` returned, on rank zero.
+        interval: Cadence in epochs; 0 turns it off.
+        wandb_interval: Upload the first checkpoint after every so many epochs; None uploads each one.
 
     Raises:
+        ValueError: An interval is not a whole number from 0 on, or `trainer_cfg` has none.
         CheckpointError: At the end of an epoch: the trainer has no `Checkpoint`, or a file cannot be written.
     """
 
@@ -325,18 +359,58 @@ class CheckpointHook(_AtEpochs):
     run_on_all_ranks = True  # a save is collective
     writes = ("latest_checkpoint_uri", "latest_wandb_uri")
 
+    def __init__(
+        self,
+        trainer_cfg: Any = None,
+        device: torch.device | None = None,
+        checkpoint_manager: Any = None,
+        wandb_run: Any = None,
+        *,
+        interval: int | None = None,
+        wandb_interval: int | None = None,
+    ) -> None:
+        super().__init__(trainer_cfg, device)
+        path = "checkpoint.checkpoint_interval"
+        self.interval = _required(_interval("interval", interval, trainer_cfg, path), trainer_cfg, path)
+        uploads = _interval("wandb_interval", wandb_interval, trainer_cfg, "checkpoint.wandb_checkpoint_interval")
+        self.wandb_interval = self.interval if uploads is None else uploads
+        self.checkpoint_manager = checkpoint_manager
+        self.wandb_run = wandb_run
+        self._uploaded_epoch = 0
+
     @override
-    def act(self, trainer_state: TrainerState) -> None:
-        trainer = trainer_state.trainer
+    def on_new_training_run(self, trainer_state: TrainerState) -> None:
+        self._uploaded_epoch = trainer_state.epoch
+        trainer, manager = trainer_state.trainer, self.checkpoint_manager
+        if manager is not None and trainer is not None and trainer.global_step == 0:
+            loaded = manager.load_trainer_state()
+            if loaded:
+                trainer_state.agent_step = int(entry_of(loaded, "agent_step"))
+
+    @override
+    def on_epoch_end(self, trainer_state: TrainerState) -> None:
+        epoch, trainer = trainer_state.epoch, trainer_state.trainer
+        if not should_run(epoch, self.interval):
+            return
         savers = [] if trainer is None else savers_of(trainer)
-        if trainer is None or not savers:
+        if trainer is None or not (savers or self.checkpoint_manager):
             raise CheckpointError("CheckpointHook has nothing to save with: give the trainer a Checkpoint callback")
-        record = savers[0].save(trainer, trainer.lightning_module)
-        # Not reported yet: an event log takes no metric of this step after its checkpoint.
-        savers[0].wait_until_durable()
-        trainer_state.latest_checkpoint_uri = str(record)
-        if self.wandb_run is not None and trainer.is_global_zero:
-            trainer_state.latest_wandb_uri = self._upload(record, trainer_state)
+        record = savers[0].save(trainer, trainer.lightning_module) if savers else None
+        if record is not None:
+            # Not reported yet: an event log takes no metric of this step after its checkpoint.
+            savers[0].wait_until_durable()
+            trainer_state.latest_checkpoint_uri = str(record)
+        if not trainer.is_global_zero:
+            return
+        is_due = crossed(self._uploaded_epoch, epoch, self.wandb_interval)
+        self._uploaded_epoch = epoch if is_due else self._uploaded_epoch
+        run, uri = self.wandb_run if is_due else None, None
+        if self.checkpoint_manager is not None:
+            facts = {"epoch": epoch, "agent_step": trainer_state.agent_step, "eval_scores": trainer_state.eval_scores}
+            uri = self.checkpoint_manager.save_agent(trainer_state.policy, epoch, facts, wandb_run=run)
+        elif run is not None and record is not None:
+            uri = self._upload(record, trainer_state)
+        trainer_state.latest_wandb_uri = uri
 
     def _upload(self, record: Path, trainer_state: TrainerState) -> str:
         import wandb
@@ -351,15 +425,24 @@ class CheckpointHook(_AtEpochs):
         return f"wandb://{run.entity}/{run.project}/{artifact.name}:epoch-{trainer_state.epoch}"
 
 
-class EvaluationHook(_AtEpochs):
-    """Calls a function of yours with the newest checkpoint's address at the end of epochs, and shares its scores.
+class EvaluationHook(TrainerHook):
+    """Evaluates the newest checkpoint at the end of epochs, and shares the scores as ``eval_scores``.
+
+    A subclass may define ``evaluate(uri, trainer_state)`` instead of giving a function.
 
     Args:
-        evaluate: Takes ``latest_wandb_uri``, else ``latest_checkpoint_uri``, and the `TrainerState`; returns scores by
-            name.
-        trainer_cfg: See `TrainerHook`.
+        trainer_cfg: A configuration, as mappings or objects: ``evaluation.evaluate_interval`` is the default of
+            `interval`. A function here is `evaluate`.
         device: See `TrainerHook`.
+        eval_config: The configuration's part for evaluations, if it is given by itself: ``evaluate_interval``.
+        curriculum: An attribute of the hook, for `evaluate`.
+        evaluate: Takes ``latest_wandb_uri``, otherwise ``latest_checkpoint_uri``, and the `TrainerState`. Returns
+            scores: a mapping, an object with fields, or a result that has them as ``scores``.
         interval: Cadence in epochs; 0 turns it off. It is skipped while there is no checkpoint.
+
+    Raises:
+        TypeError: There is no `evaluate`.
+        ValueError: `interval` is not a whole number from 0 on, or the configuration has none.
     """
 
     optional_reads = ("latest_wandb_uri",)  # so a `CheckpointHook` comes first
@@ -367,49 +450,102 @@ class EvaluationHook(_AtEpochs):
 
     def __init__(
         self,
-        evaluate: Callable[[str, TrainerState], Mapping[str, float]],
         trainer_cfg: Any = None,
         device: torch.device | None = None,
+        eval_config: Any = None,
+        curriculum: Any = None,
         *,
-        interval: int = 1,
+        evaluate: Callable[[str, TrainerState], Any] | None = None,
+        interval: int | None = None,
     ) -> None:
-        super().__init__(trainer_cfg, device, interval=interval)
-        self.evaluate = evaluate
+        if evaluate is None and callable(trainer_cfg):
+            evaluate, trainer_cfg = trainer_cfg, None
+        super().__init__(trainer_cfg, device)
+        if evaluate is not None:
+            vars(self)["evaluate"] = evaluate
+        elif type(self).evaluate is EvaluationHook.evaluate:
+            raise TypeError("EvaluationHook has nothing to evaluate with. Give `evaluate`, a function of (uri, state).")
+        holder, path = (
+            (trainer_cfg, "evaluation.evaluate_interval") if eval_config is None else (eval_config, "evaluate_interval")
+        )
+        self.interval = _required(_interval("interval", interval, holder, path), holder, path)
+        self.eval_config = eval_config
+        self.curriculum = curriculum
+
+    def evaluate(self, uri: str, trainer_state: TrainerState) -> Any:
+        """Scores of the checkpoint at `uri`."""
+        raise NotImplementedError
 
     @override
-    def act(self, trainer_state: TrainerState) -> None:
+    def on_epoch_end(self, trainer_state: TrainerState) -> None:
         uri = trainer_state.latest_wandb_uri or trainer_state.latest_checkpoint_uri
-        if uri is not None:
-            scores = self.evaluate(uri, trainer_state)
-            trainer_state.eval_scores = {name: float(value) for name, value in scores.items()}
+        if should_run(trainer_state.epoch, self.interval) and uri is not None:
+            result = self.evaluate(uri, trainer_state)
+            trainer_state.eval_scores = result if isinstance(result, Mapping) else getattr(result, "scores", result)
 
 
-class MetricsHook(_AtEpochs):
+class MetricsHook(TrainerHook):
     """Sends losses, means of the rollout's statistics and scores to all loggers at the end of epochs, and logs a line.
+
+    Scores may be any object: the numbers in its entries or fields are sent.
 
     Args:
         trainer_cfg: See `TrainerHook`.
         device: See `TrainerHook`.
+        wandb_run: What ``wandb.init`` returned, if no logger of the trainer is W&B's.
+        stats_client: A client of yours; its ``log(metrics)`` gets the same metrics.
+        timer: A stopwatch of yours, shared as ``timer`` of the state; its ``get_elapsed()`` is a metric, in seconds.
         interval: Cadence in epochs; 0 turns it off.
-        wandb_run: What ``wandb.init`` returned, where no logger of the trainer is W&B's.
+
+    Raises:
+        TypeError: `stats_client` has no ``log``, or `timer` no ``get_elapsed``.
+        ValueError: `interval` is not a whole number from 0 on.
     """
 
     optional_reads = ("eval_scores", "loss_stats", "rollout_stats")
 
+    def __init__(
+        self,
+        trainer_cfg: Any = None,
+        device: torch.device | None = None,
+        wandb_run: Any = None,
+        stats_client: Any = None,
+        timer: Any = None,
+        *,
+        interval: int = 1,
+    ) -> None:
+        super().__init__(trainer_cfg, device)
+        for name, part, method in (("stats_client", stats_client, "log"), ("timer", timer, "get_elapsed")):
+            if part is not None and not callable(getattr(part, method, None)):
+                raise TypeError(f"Invalid `{name}` {part!r}. Expected an object with `{method}`.")
+        self.interval = step_cadence("interval", interval)
+        self.wandb_run = wandb_run
+        self.stats_client = stats_client
+        self.timer = timer
+
     @override
     def on_new_training_run(self, trainer_state: TrainerState) -> None:
+        if self.timer is not None:
+            trainer_state.timer = self.timer
+        if self.wandb_run is not None:
+            setup_wandb_metrics(self.wandb_run)
         if isinstance(trainer_state.policy, torch.nn.Module):
             log_model_parameters(trainer_state.policy, self.wandb_run)
 
     @override
-    def act(self, trainer_state: TrainerState) -> None:
-        own = {f"eval/{name}": value for name, value in (trainer_state.eval_scores or {}).items()}
+    def on_epoch_end(self, trainer_state: TrainerState) -> None:
+        if not should_run(trainer_state.epoch, self.interval):
+            return
+        own = {f"eval/{name}": value for name, value in numbers_of(trainer_state.eval_scores).items()}
         own |= {"epoch": float(trainer_state.epoch), "agent_step": float(trainer_state.agent_step)}
+        if self.timer is not None:
+            own["timer/elapsed_s"] = float(self.timer.get_elapsed())
         metrics = {**(trainer_state.loss_stats or {}), **rollout_means(trainer_state.rollout_stats or {}), **own}
         trainer = trainer_state.trainer
         if trainer is not None:
             sent = own if is_own_loop(trainer) else metrics  # in genlight's loop `LogMetrics` has sent the others
             log_to_loggers(trainer, sent, trainer.global_step)
-        if self.wandb_run is not None:
-            self.wandb_run.log(metrics)
+        for sink in (self.wandb_run, self.stats_client):
+            if sink is not None:
+                sink.log(metrics)
         log.info("epoch %d  %s", trainer_state.epoch, "  ".join(f"{name} {each:.4g}" for name, each in metrics.items()))

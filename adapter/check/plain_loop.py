@@ -83,8 +83,8 @@ class PlainLoop:
         run_state, batches = self._trainer_state.run_state, RolloutBatches(self.trainer)
         while True:
             yield from batches
-            run_state.epoch += 1
             self.hear("on_train_phase_end")
+            run_state.epoch += 1
             self.hear("on_epoch_end")
 
     def step(self, raw_batch: Any) -> dict[str, float]:

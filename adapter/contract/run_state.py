@@ -14,10 +14,10 @@ __all__ = ["RunState"]
 
 @dataclass(slots=True)
 class RunState:
-    """Serialisable facts that hooks read and write; one object per run, saved in every checkpoint.
+    """Facts that hooks read and write; one object per run, saved in every checkpoint.
 
-    A hook names the fields it ``reads`` and ``writes`` and their order follows from that. Facts without a field of
-    their own go to `extra`, under a name that the hook declares the same way.
+    A hook names the fields it ``reads`` and ``writes``, and the order of hooks follows from that. Other facts go to
+    `extra`, under a name that the hook declares the same way.
     """
 
     run_id: str = ""
@@ -26,7 +26,7 @@ class RunState:
     """Environment steps seen, over all ranks: the sum of ``agent_steps`` in the statistics of rollouts, or else of what
     the ``rollout`` of each rank adds here."""
     epoch: int = 0
-    """Completed passes over the data, or completed rollout and training phases."""
+    """Completed passes over the data, or rollout and training phases; counted after ``on_train_phase_end``."""
     update_epoch: int = 0
     """Pass over the current rollout, from 0."""
     minibatch_index: int = 0
@@ -38,7 +38,8 @@ class RunState:
     rollout_stats: dict[str, Any] | None = None
     loss_stats: dict[str, float] | None = None
     """The last metrics that a cadence read from the device."""
-    eval_scores: dict[str, float] | None = None
+    eval_scores: Any = None
+    """The latest scores: a mapping of names to numbers, or any object; checkpoints store its numbers only."""
     latest_checkpoint_uri: str | None = None
     """The newest checkpoint that is durable, or that the run resumed from: the address of its record where it was
     uploaded, once it has arrived, and its path until then."""

@@ -251,9 +251,8 @@ class ContractFitLoop(FitLoop):
     @override
     def on_advance_end(self) -> None:
         super().on_advance_end()
-        state = run_state_of(self.trainer)
-        state.epoch = self.epoch_progress.current.completed
         fire(self.trainer, "on_train_phase_end")
+        run_state_of(self.trainer).epoch = self.epoch_progress.current.completed
         fire(self.trainer, "on_epoch_end")
         batches = self.epoch_loop.batch_progress
         # Batches that the module's own `on_train_batch_start` refused are not an empty source.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,11 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
-from ..hook.events import callbacks_of, fire, run_state_of
+from ..hook.events import callbacks_of, fire, is_number, run_state_of
 from ..hook.hook import Hook, order_callbacks, telling
 from ..job_progress import JobProgress
 from .named import HOOKS, Callback, CheckpointCallback, LoggingCallback, TakesView
-from .trainer_view import TrainerView, is_number, view_of
+from .trainer_view import TrainerView, view_of
 
 __all__ = ["CallbackList"]
 
@@ -32,7 +33,7 @@ class CallbackList(Hook):
             callback.
 
     Raises:
-        TypeError: Something in `callbacks` has none of the six hooks.
+        TypeError: Something in `callbacks` has none of the six hooks, or is a trainer hook.
     """
 
     critical = True
@@ -42,26 +43,29 @@ class CallbackList(Hook):
         self.defaults = defaults
         self.callbacks: list[Any] = []
         self._joined: list[pl.Callback] = []
+        self._view: TrainerView | None = None
         self._own_loop: Any = None
         for callback in callbacks:
             self.append(callback)
 
-    def append(self, callback: Callback | pl.Callback) -> None:
-        """Add a callback, behind the others; within a fit it counts from the next fit on.
+    def append(self, callback: Any) -> None:
+        """Add a callback, a `Callback` or one of Lightning's, after the others; during a fit, for the next fit.
 
         Raises:
-            TypeError: It has none of the six hooks.
+            TypeError: It has none of the six hooks, or is a trainer hook.
         """
         has_hooks = any(callable(getattr(callback, hook, None)) for hook in HOOKS)
         if isinstance(callback, type) or not (has_hooks or isinstance(callback, pl.Callback)):
             raise TypeError(f"Invalid callback {callback!r}. Expected an object with some of {', '.join(HOOKS)}.")
+        if not isinstance(callback, Callback | pl.Callback):
+            getattr(callback, "state_key", None)  # a trainer hook raises here, and says where it belongs
         self.callbacks.append(callback)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        view = view_of(trainer, pl_module)
+        view = self._view = view_of(trainer, pl_module)
         present = [each for each in callbacks_of(trainer) if each not in self._joined]
         trainer.callbacks = present  # type: ignore[attr-defined]
         shows_progress = any(isinstance(each, JobProgress) for each in present)
@@ -81,6 +85,15 @@ class CallbackList(Hook):
         order_callbacks(trainer)
         for callback in self._joined:
             callback.setup(trainer, pl_module, stage)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._view is None else {"best_loss": self._view.best_loss}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._view is not None:
+            self._view.best_loss = state_dict.get("best_loss", math.inf)
 
     def _missing(self, view: TrainerView) -> list[Any]:
         if not self.defaults or view.own is not None:

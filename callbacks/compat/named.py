@@ -28,7 +28,7 @@ from ..hook.events import log_to_loggers, run_state_of
 from ..hook.hook import Hook
 from ..job_progress import JobProgress
 from ..telemetry.heartbeat import Heartbeat
-from .trainer_view import TrainerView
+from .trainer_view import TrainerView, view_of
 
 __all__ = [
     "HOOKS",
@@ -165,6 +165,15 @@ class LoggingCallback(_Periodic):
             log_to_loggers(trainer.lightning, metrics, self._step)
 
 
+class _ByReturnedLoss(Checkpoint):
+    """Judges checkpoints by the loss that a LightningModule returns, which it need not log."""
+
+    @override
+    def _metrics(self, trainer: pl.Trainer) -> dict[str, float]:
+        loss = None if self.retention.monitor is None else view_of(trainer, trainer.lightning_module).loss
+        return super()._metrics(trainer) if loss is None else {"loss": loss}
+
+
 class CheckpointCallback(_Periodic):
     """Saves checkpoints with `Checkpoint` at a cadence, and keeps the newest and the best.
 
@@ -204,10 +213,13 @@ class CheckpointCallback(_Periodic):
     def in_a_fit(self, trainer: TrainerView) -> Checkpoint:
         """The Lightning callback that this one stands for; made at the first call."""
         if self._checkpoint is None:
-            # A module that hosts no trainer logs its loss under a name of its own, or not at all.
-            monitor = "train/loss" if self.save_best and hasattr(trainer.module, "step_result") else None
-            self._checkpoint = Checkpoint(
-                self.output_dir, every_n_steps=self._every, keep_last=self.max_checkpoints, monitor=monitor
+            hosts_trainer = hasattr(trainer.module, "step_result")
+            monitor = "train/loss" if hosts_trainer else "loss"
+            self._checkpoint = (Checkpoint if hosts_trainer else _ByReturnedLoss)(
+                self.output_dir,
+                every_n_steps=self._every,
+                keep_last=self.max_checkpoints,
+                monitor=monitor if self.save_best else None,
             )
         return self._checkpoint
 
@@ -256,7 +268,9 @@ class EvalCallback(_Periodic):
 
 
 class EarlyStoppingCallback(EarlyStopping):
-    """Ends training once the monitored metric no longer improves; see `EarlyStopping`.
+    """Ends training when the monitored metric no longer improves; see `EarlyStopping`.
+
+    It checks every step, but those of a trainer class at the cadence of its metrics.
 
     Args:
         patience: Steps without an improvement after which training ends.
@@ -264,11 +278,11 @@ class EarlyStoppingCallback(EarlyStopping):
         monitor: Name of the metric.
 
     Raises:
-        ValueError: An argument makes no sense.
+        ValueError: An argument is invalid.
     """
 
     def __init__(self, patience: int = 5000, *, min_delta: float = 1e-4, monitor: str = "loss") -> None:
-        super().__init__(monitor, patience, min_delta=min_delta)
+        super().__init__(monitor, patience, min_delta=min_delta, check_every=1)
 
 
 class ProgressCallback(JobProgress):

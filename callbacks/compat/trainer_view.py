@@ -24,14 +24,16 @@ from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointErro
 from ...adapter.plumbing.durable import fsync_directory, fsync_file, temporary_name
 from ...adapter.plumbing.redaction import text_of
 from ..early_stopping import StopVote
-from ..hook.events import model_of, run_state_of, step_metrics
+from ..hook.events import is_number, model_of, run_state_of, step_metrics
 
-__all__ = ["TrainerView", "is_number", "load_checkpoint", "save_checkpoint", "view_of"]
+__all__ = ["TrainerView", "load_checkpoint", "save_checkpoint", "view_of"]
 
 ESSENTIAL: Final = ("model_state_dict", "optimizer_state_dict", "global_step")
 """Without these a file is not a checkpoint."""
 
 _ATTRIBUTE = "_genlight_trainer_view"
+_LOSSES = ("loss", "train/loss", "train_loss")
+"""Names by which a step may return its loss."""
 _OF_LIGHTNING = {"epoch": "current_epoch", "total_steps": "max_steps", "is_main_process": "is_global_zero"}
 """Names of this style for attributes of the Lightning trainer."""
 
@@ -53,7 +55,6 @@ class TrainerView:
         state: This object.
         device: The device that trains.
         output_dir: Where the run puts its files.
-        best_loss: The smallest loss that any callback has seen; ``inf`` before. A loss that no one reads is not read.
         train_start_time: When the fit was set up, in seconds since 1970.
         ttfi_sec: Seconds from there to the end of the first step of this attempt; None before.
     """
@@ -65,7 +66,7 @@ class TrainerView:
         self.state = self
         self.device = trainer.strategy.root_device
         self.output_dir = Path(trainer.default_root_dir)
-        self.best_loss = math.inf
+        self._best_loss: Any = math.inf
         self.stop_vote = StopVote(self, trainer.global_step)
         self.train_start_time = time.time()
         self.ttfi_sec: float | None = None
@@ -119,13 +120,22 @@ class TrainerView:
             self._metrics = {**step_metrics(self.lightning, self.module), **own}
             if "train/loss" in self._metrics:
                 self._metrics.setdefault("loss", self._metrics["train/loss"])
-            self.best_loss = min(self.best_loss, self._metrics.get("loss", math.inf))
+            self._note_loss(self._metrics.get("loss", math.inf))
         return self._metrics
 
     @property
     def loss(self) -> float | None:
         """The loss among `metrics`."""
         return self.metrics.get("loss")
+
+    @property
+    def best_loss(self) -> float:
+        """The smallest loss of any step, ``inf`` before the first; read from the device when it is asked for."""
+        return float(self._best_loss)
+
+    @best_loss.setter
+    def best_loss(self, value: float) -> None:
+        self._best_loss = value
 
     @property
     def total_loss(self) -> float:
@@ -197,10 +207,19 @@ class TrainerView:
         self._last_step = self.global_step
         if self.ttfi_sec is None:
             self.ttfi_sec = time.monotonic() - self._began_at
-        loss = self._named.get("loss", self._named.get("train/loss"))
+        loss = next((self._named[name] for name in _LOSSES if name in self._named), None)
         if is_number(loss):
-            # Added on its device, which nobody waits for.
-            self._total_loss = self._total_loss + (loss.detach() if isinstance(loss, torch.Tensor) else loss)
+            # On its device, for which nobody waits.
+            loss = loss.detach().reshape(()) if isinstance(loss, torch.Tensor) else loss
+            self._total_loss = self._total_loss + loss
+            self._note_loss(loss)
+
+    def _note_loss(self, loss: Any) -> None:
+        """Keep the smallest loss; a NaN is none."""
+        if isinstance(loss, torch.Tensor) or isinstance(self._best_loss, torch.Tensor):
+            self._best_loss = torch.fmin(torch.as_tensor(self._best_loss), torch.as_tensor(loss))
+        else:
+            self._best_loss = min(self._best_loss, loss)
 
     def _checkpoint(self) -> dict[str, Any]:
         checkpoint = {
@@ -226,11 +245,6 @@ def view_of(trainer: pl.Trainer, module: pl.LightningModule) -> TrainerView:
         view = TrainerView(trainer, module)
         setattr(trainer, _ATTRIBUTE, view)
     return view
-
-
-def is_number(value: Any) -> bool:
-    """Whether a metric is one number."""
-    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)
 
 
 def save_checkpoint(path: str | os.PathLike[str], checkpoint: Mapping[str, Any]) -> Path:

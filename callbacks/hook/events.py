@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import logging
+import numbers
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,10 +19,13 @@ __all__ = [
     "awaits_module_hook",
     "callbacks_of",
     "entry_of",
+    "facts_to_store",
     "fire",
+    "is_number",
     "is_own_loop",
     "log_to_loggers",
     "model_of",
+    "numbers_of",
     "publish_figures",
     "publish_metrics",
     "publish_scores",
@@ -29,9 +35,15 @@ __all__ = [
     "timed",
 ]
 
+log = logging.getLogger(__name__)
+
 FIGURES_FIELD = "figures"
 """Entry in ``writes`` of a hook that publishes figures, so that `LogMetrics` runs after it in the same step."""
 
+_PLAIN = (type(None), bool, int, float, str)
+_WARNED_ATTRIBUTE = "_genlight_has_warned_of_scores"
+_DEEPEST_NAME = 8
+"""Levels of an object that are looked at, which may refer to itself."""
 _RUN_STATE_ATTRIBUTE = "_genlight_run_state"
 _ANNOUNCES_ATTRIBUTE = "_genlight_announces_its_end"
 
@@ -82,6 +94,54 @@ def entry_of(state: Any, name: str) -> Any:
     """Return an entry of a trainer's state: a mapping's value or an object's attribute; None if it has none."""
     entry = state.get(name) if isinstance(state, Mapping) else None
     return getattr(state, name, None) if entry is None else entry
+
+
+def is_number(value: Any) -> bool:
+    """Whether a metric is one number."""
+    return isinstance(value, int | float) or (hasattr(value, "numel") and value.numel() == 1)
+
+
+def numbers_of(value: Any, name: str = "") -> dict[str, float]:
+    """The numbers in a mapping, or in the fields of an object, by name; nested names are joined by slashes."""
+    if isinstance(value, numbers.Real) or (hasattr(value, "item") and getattr(value, "shape", None) == ()):
+        return {name: float(value)}
+    if isinstance(value, Mapping):
+        entries = value
+    elif dataclasses.is_dataclass(value):
+        entries = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    elif hasattr(value, "_asdict"):
+        entries = value._asdict()  # a named tuple
+    else:
+        entries = getattr(value, "__dict__", {})
+    found: dict[str, float] = {}
+    for key, entry in entries.items() if name.count("/") < _DEEPEST_NAME else ():
+        part = "/".join(map(str, key)) if isinstance(key, tuple) else str(key)
+        if not part.startswith("_"):
+            found |= numbers_of(entry, f"{name}/{part}" if name else part)
+    return found
+
+
+def facts_to_store(trainer: pl.Trainer) -> dict[str, Any]:
+    """The run state as a checkpoint holds it; of ``eval_scores`` that are not plain values only the numbers.
+
+    Objects would be found again only in a process that has imported their class.
+    """
+    facts = run_state_of(trainer).state_dict()
+    scores = facts["eval_scores"]
+    if not _is_plain(scores):
+        kept = facts["eval_scores"] = numbers_of(scores)
+        is_complete = isinstance(scores, Mapping) and len(kept) == len(scores)
+        if not is_complete and not hasattr(trainer, _WARNED_ATTRIBUTE):
+            setattr(trainer, _WARNED_ATTRIBUTE, True)
+            names = ", ".join(kept) or "there are none"
+            log.warning("Checkpoints store only the numbers of `eval_scores` (%s), not all of %r", names, type(scores))
+    return facts
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(entry) for key, entry in value.items())
+    return all(map(_is_plain, value)) if type(value) in (list, tuple) else type(value) in _PLAIN
 
 
 def step_metrics(trainer: pl.Trainer, pl_module: Any) -> dict[str, float]:

@@ -29,7 +29,7 @@ from ...adapter.contract.exceptions import GenlightError, HookOrderError, Traini
 from ...adapter.contract.run_state import RunState
 from ..checkpoint.format.record import CheckpointRecord
 from ..health.rules import Fault
-from .events import callbacks_of, run_state_of
+from .events import callbacks_of, facts_to_store, run_state_of
 
 if TYPE_CHECKING:
     from ...reporters.uploads import Uploader
@@ -152,7 +152,7 @@ class Hook(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        checkpoint.setdefault(RUN_STATE_KEY, run_state_of(trainer).state_dict())
+        checkpoint.setdefault(RUN_STATE_KEY, facts_to_store(trainer))
 
     @override
     def on_load_checkpoint(

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 
-from genlight.adapter import HookOrderError, StepResult
+from genlight.adapter import HookOrderError, RunState, StepContext, StepResult, TrainingJobSpec
+from genlight.adapter.check.plain_loop import plain_steps
 from genlight.callbacks import (
     Checkpoint,
     CheckpointHook,
@@ -17,10 +23,12 @@ from genlight.callbacks import (
     TrainerHookAdapter,
     TrainerState,
 )
-from genlight.callbacks.hook.events import run_state_of
-from genlight.callbacks.trainer_hooks import TRAINER_HOOK_EVENTS, should_run, trainer_state_of
+from genlight.callbacks.compat import Callback, CallbackList
+from genlight.callbacks.hook.events import numbers_of, run_state_of
+from genlight.callbacks.trainer_hooks import TRAINER_HOOK_EVENTS, setup_wandb_metrics, should_run, trainer_state_of
 from genlight.reporters import EventLogger
 from genlight.reporters.events.reader import read_events
+from support.trainers import quiet_trainer
 
 
 class Collects:
@@ -64,7 +72,7 @@ for _event in TRAINER_HOOK_EVENTS:
 
 
 def run(plugin, hooks, *, steps=4, callbacks=(), logger=False, resume=None):
-    from genlight.adapter import ContractModule, TrainingJobSpec
+    from genlight.adapter import ContractModule
 
     saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
     trainer = pl.Trainer(
@@ -95,6 +103,48 @@ def test_under_lightnings_own_loop_they_come_with_its_events(fit_plain) -> None:
         *("on_new_training_run", "on_mb_end", "on_mb_end", "on_mb_end"),
         *("on_train_phase_end", "on_epoch_end", "on_training_end"),
     ]
+
+
+class Epochs(TrainerHook):
+    """Notes the epoch at the ends of phases and epochs."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_phase_end(self, state):
+        self.seen.append(("phase", state.epoch))
+
+    def on_epoch_end(self, state):
+        self.seen.append(("epoch", state.epoch))
+
+
+EPOCHS = [("phase", 0), ("epoch", 1), ("phase", 1), ("epoch", 2)]
+
+
+def test_an_epoch_is_counted_after_its_training_phase() -> None:
+    first, second = Epochs(), Epochs()
+    run(Collects(), [first, second])
+    assert first.seen == second.seen == EPOCHS
+
+
+def test_under_lightnings_own_loop_an_epoch_is_counted_after_its_training_phase() -> None:
+    first, second = Epochs(), Epochs()
+    trainer = quiet_trainer(*map(TrainerHookAdapter, (first, second)), max_epochs=2, limit_train_batches=1)
+    trainer.fit(BoringModel())
+    assert first.seen == second.seen == EPOCHS
+
+
+def test_a_plain_loop_counts_an_epoch_after_its_training_phase() -> None:
+    hook = Epochs()
+
+    class WithHook(Collects):
+        def trainer_hooks(self, state, ctx):
+            return [hook]
+
+    ctx = StepContext(TrainingJobSpec("r", 5), run_state=RunState(), device="cpu", dtype="fp32")
+    list(plain_steps(WithHook(), ctx, None, steps=5))
+    assert hook.seen == EPOCHS
 
 
 def test_the_state_is_a_view_of_the_run_state_and_of_what_lives() -> None:
@@ -230,6 +280,19 @@ def test_a_class_of_elsewhere_needs_no_base() -> None:
     assert hook.epochs == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        (lambda: quiet_trainer(Notes(), max_steps=1).fit(BoringModel()), r"TrainerHookAdapter\(Notes\("),
+        (lambda: CallbackList([Evaluates()]), r"TrainerHookAdapter\(Evaluates\("),
+        (lambda: TrainerHookAdapter(Callback()), r"CallbackList\(\[Callback\("),
+    ],
+)
+def test_a_hook_where_another_style_belongs_is_refused_with_its_place(place, text) -> None:
+    with pytest.raises(TypeError, match=text):
+        place()
+
+
 @pytest.mark.parametrize("hook", [Notes, object()])
 def test_what_is_no_trainer_hook_is_refused(hook) -> None:
     with pytest.raises(TypeError, match="Expected an object with one of the events on_new_training_run"):
@@ -355,3 +418,173 @@ def test_names_and_policies_may_be_those_of_an_instance(caplog) -> None:
 def test_an_interval_of_0_is_never_due() -> None:
     assert [epoch for epoch in range(1, 7) if should_run(epoch, 3)] == [3, 6]
     assert not should_run(3, 0)
+
+
+class Manager:
+    """A checkpoint manager of the caller's own."""
+
+    def __init__(self):
+        self.saved = []
+
+    def load_trainer_state(self):
+        return {"agent_step": 100, "epoch": 7}
+
+    def save_agent(self, policy, epoch, metadata, wandb_run=None):
+        self.saved.append((epoch, metadata["agent_step"], wandb_run))
+        return f"wandb://{epoch}" if wandb_run else None
+
+
+class Run:
+    """What ``wandb.init`` gives, as far as hooks use it."""
+
+    def __init__(self):
+        self.summary, self.logged, self.defined = {}, [], []
+
+    def define_metric(self, name, step_metric=None):
+        self.defined.append((name, step_metric))
+
+    def log(self, metrics):
+        self.logged.append(metrics)
+
+
+CONFIGURATION = {
+    "checkpoint": {"checkpoint_interval": 2, "wandb_checkpoint_interval": 3},
+    "evaluation": {"evaluate_interval": 2},
+}
+
+
+def as_objects(value):
+    return (
+        SimpleNamespace(**{name: as_objects(each) for name, each in value.items()})
+        if isinstance(value, dict)
+        else value
+    )
+
+
+@pytest.mark.parametrize("cfg", [CONFIGURATION, as_objects(CONFIGURATION)], ids=["mappings", "objects"])
+def test_hooks_take_the_arguments_and_the_intervals_of_a_configuration(tmp_path, cfg) -> None:
+    device, manager, wandb_run, stats = torch.device("cpu"), Manager(), Run(), Run()
+    timer = SimpleNamespace(get_elapsed=lambda: 1.5)
+    evaluated = []
+
+    class Evaluates(EvaluationHook):
+        def evaluate(self, uri, state):
+            evaluated.append((uri, state.epoch, self.curriculum))
+            assert state.timer is timer
+            return SimpleNamespace(scores={"score": state.epoch})
+
+    hooks = [
+        MetricsHook(cfg, device, wandb_run, stats, timer),
+        Evaluates(cfg, device, entry(cfg, "evaluation"), "a curriculum"),
+        CheckpointHook(cfg, device, manager, wandb_run),
+    ]
+    run(Learns(), hooks, steps=16, callbacks=[Checkpoint(tmp_path)])
+
+    # At epochs 2, 4, 6 and 8; the first one after every three epochs is uploaded.
+    assert manager.saved == [(2, 116, None), (4, 132, wandb_run), (6, 148, wandb_run), (8, 164, None)]
+    second, eighth = (str(tmp_path / f"step-{step:08d}.json") for step in (4, 16))
+    assert evaluated == [
+        (uri, 2 * n, "a curriculum") for n, uri in enumerate((second, "wandb://4", "wandb://6", eighth), 1)
+    ]
+    assert stats.logged == wandb_run.logged
+    assert [(each["epoch"], each["timer/elapsed_s"]) for each in stats.logged] == [(n, 1.5) for n in range(1, 9)]
+    assert stats.logged[-1]["eval/score"] == 8
+    assert ("*", "epoch") in wandb_run.defined
+    assert wandb_run.summary["model/parameters"] == 2
+
+
+def entry(cfg, name):
+    return cfg[name] if isinstance(cfg, dict) else getattr(cfg, name)
+
+
+def test_a_manager_needs_no_checkpoint_callback() -> None:
+    manager = Manager()
+    run(Learns(), [CheckpointHook(None, None, manager, "a run")])
+    assert [(epoch, wandb_run) for epoch, _, wandb_run in manager.saved] == [(1, "a run"), (2, "a run")]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (
+            lambda: CheckpointHook({"lr": 1}),
+            ValueError,
+            "no checkpoint.checkpoint_interval; add it, or give `interval`",
+        ),
+        (lambda: CheckpointHook({"checkpoint": {"checkpoint_interval": 1.5}}), ValueError, "whole number"),
+        (lambda: EvaluationHook({"lr": 1}, evaluate=print), ValueError, "no evaluation.evaluate_interval"),
+        (lambda: EvaluationHook(None, None, {"lr": 1}, evaluate=print), ValueError, "no evaluate_interval"),
+        (lambda: EvaluationHook({}, None), TypeError, "Give `evaluate`"),
+        (lambda: MetricsHook(stats_client=object()), TypeError, "Expected an object with `log`"),
+        (lambda: MetricsHook(timer=1.0), TypeError, "Expected an object with `get_elapsed`"),
+        (lambda: MetricsHook(interval=-1), ValueError, "Invalid `interval`"),
+    ],
+)
+def test_an_argument_that_a_hook_cannot_use_is_refused(make, error, text) -> None:
+    with pytest.raises(error, match=text):
+        make()
+
+
+@dataclass
+class Summary:
+    """Scores as fields; nested, with keys that are no text, and with more than numbers."""
+
+    mean: float
+    by_task: dict
+    policy: object = None
+
+
+SCORES = Summary(0.5, {("maze", "small"): torch.tensor(1.0), "name": "text"}, object())
+Pair = namedtuple("Pair", "a b")
+
+
+@pytest.mark.parametrize(
+    ("scores", "numbers"),
+    [
+        (SCORES, {"mean": 0.5, "by_task/maze/small": 1.0}),
+        (SimpleNamespace(mean=2, _hidden=1), {"mean": 2.0}),
+        ({"a": 1, "b": {"c": True}}, {"a": 1.0, "b/c": 1.0}),
+        (Pair(1, 2), {"a": 1.0, "b": 2.0}),
+        ("text", {}),
+        (None, {}),
+    ],
+)
+def test_the_numbers_of_scores_are_found(scores, numbers) -> None:
+    assert numbers_of(scores) == numbers
+
+
+def test_an_object_that_holds_itself_ends() -> None:
+    loop = SimpleNamespace(a=1.0)
+    loop.loop = loop
+    assert numbers_of(loop)["loop/a"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("scores", "stored", "warns"),
+    [
+        (SCORES, {"mean": 0.5, "by_task/maze/small": 1.0}, True),
+        ({"score": torch.tensor(2.0)}, {"score": 2.0}, False),
+        ({"a": 1.0, "why": ["text", None]}, {"a": 1.0, "why": ["text", None]}, False),
+        (object(), {}, True),
+    ],
+)
+def test_any_scores_are_logged_and_stored_as_far_as_they_can_be(tmp_path, caplog, scores, stored, warns) -> None:
+    hooks = [MetricsHook(), EvaluationHook(evaluate=lambda uri, state: scores), CheckpointHook()]
+    run(Learns(), hooks, callbacks=[Checkpoint(tmp_path, every_n_steps=1)])
+    assert caplog.text.count("store only the numbers of `eval_scores`") == warns
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+    seen = []
+
+    class Looks(TrainerHook):
+        def on_new_training_run(self, state):
+            seen.append(state.eval_scores)
+
+    run(Learns(), [Looks()], steps=6, callbacks=[Checkpoint(tmp_path)], resume=str(tmp_path / "step-00000004.json"))
+    assert seen == [stored]
+
+
+def test_wandb_draws_over_epochs() -> None:
+    wandb_run = Run()
+    setup_wandb_metrics(wandb_run)
+    assert wandb_run.defined == [("epoch", None), ("agent_step", None), ("*", "epoch")]

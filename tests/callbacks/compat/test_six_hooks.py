@@ -14,7 +14,7 @@ import torch
 
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.adapter.training_loop import BatchStream
-from genlight.callbacks import Checkpoint, JobProgress
+from genlight.callbacks import Checkpoint, JobProgress, LogMetrics
 from genlight.callbacks.checkpoint import list_checkpoints
 from genlight.callbacks.compat import (
     Callback,
@@ -469,3 +469,86 @@ def test_metrics_of_a_module_that_logs_nothing_reach_its_loggers(fit_plain, tmp_
 
     logged = [event for event in read_log(tmp_path / "events.jsonl") if event.get("name") == "loss"]
     assert [event["step"] for event in logged] == [2, 4]
+
+
+LOSSES = [5.0, 4.0, 3.0, 2.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0]
+
+
+class Returns(pl.LightningModule):
+    """Its losses are those of the list, and are logged by nobody."""
+
+    def __init__(self, as_mapping: bool = False) -> None:
+        super().__init__()
+        self.as_mapping = as_mapping
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = 0.0 * self.layer.weight.sum() + LOSSES[self.trainer.global_step]
+        return {"loss": loss, "other": -loss.detach()} if self.as_mapping else loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader([0.0] * len(LOSSES))
+
+
+class Listed(Trains):
+    """A trainer class with the same losses."""
+
+    def train_step(self, batch, state, ctx):
+        super().train_step(batch, state, ctx)
+        return StepResult(metrics={"loss": LOSSES[state["step"] - 1]})
+
+
+def fit_losses(kind, callbacks, folder, quiet, steps=12, resume=None):
+    trainer = pl.Trainer(
+        **{**quiet, "enable_checkpointing": True}, max_steps=steps, callbacks=callbacks, default_root_dir=folder
+    )
+    if kind == "trainer_class":
+        module = ContractModule(Listed(), TrainingJobSpec("r", steps, metric_every=1))
+        trainer.fit(module, BatchStream(range(steps)), ckpt_path=resume)
+    else:
+        trainer.fit(Returns(as_mapping=kind == "mapping"), ckpt_path=resume)
+    return trainer
+
+
+KINDS = ["module", "mapping", "trainer_class"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_checkpoint_with_the_smallest_loss_is_kept(kind, quiet, tmp_path: Path) -> None:
+    saves = CheckpointCallback(2, max_checkpoints=2, output_dir=tmp_path / "c")
+    fit_losses(kind, [CallbackList([saves], defaults=False), LogMetrics(1)], tmp_path, quiet)
+    assert sorted(int(path.stem[-2:]) for path in (tmp_path / "c").glob("step-*.json")) == [4, 10, 12]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_early_stopping_counts_steps_and_not_checks(kind, is_listed, quiet, tmp_path: Path) -> None:
+    stops = EarlyStoppingCallback(patience=5)
+    callbacks = [CallbackList([stops], defaults=False)] if is_listed else [stops]
+    trainer = fit_losses(kind, [*callbacks, LogMetrics(1)], tmp_path, quiet)
+    assert (trainer.global_step, stops.best_step) == (9, 4)
+
+
+class Writes(Callback):
+    def __init__(self, path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer):
+        trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_best_loss_is_that_of_all_steps_though_nobody_reads_it_also_after_a_resume(kind, quiet, tmp_path) -> None:
+    def best(steps, resume=None):
+        callbacks = [
+            Checkpoint(tmp_path / "c", every_n_steps=6),
+            CallbackList([Writes(tmp_path / "x.pt")], defaults=False),
+        ]
+        fit_losses(kind, callbacks, tmp_path, quiet, steps, resume)
+        return load_checkpoint(tmp_path / "x.pt")["best_loss"]
+
+    assert best(6) == 2.0
+    assert best(8, str(tmp_path / "c" / "step-00000006.json")) == 2.0
