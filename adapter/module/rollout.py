@@ -106,7 +106,7 @@ class RolloutBatches:
         contract_part[PHASE] = saved
 
     def _warn_of_environments(self, saved: dict[str, Any] | None) -> None:
-        """Say once if a resume will not restore the environments; an empty dict says that there is nothing to restore."""
+        """Say once if a resume will not restore the environments; an empty dict says that there are none."""
         plugin = self._module.plugin
         lacking = [name for name in ("rollout_state", "load_rollout_state") if optional_hook(plugin, name) is None]
         if lacking and saved != {} and not self._has_warned_of_environments and self._module.ctx.rank == 0:
