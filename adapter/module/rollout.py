@@ -63,7 +63,7 @@ class RolloutBatches:
         self._phase: Phase | None = None
         self._lost: str | None = None
         """Why the phase of the checkpoint is not gone on with."""
-        self._has_warned_of_unequal_passes = False
+        self._has_warned_of_unequal_passes = self._has_warned_of_environments = False
         self._counted = 0
         """Environment steps of all ranks that the run state had when they were last summed."""
         self.metrics: dict[str, float] = {}
@@ -102,7 +102,23 @@ class RolloutBatches:
                 kind = type(saved["rollout_state"]).__qualname__
                 raise ContractError(f"rollout_state returned a {kind}; it must be a dict")
             saved["rollout_state_on_device"] = _on_device(saved["rollout_state"])
+        self._warn_of_environments(saved.get("rollout_state"))
         contract_part[PHASE] = saved
+
+    def _warn_of_environments(self, saved: dict[str, Any] | None) -> None:
+        """Say once if a resume will not restore the environments; an empty dict says that there are none."""
+        plugin = self._module.plugin
+        lacking = [name for name in ("rollout_state", "load_rollout_state") if optional_hook(plugin, name) is None]
+        if lacking and saved != {} and not self._has_warned_of_environments and self._module.ctx.rank == 0:
+            self._has_warned_of_environments = True
+            log.warning(
+                "%s has a `rollout` and no `%s`: the first rollout after a resume begins with new environments, unless "
+                "`load_state_dict` restores them, and the run will not be bit-equal to one that was never interrupted. "
+                "Return their state from `rollout_state(state)` and restore it in `load_rollout_state`; an empty dict "
+                "says that there is none.",
+                type(plugin).__qualname__,
+                lacking[0],
+            )
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Go on with what `save` put into a checkpoint. Collective."""

@@ -123,29 +123,37 @@ def _trained(module: pl.LightningModule) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{prefix}.{name}", tensor
 
 
-def _gathered(gradients: dict[str, torch.Tensor], channel: Channel) -> list[dict[str, torch.Tensor]]:
-    """Gradients of every rank on rank zero, of the others only those that differ from its own. Collective.
+def _gathered(
+    gradients: dict[str, torch.Tensor | None], channel: Channel
+) -> list[dict[str, torch.Tensor] | dict[str, torch.Tensor | None]]:
+    """Gradients of every rank on rank zero; for other ranks only those that differ from its own. Collective.
 
     After an update the gradients of replicas are equal, and to bring them all to rank zero would take as much memory as
-    there are ranks.
+    there are ranks. None is a gradient that a rank does not have.
     """
-    found: list[dict[str, torch.Tensor]] = [{}] * channel.size
+    found: list[dict[str, torch.Tensor | None]] = [{}] * channel.size
     for rank, differing in enumerate(differences_of_ranks(gradients, channel)):
         found[rank] = {name: gradient for one in differing for name, gradient in one.members()}
-    return [gradients, *found[1:]] if channel.rank == 0 else []
+    return [_present(gradients), *found[1:]] if channel.rank == 0 else []
 
 
-def gradients_of_rank(parts: list[dict[str, torch.Tensor]], rank: int, world_size: int) -> dict[str, torch.Tensor]:
-    """The gradients that this rank restores: its own part, and of sharded parameters what rank zero holds.
+def _present(gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+
+def gradients_of_rank(
+    parts: Sequence[Mapping[str, torch.Tensor | None]], rank: int, world_size: int
+) -> dict[str, torch.Tensor]:
+    """The gradients that this rank restores: those of rank zero, but for what its own part has otherwise.
 
     With another number of ranks it is the mean over those that saved: the gradients of an open window are averaged over
     the ranks in the end, and no rank's part of it may be lost or count twice.
     """
+    complete = [_present({**parts[0], **part}) for part in parts]
     if not parts or len(parts) == world_size:
-        return parts[0] | parts[rank] if parts else {}
-    complete = [parts[0] | part for part in parts]
-    names = dict.fromkeys(name for whole in complete for name in whole)
-    found = {name: [whole[name] for whole in complete if name in whole] for name in names}
+        return complete[rank] if parts else {}
+    names = dict.fromkeys(name for of_rank in complete for name in of_rank)
+    found = {name: [of_rank[name] for of_rank in complete if name in of_rank] for name in names}
     return {name: functools.reduce(torch.add, of_ranks) / len(complete) for name, of_ranks in found.items()}
 
 
@@ -214,11 +222,13 @@ def capture_parts(
         parts[OPTIMIZER_DEVICES] = unusual
     # Of manual optimization only the module knows its windows; one that clears its gradients has none to store.
     is_open = progress.current.ready % trainer.accumulate_grad_batches != 0 and not progress.is_last_batch
-    held = {}
+    held: dict[str, torch.Tensor | None] = {}
     if not pl_module.automatic_optimization or (is_open and is_between_batches):
-        held = {name: tensor.grad for name, tensor in _trained(pl_module) if tensor.grad is not None}
+        held = {name: tensor.grad for name, tensor in _trained(pl_module)}
+    # A name for each parameter, or ranks that have other gradients would bring all of them to rank zero.
     gradients = {name: gradient for name, gradient in held.items() if not isinstance(gradient, DTensor)}
-    if trainer.strategy.reduce_boolean_decision(bool(gradients), all=False):
+    has_some = any(gradient is not None for gradient in gradients.values())
+    if trainer.strategy.reduce_boolean_decision(has_some, all=False):
         parts["gradients"] = _gathered(gradients, channel)
     if sharded := {name: gradient for name, gradient in held.items() if isinstance(gradient, DTensor)}:
         parts[SHARDED_GRADIENTS] = sharded  # of which each rank saves its slice

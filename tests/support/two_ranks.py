@@ -1,7 +1,8 @@
 """One rank of a data-parallel run of plain Lightning; started twice by ``test_two_ranks.py``.
 
 Arguments: rank, world size, folder of the store, directory of checkpoints, what to do. Every rank draws its own dropout
-and its own data, so that a resume is exact only if each gets its own random state back.
+and its own data, so that a resume is exact only if each gets its own random state back. An update takes two batches;
+rank 1 uses one of the layers only in the second of them, and the run is left between the two.
 """
 
 import contextlib
@@ -15,15 +16,20 @@ from genlight.callbacks.checkpoint import Checkpoint, newest_valid
 from support.rank import Rank
 
 STEPS = 7
+BATCHES_A_STEP = 2
 
 
 class Net(pl.LightningModule):
     def __init__(self):
         super().__init__()
         self.body = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        self.late = torch.nn.Linear(4, 1)
 
     def training_step(self, batch, batch_idx):
-        return (self.body(torch.randn(4, 4)) * random.random()).pow(2).mean()
+        rows = torch.randn(4, 4)
+        loss = (self.body(rows) * random.random()).pow(2).mean()
+        is_unused = self.global_rank == 1 and batch_idx % BATCHES_A_STEP == 0
+        return loss if is_unused else loss + self.late(rows).pow(2).mean()
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -38,7 +44,7 @@ class KillAfterSave(pl.Callback):
         self.checkpoint = checkpoint
 
     def on_train_batch_end(self, trainer, pl_module, *_):
-        if trainer.global_step == 3:
+        if trainer.fit_loop.epoch_loop.batch_progress.current.ready == 3 * BATCHES_A_STEP + 1:
             self.checkpoint.save(trainer, pl_module, wait=True)
             raise Killed
 
@@ -52,7 +58,10 @@ def main(rank, directory, what):
     others = [KillAfterSave(checkpoint)] if what == "kill" else []
     resume_from = newest_valid(directory)[0].path if what == "resume" else None
     with contextlib.suppress(Killed):
-        rank.trainer(*others, checkpoint, max_steps=STEPS).fit(net, [0] * STEPS, ckpt_path=resume_from)
+        strategy = rank.strategy(find_unused_parameters=True)
+        settings = {"max_steps": STEPS, "accumulate_grad_batches": BATCHES_A_STEP, "strategy": strategy}
+        trainer = rank.trainer(*others, checkpoint, **settings)
+        trainer.fit(net, [0] * STEPS * BATCHES_A_STEP, ckpt_path=resume_from)
     torch.save(net.state_dict(), rank.folder / f"rank{rank.number}.pt")
 
 

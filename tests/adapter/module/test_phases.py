@@ -129,6 +129,29 @@ def test_counters_are_true_in_every_event_of_two_phases(tmp_path: Path) -> None:
     ]
 
 
+class WithoutEnvironments(Actor):
+    """Says that there is nothing to save."""
+
+    def rollout_state(self, state: Any) -> dict[str, Any]:
+        return {}
+
+
+class SavesAlone(Actor):
+    """Saves its environments and never loads them."""
+
+    def rollout_state(self, state: Any) -> dict[str, Any]:
+        return {"position": self.position}
+
+
+@pytest.mark.parametrize(("kind", "times"), [(Actor, 1), (SavesAlone, 1), (Placed, 0), (WithoutEnvironments, 0)])
+def test_environments_that_no_checkpoint_holds_are_named_at_the_first(
+    tmp_path: Path, caplog: Any, kind: type[Actor], times: int
+) -> None:
+    fit(tmp_path, kind(), Checkpoint(tmp_path, every_n_steps=3), steps=9)
+
+    assert caplog.text.count("has a `rollout` and no `") == times
+
+
 def test_a_trainer_may_count_its_environment_steps_itself(tmp_path: Path) -> None:
     """By adding to the run state, in the rollout or while a generator collects."""
     actor = Actor()
@@ -212,7 +235,7 @@ def test_a_run_resumed_between_phases_says_nothing_of_rollouts(tmp_path: Path, c
     fit(tmp_path, Actor(), Checkpoint(tmp_path, every_n_epochs=1, save_final=False), steps=7)
     caplog.clear()
     fit(tmp_path, Actor(), Checkpoint(tmp_path), steps=8, ckpt_path=tmp_path / "step-00000006.json")
-    assert "rollout" not in caplog.text
+    assert "training phase of a rollout" not in caplog.text
 
 
 def test_a_rollout_may_return_two_batches_without_statistics(tmp_path: Path) -> None:

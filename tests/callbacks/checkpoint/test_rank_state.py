@@ -65,3 +65,14 @@ def test_gradients_of_an_open_window_keep_their_mean_over_the_ranks(world_size, 
     saved = [{"w": torch.tensor(2.0), "same": torch.tensor(5.0)}, {"w": torch.tensor(4.0)}]
     assert gradients_of_rank(saved, rank, world_size) == expected
     assert gradients_of_rank([], rank, world_size) == {}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "rank", "expected"),
+    [(3, 0, {"w": 3.0}), (3, 1, {}), (3, 2, {"w": 3.0, "late": 6.0}), (1, 0, {"w": 2.0, "late": 2.0}),
+     (4, 3, {"w": 2.0, "late": 2.0})],
+)  # fmt: skip
+def test_a_rank_without_a_gradient_gets_none(world_size, rank, expected):
+    """A layer that a rank did not use in this window yet: its part of the mean is nothing, not that of rank 0."""
+    saved = [{"w": torch.tensor(3.0)}, {"w": None}, {"late": torch.tensor(6.0)}]
+    assert gradients_of_rank(saved, rank, world_size) == expected
