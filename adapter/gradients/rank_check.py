@@ -36,8 +36,10 @@ from .refused import refusal
 from .torch_internals import default_store, group_timeout
 
 __all__ = [
+    "AT_ITS_END",
     "BACKWARD",
     "END_OF_STEP",
+    "FIRST_STEPS",
     "LATE_EXCHANGES",
     "MARKS",
     "NUMBERS",
@@ -71,7 +73,7 @@ END_OF_STEP, BACKWARD, UPDATE, USED = "end the step", "call backward", "update b
 """How the messages begin that are about a whole step."""
 
 FIRST_STEPS = 3
-"""Steps in which ranks on a device tell each other all that they are about to do."""
+"""Steps in which ranks on a device wait to learn what the others do."""
 PENDING_DIGESTS = 8
 """Digests that may be on their way; a step waits for the oldest of more, which is there by then."""
 
@@ -94,6 +96,14 @@ class Trigger(enum.IntEnum):
     END_OF_STEP = 4
     NOTHING = 5
     LAST = 6
+    AGAIN = 7
+    SAVE = 8
+
+
+AT_ITS_END = frozenset({Trigger.END_OF_STEP, Trigger.NOTHING, Trigger.LAST, Trigger.SAVE})
+"""What happens once `train_step` has returned, and at no line of it."""
+_ALONE = frozenset({Trigger.NOTHING, Trigger.LAST, Trigger.AGAIN, Trigger.SAVE})
+"""What all ranks do or none."""
 
 
 _TEXTS = {
@@ -103,6 +113,8 @@ _TEXTS = {
     Trigger.END_OF_STEP: "has ended the step with gradients and without an update",
     Trigger.NOTHING: "has ended the step without a backward call",
     Trigger.LAST: "has ended the last step",
+    Trigger.SAVE: "saves a checkpoint",
+    Trigger.AGAIN: "sends gradients again, because backward changed some after they had left",
 }
 
 
@@ -195,8 +207,16 @@ class RankCheck:
         """
         self._on_their_way.append(_Header(at, self._previous, LateCopy(header)))
         self._previous = at
-        most = most_left if self._on_their_way[-1].rows.is_late else 0
-        while len(self._on_their_way) > most:
+        self.read_all(most_left if self._on_their_way[-1].rows.is_late else 0)
+
+    def read_all(self, most_left: int = 0) -> None:
+        """Compare all headers that were sent, but for the `most_left` newest ones.
+
+        Raises:
+            ContractError: The ranks were not together.
+            RankFailedError: The device never came this far.
+        """
+        while len(self._on_their_way) > most_left:
             self._compare(self._on_their_way.popleft())
 
     def _compare(self, header: _Header) -> None:
@@ -293,7 +313,7 @@ def _are_together(rows: Sequence[Sequence[float]]) -> bool:
         return True
     # A rank that reads a gradient before it updates does nothing that the others need to know of.
     is_updated_by_some = {Trigger.UPDATE, Trigger.END_OF_STEP} <= triggers
-    return triggers.isdisjoint({Trigger.NOTHING, Trigger.LAST}) and not is_updated_by_some
+    return triggers.isdisjoint(_ALONE) and not is_updated_by_some
 
 
 def _trained_differently(points: Sequence[ExchangePoint], other: int) -> str:
@@ -316,6 +336,11 @@ def _in_step(point: ExchangePoint) -> str:
 
 
 def _cure(one: ExchangePoint, other: ExchangePoint) -> str:
+    if Trigger.AGAIN in {one.trigger, other.trigger}:
+        return (
+            "A checkpointed segment that only some ranks use twice, or a hook, does that: pass use_reentrant=False to "
+            "torch.utils.checkpoint, or raise `bucket_cap_mb` of the strategy until all gradients travel in one bucket."
+        )
     if one.ordinal != other.ordinal:
         return (
             "All ranks must call backward as often before an update, and read gradients between its calls on all ranks "
@@ -380,8 +405,16 @@ class RankAgreement:
             ContractError: In one of the last steps, ranks did different things.
         """
         if not failed:
-            self._look(0)
+            self.read_all()
         self._on_their_way.clear()
+
+    def read_all(self) -> None:
+        """Compare all digests that were sent; waits for the device.
+
+        Raises:
+            ContractError: In an earlier step, ranks did different things.
+        """
+        self._look(0)
 
     def __call__(self, what: str) -> None:
         """Go on together with the other ranks, which are about to do `what` too.

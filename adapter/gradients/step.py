@@ -25,8 +25,8 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -214,9 +214,9 @@ class StepRouter:
     def open(self) -> None:
         """Have torch's entries replaced until `close`, rather than in each step."""
         torch_hooks.hold(self)
+        self._is_open = True
         for part in self.parts:
             part.open()
-        self._is_open = True
 
     def close(self) -> None:
         """Training is over: from now on torch and the optimizers are used as they are."""
@@ -224,8 +224,16 @@ class StepRouter:
         if self._is_open:
             self._is_open = False
             torch_hooks.release(self)
-        for part in self.parts:
-            part.close()
+        _call_each(part.close for part in self.parts)
+
+    def before_save(self) -> None:
+        """Refuse a checkpoint of ranks that have diverged, which a device may not have told yet. Collective.
+
+        Raises:
+            ContractError: Ranks have diverged in an earlier step.
+        """
+        for part in self.parts if self._is_open else ():
+            part.before_save()
 
     def ended(self) -> None:
         """Training ended as planned, on all ranks."""
@@ -234,38 +242,48 @@ class StepRouter:
 
     def __enter__(self) -> StepRouter:
         self._steps += 1
-        if self._precision.context is not None:
-            self._context = self._autocast or self._precision.context()
-            self._context.__enter__()
         if not self._is_open:
             torch_hooks.hold(self)
-        step = self._completed_steps() + 1
-        for part in self.parts:
-            part.begin(step)
-        torch_hooks.begin(self)
+        try:
+            if self._precision.context is not None:
+                context = self._autocast or self._precision.context()
+                context.__enter__()
+                self._context = context
+            step = self._completed_steps() + 1
+            for part in self.parts:
+                part.begin(step)
+            torch_hooks.begin(self)
+        except BaseException as error:  # of a failed `__enter__` Python calls no `__exit__`
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
-        torch_hooks.end()
+        replaced = torch_hooks.end()
         if not self._is_open:
             torch_hooks.release(self)
         context, self._context = self._context, None
         if context is not None:
             context.__exit__(exc_type, exc, traceback)
         refusal, self._refusal = self._refusal, None
-        if refusal is not None and exc is not refusal:  # raised in a thread, where the loop does not see it
-            raise refusal
-        if exc is None:
+        if refusal is exc:
+            refusal = None  # otherwise raised in a thread, where the loop does not see it
+        if exc is None and refusal is None and replaced is None:
             try:
                 for part in self.parts:
                     part.end()
             except BaseException:
-                for part in self.parts:
-                    part.abandon()
+                _call_each(part.abandon for part in self.parts)
                 raise
             return
-        for part in self.parts:
-            part.abandon()
+        _call_each(part.abandon for part in self.parts)
+        if refusal is not None:
+            raise refusal
+        if exc is None:
+            assert replaced is not None
+            raise replaced
+        if replaced is not None:
+            exc.add_note(str(replaced))
         explained = next(filter(None, (part.explained(exc) for part in self.parts)), None)
         explained = explained or about_types(exc, self._precision)
         if explained is not None:
@@ -530,6 +548,13 @@ def _is_closure(step: Callable[..., Any], name: str, argument: object) -> bool:
     if not callable(argument) or isinstance(argument, nn.Module):
         return False
     return name in ("", "closure") or name == next(iter(inspect.signature(step).parameters), "")
+
+
+def _call_each(calls: Iterable[Callable[[], object]]) -> None:
+    """Make all calls in their order, the later ones even if one raises."""
+    with ExitStack() as stack:
+        for call in reversed([*calls]):
+            stack.callback(call)
 
 
 def _overrides(owner: object, name: str, base: type) -> bool:

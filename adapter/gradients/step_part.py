@@ -75,6 +75,9 @@ class StepPart:
     def end(self) -> None:
         """The step has ended."""
 
+    def before_save(self) -> None:
+        """A checkpoint is about to be made, on all ranks: whatever is still to be found out decides it now."""
+
     def abandon(self) -> None:
         """The step failed: the other ranks may not come this far, so nothing is sent."""
 

@@ -143,22 +143,23 @@ def begin(interceptor: Interceptor) -> None:
     _active[threading.get_ident()] = interceptor
 
 
-def end() -> None:
+def end() -> RuntimeError | None:
     """Leave the calls of this thread alone again.
 
-    Raises:
-        RuntimeError: Something else took the place of the entry within the step, whose backward calls may have gone
-            past genlight.
+    Returns:
+        The error to raise if something else took the place of the entry within the step, whose backward calls may have
+        bypassed genlight.
     """
     _active.pop(threading.get_ident(), None)
     found: Any = engine_entry()
-    if found is not _intercepted and _holders:
-        set_engine_run_backward(_intercepted)
-        raise RuntimeError(
-            f"torch.autograd._engine_run_backward was replaced by {found.__module__}.{found.__qualname__} in the "
-            "middle of a step, so that backward calls may have been neither averaged nor unscaled. End what replaces "
-            "it within the step that begins it, or leave it out."
-        )
+    if found is _intercepted or not _holders:
+        return None
+    set_engine_run_backward(_intercepted)
+    return RuntimeError(
+        f"torch.autograd._engine_run_backward was replaced by {found.__module__}.{found.__qualname__} in the middle of "
+        "a step, so that backward calls may have been neither averaged nor unscaled. End what replaces it within the "
+        "step that begins it, or remove it."
+    )
 
 
 def is_active(interceptor: Interceptor) -> bool:

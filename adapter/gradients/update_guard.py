@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
@@ -71,7 +72,10 @@ class UpdateGuard(StepPart):
         self._rank_local = rank_local
         self._modules = [found.value for found in discovered.modules]
         self._optimizers = [found.value for found in discovered.optimizers]
-        self._saved: list[tuple[Tensor, Tensor]] = []
+        self._places: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
+        """For each module with buffers, its own dict of them, and what that held before the step."""
+        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
+        """By the id of a buffer, the buffer and a copy from before the step."""
         self._losses: list[Tensor] = []
         """Of the backward calls since the last update; the first `_losses_before` of them are of earlier steps."""
         self._losses_before = 0
@@ -86,11 +90,16 @@ class UpdateGuard(StepPart):
             self._losses.clear()
         self._losses_before = len(self._losses)
         self._has_asked = self._has_left_out = False
-        buffers = {id(b): b for module in self._modules for b in module.buffers() if not isinstance(b, DTensor)}
-        if [id(buffer) for buffer, _ in self._saved] != list(buffers):
-            self._saved = [(buffer, torch.empty_like(buffer)) for buffer in buffers.values()]
-        for buffer, copy in self._saved:
-            copy.copy_(buffer)
+        owners = [part._buffers for module in self._modules for part in module.modules() if part._buffers]
+        self._places = [(buffers, dict(buffers)) for buffers in owners]
+        before, self._saved = self._saved, {}
+        for buffer in (buffer for _, held in self._places for buffer in held.values()):
+            if buffer is None or isinstance(buffer, DTensor) or is_lazy(buffer):
+                continue
+            known, copy = before.get(id(buffer), (None, buffer))
+            if known is not buffer or not _is_alike(buffer, copy):
+                copy = torch.empty_like(buffer)
+            self._saved[id(buffer)] = buffer, copy.copy_(buffer)
 
     @override
     def before_backward(self, call: BackwardCall) -> None:
@@ -166,13 +175,23 @@ class UpdateGuard(StepPart):
     @override
     @torch.no_grad()
     def end(self) -> None:
-        """A step ends: its running statistics are those from before it, where it was not finite."""
+        """Put back the buffers from before the step if it was not finite: also those it resized, cast or replaced."""
         loss = self._largest_loss(self._losses[self._losses_before :])
         if self._scales:
             self._ask(is_finite=True, loss=self._over_ranks([loss])[0] if self._shared else loss)
         if self._has_left_out or (loss is not None and math.isnan(loss)):
-            for buffer, copy in self._saved:
-                buffer.copy_(copy)
+            for buffers, held in self._places:
+                buffers.clear()
+                buffers.update(held)
+            for buffer, copy in self._saved.values():
+                if _is_alike(buffer, copy):
+                    buffer.copy_(copy)
+                else:
+                    buffer.data = copy.clone()
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
 
 
 def update_guard(

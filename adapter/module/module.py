@@ -429,6 +429,8 @@ class ContractModule(pl.LightningModule):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         assert self._state is not None
+        if self._router is not None:
+            self._router.before_save()
         self._name_unread_hyperparams()
         self._state.put_into(checkpoint, self.metrics_on_device(), self._router)
         if self._rollouts is not None:

@@ -42,9 +42,10 @@ class ReplicaGuard(Hook):
 
     By default the replicas are compared after steps 1, 2, 4, 8, … of a run, with each checkpoint, and at the end of
     training. A comparison hashes all tensors where they are, by their bits and places, and exchanges 32 bytes over its
-    own process group. The result is read four steps later, so that no step waits for it. If there is a difference, the
-    first tensor that differs is found and reported with its values. Not compared: what the trainer class lists in
-    ``rank_local``, optimizer states that are sharded, and sharded tensors. With one rank the callback does nothing.
+    own process group. The result is read four steps later, so that no step waits for it; a save reads it at once, and
+    keeps no replicas that differ. If there is a difference, the first tensor that differs is found and reported with
+    its values. Not compared: what the trainer class lists in ``rank_local``, optimizer states that are sharded, and
+    sharded tensors. With one rank the callback does nothing.
 
     Args:
         every_n_steps: Compare when the step crosses a multiple of this, and at the end of training; 0 is off. None is
@@ -108,6 +109,7 @@ class ReplicaGuard(Hook):
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         if self._trains and self.doubles and trainer.global_step > self._compared_step:
             self._begin(trainer, pl_module)
+        self._read(pl_module)  # before the checkpoint is committed
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

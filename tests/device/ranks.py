@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from device.runs import CountWaits, Penalised, fit, standard_callbacks
+import pytest
+import torch.distributed as dist
+
+from device.runs import CountWaits, Penalised, Regression, fit, standard_callbacks
+from genlight.adapter.contract.exceptions import ContractError
+from genlight.adapter.contract.types import StepResult
+from genlight.callbacks.checkpoint import Checkpoint, list_checkpoints
+from genlight.callbacks.replicas.replica_guard import ReplicaGuard
+
+DIVERGES_IN = 5
 
 
 def _no_step_waits(kind, folder):
@@ -21,3 +30,36 @@ def check_no_step_of_one_bucket_waits_for_the_device(folder):
 
 def check_no_step_of_fsdp_waits_for_the_device(folder):
     _no_step_waits("fsdp", folder)
+
+
+class Diverges(Regression):
+    """One rank skips an update."""
+
+    steps = 0
+
+    def train_step(self, batch, state, ctx):
+        self.steps += 1
+        loss = (state["network"](batch["x"]) - batch["y"]).square().mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        if (self.steps, ctx.rank) != (DIVERGES_IN, 1):
+            state["optimizer"].step()
+        return StepResult({})
+
+
+def _no_checkpoint_follows(kind, folder):
+    saves = Checkpoint(folder, every_n_steps=1, save_final=False, keep_last=None)
+    # Weights are not compared, which differ as well.
+    with pytest.raises(ContractError, match=f"in step {DIVERGES_IN}"):
+        fit(Diverges(), kind, steps=40, callbacks=[saves, ReplicaGuard(0)])
+    dist.barrier()
+    steps = [listed.record.step for listed in list_checkpoints(folder) if listed.record]
+    assert steps == [1, 2, 3, 4]
+
+
+def check_ranks_that_diverge_under_ddp_commit_no_checkpoint_after_it(folder):
+    _no_checkpoint_follows("ddp of one bucket", folder)
+
+
+def check_ranks_that_diverge_under_fsdp_commit_no_checkpoint_after_it(folder):
+    _no_checkpoint_follows("fsdp", folder)

@@ -124,6 +124,31 @@ def checkpointed_segments_that_share_a_layer(net, step, rank):
     net.last(net.second(hidden)).square().mean().backward()
 
 
+def a_checkpointed_segment_that_one_rank_uses_twice(net, step, rank):
+    from torch.utils.checkpoint import checkpoint
+
+    hidden = rows(step, rank).requires_grad_()
+    for _ in range(2 if rank == 0 or step == 3 else 1):
+        hidden = checkpoint(net.first, hidden, use_reentrant=True)
+    net.last(net.second(hidden)).square().mean().backward()
+
+
+def a_gradient_that_a_hook_of_one_rank_changes(net, step, rank):
+    def change(grad):
+        if rank == 1:
+            net.last.weight.grad.mul_(2)
+
+    net(rows(step, rank), around=lambda hidden: (hidden.register_hook(change), hidden)[1]).backward()
+
+
+def a_gradient_that_a_hook_replaces_in_a_late_step(net, step, rank):
+    def change(grad):
+        if rank == 0 and step == 4:
+            net.last.weight.grad = net.last.weight.grad * 3
+
+    net(rows(step, rank), around=lambda hidden: (hidden.register_hook(change), hidden)[1]).backward()
+
+
 def phases_whose_gradients_stay(net, step, rank):
     for phase, trained in enumerate((net.first, net.second, net.first)):
         net.requires_grad_(False)
@@ -159,6 +184,9 @@ SCENARIOS: dict[str, Callable[[nn.Module, int, int], None]] = {
         a_gradient_that_is_kept,
         differentiated_by_hand_as_well,
         checkpointed_segments_that_share_a_layer,
+        a_checkpointed_segment_that_one_rank_uses_twice,
+        a_gradient_that_a_hook_of_one_rank_changes,
+        a_gradient_that_a_hook_replaces_in_a_late_step,
         phases_whose_gradients_stay,
         added_to_after_a_look,
         gradients_that_are_zeroed,

@@ -53,7 +53,7 @@ from ....callbacks.optimizer_state import parameters_of
 from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered
 from ...discovery.rank_local import EVERYTHING_SHARED, RankLocal
-from ..rank_check import MARKS, ExchangePoint, RankCheck, Trigger, users_line
+from ..rank_check import AT_ITS_END, FIRST_STEPS, MARKS, ExchangePoint, RankCheck, Trigger, users_line
 from ..refused import refused_on_ranks
 from ..step_part import BackwardCall, StepPart
 from ..torch_hooks import GradientGuard, read_gradient, write_gradient
@@ -72,6 +72,12 @@ _APART = (
     "The %d ranks train on their own rows: `train_step` changes nothing that genlight could average (no optimizer, and "
     "no module or tensor that requires a gradient). Unless it averages by torch.distributed itself, each rank ends "
     "with values of its own. Keep what is trained as tensors that require gradients, or use one device."
+)
+
+
+_READ_ELSEWHERE = (
+    "The gradient of %s is read in another thread during step %d, before the ranks have averaged it: the thread sees "
+    "this rank's own. Read gradients in `train_step`, in its own thread, after the last backward call."
 )
 
 
@@ -141,7 +147,8 @@ class Averaging(StepPart):
         self._agreed = {self._last_plan.mark}
         """Marks of the plans that all ranks are known to have: of the first one, since they were built alike."""
 
-        self._step = 1
+        self._step, self._begun = 1, 0
+        self._thread, self._has_warned = threading.get_ident(), False
         self._updates = self._updates_before = 0
         """Updates of this run, and those before this step."""
         self._ordinal = self._wants = 0
@@ -172,6 +179,8 @@ class Averaging(StepPart):
     @override
     def begin(self, step: int) -> None:
         self._step = step
+        self._begun += 1
+        self._thread = threading.get_ident()
         self._updates_before = self._updates
         self._was_averaged = False
         self._forget_window()
@@ -259,6 +268,12 @@ class Averaging(StepPart):
             self._take_no_part(Trigger.LAST)
 
     @override
+    def before_save(self) -> None:
+        """Send one more header, with the updates of the step that has just ended, and read all of them."""
+        self._take_no_part(Trigger.SAVE)
+        self._check.read_all()
+
+    @override
     def abandon(self) -> None:
         self._guard.unguard()
         self._forget_window()
@@ -289,8 +304,13 @@ class Averaging(StepPart):
     # When gradients are averaged.
 
     def _on_read(self, parameter: Tensor) -> None:
-        if not self._in_backward and (self._calls or id(parameter) in self._written):
+        if self._in_backward or not (self._calls or id(parameter) in self._written):
+            return
+        if threading.get_ident() == self._thread:
             self._wanted(Trigger.READ, parameter)
+        elif not self._has_warned:  # the other ranks do not know of this thread
+            self._has_warned = True
+            log.warning(_READ_ELSEWHERE, self._named(ExchangePoint(what=parameter)).what, self._step)
 
     def _on_write(self, parameter: Tensor, value: Tensor | None) -> None:
         if self._in_backward:
@@ -335,12 +355,11 @@ class Averaging(StepPart):
         self._written.clear()
         early, self._early = self._early, None
         if early is not None:
-            is_stale = early.is_stale()
-            self._send_rest(early.plan, early.sent)
+            is_stale = self._is_stale(early)
             self._finish(early.plan, early.at, lands=not is_stale)
             if is_stale:  # all of them are sent again, as on the other ranks
                 self._not_early.add(self._place())
-                early = None
+                early, trigger = None, Trigger.AGAIN
         if trigger is not Trigger.BACKWARD:
             self._refresh()
         self._take_on()
@@ -363,10 +382,26 @@ class Averaging(StepPart):
         self._last_plan = plan
         return at
 
-    def _send_rest(self, plan: _Plan, sent: Sequence[Any]) -> None:
-        """Send what is left of an exchange, in order."""
+    def _send_rest(self, plan: _Plan, sent: Sequence[Any], *, stale: bool = False) -> None:
+        """Send what is left of an exchange, in order; with the last of several buckets, whether one sent is `stale`."""
+        if len(plan.buckets) > 1:
+            plan.buckets[-1].extra.fill_(stale)
         for bucket in plan.buckets[len(sent) :]:
             bucket.send([read_gradient(p) for p in bucket.parameters])
+
+    def _is_stale(self, early: _Early) -> bool:
+        """Send the rest of an early exchange; whether it is void, on all ranks alike.
+
+        It is if a gradient has changed after its bucket had left, on any rank. After the first steps of a run a device
+        would wait to learn that of other ranks: each then decides by its own gradients, and one that sends them again
+        alone is named.
+        """
+        last, here = early.plan.buckets[-1], early.is_stale()
+        self._send_rest(early.plan, early.sent, stale=here)
+        if self._device.type != "cpu" and self._begun > FIRST_STEPS:
+            return here
+        self._wait(last, early.at)
+        return self._check.read(last.extra, early.at)[0] > 0
 
     @torch.no_grad()
     def _finish(self, plan: _Plan, at: ExchangePoint, *, lands: bool = True) -> None:
@@ -458,7 +493,8 @@ class Averaging(StepPart):
         groups = list(grouped(parameters[::-1], self._bucket_bytes))[:most_buckets]
         size = self._check.header_size
         group = self._own_group or self.group
-        buckets = [Bucket(each, group, 0 if i else size, self._wire) for i, each in enumerate(groups)]
+        extras = [size] + [0] * (len(groups) - 2) + [1] * (len(groups) > 1)
+        buckets = [Bucket(each, group, extra, self._wire) for each, extra in zip(groups, extras, strict=False)]
         return _Plan(buckets, mark, buckets[0].extra if buckets else torch.empty(0))
 
     def _make_group(self) -> None:
@@ -499,7 +535,7 @@ class Averaging(StepPart):
         if trigger is Trigger.UPDATE:
             where = self._update_line
         else:
-            where = "" if trigger in (Trigger.END_OF_STEP, Trigger.NOTHING, Trigger.LAST) else users_line()
+            where = "" if trigger in AT_ITS_END else users_line()
         return ExchangePoint(trigger, self._step, self._ordinal, self._updates, mark, what, where, self._last_update)
 
     def _named(self, point: ExchangePoint) -> ExchangePoint:
@@ -542,7 +578,8 @@ class _Early:
             if position is None:
                 return
             self._missing[position].discard(key)
-            while len(self.sent) < len(self.plan.buckets) and not self._missing[len(self.sent)]:
+            # The last one leaves after the call, and says whether gradients of the others have changed.
+            while len(self.sent) < len(self.plan.buckets) - 1 and not self._missing[len(self.sent)]:
                 bucket = self.plan.buckets[len(self.sent)]
                 gradients = [read_gradient(p) for p in bucket.parameters]
                 self.sent.append([(g, 0 if g is None else g._version) for g in gradients])

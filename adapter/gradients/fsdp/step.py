@@ -280,6 +280,11 @@ class ShardedStep(StepPart):
             self._agreement.end_step(failed=False)
 
     @override
+    def before_save(self) -> None:
+        if self._agreement is not None:
+            self._agreement.read_all()
+
+    @override
     def abandon(self) -> None:
         tensors.end_step()
         self._has_failed = True

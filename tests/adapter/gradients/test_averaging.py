@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 
 import pytest
 import torch
@@ -107,6 +108,28 @@ def test_a_read_averages_before_it_answers_and_only_once(averaged):
         nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
         run.optimizer.step()
     assert len(averaged) == 3 + 2 + 1
+
+
+@pytest.mark.parametrize("look", [lambda p: p.grad, copy.deepcopy], ids=["read", "copy"])
+def test_a_look_from_another_thread_averages_nothing_and_is_said_once(averaged, caplog, look):
+    run = Run()
+    calls(run, 3)
+    before = len(averaged)
+
+    with run.router:
+        run.optimizer.zero_grad()
+        run.backward()
+        for _ in range(2):
+            thread = threading.Thread(target=look, args=(run.model.weight,))
+            thread.start()
+            thread.join()
+        assert len(averaged) == before
+        run.backward()
+        run.backward()
+        run.optimizer.step()
+
+    assert len(averaged) == before + 1
+    assert sum("is read in another thread during step" in message for message in caplog.messages) == 1
 
 
 def test_calls_whose_gradients_are_read_in_between_are_averaged_each(averaged):

@@ -19,6 +19,7 @@ from genlight.adapter.contract.types import StepResult
 from genlight.adapter.discovery.discover import discover
 from genlight.adapter.gradients.precision import step_precision
 from genlight.adapter.gradients.step import StepHooks, StepRouter
+from genlight.adapter.gradients.step_part import StepPart
 
 PATCHED = (
     (torch.Tensor, "backward"),
@@ -171,6 +172,76 @@ def test_torch_is_untouched_after_a_step_that_failed():
 
     assert torch_now() == before
     assert not torch.is_autocast_enabled("cpu")
+
+
+def replace_the_entry() -> None:
+    real = torch.autograd._engine_run_backward
+    torch.autograd._engine_run_backward = lambda *args, **kwargs: real(*args, **kwargs)
+
+
+class Failing(StepPart):
+    """Raises in one of its calls, and records whether it was abandoned."""
+
+    def __init__(self, at: str) -> None:
+        self.abandoned = 0
+        setattr(self, at, self.fail)
+
+    def fail(self, *_: object) -> None:
+        raise RuntimeError("the part's")
+
+    def abandon(self) -> None:
+        self.abandoned += 1
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize(
+    ("at", "act", "error"),
+    [
+        ("nowhere", replace_the_entry, "was replaced by"),
+        ("begin", lambda: None, "the part's"),
+        ("end", lambda: None, "the part's"),
+    ],
+    ids=["replaced entry", "begin", "end"],
+)
+def test_whatever_raises_at_the_edge_of_a_step_leaves_torch_as_it_was_and_abandons_all_parts(at, act, error, is_open):
+    run = Run(MixedPrecision("bf16-mixed", "cpu"))
+    parts = [StepPart(), Failing(at), Failing("nowhere")]
+    before = torch_now()
+    run.router.parts += parts
+    if is_open:
+        run.router.open()
+
+    with pytest.raises(RuntimeError, match=error), run.router:
+        act()
+
+    assert not torch.is_autocast_enabled("cpu")
+    assert [part.abandoned for part in parts[1:]] == [1, 1]
+    run.router.close()
+    assert torch_now() == before
+
+
+def test_the_error_of_the_class_is_kept_if_the_entry_was_replaced_too():
+    run = Run(MixedPrecision("bf16-mixed", "cpu"))
+
+    with pytest.raises(ZeroDivisionError) as raised, run.router:
+        raise ZeroDivisionError(replace_the_entry())
+
+    assert "was replaced by" in raised.value.__notes__[0]
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_part_that_cannot_close_keeps_no_other_from_it():
+    run = Run()
+    closed = []
+    last = StepPart()
+    last.close = lambda: closed.append(True)
+    run.router.parts += [Failing("close"), last]
+    run.router.open()
+
+    with pytest.raises(RuntimeError, match="the part's"):
+        run.router.close()
+
+    assert closed == [True]
 
 
 def test_a_backward_in_another_thread_is_left_alone_while_a_step_runs():

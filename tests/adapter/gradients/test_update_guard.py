@@ -87,6 +87,44 @@ class FiniteGradients(Normalized):
         return state["model"](batch.nan_to_num(0, 0, 0)).square().mean() + batch.sum()
 
 
+class Resizing(Normalized):
+    """Keeps a queue of numbers as a buffer, which each step makes longer in place."""
+
+    first = torch.zeros(1)
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state["model"].register_buffer("queue", None if self.first is None else self.first.clone())
+        return state
+
+    def train_step(self, batch, state, ctx):
+        self.add(state["model"], batch.mean())
+        return super().train_step(batch, state, ctx)
+
+    def add(self, model, number):
+        model.queue.resize_(model.queue.numel() + 1)
+        model.queue[-1] = number
+
+
+class Replacing(Resizing):
+    def add(self, model, number):
+        model.queue = torch.cat([model.queue, number.reshape(1)])
+
+
+class Retyping(Resizing):
+    def add(self, model, number):
+        model.queue.data = (model.queue + number).to(
+            torch.float64 if model.queue.dtype is torch.float32 else torch.float32
+        )
+
+
+class Filling(Resizing):
+    first = None
+
+    def add(self, model, number):
+        model.queue = number.clone() if model.queue is None else model.queue + number
+
+
 class Closure(Normalized):
     def train_step(self, batch, state, ctx):
         def closure():
@@ -146,10 +184,11 @@ def assert_equal(actual, expected):
         assert all(torch.equal(mine[key], other[key]) for key in other)
 
 
-@pytest.mark.parametrize("trainer_class", [Normalized, Closure])
-def test_a_run_with_a_bad_batch_ends_bit_equal_to_one_without_that_batch(tmp_path, trainer_class):
+@pytest.mark.parametrize("bad", [0, BAD])
+@pytest.mark.parametrize("trainer_class", [Normalized, Closure, Resizing, Replacing, Retyping, Filling])
+def test_a_run_with_a_bad_batch_ends_bit_equal_to_one_without_that_batch(tmp_path, trainer_class, bad):
     """Weights, running statistics and the optimizer's state alike."""
-    assert_equal(fit(tmp_path, trainer_class), plain(trainer_class))
+    assert_equal(fit(tmp_path, trainer_class, bad=(bad,)), plain(trainer_class, left_out=(bad,)))
 
 
 def test_an_infinite_loss_with_finite_gradients_counts_too(tmp_path):
