@@ -26,8 +26,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
-from .codec.state_tree import check
+from ...adapter.contract.exceptions import BrokenCheckpointError
+from .codec.state_tree import dtype_of
 from .format.record import MODEL_FILE, STATE_FILE, TRAINER_FOLDER, CheckpointRecord, FileEntry, parse_json
 from .storage import opened, read_proven
 
@@ -40,9 +40,9 @@ __all__ = [
     "TORCH_TYPES",
     "TypedShape",
     "build_header",
-    "check_contents",
     "check_tensor",
     "header_from",
+    "is_dense",
     "is_of_tensors",
     "make_whole",
     "part_folder",
@@ -331,12 +331,14 @@ def check_tensor(reference: Any, stored: Stored) -> TypedShape:
         raise ValueError(f"there is no tensor {where}")
     shape = list(found.shape) if facts.dtype is None else facts.shape or []
     element = _ELEMENT_BYTES[found.dtype] if facts.dtype is None else _element_bytes(facts.dtype)
+    if element is None:  # as no type that this module knows, but perhaps this torch
+        element = dtype_of(facts.dtype or "").itemsize
     if math.prod(shape) > _MOST_ELEMENTS:
         raise ValueError(f"no tensor has the shape {shape}")
-    if element is not None and math.prod(shape) * element != found.nbytes:
+    if math.prod(shape) * element != found.nbytes:
         raise ValueError(f"{where} has {found.nbytes} bytes, but its reference needs {math.prod(shape) * element}")
-    if facts.stride is not None and _extent(shape, facts.stride) > math.prod(shape):
-        raise ValueError(f"the strides of {where} leave its bytes")
+    if facts.stride is not None and not is_dense(shape, facts.stride):
+        raise ValueError(f"the strides of {where} leave its bytes, or name some of them twice")
     if (facts.requires_grad or facts.parameter) and (facts.dtype or found.dtype) in _WHOLE_NUMBERS:
         raise ValueError(f"{where} holds whole numbers, which have no gradient")
     return found if facts.dtype is None else TypedShape(facts.dtype, tuple(shape), found.data_offsets)
@@ -347,13 +349,16 @@ def _element_bytes(dtype: str) -> int | None:
     return _ELEMENT_BYTES.get(TORCH_TYPES.get(dtype, dtype))
 
 
-def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from the first to the last, both included; 0 for an empty tensor."""
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the elements fill their range without gaps or repetition, in whatever order of dimensions."""
     if len(shape) != len(stride):
-        raise ValueError(f"the shape {list(shape)} and the strides {list(stride)} have other lengths")
-    if 0 in shape:
-        return 0
-    return sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
+        return False
+    expected = 1
+    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
+        if step != expected and 0 not in shape:
+            return False
+        expected *= size
+    return True
 
 
 def read_contents(
@@ -390,32 +395,3 @@ def read_contents(
         size = math.prod(left.shape) * _ELEMENT_BYTES[left.dtype]
         stored[MODEL_FILE, left.key] = TypedShape(left.dtype, left.shape, (0, size))
     return content, stored, sliced
-
-
-def check_contents(record: CheckpointRecord, *, knows_types: bool = False) -> None:
-    """Prove that the parts of a checkpoint, whose digests hold, fit together and can be restored in this process.
-
-    Args:
-        record: The checkpoint.
-        knows_types: Whether the modules are imported whose types it may name. If not, a type of a module that is not
-            imported may still come to be known.
-
-    Raises:
-        BrokenCheckpointError: They don't, or a file cannot be read; says which file, or which value.
-    """
-    if record.is_old:
-        return
-    content, stored, _ = read_contents(record)
-    for where, tree in (
-        ("checkpoint", content["checkpoint"]),
-        ("weights_metadata", content.get("weights_metadata")),
-        ("state", record.state),
-    ):
-        try:
-            check(tree, lambda reference: check_tensor(reference, stored), knows_types=knows_types)
-        except (BrokenCheckpointError, OSError, MemoryError):
-            raise
-        except CheckpointError as error:
-            raise BrokenCheckpointError(record.name, str(error)) from error
-        except Exception as error:
-            raise BrokenCheckpointError(record.name, f"its {where} is malformed: {error!r:.500}") from error

@@ -328,7 +328,13 @@ class Checkpoint(Hook, LightningCheckpoint):
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         parts = checkpoint.get(CONTRACT_KEY, {})
         put_positions_back(trainer, checkpoint, parts)
-        self._resume.load(trainer, checkpoint, parts)
+        try:
+            self._resume.load(trainer, checkpoint, parts)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            loaded = self._store.loaded
+            name = os.fspath(trainer.ckpt_path or "the checkpoint") if loaded is None else loaded.name
+            reason = f"its random states or gradients cannot be restored: {error!r:.500}"
+            raise BrokenCheckpointError(name, reason) from error
         if self._resume.is_within_epoch:
             # Of the instance, and until then: a hook that is there is called in every step.
             self.on_train_batch_start = self.restore_pending_rng  # type: ignore[method-assign, assignment]

@@ -21,7 +21,7 @@ from genlight.adapter.contract.exceptions import (
 )
 from genlight.adapter.module.trainer_files import trainer_directory
 from genlight.adapter.run.start import decide_start
-from genlight.callbacks.checkpoint import RecordMeta, load, newest_valid, save, verify
+from genlight.callbacks.checkpoint import RecordMeta, delete_checkpoint, load, newest_valid, save, verify
 from genlight.callbacks.checkpoint.codec.state_tree import MAX_DEPTH
 from genlight.callbacks.checkpoint.contents import parse_header, parse_slices
 from genlight.callbacks.checkpoint.format import record as record_module
@@ -110,9 +110,9 @@ WRONG = {
     "spec_digest": [7, []],
     "spec": [None, [], "x"],
     "created_at_ms": ["x", 10**30, -(10**18), 10**17],
-    "elapsed_s": ["x", -1, None],
+    "elapsed_s": ["x", -1, None, float("inf"), float("nan")],
     "world_size": [0, -1, "2", 10**30],
-    "metrics": [[], {"a": "x"}, None],
+    "metrics": [[], {"a": "x"}, None, {"a": float("-inf")}],
     "versions": [[], {"a": 1}, None],
     "trainer_checkpoint": [[], "x", 7],
     "folder": [7, "../x", "/etc", "", ".", "a/b", "a\0b", "\ud800"],
@@ -172,6 +172,15 @@ def test_a_record_that_is_too_large_is_not_read(checkpoints):
     with (checkpoints / f"{NAME}.json").open("r+b") as file:
         file.truncate(1 << 40)
     assert "1,099,511,627,776 bytes" in _passed_over(checkpoints)
+
+
+def test_a_record_with_very_many_names_is_neither_read_nor_written(checkpoints, tmp_path, monkeypatch):
+    entry = {"path": "x", "size": 1, "xxh3_128": "0" * 32}
+    _sign(checkpoints, _content(checkpoints) | {"files": [entry] * (record_module.MOST_NAMES + 1)})
+    assert "names more than 250,000 files" in _passed_over(checkpoints)
+    monkeypatch.setattr(record_module, "MOST_NAMES", 1)
+    with pytest.raises(UnstorableStateError, match="at most 1 files"):
+        save(tmp_path / "step-00000001", {"global_step": 1, "state_dict": {"w": torch.ones(2)}})
 
 
 def test_a_state_that_would_make_it_too_large_is_refused_when_it_is_saved(tmp_path, monkeypatch):
@@ -444,6 +453,10 @@ CHANGES = [
     {"stride": [TIB, 1]},
     {"stride": [-3, 1]},
     {"stride": [3]},
+    {"stride": [0, 0]},
+    {"stride": [1, 1]},
+    {"dtype": "torch.load", "shape": [6]},
+    {"dtype": "float99", "shape": [2, 3]},
     {"stride": None, "key": "nothing"},
     {"file": None},
     {"file": "../model.safetensors"},
@@ -489,6 +502,85 @@ STATE_FILES = [b"", b"[]", b"{}", b"\xff", b'{"checkpoint":7}', b'{"checkpoint":
 def test_a_malformed_state_file_is_a_broken_checkpoint(checkpoints, data):
     _replace(checkpoints, "training_state.json", data)
     _passed_over(checkpoints)
+
+
+PARTS = {
+    "a random state of another Python": {"genlight": {"rng": [{"python": {"version": 9}}]}},
+    "words of another length": {"genlight": {"rng": [{"python": {"words": "octets"}}]}},
+    "a random state of torch that is none": {"genlight": {"rng": [{"torch": "words"}]}},
+    "a rank that is none": {"genlight": {"rng": [{"generators": 7}]}},
+    "infinite time": {"genlight": {"elapsed_s": {"$float": "inf"}}},
+    "time in words": {"genlight": {"elapsed_s": "x"}},
+    "gradients that are none": {"genlight": {"gradients": [{"w": 7}]}},
+    "a version that is none": {"pytorch-lightning_version": 7},
+    "a version in words": {"pytorch-lightning_version": "newest"},
+    "callbacks": {"callbacks": 7},
+    "loops": {"loops": {"fit_loop": None}},
+    "schedules": {"lr_schedulers": [7]},
+    "optimizers": {"optimizer_states": {"$tuple": [[]]}},
+    "run state": {"genlight_run_state": [1]},
+    "epoch": {"epoch": 1.5},
+    "weights": {"state_dict": []},
+}
+
+
+@pytest.mark.parametrize("parts", [{}, *PARTS.values()], ids=["as saved", *PARTS])
+def test_a_part_that_lightning_or_genlight_cannot_restore_is_a_broken_checkpoint(checkpoints, parts):
+    """It would end each start with an error that names no checkpoint."""
+    generator_state = torch.get_rng_state()
+    rng = {"python": {"version": 3, "words": torch.zeros(625, dtype=torch.int64), "gauss": None}}
+    rng |= {"torch": generator_state, "numpy": {}, "devices": {}, "generators": [generator_state]}
+    content = {
+        "pytorch-lightning_version": "2.6.0.dev0+cpu",
+        "global_step": 2,
+        "epoch": 0,
+        "state_dict": {"w": torch.ones(2, 2)},
+        "loops": {"fit_loop": {}},
+        "callbacks": {},
+        "optimizer_states": [{}],
+        "lr_schedulers": [{}],
+        "genlight_run_state": {},
+        "genlight": {"elapsed_s": 1.0, "rng": [rng], "gradients": [{"w": torch.ones(2, 2)}]},
+    }
+    delete_checkpoint(checkpoints / NAME)
+    save(checkpoints / NAME, content, meta=RecordMeta(run_id="r"))
+    stored = json.loads((checkpoints / NAME / "training_state.json").read_bytes())
+    by_name = dict(stored["checkpoint"]["$dict"])
+    own = by_name["genlight"]["rng"][0]
+    tensors = {"words": own["python"]["words"], "octets": own["torch"]}
+    for name, value in parts.items():
+        by_name[name] = _merged(by_name[name], value, tensors)
+    stored["checkpoint"]["$dict"] = list(by_name.items())
+    _replace(checkpoints, "training_state.json", json.dumps(stored, separators=(",", ":")).encode())
+    if parts:
+        assert "its checkpoint is malformed" in _passed_over(checkpoints)
+    else:
+        assert newest_valid(checkpoints)[0].step == 2
+
+
+def _merged(stored, changes, tensors):
+    """`stored` with some values changed; the name of a tensor stands for its reference."""
+    if isinstance(stored, dict) and isinstance(changes, dict) and stored.keys() & changes.keys():
+        return stored | {name: _merged(stored[name], value, tensors) for name, value in changes.items()}
+    if isinstance(stored, list) and isinstance(changes, list) and stored and len(stored) == len(changes):
+        return [_merged(old, new, tensors) for old, new in zip(stored, changes, strict=True)]
+    return tensors.get(changes, changes) if isinstance(changes, str) else changes
+
+
+@pytest.mark.parametrize("constant", [b"NaN", b"-Infinity", b"Infinity"])
+def test_a_number_that_json_does_not_have_is_a_broken_checkpoint(checkpoints, constant):
+    content = json.loads((checkpoints / NAME / "training_state.json").read_bytes())
+    data = json.dumps({**content, "more": "X"}).encode().replace(b'"X"', constant)
+    _replace(checkpoints, "training_state.json", data)
+    assert "no number of JSON" in _passed_over(checkpoints)
+
+
+def test_a_tensor_whose_elements_overlap_is_stored_by_its_values(tmp_path):
+    """Its range is as large as its number of elements, but some of that it uses twice."""
+    overlapping = torch.arange(9.0).as_strided((3, 3), (2, 2))
+    save(tmp_path / "step-00000001", {"global_step": 1, "genlight": {"state": {"a": overlapping}}})
+    assert newest_valid(tmp_path)[1] == []
+    assert torch.equal(load(tmp_path / "step-00000001")["genlight"]["state"]["a"], overlapping)
 
 
 def test_what_was_saved_is_still_taken(checkpoints):

@@ -79,8 +79,8 @@ def decode(tree: Any, tensor_of: TensorSource) -> Any:
     return _Decoder(tensor_of).decode(tree)
 
 
-def check(tree: Any, tensor_of: TensorSource, *, knows_types: bool) -> None:
-    """Go through a stored tree as `decode` would, without a type of the user's being made.
+def check(tree: Any, tensor_of: TensorSource, *, knows_types: bool) -> Any:
+    """Go through a stored tree as `decode` would, without making a type of the user's; return what it found.
 
     Args:
         tree: What `encode` gave.
@@ -92,7 +92,7 @@ def check(tree: Any, tensor_of: TensorSource, *, knows_types: bool) -> None:
         CheckpointError: It has a tag, or names a type, that is not known here.
         Exception: Whatever the content of the tree makes a constructor raise.
     """
-    _Checker(tensor_of, knows_types).decode(tree)
+    return _Checker(tensor_of, knows_types).decode(tree)
 
 
 def format_path(path: Path) -> str:

@@ -25,7 +25,7 @@ import torch
 import xxhash
 
 from ....adapter.contract.exceptions import UnstorableStateError
-from ..contents import RAW, TORCH_TYPES, Box, SlicedTensor
+from ..contents import RAW, TORCH_TYPES, Box, SlicedTensor, is_dense
 from ..format.record import MODEL_FILE, TENSORS_FILE
 from ..sharded.slices import is_saved_by_this_rank, is_sharded, slice_of, unsharded
 from .state_tree import Path, format_path
@@ -100,7 +100,7 @@ class TensorTable:
                 known |= {"dtype": name, "shape": list(tensor.shape)}
             if box is not None:
                 self.sharded_tensors[file, key] = SlicedTensor(file, key, name, tuple(tensor.shape), ())
-            elif not values.is_contiguous() and _is_dense(values):
+            elif not values.is_contiguous() and is_dense(values.shape, values.stride()):
                 known["stride"] = list(values.stride())
             self._known.setdefault(memory, known)
         reference = dict(self._known[memory])
@@ -138,13 +138,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is dense, of no class of its own, and has values."""
     is_dense = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     return is_dense and not (tensor.is_quantized or tensor.is_meta)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their range without gaps or repetition, in whatever order of dimensions."""
-    dimensions = [(size, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-    extent = 1 + sum((size - 1) * step for size, step in dimensions)
-    return extent == tensor.numel() and all(step > 0 for _, step in dimensions)
 
 
 def bytes_of(source: torch.Tensor) -> memoryview:

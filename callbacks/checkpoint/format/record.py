@@ -29,10 +29,11 @@ import math
 import os
 import platform
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -163,6 +164,7 @@ def record_paths(directory: str | os.PathLike[str]) -> list[Path]:
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 _Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 
 
@@ -207,10 +209,10 @@ class RecordMeta:
     """The fields that `spec_digest` covers, so that a mismatch can name those that differ."""
     trainer_checkpoint: Mapping[str, Any] | None = None
     """The result of the trainer's ``save_checkpoint`` hook; a relative ``primary_path`` is relative to its folder."""
-    elapsed_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    elapsed_s: Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)] = 0.0
     """Training time so far, over all attempts."""
     world_size: Annotated[int, msgspec.Meta(ge=1, le=2**31)] = 1
-    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    metrics: Mapping[str, _Finite | None] = field(default_factory=dict)
     """Monitored values at this step, for `keep_best`."""
     writer: str = ""
     """Who decides how long it stays, and may remove it unasked; empty where no one may."""
@@ -319,6 +321,9 @@ RECORD_MARKER = b'{"format":"genlight.checkpoint"'
 LARGEST_RECORD_BYTES = 256 << 20
 """JSON takes many times its size in memory. Tensors and arrays are not in the record, so this is a lot."""
 
+MOST_NAMES = 250_000
+"""Files, and tensors that are left out, that one record names: each start reads it several times."""
+
 _TORCH_MAGICS = (b"PK", b"\x80\x02")
 """The first bytes of a file that ``torch.save`` wrote: a ZIP archive, or a bare pickle."""
 
@@ -329,13 +334,17 @@ _NOT_STORED = ("path", "is_old", "digest", "parameters")
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse JSON of a checkpoint; a key that is there twice is refused, as no reader could tell which one was meant.
+    """Parse JSON of a checkpoint, which has no key twice in one object, and no NaN or Infinity.
 
     Raises:
-        ValueError: It is not JSON, or an object has a key twice.
+        ValueError: It is not such JSON.
         RecursionError: It is nested too deeply.
     """
-    return json.loads(data, object_pairs_hook=with_unique_keys)
+    return json.loads(data, object_pairs_hook=with_unique_keys, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def digest_of(data: bytes | memoryview) -> str:
@@ -351,12 +360,19 @@ def serialise_record(record: CheckpointRecord) -> bytes:
     """
     names = [field.name for field in dataclasses.fields(record) if field.name not in _NOT_STORED]
     content = {"format": FORMAT, "format_version": FORMAT_VERSION, **{name: getattr(record, name) for name in names}}
+    if _has_too_many_names(content):
+        raise UnstorableStateError("save_checkpoint()", "a folder", f"write at most {MOST_NAMES:,} files, or pack them")
     content["metrics"] = {name: v if math.isfinite(v or 0) else None for name, v in record.metrics.items()}
     body = json.dumps(content, separators=(",", ":"), allow_nan=False, default=_as_dict)[:-1].encode()
     if len(body) > LARGEST_RECORD_BYTES - 100:
         hint = f"it takes {len(body):,} bytes of JSON, and a record has room for {LARGEST_RECORD_BYTES:,}; use tensors"
         raise UnstorableStateError("state_dict()", type(record.state).__name__, hint)
     return body + _DIGEST_MEMBER + digest_of(body).encode() + b'"}\n'
+
+
+def _has_too_many_names(content: Mapping[str, Any]) -> bool:
+    lists = [content.get("files"), content.get("left_out")]
+    return any(isinstance(names, list | tuple) and len(names) > MOST_NAMES for names in lists)
 
 
 def _as_dict(value: Any) -> dict[str, Any]:
@@ -392,7 +408,8 @@ def _parsed(path: Path) -> CheckpointRecord:
         raise ValueError(f"{path.name} was written by torch.save and is not a record of genlight")
     data = read_regular(path, limit=LARGEST_RECORD_BYTES)
     try:
-        content = parse_json(data)
+        # An older runtime has no digest, and wrote NaN as Python does.
+        content = parse_json(data) if _DIGEST_MEMBER in data else json.loads(data, object_pairs_hook=with_unique_keys)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"its record {path.name} is not JSON: {error}") from None
     if not isinstance(content, dict):
@@ -456,17 +473,20 @@ def _new_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
         )
     if missing := {"step", "run_id"} - content.keys():  # for which the facts of a run have a default
         raise ValueError(f"its record {path.name} lacks {', '.join(sorted(missing))}")
+    if _has_too_many_names(content):
+        raise ValueError(f"its record {path.name} names more than {MOST_NAMES:,} files or tensors")
     try:
         record = msgspec.convert({**content, "path": path, "is_old": False, "parameters": ()}, CheckpointRecord)
     except (ValueError, RecursionError) as error:  # as msgspec's own are
         raise ValueError(f"its record {path.name} misspells a member: {error}") from None
     # One that came from elsewhere must not make this process read, or delete, files beyond its folder.
-    for named in [entry.path for entry in record.files] + ([] if record.folder is None else [record.folder]):
-        parts = PurePosixPath(named)
-        if parts.is_absolute() or ".." in parts.parts or not parts.parts or not is_path(named):
-            raise ValueError(f"its record names a file outside of its folder: {named!r}")
-    if record.folder is not None and len(PurePosixPath(record.folder).parts) > 1:
+    # Strings, not paths, which take ten times as long: a record may name very many files.
+    names = [entry.path for entry in record.files]
+    for named in names if record.folder is None else [*names, record.folder]:
+        if not {"", ".", ".."}.isdisjoint(named.split("/")) or not is_path(named):
+            raise ValueError(f"its record names a file outside of its folder, or indirectly: {named!r}")
+    if "/" in (record.folder or ""):
         raise ValueError(f"its record names a folder within another one: {record.folder!r}")
-    if len({PurePosixPath(entry.path) for entry in record.files}) < len(record.files):
+    if len(set(names)) < len(names):
         raise ValueError("its record names a file twice")
     return record

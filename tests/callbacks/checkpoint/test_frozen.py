@@ -26,8 +26,8 @@ from genlight.callbacks.checkpoint import (
     verify,
 )
 from genlight.callbacks.checkpoint.capture import Frozen
-from genlight.callbacks.checkpoint.contents import check_contents
 from genlight.callbacks.checkpoint.format.record import serialise_record
+from genlight.callbacks.checkpoint.restorable import check_contents
 from genlight.reporters.uploads.queue import Entry, pack
 from support.adapted_model import FROZEN_BYTES, Adapted
 
