@@ -1,6 +1,6 @@
-"""What tests share: trainer classes, servers, programs of one rank. Imported as ``support``; it asserts nothing."""
+"""Code that tests share: trainer classes, servers, programs of ranks. Imported as ``support``; it asserts nothing."""
 
 from pathlib import Path
 
 SUPPORT = Path(__file__).parent
-"""Where the programs lie that tests start as processes of their own."""
+"""Folder of the programs that tests start as separate processes."""

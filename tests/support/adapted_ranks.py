@@ -1,8 +1,8 @@
 """One rank of a run that trains a part of its model; started twice by ``test_shared_by_ranks.py``.
 
-Arguments: rank, world size, folder of the store, directory of checkpoints, ``ddp`` or ``sharded``, which weights
-checkpoints hold. Trains four steps, or two more than the newest checkpoint, whose weights it is given then; the whole
-weights at the end go into ``rank<r>.pt``.
+Arguments: rank, world size, folder of the store, directory of checkpoints, ``ddp`` or ``sharded``, and the
+weights that checkpoints hold. Trains four steps, or two more than the newest checkpoint, starting with its weights. The
+full final weights go into ``rank<r>.pt``.
 """
 
 import sys

@@ -31,7 +31,7 @@ def chromium():
 
 @contextlib.contextmanager
 def opened(browser, address, **options):
-    """A page at `address`, which fails where the page logs an error or breaks its own content policy."""
+    """Open a page at `address`; fail if it logs an error or breaks its content policy."""
     faults = []
     context = browser.new_context(viewport={"width": 1200, "height": 900}, **options)
     page = context.new_page()
@@ -48,7 +48,7 @@ def opened(browser, address, **options):
 
 
 def wait_until(page, expression):
-    """Wait until a JavaScript expression holds; playwright's own way to wait needs ``eval``, which pages forbid."""
+    """Wait until a JavaScript expression holds; playwright's own way to wait needs ``eval``, and pages forbid that."""
     give_up_at = time.monotonic() + 60
     while not page.evaluate(expression):
         assert time.monotonic() < give_up_at, f"{expression} does not come true"
@@ -56,8 +56,8 @@ def wait_until(page, expression):
 
 
 def violations(page):
-    """What axe-core finds on the page: the name of each rule and the elements that break it."""
+    """Return the findings of axe-core on the page: the name of each rule and the elements that break it."""
     script = resources.files("axe_playwright_python").joinpath("axe.min.js").read_text()
-    page.evaluate(script)  # not a script element, which the policy of the page forbids
+    page.evaluate(script)  # the policy of the page forbids a script element
     found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
     return {each["id"]: [node["html"] for node in each["nodes"]] for each in found}

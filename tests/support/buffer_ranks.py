@@ -1,7 +1,7 @@
-"""One rank whose batch norms see rows of their own; started twice by ``test_buffer_sync.py``.
+"""One rank whose batch norms see different rows than the other's; started twice by ``test_buffer_sync.py``.
 
-Arguments: rank, world size, folder. Trains once for each place from which buffers can be looked at, and writes what was
-seen there to ``rank<rank>.pt``. In its last training rank 0 is lost between its update and the end of the step.
+Arguments: rank, world size, folder. Trains once for each place where buffers can be read, and writes the values that
+it read there to ``rank<rank>.pt``. In its last training rank 0 is lost between its update and the end of the step.
 """
 
 import os
@@ -25,11 +25,11 @@ STEPS = 6
 
 
 class Lost(Exception):
-    """What a loader raises."""
+    """The exception of a loader."""
 
 
 def leave_after_update():
-    """On rank 0, once rank 1 has its gradients."""
+    """Kill rank 0 once rank 1 has its gradients."""
     updated = FOLDER / "rank 1 has made its update"
     if RANK == 1:
         updated.touch()
@@ -103,7 +103,7 @@ class Watching(pl.Callback):
 
 
 class Logs(pl.Callback):
-    """Logs while the batch is not trained yet, so that loggers alone are called where the step has ended."""
+    """Logs before the batch is trained, so that only loggers are called at the end of the step."""
 
     def on_train_batch_start(self, trainer, pl_module, *_):
         pl_module.log("x", 1.0)
@@ -161,7 +161,7 @@ def fit(plugin, *callbacks, stream=None, ckpt_path=None, **settings):
 
 
 def seen_from(look):
-    """What is seen from one place, and the buffers at the end."""
+    """Return the values read at one place, and the final buffers."""
     plugin = Normed(look)
     callbacks, stream, settings = [], None, {}
     if look.startswith("on_"):
@@ -196,7 +196,7 @@ PLACES = (
 
 
 def resumed():
-    """The buffers at the end of a run, and those of one that goes on after its third step."""
+    """Return the final buffers of a run, and of one that was resumed after its third step."""
     folder = FOLDER / "resumed"
     plain = fit(Normed(), Checkpoint(folder, every_n_steps=3, save_final=False))
     return {

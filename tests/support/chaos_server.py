@@ -1,7 +1,7 @@
-"""An orchestrator and file store that fails in every way a network has; run as a process of its own.
+"""An orchestrator and file store that fails in every way a network can; runs as a separate process.
 
 Usage: ``python chaos_server.py DIRECTORY``; prints its port. ``POST /__control`` with JSON changes its behaviour,
-``GET /__state`` tells what it has accepted. What it accepts is applied once per idempotency key, like the real one.
+``GET /__state`` lists accepted requests. A request is applied once per idempotency key, as by a real server.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class Server:
         self.options = dict(DEFAULTS)
         self.dice = random.Random(self.options["seed"])
         self.answers = {}  # key -> answer
-        self.applied = []  # what was applied, in order
+        self.applied = []  # applied requests, in order
         self.requests = []  # every request that was read
 
     async def serve(self, reader, writer):
@@ -164,7 +164,7 @@ class Server:
         return await self.answer(writer, 200, reply, broken=fault)
 
     async def stall(self):
-        """For as long as the options say, which may change meanwhile."""
+        """Wait as long as the options require; they may change meanwhile."""
         began = time.monotonic()
         while time.monotonic() - began < self.options["stall_s"]:
             await asyncio.sleep(0.01)

@@ -16,7 +16,7 @@ CALLS = itertools.count()
 
 
 class Sound:
-    """Everything that the contract asks for: EMA, dropout, a counter, a generator of its own."""
+    """Uses everything that the contract covers: EMA, dropout, a counter, a separate generator."""
 
     def setup(self, ctx):
         torch.manual_seed(0)
@@ -48,7 +48,7 @@ class Sound:
 
 
 class WithoutHooks(torch.optim.Optimizer):
-    """A wrapper as opacus makes them: without torch's constructor, and so without hooks of its own."""
+    """A wrapper like those of opacus: without torch's constructor, and therefore without hooks."""
 
     def __init__(self, optimizer) -> None:
         self.original, self.param_groups, self.defaults = optimizer, optimizer.param_groups, optimizer.defaults
@@ -75,7 +75,7 @@ class WrappedOptimizer(Sound):
 
 
 class Accumulates(Sound):
-    """Updates every fourth step, by the sum of what it has seen."""
+    """Updates every fourth step, with the accumulated gradients."""
 
     def train_step(self, batch, state, ctx):
         loss = self.loss(batch, state)
@@ -130,7 +130,7 @@ class SparseGraph(Sound):
 
 
 class BiasBeforeBatchNorm(Sound):
-    """The gradient of the bias is nothing but rounding, which Adam makes a whole step of."""
+    """The gradient of the bias is only rounding error, but Adam turns it into a full step."""
 
     def configure(self, ctx):
         model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
@@ -138,7 +138,7 @@ class BiasBeforeBatchNorm(Sound):
 
 
 class Attends(Sound):
-    """Attention, whose bias of keys has a gradient of nothing but rounding, which Adam makes steps of."""
+    """Attention whose key bias has only rounding errors as gradients; Adam turns them into steps."""
 
     def configure(self, ctx):
         embed, attention = nn.Linear(1, 8), nn.MultiheadAttention(8, 2, batch_first=True)
@@ -210,7 +210,7 @@ class Lazy(Sound):
 
 
 class OddTypes(Sound):
-    """What torch compares neither as it is nor at all."""
+    """State that torch cannot compare."""
 
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -257,7 +257,7 @@ class SeededByRank(Sound):
 
 
 class LbfgsOptimizer(WithoutDropout):
-    """Which sharding refuses."""
+    """Does something that sharding refuses."""
 
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -280,7 +280,7 @@ class ArrowRows(WithoutDropout):
 
 
 class ByGradient(WithoutDropout):
-    """Adam would hide a gradient that is a multiple of what it should be."""
+    """Scales its gradients by a wrong factor; Adam would hide that."""
 
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -332,7 +332,7 @@ class ForgetsLateCounter(Sound):
 
 
 class ForgetsBest(Sound):
-    """The lowest loss so far, which the first step after a resume sets anew."""
+    """Keeps the lowest loss so far, but the first step after a resume resets it."""
 
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -347,7 +347,7 @@ class ForgetsBest(Sound):
 
 
 class NonPersistent(Sound):
-    """Statistics in a buffer that no state dict has, used for sampling alone."""
+    """Statistics in a buffer that no state dict has, used only for sampling."""
 
     class Net(nn.Sequential):
         def __init__(self, *parts):
@@ -366,7 +366,7 @@ class NonPersistent(Sound):
 
 
 class ReadsAClock(Sound):
-    """Keeps a time stamp, which is nobody's fault."""
+    """Keeps a time stamp, a difference that is no fault."""
 
     def loss(self, batch, state):
         state.began_at = time.monotonic()
@@ -381,7 +381,7 @@ class WrittenNotRead(Sound):
 
 
 class HiddenState(Sound):
-    """Keeps a counter where nobody looks."""
+    """Keeps a counter in a place that nobody searches."""
 
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -412,7 +412,7 @@ class Overflowing(Sound):
 
     def loss(self, batch, state):
         out = state.model(batch[0])
-        # 1 where out was computed in fp32, and a division by nothing where in bf16
+        # 1 if `out` was computed in fp32; division by zero if in bf16
         exact = (out.float() - out.float().bfloat16().float()).abs().max()
         return (out - batch[1]).square().mean() * (exact / exact)
 
@@ -427,7 +427,7 @@ class RankDependent(ByGradient):
 
 
 class ReplacedByOwnRows(WithoutDropout):
-    """Points that are added where a rank's own rows are, in the second step."""
+    """Adds points at the positions of this rank's rows in the second step."""
 
     def configure(self, ctx):
         points = nn.ParameterDict({"mean": nn.Parameter(torch.linspace(-1, 1, 8).view(4, 2))})
@@ -513,7 +513,7 @@ HIDDEN = {}
 
 
 class Hidden(WithoutDropout):
-    """Keeps its model and its optimizer in a variable of the module, where nobody finds them."""
+    """Keeps its model and its optimizer in a module variable that nobody searches."""
 
     def configure(self, ctx):
         HIDDEN["state"] = super().configure(ctx)
@@ -606,7 +606,7 @@ class Evaluates(Sound):
 
 
 class ReadsItsLosses(Sound):
-    """A hook of its own reads the metrics of each step, as a hook of a run does."""
+    """Its own hook reads the metrics of each step, like a hook of a run."""
 
     def trainer_hooks(self, state, ctx):
         return [self]
@@ -656,7 +656,7 @@ class DividesByRanks(WithoutDropout):
 
 
 class CountsOverRanks(WithoutDropout):
-    """Keeps a sum over the rows of all ranks, which is right, and is twice as much where both have the same rows."""
+    """Keeps a sum over the rows of all ranks: correct, but doubled if both ranks have the same rows."""
 
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -672,7 +672,7 @@ class CountsOverRanks(WithoutDropout):
 
 
 class ScalesByItsFirstLoss(WithoutDropout):
-    """As GradNorm does: each rank has the first loss of its own rows."""
+    """Like GradNorm: each rank keeps the first loss of its rows."""
 
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -687,7 +687,7 @@ class ScalesByItsFirstLoss(WithoutDropout):
 
 
 class KeepsAMeanLoss(ScalesByItsFirstLoss):
-    """Which it reports and nothing depends on."""
+    """Reports a value that nothing depends on."""
 
     def loss(self, batch, state):
         return super().loss(batch, state) * state.first
@@ -699,7 +699,7 @@ class ReturnsNothing(Sound):
 
 
 class NanLoss(Sound):
-    """Which an update that is left out hides."""
+    """Has a fault that a skipped update hides."""
 
     def train_step(self, batch, state, ctx):
         super().train_step(batch, state, ctx)

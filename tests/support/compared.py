@@ -22,7 +22,7 @@ def batches(count: int = COUNT) -> list[dict[str, list[list[float]]]]:
 
 
 class Plain:
-    """Draws its weights without a seed of its own, has dropout and a schedule, and changes the raw batch."""
+    """Draws its weights without seeding, has dropout and a schedule, and changes the raw batch."""
 
     lr = 0.01
 
@@ -199,7 +199,7 @@ def wants_more(batches, config_file, verbose=False):
 
 
 def with_a_closure(batches, steps, device):
-    """As Lightning's automatic optimization steps."""
+    """Steps like Lightning's automatic optimization."""
     model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)

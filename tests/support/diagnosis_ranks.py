@@ -25,7 +25,7 @@ def net() -> nn.Sequential:
 
 
 def loss_of_batch(model: nn.Module, batch: torch.Tensor, fault: str) -> torch.Tensor:
-    """On rank 1 a step may take longer, or a batch may be broken."""
+    """Slow down a step or break a batch on rank 1."""
     if RANK.number == 1 and fault == "sleeps":
         time.sleep(SLEEP_S)
     if RANK.number == 1 and fault == "nan":

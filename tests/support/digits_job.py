@@ -1,4 +1,4 @@
-"""The job of the digits example, small enough to be killed again and again, and what it leaves."""
+"""The job of the digits example, small enough to be killed repeatedly, and its results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DIGITS = Path(__file__).parents[2] / "examples" / "digits"
 
 
 def write_digits_job(folder: Path, *, steps: int, cadence: int, batch_size: int, lightning: dict[str, Any]) -> Path:
-    """Write the job, with its trainer beside it, into `folder`; its path."""
+    """Write the job and its trainer into `folder`; return the job's path."""
     job = json.loads((DIGITS / "job.json").read_text())
     job |= {"max_steps": steps, "checkpoint_every": cadence, "metric_every": 1, "sample_every": 0}
     job |= {"resume_from_latest": True, "lightning": {"accelerator": "cpu", **lightning}}
@@ -24,7 +24,7 @@ def write_digits_job(folder: Path, *, steps: int, cadence: int, batch_size: int,
 
 
 def digests_of_final(artifacts: Path) -> list[str]:
-    """Of the model's and the trainer's own files."""
+    """Digests of the model's and the trainer's files."""
     final = artifacts / "checkpoints" / "final"
     files = [final / "model.safetensors", final / "trainer" / "digits.safetensors"]
     return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]

@@ -1,7 +1,7 @@
 """One of two ranks whose gradients travel in a bucket for each parameter; started by ``test_early_buckets.py``.
 
-Arguments: rank, world size, folder. Each scenario trains a few steps with routed gradients, and computes by hand, from
-the rows of both ranks, what the weights must be.
+Arguments: rank, world size, folder. Each scenario trains a few steps with routed gradients, and computes the expected
+weights by hand, from the rows of both ranks.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ WORLD = 2
 
 
 class Net(nn.Module):
-    """Three layers in a row and one that may be left out; their order of use is not that of registration."""
+    """Three layers in a row and one optional one; they are used in another order than registered."""
 
     def __init__(self):
         super().__init__()

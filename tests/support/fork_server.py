@@ -7,7 +7,7 @@ module), ``arguments``, ``environ``, ``folder``, ``log``, ``output``. It is sent
 exit status once it has ended. When a client goes away its process is killed. The server ends when its standard input
 does.
 
-It has one thread when it copies itself, so that a copy is as good as a process of its own.
+It has one thread when it copies itself, so that a copy is as good as a new process.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ LOADED = (
 )
 
 HANGS_AFTER_S = 140
-"""When a process that has not ended says where its threads are."""
+"""Seconds after which a process that has not ended prints the stacks of its threads."""
 
 
 class Server:
@@ -91,7 +91,7 @@ class Server:
         answer(client, pid)
 
     def let_go(self, client):
-        """In a new process: nothing stays open that is the server's."""
+        """Close the server's files in a new process."""
         # Not unregistered: the selector's own file is shared with the server.
         self.selector.close()
         for each in (client, self.listener, *self.clients.values()):
@@ -107,7 +107,7 @@ class Server:
         client.close()
 
     def kill(self, pid):
-        """The client is gone, which is how it says that it was killed."""
+        """The client has disconnected, because it was killed."""
         if pid in self.clients:
             os.kill(pid, signal.SIGKILL)
 
@@ -118,7 +118,7 @@ def answer(client, number):
 
 
 def become(wanted):
-    """Turn this copy into a process with the wanted folder, environment and log, in a session of its own."""
+    """Turn this copy into a process with the wanted folder, environment and log, in a new session."""
     os.setsid()
     os.chdir(wanted["folder"])
     os.environ.clear()
@@ -132,7 +132,7 @@ def become(wanted):
 
 
 def run(program, arguments):
-    """As ``python program arguments`` or ``python -m program arguments``."""
+    """Run like ``python program arguments`` or ``python -m program arguments``."""
     sys.argv = [program, *arguments]
     # In place of the folder of this file.
     sys.path.remove(os.path.dirname(os.path.abspath(__file__)))
@@ -146,7 +146,7 @@ def run(program, arguments):
 if __name__ == "__main__":
     for name in LOADED:
         importlib.import_module(name)
-    gc.freeze()  # what was loaded stays, and is not looked through in every copy
+    gc.freeze()  # loaded modules stay, so no copy needs to collect them
     server = Server(sys.argv[1])
     print("ready", flush=True)
     wanted = server.serve()

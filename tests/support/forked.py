@@ -24,7 +24,7 @@ __all__ = ["Forked", "fork_server", "run_forked"]
 
 @functools.cache
 def fork_server() -> Path:
-    """The socket of this process's server, which is started on the first call and ends with this process."""
+    """Return the socket of this process's server; the first call starts it, and it ends with this process."""
     folder = Path(tempfile.mkdtemp(prefix="fork-server-"))
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
@@ -49,7 +49,7 @@ def fork_server() -> Path:
 
 
 class Forked:
-    """A process of the fork server, which leads a session of its own; has what tests need of `subprocess.Popen`.
+    """A process of the fork server that leads a new session, with the methods of `subprocess.Popen` that tests need.
 
     Args:
         program: A file, or the name of a module.

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class Server:
     """Serves the files of a folder below ``/files``, takes every POST; `status`, `delay_s` and `gates` go by path.
 
-    The status of ``*`` is that of all paths without one. A request to a path with a gate is half answered, and the rest
+    The status of ``*`` applies to all paths without one. A request to a path with a gate is half answered, and the rest
     comes once the gate is open.
     """
 

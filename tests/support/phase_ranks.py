@@ -1,4 +1,4 @@
-"""One rank of a run whose ranks each collect rollouts of their own; started once per rank by ``test_phases.py``.
+"""One rank of a run whose ranks collect separate rollouts; started once per rank by ``test_phases.py``.
 
 Arguments: rank, world size, folder of the store, directory of checkpoints, ``train``, ``interrupt`` or ``resume``.
 """
@@ -22,7 +22,7 @@ STEPS, INTERRUPTED_AT = 11, 5
 class Collector:
     """Ranks collect 6 and 8 rows: three minibatches on rank zero and four on rank one, twice.
 
-    Rank one alone ends the update of the second rollout, after its first minibatch.
+    Only rank one ends the update of the second rollout, after its first minibatch.
     """
 
     update_epochs = 2
@@ -78,7 +78,7 @@ class Collector:
 
 
 class Stream(Collector):
-    """Batches come from a generator, between steps; rank one alone has enough after its second."""
+    """Batches come from a generator, between steps; only rank one has enough after its second."""
 
     update_epochs = 2
     rollout_state = None
@@ -100,7 +100,7 @@ class Stream(Collector):
 
 
 def train_stream(rank):
-    """What a rank trained of a generator that one rank ends."""
+    """Return the batches that a rank trained from a generator that one rank ends."""
     module = ContractModule(Stream(), TrainingJobSpec(run_id="stream", max_steps=8, metric_every=0))
     rank.trainer(max_steps=8).fit(module)
     return module.contract_state["seen"]

@@ -1,4 +1,4 @@
-"""A rank whose process group Lightning makes, as `DDPStrategy` was told; started twice by ``test_process_groups.py``.
+"""A rank whose group Lightning makes with settings of `DDPStrategy`; started twice by ``test_process_groups.py``.
 
 Arguments: rank, world size, folder. Writes the backend and the timeout of each group to ``rank<rank>.json``.
 """
@@ -23,7 +23,7 @@ TIMEOUT_S = 77
 
 
 class AtTheEnd(pl.Callback):
-    """Writes down what each group is, before that of the buckets is let go."""
+    """Records the settings of each group before the group of the buckets is destroyed."""
 
     def __init__(self, path):
         self.path = path
@@ -39,7 +39,7 @@ class AtTheEnd(pl.Callback):
 def main(rank, world_size, folder):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    # Lightning's own call, but for where the ranks meet.
+    # Lightning's own call, except for the store of the ranks.
     dist.init_process_group = functools.partial(dist.init_process_group, init_method=f"file://{folder}/store")
     strategy = DDPStrategy(
         cluster_environment=Ranks(rank, world_size),

@@ -1,4 +1,4 @@
-"""What programs that are one rank each have in common: who they are, their process group, their strategy and trainer.
+"""Parts that the programs of single ranks share: rank, process group, strategy and trainer.
 
 `support.rank_processes` starts them: ``PROGRAM RANK WORLD_SIZE FOLDER ARGUMENTS…``.
 """
@@ -55,7 +55,7 @@ class Rank:
     number: int
     world_size: int
     folder: Path
-    """Where they meet, and leave what they found."""
+    """Folder of their store and their results."""
 
     @classmethod
     def of_command_line(cls) -> Rank:
@@ -73,7 +73,7 @@ class Rank:
         dist.destroy_process_group()
 
     def strategy(self, kind: str = "ddp", **settings: Any) -> Strategy:
-        """Of Lightning: ``ddp``, or ``sharded``, whose module shards itself."""
+        """Lightning's strategy: ``ddp``, or ``sharded`` for a module that shards itself."""
         environment = Ranks(self.number, self.world_size)
         if kind == "ddp":
             return DDPStrategy(cluster_environment=environment, process_group_backend="gloo", **settings)

@@ -22,18 +22,18 @@ def run_ranks(
     timeout_s: float = 200,
     environ: Mapping[str, str] | None = None,
 ) -> str:
-    """What the ranks of ``PROGRAM RANK WORLD_SIZE ARGUMENTS…`` wrote to their terminals.
+    """Run the ranks of ``PROGRAM RANK WORLD_SIZE ARGUMENTS…`` and return their output.
 
     Args:
         program: A file of this folder, or a module that is imported from the folder of the tests.
-        arguments: What follows the world size.
-        world_size: How many ranks there are.
-        code: What each has to end with.
-        timeout_s: After this long all are killed.
-        environ: More environment variables.
+        arguments: Arguments after the world size.
+        world_size: Number of ranks.
+        code: Expected exit code of each.
+        timeout_s: Time after which all are killed.
+        environ: Additional environment variables.
 
     Raises:
-        RuntimeError: One did not end with `code`; holds what all of them wrote.
+        RuntimeError: One did not end with `code`; holds the output of all.
     """
     codes, outputs = run_ranks_to_their_ends(
         program, *arguments, world_size=world_size, code=code, timeout_s=timeout_s, environ=environ
@@ -54,7 +54,7 @@ def run_ranks_to_their_ends(
 ) -> tuple[list[int], list[str]]:
     """Run all ranks until they have ended or one, not of those that may fail, has ended with another code than `code`.
 
-    Returns the code of each, -9 for those that were killed because of another, and what each wrote.
+    Returns the code and the output of each; -9 is the code of ranks that were killed because of another.
     """
     program = str(SUPPORT / program) if program.endswith(".py") else program
     path = os.pathsep.join([str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")])

@@ -1,4 +1,4 @@
-"""One rank of a run whose ranks have things of their own; started once per rank by ``test_rank_state.py``.
+"""One rank of a run whose ranks have different state; started once per rank by ``test_rank_state.py``.
 
 Arguments: rank, world size, folder of the store, directory of checkpoints, ``train``, ``interrupt`` or ``resume``,
 ``ddp`` or ``fsdp``.
@@ -22,7 +22,7 @@ STEPS, INTERRUPTED_AT = 7, 3
 
 
 class RunningMoments(nn.Module):
-    """Of this rank's observations; a module that nobody trains."""
+    """Statistics of this rank's observations, in a module that is not trained."""
 
     def __init__(self):
         super().__init__()

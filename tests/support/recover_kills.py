@@ -1,7 +1,7 @@
-"""Trains a run that recovers, once in peace and once for each moment at which it can be killed; started by a test.
+"""Trains a run that recovers, once undisturbed and once for each moment at which it can be killed; started by a test.
 
-Arguments: folder. Each run is a copy of this process, which has torch loaded, is killed with SIGKILL and then goes on
-from its newest checkpoint until it ends; what it ends with goes into a file of its own.
+Arguments: folder. Each run is a copy of this process (torch is loaded), is killed with SIGKILL, and continues from its
+newest checkpoint to its end. Its results go into a separate file.
 """
 
 from __future__ import annotations

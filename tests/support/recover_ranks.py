@@ -1,4 +1,4 @@
-"""One rank of a training in which one rank alone meets faults: ``recover_ranks.py RANK WORLD_SIZE RANK.folder``."""
+"""One rank of a training in which only one rank meets faults: ``recover_ranks.py RANK WORLD_SIZE RANK.folder``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = 24
 
 
 class Sharded(Fragile):
-    """Of layers that can be sharded."""
+    """A model of layers that can be sharded."""
 
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -26,7 +26,7 @@ class Sharded(Fragile):
 
 
 def sharded(name: str, *rungs: str) -> dict:
-    """What this rank knows after a training with FSDP 2."""
+    """Return this rank's results of a training with FSDP 2."""
     strategy = RANK.strategy("sharded", save_distributed_checkpoint=False)
     recover = Recover(rungs, ["nonfinite", "loss_spike"])
     batches = Batches({5} if RANK.number == 1 else (), seed=RANK.number)
@@ -47,7 +47,7 @@ def sharded(name: str, *rungs: str) -> dict:
 
 
 def outcome(name: str, faults: object, *, steps: int = STEPS, resumes: bool = False, kinds=("nonfinite",)) -> dict:
-    """What this rank knows after a training."""
+    """Return this rank's results of a training."""
     recover = Recover(faults=kinds, good_steps=4, lower_lr_steps=3)
     batches = Batches(faults if RANK.number == 1 else (), seed=RANK.number)
     trainer, error, digest = Fragile(), "", ""

@@ -1,4 +1,4 @@
-"""A training with planted faults, which several tests recover: its trainer class, its batches and its fit."""
+"""A training with planted faults that several tests recover: its trainer class, its batches and its fit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCHES = 80
 
 
 class Batches:
-    """A loader that knows where it is; its `faults` say what the values of a batch are multiplied by."""
+    """A loader with a position; its `faults` are factors for the values of batches."""
 
     def __init__(self, faults: Mapping[int, float] | Collection[int] = (), *, start: int = 0, seed: int = 0) -> None:
         self.faults = faults if isinstance(faults, Mapping) else dict.fromkeys(faults, float("nan"))
@@ -68,7 +68,7 @@ class Fragile:
         self.calls += 1
         self.before_step(self.calls)
         loss = (state["model"](batch * random.uniform(0.9, 1.1)) - 1).square().mean()
-        loss = loss * batch.abs().max().clamp(min=10) / 10  # more only where a batch is broken
+        loss = loss * batch.abs().max().clamp(min=10) / 10  # a larger factor only for a broken batch
         (loss / self.window).backward()
         state["steps"] += 1
         if state["steps"] % self.window == 0:
@@ -118,7 +118,7 @@ def fit_fragile(
     resumes: bool = False,
     **arguments: Any,
 ) -> ContractModule:
-    """Train with checkpoints in ``folder/checkpoints``, if any; goes on from the newest where it `resumes`."""
+    """Train with checkpoints in ``folder/checkpoints``, if any; continue from the newest if it `resumes`."""
     saver = Checkpoint(folder / "checkpoints", every_n_steps=every, keep_last=None, save_final=False)
     module = ContractModule(trainer or Fragile(), TrainingJobSpec(run_id="r", max_steps=steps, metric_every=1))
     newest, _ = newest_valid(folder / "checkpoints") if resumes else (None, [])
@@ -143,7 +143,7 @@ def fit_fragile(
 
 
 def digest_of(module: ContractModule) -> str:
-    """Of all that training leaves behind."""
+    """Digest of all results of training."""
     state = module.contract_state
     optimizer = state["optimizer"].state_dict()
     tensors = [*state["model"].state_dict().values()]

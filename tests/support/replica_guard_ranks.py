@@ -76,7 +76,7 @@ def outcome(fault: str, at_step: int, every_n_steps: int | None, *others: pl.Cal
 
 
 class OwnRate:
-    """Halves its learning rate by the loss of its own rows; counts in the optimizer, and has a schedule by it too."""
+    """Halves its learning rate by the loss of its rows; the counter is in the optimizer and in a schedule."""
 
     def setup(self, ctx: Any) -> None:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A short training of a trainer class, which can stop early and go on from its checkpoint."""
+"""A short training of a trainer class that can stop early and continue from its checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 6
 
 
 class Batches:
-    """Knows where it is."""
+    """An iterable that keeps its position."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -37,7 +37,7 @@ class Batches:
 
 
 class Trains:
-    """A trainer class without a state of its own, which trains ``net`` by ``optimizer``; a subclass builds them."""
+    """A trainer class without state that trains ``net`` with ``optimizer``; a subclass builds them."""
 
     def setup(self, ctx: Any) -> None:
         torch.manual_seed(0)
@@ -46,7 +46,7 @@ class Trains:
         return raw
 
     def outputs(self, batch: Any, state: Any) -> torch.Tensor:
-        """Of the network."""
+        """Size of the network."""
         outputs: torch.Tensor = state["net"](batch)
         return outputs
 
@@ -64,13 +64,13 @@ class Trains:
 
 
 class ChangesAtStepThree(Trains):
-    """A trainer class that changes what it trains at its third step; what it keeps of that is a number."""
+    """A trainer class that changes what it trains at its third step; it stores only a number about that."""
 
     adds_in_load = True
     """Whether it does so in ``load_state_dict`` as well."""
 
     def change(self, state: Any) -> None:
-        """What it does at that step."""
+        """Change the state at that step."""
         raise NotImplementedError
 
     def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:

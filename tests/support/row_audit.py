@@ -1,4 +1,4 @@
-"""A feed that writes down which rows each of its steps has, and what the attempts of a run trained in all.
+"""A feed that writes down which rows each of its steps has, and the rows that all attempts of a run trained.
 
 One folder for each attempt, one file for each rank in it, one JSON line for each step, with the values of the column
 ``id`` and the places of these rows in the order of their epoch.
@@ -32,7 +32,7 @@ class AuditedFeed(ArrowFeed):
         position = position or self._upcoming()
         share = self._layout.share(position.rows)
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        # What earlier attempts handed out beyond this is void.
+        # Rows of earlier attempts beyond this are void.
         self._write({"epoch": position.epoch, "left": cut(position.spans, share.rest(position.step))})
         with contextlib.closing(super()._pass(position)) as batches:  # type: ignore[type-var]
             for step, batch in enumerate(batches, position.step):
@@ -49,7 +49,7 @@ class AuditedFeed(ArrowFeed):
 def trained_rows(attempts: Iterable[str | os.PathLike[str]]) -> Counter[tuple[int, int]]:
     """How often each row was trained in each epoch: counts by epoch and id; 1 everywhere if nothing went wrong.
 
-    What a killed attempt handed out after the checkpoint from which the next one went on does not count.
+    Rows of a killed attempt after the checkpoint that the next attempt resumed from do not count.
 
     Args:
         attempts: The folders of a run, the earliest attempt first.

@@ -1,4 +1,4 @@
-"""The source of the smallest trainer class with a state to save, for a file beside a job."""
+"""The source of the smallest trainer class with a state to save, for a file next to a job."""
 
 SAVING_TRAINER = """
 class Counts:

@@ -1,4 +1,4 @@
-"""A training that waits for what is scored beside it."""
+"""A training that waits for scores computed in another process."""
 
 from __future__ import annotations
 

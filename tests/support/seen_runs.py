@@ -1,4 +1,4 @@
-"""A tiny trainer class with pictures and odd names of metrics, and its runs in processes of their own."""
+"""A tiny trainer class with pictures and odd names of metrics, and its runs in separate processes."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def wait_for_step(run, step):
 
 @contextlib.contextmanager
 def served(folder, *words):
-    """The address that ``genlight serve`` of `folder` writes, in a process of its own."""
+    """Start ``genlight serve`` for `folder` in a separate process; return the address that it prints."""
     with serving(folder, *words) as (_, address):
         yield address
 

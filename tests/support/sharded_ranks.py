@@ -1,8 +1,8 @@
 """Ranks of sharded and other runs that save checkpoints together; started once by ``test_sharded_checkpoints.py``.
 
-Reads phases from its first argument (a JSON file): each forks its ranks, which know each other by a file, do a list of
-jobs in order, and leave what each gave in ``<folder>/<phase>-rank<rank>.pt``. A forked rank has imported everything.
-What each phase ended with is a line of ``<folder>/ended.jsonl``.
+Reads phases from its first argument (a JSON file): each forks its ranks. They meet through a file, do a list of
+jobs in order, and store each result in ``<folder>/<phase>-rank<rank>.pt``. A forked rank has imported everything.
+The outcome of each phase is a line of ``<folder>/ended.jsonl``.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ WIDTH = 300
 
 
 def network():
-    """Odd sizes, one row, tied weights, a buffer: what is awkward to cut."""
+    """Odd sizes, one row, tied weights, a buffer: shapes that are awkward to cut."""
     first, second = torch.nn.Linear(8, WIDTH + 1), torch.nn.Linear(WIDTH + 1, 1)
     return torch.nn.Sequential(first, torch.nn.BatchNorm1d(WIDTH + 1), torch.nn.Dropout(0.5), second)
 
@@ -207,7 +207,7 @@ class Counters:
 
 
 class EqualBatches(list):
-    """Of which it makes no difference where a resumed run begins."""
+    """Data for which the start of a resumed run makes no difference."""
 
     begins_anew = True
 
@@ -274,7 +274,7 @@ def run(job, rank, world_size, counters):
     if not result["problem"]:
         result["weights"] = weights_of(module)
         if rank and job["kind"] != "contract":
-            # What is not sharded is saved by rank zero, and nobody makes these statistics equal.
+            # Rank zero saves everything that is not sharded, and nobody makes these statistics equal.
             result["weights"] = {name: t for name, t in result["weights"].items() if "running" not in name}
         result["moments"] = moments_of(trainer.optimizers[0])
         result["held"] = held_by(module, trainer.optimizers[0])

@@ -1,4 +1,4 @@
-"""One rank whose training is ended by rank zero alone: ``should_stop_ranks.py RANK WORLD_SIZE FOLDER``."""
+"""One rank whose training only rank zero ends: ``should_stop_ranks.py RANK WORLD_SIZE FOLDER``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANK = Rank.of_command_line()
 
 
 class Improves:
-    """Its loss falls for longer on rank 1, which is not asked."""
+    """Its loss falls for longer on rank 1, but rank 1 does not decide."""
 
     def setup(self, ctx: Any) -> None: ...
 

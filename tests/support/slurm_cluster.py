@@ -54,7 +54,7 @@ SwitchType=switch/none
 
 
 def missing():
-    """Why no Slurm can be started here; None where one can."""
+    """Return why no Slurm can be started here, or None."""
     lacking = [name for name in DAEMONS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
     if lacking:
         return f"{', '.join(lacking)} not installed; `apt-get install slurm-wlm munge` brings them"
@@ -87,7 +87,7 @@ class Cluster:
             CONFIGURATION.format(
                 host=socket.gethostname().partition(".")[0], user="root", folder=self.folder,
                 controller_port=ports[0], n9_port=ports[1], n10_port=ports[2],
-                # Ranks meet at a port that follows from their job: that of no cluster of another test.
+                # Ranks meet at a port that follows from their job, so ids differ from those in other tests' clusters.
                 first_job=1 + int.from_bytes(os.urandom(2), "big"),
             )
         )  # fmt: skip
@@ -108,7 +108,7 @@ class Cluster:
         return set(self.call("sinfo", "--noheader", "--Node", "--format=%T").split())
 
     def set_down(self, node):
-        """What an administrator, or a check of a node's health, does to a broken node: its jobs are ended."""
+        """Take a broken node down, as an administrator or a health check does: its jobs end."""
         self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
     def resume(self, node):
@@ -117,7 +117,7 @@ class Cluster:
             self.call("scontrol", "update", f"nodename={node}", "state=resume")
 
     def kill_node(self, node):
-        """End the daemon of a node; what it has started goes on."""
+        """End the daemon of a node; the processes that it started continue."""
         os.kill(self.daemon(node), signal.SIGKILL)
 
     def daemon(self, name):
@@ -149,7 +149,7 @@ class Cluster:
         return self.call("sbatch", "--parsable", *arguments, **changes).strip()
 
     def job(self, job_id, field):
-        """One field of what the controller says of a job."""
+        """Return one field of the controller's record of a job."""
         for line in self.call("scontrol", "show", "job", job_id).split():
             name, _, value = line.partition("=")
             if name == field:
@@ -157,7 +157,7 @@ class Cluster:
         raise KeyError(field)
 
     def wait(self, job_id, *states):
-        """Until a job has ended; its state and exit code."""
+        """Wait until a job has ended; return its state and exit code."""
         states = states or ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED")
         self.until(lambda: self.job(job_id, "JobState") in states, f"job {job_id} is {' or '.join(states)}")
         return self.job(job_id, "JobState"), int(self.job(job_id, "ExitCode").partition(":")[0])

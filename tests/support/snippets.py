@@ -23,13 +23,13 @@ def blocks(page: Path) -> list[tuple[str, str, str]]:
 
 
 def run_snippets(page: Path, folder: Path, *, environ: Mapping[str, str] | None = None) -> int:
-    """Write the files of `page` into `folder` and run its commands there; gives how many were run.
+    """Write the files of `page` into `folder` and run its commands there; return how many were run.
 
-    Files are written under their titles; a title that comes again goes on with its file. A Python file of Lightning's
+    Files are written under their titles; a repeated title appends to its file. A Python file of Lightning's
     own that no command names runs where it stands.
 
     Raises:
-        AssertionError: A command fails, or a block is run by nothing; with its output.
+        AssertionError: A command fails, or nothing runs a block; holds the output.
     """
     ran = 0
     written: set[str] = set()
@@ -52,7 +52,7 @@ def run_snippets(page: Path, folder: Path, *, environ: Mapping[str, str] | None 
 
 
 def _commands(text: str) -> list[list[str]]:
-    """What a block of shell lines has this interpreter do."""
+    """Return the commands of this interpreter for a block of shell lines."""
     programs = {"genlight": ["-m", "genlight.adapter.cli"], "python": []}
     lines = [line.split("#")[0].split() for line in text.splitlines()]
     return [[sys.executable, *programs[words[0]], *words[1:]] for words in lines if words and words[0] in programs]
@@ -64,8 +64,8 @@ def _run(folder: Path, command: list[str], environ: Mapping[str, str] | None) ->
 
 
 def _ended(folder: Path, arguments: list[str], environ: Mapping[str, str], timeout_s: float = 240) -> tuple[int, str]:
-    """What ``python ARGUMENTS…`` ended with, and what it said."""
-    if environ.get("PYTHONPATH") != os.environ.get("PYTHONPATH"):  # other packages, which the fork server has not
+    """Run ``python ARGUMENTS…``; return its exit code and output."""
+    if environ.get("PYTHONPATH") != os.environ.get("PYTHONPATH"):  # other packages than in the fork server
         command = [sys.executable, *arguments]
         done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout_s)
         return done.returncode, done.stdout + done.stderr

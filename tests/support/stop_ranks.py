@@ -18,7 +18,7 @@ RANK = Rank.of_command_line()
 
 
 class Told(StopRequests):
-    """Rank 1 alone is told, while it trains its third step."""
+    """Request a stop only on rank 1, while it trains its third step."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if RANK.number == 1 and batch_idx == 2:

@@ -23,7 +23,7 @@ def _control_terminal():
 
 
 class Terminal:
-    """What a command shows on a terminal of `columns` by `rows`."""
+    """Show the output of a command on a terminal of `columns` by `rows`."""
 
     def __init__(self, words, columns=80, rows=24, cwd=None, preexec=_control_terminal):
         self._leader, follower = pty.openpty()
@@ -51,7 +51,7 @@ class Terminal:
         self._leader = None
 
     def shows(self, *texts):
-        """The screen, once it has all of `texts`; fails where it never does."""
+        """Wait until the screen has all of `texts` and return it; fail if it never does."""
         give_up_at = time.monotonic() + 240
         while not all(text in self.screen for text in texts):
             assert time.monotonic() < give_up_at, f"{texts} are not on the screen:\n{self.screen}"

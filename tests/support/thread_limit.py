@@ -10,7 +10,7 @@ import threading
 __all__ = ["NO_ROOM_BYTES", "no_thread_starts"]
 
 NO_ROOM_BYTES = 1 << 46
-"""Half of what a process can address, of which other things take some."""
+"""Half of the address space of a process; other things need the rest."""
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ QUIET = {
 
 
 def quiet_trainer(*callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
-    """One process on the CPU; with checkpoints only where a callback makes some."""
+    """Arguments of a trainer with one process on the CPU; only callbacks make checkpoints."""
     import lightning.pytorch as pl
 
     saves = any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks)

@@ -1,22 +1,21 @@
-"""An accelerator for tests, ``sim``: what goes wrong on a GPU and not on the host goes wrong on it, without a GPU.
+"""A simulated accelerator for tests, ``sim``, that shows errors which otherwise only a GPU shows.
 
-It is a C++ extension that registers torch's PrivateUse1 device; its kernels are the host's, its rules are a GPU's:
+It is a C++ extension that registers torch's PrivateUse1 device, with the kernels of the host and the rules of a GPU:
 
-- The host cannot read its memory: it is killed for it. Tensors of host and device do not mix.
-- Backward runs in a thread of the device, not in the one that asked for it.
-- Memory that nobody wrote is not a number, freed memory too.
-- A copy to pinned memory (``non_blocking``) arrives when the host has waited for it, until then the target is not a
-  number. The source of one to the device may not change before that.
-- Each device has random numbers of its own. There are streams, events, autocast, and two devices (``SIM_DEVICES``).
-- Its process group, ``simccl``, refuses tensors of the host. With `Waiting.STREAM` waiting for a collective returns at
-  once, as with NCCL: what a lost rank never sends holds up whatever needs it, without an error and for ever.
+- A process that reads its memory from the host is killed. Tensors of host and device do not mix.
+- Backward runs in a thread of the device, not in the calling thread.
+- Unwritten and freed memory is nan.
+- A copy to pinned memory (``non_blocking``) arrives when the host has waited for it; until then the target is nan.
+  The source of a copy to the device may not change before that.
+- Each device has separate random numbers. There are streams, events, autocast, and two devices (``SIM_DEVICES``).
+- Its process group, ``simccl``, refuses tensors of the host. With `Waiting.STREAM`, waiting for a collective returns at
+  once, as with NCCL: if a rank is lost, everything that needs its data waits without an error and without end.
 - `waits` lists each time that the host waits for the device, with its place in the program.
 
-It cannot show: the order of kernels on several streams (they run at once, when asked for), how long anything takes,
-kernels that round otherwise than the host's, what allocators and NCCL do inside, graphs of kernels.
+It cannot show the order of kernels on several streams (they run immediately), durations, kernels that round differently
+from the host's, the inner work of allocators and NCCL, or graphs of kernels.
 
-A process that has it is one with an accelerator, for all that runs in it. So tests start processes of their own for it,
-which call `load` first::
+Loading it gives the process an accelerator. Therefore tests start separate processes that call `load` first::
 
     from support.device import run_on_device          # in a test
     run_on_device("program.py", *arguments, world_size=2)
@@ -24,7 +23,7 @@ which call `load` first::
     from support.device import load, waits            # in the program of a rank
     sim = load()
 
-It is built once for each release of torch, in well under a minute, and kept; `reason_to_skip` says why it cannot be.
+It is built once for each release of torch, in well under a minute, and kept; `reason_to_skip` explains why it cannot.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ OWN_FOLDER = os.path.dirname(__file__) + os.sep
 
 
 class Waiting(enum.Enum):
-    """Who waits when a program waits for a collective; the environment variable ``SIM_WAITING`` says which."""
+    """Whether the host or the stream waits for a collective; set by the environment variable ``SIM_WAITING``."""
 
     HOST = "host"
     """It returns when the collective is done, and raises what went wrong, as with gloo."""
@@ -69,7 +68,7 @@ class Wait:
     what: str
     """The shape that was copied, or the operator."""
     frames: tuple[traceback.FrameSummary, ...]
-    """Where, the innermost last."""
+    """The frames of the place, innermost last."""
 
     def __str__(self) -> str:
         place = "\n".join(f"  {frame.filename}:{frame.lineno} {frame.name}" for frame in reversed(self.frames[-12:]))
@@ -125,14 +124,14 @@ def waits() -> Iterator[list[Wait]]:
 
 
 def races() -> list[str]:
-    """What a GPU would have got wrong since the process has the device, in words."""
+    """Descriptions of everything that would have gone wrong on a GPU in this process."""
     return list(_races)
 
 
 def run_on_device(
     program: str, *arguments: object, world_size: int = 1, waiting: Waiting = Waiting.HOST, **more: Any
 ) -> str:
-    """What `world_size` ranks of a program that calls `load` wrote; skips the test where there can be no device."""
+    """Run `world_size` ranks of a program that calls `load`; return their output. Skips the test without a device."""
     import pytest
 
     if reason := reason_to_skip():

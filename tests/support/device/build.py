@@ -36,7 +36,7 @@ class BuildError(Exception):
 
 @functools.cache
 def build() -> Path:
-    """The extension's file, which is built if need be; processes that want it at once wait for one of them.
+    """Return the extension's file; build it if necessary, in one process while others wait.
 
     Raises:
         BuildError: There is no compiler, or it refuses the source.

@@ -1,6 +1,6 @@
 """Runs functions on the device: one process a rank for all functions of a module, an outcome for each.
 
-A test imports the module, which loads torch but not the device, and asserts each outcome::
+A test imports the module (this loads torch but not the device) and asserts each outcome::
 
     outcome = outcomes_of(checks)                               # a module of functions check_…()
 
@@ -9,7 +9,7 @@ A test imports the module, which loads torch but not the device, and asserts eac
         outcome(name)
 
 As a program it is one rank: ``python -m support.device.checks RANK WORLD_SIZE MODULE FOLDER``. On several ranks each
-function finds a process group. A rank that fails says so to the others, which then do not wait for it.
+function finds a process group. A failing rank tells the others, so that they do not wait for it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def names_of(module: ModuleType) -> list[str]:
 
 
 def outcomes_of(module: ModuleType, *, world_size: int = 1, waiting: Waiting = Waiting.HOST) -> Any:
-    """A fixture: a function that fails with the traceback of the check that it is given by name."""
+    """Make a fixture: a function that takes the name of a check and fails with its traceback."""
 
     @pytest.fixture(scope="module")
     def outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:

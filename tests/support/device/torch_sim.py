@@ -1,4 +1,4 @@
-"""What torch and libraries look for in the module of a device, as ``torch.sim``."""
+"""The functions that torch and libraries expect in the module of a device, as ``torch.sim``."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def pinned_allocations() -> int:
 
 
 class Runtime:
-    """What of CUDA's runtime is asked for by its own names."""
+    """Functions of CUDA's runtime that are called by its names."""
 
     @staticmethod
     def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:
@@ -156,7 +156,7 @@ class Runtime:
 
 
 def cudart() -> type[Runtime]:
-    """As ``torch.cuda`` has it."""
+    """The same function as in ``torch.cuda``."""
     return Runtime
 
 

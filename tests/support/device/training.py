@@ -14,7 +14,7 @@ __all__ = ["SimAccelerator", "SimDDPStrategy", "one_device"]
 
 
 class SimAccelerator(Accelerator):
-    """Of a trainer as ``accelerator="sim"``, once this module is imported."""
+    """The accelerator of ``Trainer(accelerator="sim")``, once this module is imported."""
 
     def setup_device(self, device: torch.device) -> None:
         load().set_device(device)
