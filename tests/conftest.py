@@ -1,4 +1,4 @@
-"""What every test shares: one thread for torch, a small trainer class, a check that a test leaves nothing behind."""
+"""Parts that all tests share: one thread for torch, a small trainer class, a check that a test leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIBRARIES_OWN_VARIABLES = (
     "TORCH",
     "TRITON_",
 )
-"""Starts of names that an import of torch, or of what it stands on, may set for good."""
+"""Prefixes of variables that importing torch or its dependencies may set permanently."""
 
 WARNINGS_OF_LIBRARIES = (
     # Lightning about its own use of others, and advice that does not fit a trainer of a few steps.
@@ -46,7 +46,7 @@ settings.register_profile("fresh", settings.get_profile("steady"), derandomize=F
 settings.load_profile("steady")
 
 THREADS_END_WITHIN_S = 60
-"""How long a thread may take to end that was told to, on a loaded machine."""
+"""How long a thread may take to end after a request, on a loaded machine."""
 
 
 def pytest_configure(config):
@@ -57,8 +57,8 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """Put files with slow tests first, the zoo before all others.
 
-    Processes take whole files in turn (``--dist loadfile --no-loadscope-reorder``); one that begins a long file last
-    works alone for minutes.
+    Processes take whole files in turn (``--dist loadfile --no-loadscope-reorder``); one that starts a long file last
+    works by itself for minutes.
     """
     with_slow_tests = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (item.path not in with_slow_tests, "zoo" not in item.path.parts))

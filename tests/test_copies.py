@@ -73,7 +73,7 @@ class Scored:
 
 
 def pickled(value: Any) -> Any:
-    """What another process would get."""
+    """Pickle and unpickle, as for another process."""
     return pickle.loads(pickle.dumps(value))
 
 
@@ -81,7 +81,7 @@ copies = pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 
 
 def all_of_ours(folder: Path) -> list[pl.Callback]:
-    """Every callback that a user may construct, where it works without a server."""
+    """Every callback that a user may construct and that works without a server."""
     return [
         Checkpoint(folder / "checkpoints", every_n_steps=2),
         Evaluate(2),
@@ -127,7 +127,7 @@ def test_a_trainer_with_every_callback_trains_after_it_was_copied(
 def test_a_trainer_that_has_trained_can_be_copied_and_the_copy_goes_on(
     tmp_path: Path, copied: Callable[[Any], Any]
 ) -> None:
-    """After a fit nothing of the process (threads, locks, signals) stands in the way of a copy."""
+    """After a fit nothing of the process (threads, locks, signals) prevents a copy."""
     original, module = trainer_with_all(tmp_path), new_module()
     original.fit(module, range(9))
     trainer, module = copied((original, module))
@@ -141,7 +141,7 @@ def test_a_trainer_that_has_trained_can_be_copied_and_the_copy_goes_on(
 
 @copies
 def test_callbacks_can_be_copied_while_they_train(tmp_path: Path, copied: Callable[[Any], Any]) -> None:
-    """As a tuner or a user's own callback does inside of a hook; the copies are at rest."""
+    """A tuner or a user's callback may copy inside a hook; the copies are idle."""
 
     class Copies(Hook):
         made: list[Any]
@@ -167,7 +167,7 @@ def test_callbacks_can_be_copied_while_they_train(tmp_path: Path, copied: Callab
 def test_a_plugin_with_a_save_in_flight_gives_a_copy_that_has_none(
     tmp_path: Path, copied: Callable[[Any], Any]
 ) -> None:
-    """The save ends where it was begun, and the copy saves for itself."""
+    """The original finishes its save, and the copy saves separately."""
     plugin, goes_on = DurableCheckpointIO(asynchronous=True), threading.Event()
     plugin.store._saving = plugin.store.background.submit(goes_on.wait)
     try:
@@ -185,7 +185,7 @@ def test_a_plugin_with_a_save_in_flight_gives_a_copy_that_has_none(
 
 @copies
 def test_an_open_log_gives_a_closed_copy_as_a_fork_does(tmp_path: Path, copied: Callable[[Any], Any]) -> None:
-    """One writer: the copy says that it is closed, and the original goes on."""
+    """One writer: the copy says that it is closed, and the original continues."""
     with EventLog(tmp_path / "events.jsonl", run_id="copies") as event_log:
         event_log.started()
         original = EventLogger()
@@ -234,7 +234,7 @@ def test_a_copy_of_a_module_asks_itself_whether_to_stop(tmp_path: Path, copied: 
 def test_processes_that_are_spawned_or_forked_save_and_hand_their_weights_back(
     tmp_path: Path, strategy: str, plugin: list[str]
 ) -> None:
-    """What the children learned is in the checkpoints, and in the module of the process that started them."""
+    """The children's weights are in the checkpoints, and in the module of the process that started them."""
     script = SUPPORT / "launched_by_copy.py"
     command = [sys.executable, str(script), strategy, str(tmp_path), *plugin]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

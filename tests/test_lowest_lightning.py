@@ -22,7 +22,7 @@ LOOP_TESTS = (
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # It is many tests.
 def test_the_loop_works_on_the_lowest_supported_lightning(tmp_path: Path) -> None:
-    """The release that pyproject.toml names as the lowest is installed beside this one and used instead."""
+    """The release that pyproject.toml names as the lowest is installed separately and used instead."""
     dependency = re.search(r'"lightning>=([\d.]+)', (ROOT / "pyproject.toml").read_text())
     assert dependency is not None
     patience = ["--retries", "10", "--timeout", "60"]

@@ -1,4 +1,4 @@
-"""What is built from the repository holds every tracked file of the three packages, and nothing bare."""
+"""The built distributions hold every tracked file of the three packages, and no bare top-level module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""adapter/private_names.md lists every name of other packages that is replaced or private, and where it is used."""
+"""adapter/private_names.md lists every name of other packages that is replaced or private, and its users."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOOKUPS = {"protected", "require_names", "getattr", "hasattr", "setattr", "attrg
 
 
 class Row(NamedTuple):
-    """Names that are used in some modules, why, and the tests that fail where one is gone."""
+    """Names that some modules use, the reason, and the tests that fail if one is gone."""
 
     names: list[str]
     modules: list[str]

@@ -39,7 +39,7 @@ def test_the_two_commands_for_a_fresh_machine_are_make_targets() -> None:
 def test_every_snippet_runs(readme: str, tmp_path: Path) -> None:
     """Files are written under their titles, Python files are run, and commands exit with 0.
 
-    A title that comes again goes on with its file; a Python file of Lightning's own runs where it stands.
+    A repeated title appends to its file; a Python file that imports Lightning runs at its place.
     """
     assert run_snippets(ROOT / readme, tmp_path) >= RUN_AT_LEAST.get(readme, 0)
 
@@ -81,7 +81,7 @@ def test_the_table_of_exit_codes_is_what_the_code_has() -> None:
 
 @pytest.mark.parametrize("readme", [*READMES, *GUIDES, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
 def test_every_link_leads_somewhere(readme: str) -> None:
-    """To a file of the repository, and to a heading that it has."""
+    """A link leads to a file of the repository, and to one of its headings."""
     text = re.sub(r"^```.*?^```$", "", (ROOT / readme).read_text(), flags=re.MULTILINE | re.DOTALL)
     for path, _, anchor in (link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", text)):
         if path.startswith("http"):

@@ -33,7 +33,7 @@ def check_views_of_weights_that_the_move_to_the_device_would_part_are_refused():
 
 
 class SavesItsOwn(Regression):
-    """Returns tensors of the device, of the host, and of its module; remembers where they were when they came back."""
+    """Returns tensors of the device, of the host, and of its module; remembers their devices after the resume."""
 
     def state_dict(self, state):
         average = [parameter.detach().clone() for parameter in state["network"].parameters()]
@@ -57,7 +57,7 @@ def check_tensors_of_a_class_come_back_on_the_device_but_those_of_modules(folder
 
 
 class Reports:
-    """Reporter and writer of a caller; looks where the model is when the final artifact is written."""
+    """Reporter and writer of a caller; records the model's device when the final artifact is written."""
 
     def started(self, **_):
         self.finalized_on = []

@@ -12,7 +12,7 @@ from typing import Any
 from genlight.adapter.contract.types import StepResult
 
 LAST_STEP = 12
-"""Of the rank that is lost; it is after a checkpoint."""
+"""Step in which the rank is lost, after a checkpoint."""
 
 
 class Loses:

@@ -49,7 +49,7 @@ class Diverges(Regression):
 
 def _no_checkpoint_follows(kind, folder):
     saves = Checkpoint(folder, every_n_steps=1, save_final=False, keep_last=None)
-    # Weights are not compared, which differ as well.
+    # Weights differ as well and are not compared.
     with pytest.raises(ContractError, match=f"in step {DIVERGES_IN}"):
         fit(Diverges(), kind, steps=40, callbacks=[saves, ReplicaGuard(0)])
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Trainer classes on the device, and what runs of them are made of."""
+"""Trainer classes on the device, and the parts of their runs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Penalised(Regression):
 
 
 class Pinned:
-    """A loader of this rank's pinned rows, that knows where it is."""
+    """A loader of this rank's pinned rows, with a position."""
 
     def __init__(self, steps: int) -> None:
         self.steps, self.next_step = steps, 0
@@ -132,7 +132,7 @@ class CountWaits(pl.Callback):
 
 
 def standard_callbacks(folder: Path) -> list[Any]:
-    """All callbacks that a job may have by name and that need no input of their own, far from their cadences."""
+    """All callbacks that a job can name and that need no input, far from their cadences."""
     from genlight import callbacks
 
     often = 1000

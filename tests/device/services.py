@@ -1,4 +1,4 @@
-"""What looks after a training on the device: telemetry, diagnosis, recovery, replay, rollouts, and their resumes."""
+"""Services of a training on the device: telemetry, diagnosis, recovery, replay, rollouts, and their resumes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.trainers import quiet_trainer
 
 
 class LooksAtMemory(Hook):
-    """What the device counts when a heartbeat is written, before and after it."""
+    """The device's counters before and after a heartbeat is written."""
 
     def __init__(self) -> None:
         self.peaks: list[int] = []
@@ -97,7 +97,7 @@ def check_memory_of_snapshots_is_pinned_once_in_a_run_and_said_so(folder):
 
 @contextlib.contextmanager
 def _said() -> Iterator[list[str]]:
-    """What the memory of snapshots says of itself within the block."""
+    """Reports of the snapshots' memory within the block."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -120,7 +120,7 @@ class FragileOnDevice(Fragile):
 
 
 def _recovered(folder: Path, rungs: list[str], faults: set[int], trainer: Any, **more: Any) -> Any:
-    """What a run with faults leaves behind, random numbers of the device included."""
+    """The results of a run with faults, including random numbers of the device."""
     module = fit_fragile(folder, Recover(rungs, good_steps=6), Batches(faults), trainer=trainer, **more)
     return digest_of(module), [state.tolist() for state in torch.sim.get_rng_state_all()]
 

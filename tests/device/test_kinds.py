@@ -26,7 +26,7 @@ KINDS = {
     "updates": "ClippedByHand",
     "vision": "ResNetBatchNorm",
 }
-"""By theme; each leaves modules on the host, draws numbers on the device, or saves tensors of its own."""
+"""Classes by theme; each leaves modules on the host, draws numbers on the device, or saves tensors itself."""
 RANKS_IN_ALL_PRECISIONS = ("WganGp", "LmWithDropout")
 
 

@@ -1,4 +1,4 @@
-"""A rank that is killed or stops answering, where waiting for a collective returns at once and holds up the device."""
+"""A rank is killed or stops answering, while waiting for a collective returns at once and blocks the device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STRATEGIES = {
 
 
 def run_and_lose(folder, strategy, lost, sign):
-    """The exit codes of both ranks, the events, and what the ranks wrote."""
+    """Return the exit codes of both ranks, the events, and the ranks' output."""
     if reason := reason_to_skip():
         pytest.skip(reason)
     chosen = STRATEGIES[strategy]
@@ -35,7 +35,7 @@ def run_and_lose(folder, strategy, lost, sign):
         "checkpoint_every": 10,
         "mock_batches": list(range(8000)),
         "hyperparams": {"lost": lost, "signal": int(sign)},
-        # One that was killed is noticed by the run itself; one that lives and does nothing, by this callback alone.
+        # The run itself notices a killed rank; only this callback notices one that lives and does nothing.
         "callbacks": {} if sign == signal.SIGKILL else {"WatchHangs": {"floor_s": HANGS_AFTER_S, "end_run": True}},
         "lightning": {
             "accelerator": "sim",

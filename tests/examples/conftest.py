@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def import_file(name: str, path: Path):
-    """Import a file under a name of its own: several examples call their module ``trainer``."""
+    """Import a file under the given name, because several examples call their module ``trainer``."""
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -42,7 +42,7 @@ def digits():
 def make_dataset():
     """The module that writes the digits data.
 
-    scikit-learn is not among the packages of the tests: it brings scipy, which `import lightning` loads wherever it is
+    scikit-learn is not among the packages of the tests: it brings scipy, which `import lightning` loads if it is
     installed. That made each of the hundreds of processes that the tests start a second slower.
     """
     pytest.importorskip("sklearn", reason="needs scikit-learn")

@@ -1,7 +1,7 @@
-"""The guides do what they say, with the packages that they are about.
+"""The guides work, with the real packages that they use.
 
-`make` installs those into `.venv/guides`, away from everything else: with transformers beside it, torchmetrics imports
-it, and each process that loads Lightning takes a second longer.
+`make` installs these into `.venv/guides`, apart from everything else: torchmetrics imports an installed transformers,
+and each process that loads Lightning takes a second longer.
 """
 
 from __future__ import annotations

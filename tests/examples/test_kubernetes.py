@@ -1,4 +1,4 @@
-"""The manifests of `examples/kubernetes` are valid objects, and agree with what genlight does in a pod."""
+"""The manifests of `examples/kubernetes` are valid objects, and agree with genlight's behavior in a pod."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def inner_job(objects):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_object_is_one_of_the_published_schemas(name):
-    """Whose models drop a field that they do not know, and refuse one of a wrong type."""
+    """Its models drop unknown fields, and refuse one of a wrong type."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="a development requirement; see pyproject.toml")
     checked = {
         "ConfigMap": (models.IoK8sApiCoreV1ConfigMap, lambda each: each),

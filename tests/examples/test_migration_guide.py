@@ -14,7 +14,7 @@ GUIDE = Path(__file__).parents[2] / "examples" / "guides" / "migration.md"
 
 @pytest.mark.slow
 def test_every_command_of_the_guide_ends_well_and_compares_equal(tmp_path):
-    """All comparisons of the guide exit with 0, which is equal bits where it says ``--rtol 0``."""
+    """All comparisons of the guide exit with 0; with ``--rtol 0`` that means equal bits."""
     assert run_snippets(GUIDE, tmp_path) == 9
 
     for name in ("worker", "six"):

@@ -1,4 +1,4 @@
-"""The trainings of the page on ports go on bit for bit after Ctrl-C, SIGTERM and SIGKILL."""
+"""The trainings of the page on ports continue bit for bit after Ctrl-C, SIGTERM and SIGKILL."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("port", ["char_gpt", "project", "llama"])
 def test_a_port_goes_on_as_if_never_interrupted(port, tmp_path):
-    """One run is ended by each of the three in turn, so that it goes on three times."""
+    """One run is ended in each of the three ways in turn, so it continues three times."""
     if port == "llama" and not PACKAGES.is_dir():
         pytest.skip("`make` installs the packages of the guides into .venv/guides")
     for _, title, text in blocks(PAGE):

@@ -1,4 +1,4 @@
-"""The page about Ray Train: its program trains, and goes on with the same bits where a worker is killed."""
+"""The page about Ray Train: its program trains, and continues with the same bits after a worker was killed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ finally:
 
 @pytest.fixture
 def ray_folder():
-    """For what Ray's daemons write, short enough for their sockets; none of them outlives the test."""
+    """Folder for the files of Ray's daemons, short enough for their sockets; no daemon outlives the test."""
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     yield folder
     for process in daemons_in(folder):
@@ -74,7 +74,7 @@ def ray_folder():
 
 
 def daemons_in(folder):
-    """Ray's processes, all of which are told their session's folder."""
+    """Ray's processes: their command lines contain the session's folder."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -148,7 +148,7 @@ def test_a_run_whose_worker_is_killed_ends_as_one_that_genlight_ran_and_nobody_k
     ends = [event["event"] for event in events if event["event"] in ("started", "completed")]
     assert ends == ["started", "started", "completed"]
     failed = [event["error"] for event in events if event["event"] == "failed"]
-    assert len(failed) <= 1  # where Ray has ended rank 0 before it could report there is none
+    assert len(failed) <= 1  # there is none if Ray ended rank 0 before it could report
     assert all("RankFailedError: rank 1 on" in error for error in failed)
     (resumed,) = [event["value"] for event in events if event.get("name") == "trainer/resumed_from_step"]
     assert resumed in (5, 10)

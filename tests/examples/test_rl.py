@@ -1,4 +1,4 @@
-"""The reinforcement learning examples: they learn, and go on in the middle of a rollout and of episodes."""
+"""The reinforcement learning examples: they learn, and resume in the middle of a rollout and of episodes."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ def test_a_run_killed_in_the_middle_of_a_rollout_ends_with_the_same_bits(tmp_pat
 
 
 def losses(run: Path) -> dict[int, float]:
-    """By step; of a step that was trained twice the later."""
+    """Values by step; the later one if a step was trained twice."""
     events = read_events(run / "metrics" / "events.jsonl")
     return {event["step"]: event["value"] for event in events if event.get("name") == "train/loss"}
 
 
 def test_ppo_learns_and_its_curve_is_drawn(tmp_path):
-    """A sixth of the run of the page, which is enough for what no untrained policy reaches."""
+    """A sixth of the page's run: enough for a return that no untrained policy reaches."""
     job = json.loads((RL / "ppo.json").read_text())
     job |= {"max_steps": 1000, "validate": {"every_n_steps": 1000}}
     (tmp_path / "job.json").write_text(json.dumps(job))
@@ -109,7 +109,7 @@ def test_ppo_learns_and_its_curve_is_drawn(tmp_path):
 
 
 def test_losses_hooks_and_callbacks_hear_of_the_same_training(tmp_path):
-    """What losses report is in the metrics, and hooks of the project find it, in whatever order they are registered."""
+    """The losses' reports are in the metrics, and hooks of the project find them, whatever the order of registration."""
     job = json.loads((RL / "composed.json").read_text())
     job |= {"max_steps": 60, "metric_every": 1}
     job["hyperparams"]["kl_limit"] = 0.002
@@ -143,7 +143,7 @@ def test_the_plain_loops_of_the_benchmark_reach_the_same_bits(algorithm, monkeyp
 
 
 def test_the_page_names_files_and_commands_that_are_there():
-    """Its commands are those of the tests, with the jobs as they are."""
+    """The page's commands match the tests, with the unmodified jobs."""
     shell = "".join(text for language, _, text in blocks(RL / "README.md") if language == "sh")
     for name in ("ppo.json", "dqn.json", "composed.json", "plot.py", "requirements.txt"):
         assert name in shell

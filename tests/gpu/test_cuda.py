@@ -1,6 +1,6 @@
 """The zoo of trainer classes on a CUDA device: every precision, and sharding, against plain torch on the CPU.
 
-Not run in CI, which has no such device: ``pytest tests/gpu -m gpu``.
+CI has no such device and skips it: ``pytest tests/gpu -m gpu``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OF_THE_TABLE = (
 UNSHARDED = ("Checkpointed", "GradientsOfBothKinds", "UnusedOnOneRank", "OwnDdp")
 HALF_TRUE = ("Base", "Gan", "Accumulating", "ClippedByValue", "AdamClosure", "Scheduled", "WithEma", "Tied")
 LOSS_OF_ONE_TYPE = ("Gan",)
-"""Of `HALF_TRUE`: those that compute their loss from what modules return alone."""
+"""Classes of `HALF_TRUE` that compute their loss only from outputs of modules."""
 
 
 def run(name: str, **arguments: Any) -> tuple[dict[str, torch.Tensor], Any]:
@@ -74,7 +74,7 @@ def test_fp32_on_cuda_ends_where_plain_torch_does_on_the_cpu(name):
 @pytest.mark.parametrize("name", [*zoo.ZOO, *OF_THE_TABLE])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_mixed_precision_on_cuda_stays_near_fp32(name, precision):
-    if precision == "16-mixed" and name == "UpdatesByHand":  # there is no update that could be left out
+    if precision == "16-mixed" and name == "UpdatesByHand":  # there is no update that could be skipped
         with pytest.raises(ContractError, match="16-mixed needs an optimizer"):
             run(name, **runs.precision_of(precision, "cuda"))
         return
@@ -147,7 +147,7 @@ def test_ddp_of_one_rank_on_cuda_ends_where_plain_torch_does(one_rank, name):
 
 
 class Devices(Callback):
-    """Where everything is while it trains; Lightning moves modules to the host when a fit ends."""
+    """Record the devices while it trains; Lightning moves modules to the host when a fit ends."""
 
     def on_train_end(self, trainer, pl_module):
         discovered = pl_module.discovered
@@ -176,7 +176,7 @@ class SynchronizationIsAnError(Callback):
 
 
 class Resident(zoo.Base):
-    """Its rows are on the device already, so that nothing of its own waits."""
+    """Its rows are already on the device, so that the class itself never waits."""
 
     def configure(self, ctx):
         self.rows = {k: v.to(ctx.device) for k, v in runs.rows(0).items()}

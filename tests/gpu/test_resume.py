@@ -1,6 +1,6 @@
 """A job on a CUDA device, killed while it trains and started again, ends with the bits of an undisturbed one.
 
-Not run in CI, which has no such device: ``pytest tests/gpu -m gpu``.
+CI has no such device and skips it: ``pytest tests/gpu -m gpu``.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Trainer:
 
 
 def start(folder: Path, run_id: str, precision: str) -> subprocess.Popen[bytes]:
-    """Start the job with artifacts of its own; a resume is the same command again."""
+    """Start the job with separate artifacts; a resume is the same command again."""
     spec = {
         "run_id": run_id,
         "trainer": "resumed_trainer:Trainer",
@@ -110,7 +110,7 @@ def steps_in(log: Path) -> int:
 
 
 def state_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """What training goes on from; clocks and the number of attempts differ by nature."""
+    """The state from which training continues; clocks and the number of attempts differ by nature."""
     own = checkpoint["genlight"]
     names = "state_dict", "optimizer_states", "lr_schedulers", "loops", "ArrowDataModule"
     return {

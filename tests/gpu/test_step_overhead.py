@@ -1,6 +1,6 @@
-"""The step benchmark on a CUDA device: what a job adds to a step makes nobody wait for the device.
+"""The step benchmark on a CUDA device: a job adds no wait for the device to a step.
 
-Not run in CI, which has no such device: ``pytest tests/gpu -m gpu``.
+CI has no such device and skips it: ``pytest tests/gpu -m gpu``.
 """
 
 from __future__ import annotations

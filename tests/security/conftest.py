@@ -1,4 +1,4 @@
-"""What the attacks share: servers in bad faith, a job that misbehaves, artifacts that a neighbour has prepared."""
+"""Fixtures of the attacks: malicious servers, a job that misbehaves, artifacts that another user has planted."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Trainer:
 
 
 class Job:
-    """A job of four steps whose trainer does at the second one what it is told."""
+    """A job of four steps whose trainer runs the given code in the second one."""
 
     def __init__(self, folder, module):
         self.folder, self.out, self.module = folder, folder / "out", module
@@ -157,15 +157,15 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """A small job that can be told to misbehave."""
+    """Make a small job that misbehaves on request."""
     monkeypatch.chdir(tmp_path)
-    module = f"misbehaving_{abs(hash(str(tmp_path)))}"  # one module a test: what is imported stays imported
+    module = f"misbehaving_{abs(hash(str(tmp_path)))}"  # one module per test, because imports are cached
     (tmp_path / f"{module}.py").write_text(TRAINER)
     return Job(tmp_path, module)
 
 
 @pytest.fixture
 def receiver(tmp_path):
-    """A server that takes every message; what it got is in ``posts`` as (path, body)."""
+    """A server that accepts every message and keeps it in ``posts`` as (path, body)."""
     with serving(tmp_path) as server:
         yield server

@@ -1,4 +1,4 @@
-"""A run's folder that came from elsewhere: what its upload queue says is data, and never an order."""
+"""A run's folder from elsewhere: its upload queue is data and never a command."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _all_files(folder):
 
 @pytest.fixture
 def sent(foreign, genlight_uploads, tmp_path, monkeypatch):
-    """Retries what a foreign queue holds, to a folder; returns what was said, and the files in that folder."""
+    """Retry the entries of a foreign queue to a folder; return the output, and the files in that folder."""
 
     def retry(*entries, prepare=lambda run: None, arguments=()):
         target = f"file://{tmp_path / 'deep' / 'out'}"
@@ -110,7 +110,7 @@ def test_what_the_run_names_as_its_targets_is_not_sent_to(foreign, genlight_uplo
     assert "a target in a run's folder is not followed" in err
     assert not loot.exists()
     genlight_uploads("retry", run, *SOON, "--set", f'uploads.targets=["file://{loot}"]')
-    assert loot.exists()  # where the command line names it
+    assert loot.exists()  # the command line names it
 
 
 def test_an_uploader_sends_nothing_from_outside_of_the_runs_folders(foreign, tmp_path, secret):

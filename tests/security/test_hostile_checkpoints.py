@@ -244,7 +244,7 @@ def _old_record(folder, primary):
 
 
 def test_of_an_older_runtimes_record_the_folder_beside_it_counts_whatever_it_names(tmp_path):
-    """A path that leads elsewhere is not followed, and the trainer does not go on with fresh weights instead."""
+    """A path that leads elsewhere is not followed, and the trainer does not continue with fresh weights instead."""
     path = _old_record(tmp_path, "/gone/step-00000003/lora.safetensors")
     reader = SimpleNamespace(load_checkpoint=print)
     with pytest.raises(CheckpointError, match=r"there is no folder .*step-00000003\. Put them there"):

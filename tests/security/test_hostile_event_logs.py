@@ -1,4 +1,4 @@
-"""An event log that somebody else wrote costs no more than its size, and what is wrong with it is told."""
+"""An event log that somebody else wrote costs no more than its size, and its faults are reported."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HUGE = {"nested": NESTED + b"\n", "flat": b'{"a":[' + FLAT + b"{}]}\n"}
 
 @pytest.mark.parametrize("line", HUGE)
 def test_a_line_of_megabytes_with_the_same_word_in_it_many_times_is_parsed_once(tmp_path, line):
-    """Where each of them had the line parsed again, this would take an hour."""
+    """Parsing the line again for each of them would take an hour."""
     path = tmp_path / "events.jsonl"
     path.write_bytes(HUGE[line] + STARTED)
 

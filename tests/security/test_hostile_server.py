@@ -1,4 +1,4 @@
-"""Servers that answer something else than they were asked for, more than there is, or for ever."""
+"""Servers that send another answer than requested, too much, or without end."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def _nothing_was_fetched(tmp_path):
-    """But for the answers of the server, which are read from the cache."""
+    """Only the server's answers are missing; they are read from the cache."""
     return [path.name for path in (tmp_path / "deep" / "cozy").iterdir()] == [".answers"]
 
 
@@ -351,7 +351,7 @@ def test_a_name_server_that_answers_otherwise_the_second_time_leads_nowhere(
     with pytest.raises(InputError, match=r"rebinding\.example is at 127\.0\.0\.1"):
         download(Download(url, tmp_path / "file"), transport)
     assert server.requests == []
-    assert ("rebinding.example", None) not in asked  # no answer is believed but that of the connection
+    assert ("rebinding.example", None) not in asked  # only the address of the connection counts
 
 
 def test_so_is_a_redirect_to_one(server, other_server, client, transport, tmp_path):
@@ -371,7 +371,7 @@ def test_what_is_allowed_may_be_reached(server, client, transport, tmp_path, all
 
 
 def test_behind_a_proxy_the_name_is_judged(server, tmp_path, retry, monkeypatch):
-    """The proxy may be private itself, and would reach what is asked of it."""
+    """The proxy may be private itself, and would connect to any requested host."""
     monkeypatch.setenv("HTTP_PROXY", server.url)
     monkeypatch.setenv("http_proxy", server.url)
     with build_client(None, ()) as client:

@@ -1,4 +1,4 @@
-"""What a process says of itself while it runs shows no secret, and logging never raises into the code that logs."""
+"""Logs and warnings of a process show no secret, and logging never raises into the code that logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A neighbour who was in the folder first: with links, pipes, devices, locks and directories of their own."""
+"""A neighbour who was in the folder first: with links, pipes, devices, locks and directories."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def victim(tmp_path):
 
 @pytest.fixture(params=["pipe", "socket", "device", "directory"])
 def irregular(request, tmp_path):
-    """What is at a path where a file should be, and would be waited for or read for ever."""
+    """Make an object in the place of a file that would block a reader or never end."""
     path = tmp_path / "irregular"
     if request.param == "pipe":
         os.mkfifo(path)
@@ -225,7 +225,7 @@ def test_a_group_may_write_where_it_is_the_users_own_or_roots(tmp_path, stranger
 
 
 def test_on_a_file_system_that_shows_one_owner_for_all_that_owner_is_trusted(tmp_path, stranger, monkeypatch):
-    """As with ``root_squash``: also what this process makes belongs to that user."""
+    """As with ``root_squash``, files that this process makes also belong to that user."""
     squashed = tmp_path / "nfs"
     squashed.mkdir()
     os.chown(squashed, stranger, -1)
@@ -253,7 +253,7 @@ def test_on_a_file_system_without_permissions_these_say_nothing(tmp_path, monkey
 
 
 def test_a_mounted_volume_is_trusted_as_it_is():
-    """As one of a container, which belongs to root and is open to all; nobody else can put one there."""
+    """Like a container's volume: it belongs to root and is open to all; only an administrator can mount one."""
     if not os.path.ismount("/dev/shm"):
         pytest.skip("/dev/shm is not mounted here")
     assert stat.S_IMODE(os.stat("/dev/shm").st_mode) & 0o002

@@ -117,7 +117,7 @@ TEXTS_THAT_WERE_SLOW = [
 
 @pytest.mark.parametrize("part", TEXTS_THAT_WERE_SLOW)
 def test_a_text_of_megabytes_takes_time_in_proportion_to_its_length(part):
-    """With anything quadratic in it this would take hours."""
+    """Anything quadratic would take hours."""
     text = part * (2_000_000 // len(part))
 
     hide_secrets(text, secrets=[CANARY, part * 50], environ={"API_KEY": "a" * 2000, "OTHER": "token" * 100})

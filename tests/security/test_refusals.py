@@ -1,4 +1,4 @@
-"""What a run says when a server refuses it or is not there names what to correct, and nothing else."""
+"""If a server refuses or is unreachable, the message of the run names the correction, and nothing secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real W&B, offline: what it saves of a run has its configuration, and no secret of it.
+"""The real W&B, offline: its files have the configuration of a run, without secrets.
 
 `make` installs the package into `.venv/guides`.
 """

@@ -48,7 +48,7 @@ SAYINGS = {
 
 @pytest.fixture
 def secret_job(job, receiver):
-    """A job whose trainer says every secret, in a way that is given."""
+    """Make a job whose trainer reveals every secret in the given way."""
     job.environ |= {"TRAINER_CAPABILITY_TOKEN": CANARIES["token"], "MY_API_KEY": CANARIES["variable"]}
     said = " ".join([CANARIES["token"], CANARIES["variable"]])
 
@@ -116,7 +116,7 @@ class Plain(LightningModule):
 
 
 def test_so_they_are_of_a_lightning_module(job, monkeypatch):
-    """Which saves its hyperparameters itself; with it, W&B and others get them as Lightning does it."""
+    """Saves its hyperparameters itself, so W&B and other loggers get them from Lightning."""
     monkeypatch.chdir(job.folder)
     monkeypatch.syspath_prepend(job.folder)
     (job.folder / "plain_module.py").write_text(PLAIN_MODULE)
@@ -137,7 +137,7 @@ def test_so_they_are_of_a_lightning_module(job, monkeypatch):
 
 
 def test_in_a_trainer_of_ones_own_only_the_state_of_a_checkpoint_has_what_a_module_saves(tmp_path, monkeypatch):
-    """Lightning builds the module from it again; event log, record and the rest of what genlight writes have none."""
+    """Lightning rebuilds the module from its checkpoint; event log, record and other files of genlight have none."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "plain_module.py").write_text(PLAIN_MODULE)
     module = importlib.import_module("plain_module").Plain(
@@ -223,7 +223,7 @@ def fit_config(job, does, events):
 @pytest.mark.slow
 @pytest.mark.parametrize("saying", ["exception", "log", "thread"])
 def test_neither_does_a_fit_show_them(job, saying):
-    """In a process of its own, whose interpreter shows what nobody catches."""
+    """A separate process, so that its interpreter prints uncaught exceptions."""
     path = fit_config(job, SAYINGS[saying], job.folder / "events")
     environ = {**os.environ, "PYTHONPATH": str(job.folder), "MY_API_KEY": CANARIES["variable"]}
     done = run_forked("fit", "--config", path, folder=job.folder, environ=environ)

@@ -1,10 +1,10 @@
-"""Runs the tests as on a machine that is too busy: processes pause, disks are slow, threads start late.
+"""Run the tests as on an overloaded machine: processes pause, disks are slow, threads start late.
 
     .venv/bin/python tests/shaken [arguments of pytest]
 
-Each process of the tests is stopped now and then for up to a second, and ``sitecustomize.py`` beside this file does the
-rest within it. What fails here and not without it takes an order of events for granted that nothing guarantees. Most
-often that is the test, sometimes genlight.
+Each process of the tests is stopped now and then for up to a second, and ``sitecustomize.py`` next to this file does the
+rest within it. A test that fails only here relies on an order of events that nothing guarantees. Usually the test is
+wrong, sometimes genlight.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ def main(arguments):
 
 
 def pause_some(processes):
-    """Stop one of the processes, sometimes several, and let them go on."""
+    """Stop one of the processes, sometimes several, and let them continue."""
     most = 4 if random.random() < 0.3 else 1
     chosen = random.sample(processes, min(len(processes), random.randint(1, most)))
     try:

@@ -1,6 +1,6 @@
-"""Makes disks slow, lets threads start late and switch at odd times; imported by every Python that has this folder.
+"""Slow down disks, and let threads start late and switch at odd times; every Python with this folder imports it.
 
-Chances are drawn from a generator of its own: the tests' random numbers are the same with it and without it.
+Chances are drawn from a separate generator, so the tests' random numbers do not change.
 """
 
 import os

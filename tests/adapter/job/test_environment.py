@@ -11,7 +11,7 @@ from genlight.adapter.plumbing.settings import is_true
 
 @pytest.fixture
 def read(tmp_path):
-    """What these variables give besides a job file without settings, and what is wrong with them."""
+    """Return the settings that these variables give to a job file without settings, and their errors."""
 
     def read_variables(**environ):
         (tmp_path / "job.json").write_text("{}")

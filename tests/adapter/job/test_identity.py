@@ -1,4 +1,4 @@
-"""Which changes of a job make it another job."""
+"""Changes that make a job another job, and changes that do not."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_what_is_wrong_with_a_class_of_the_block_is_told_by_its_cause(config, li
 
 
 def test_making_a_trainer_leaves_the_job_as_it_was_given(tmp_path):
-    """What doctor shows of it afterwards, and a second start in this process makes a trainer of."""
+    """`doctor` shows the job afterwards, and a second start in this process makes a trainer from it."""
     timer = {"class_path": "lightning.pytorch.callbacks.Timer", "init_args": {"duration": "00:00:01:00"}}
     job = {"run_id": "r", "trainer": "m:T", "max_steps": 1, "lightning": {"accelerator": "cpu", "callbacks": [timer]}}
     (tmp_path / "job.json").write_text(json.dumps(job))

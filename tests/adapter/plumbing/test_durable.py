@@ -1,4 +1,4 @@
-"""A file is replaced whole or not at all, and what is renamed was synced before."""
+"""A file is replaced completely or not at all, and it is synced before its rename."""
 
 from __future__ import annotations
 

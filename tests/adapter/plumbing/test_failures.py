@@ -1,4 +1,4 @@
-"""What the text of a failure shows, and what it never shows."""
+"""The text of a failure: its content, and values that it never contains."""
 
 from __future__ import annotations
 

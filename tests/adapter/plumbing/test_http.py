@@ -1,4 +1,4 @@
-"""Who may see the token, and whose answer an answer is."""
+"""Receivers of the token, and answers that belong to their requests."""
 
 import logging
 import socket

@@ -1,4 +1,4 @@
-"""What fails in a way that may pass is repeated with patience, and given up after too many failures in a row."""
+"""Transient failures are repeated with pauses, and given up after too many in a row."""
 
 from __future__ import annotations
 

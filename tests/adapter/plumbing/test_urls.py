@@ -1,4 +1,4 @@
-"""What a URL may be, which origin it belongs to, and what is shown of it."""
+"""Valid URLs, their origins, and their text without secrets."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ web_urls = st.tuples(*plain_or_odd).map("".join)
 
 
 class WhereTo(httpx2.BaseTransport):
-    """Notes where the client would connect, and with which credentials."""
+    """Records the address that the client would connect to, and the credentials."""
 
     def __init__(self):
         self.seen = []
@@ -84,7 +84,7 @@ def test_what_is_not_refused_goes_to_the_approved_origin_and_with_the_token(clie
         return
     assert origin_text(scheme, host, port) == origin_of(url)
     assert credentials == f"Bearer {TOKEN}"
-    assert urlsplit(url).hostname == host.lower()  # as the standard library reads it, which joins our URLs
+    assert urlsplit(url).hostname == host.lower()  # the standard library, which joins our URLs, reads the same host
 
 
 @settings(max_examples=200)
