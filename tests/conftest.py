@@ -1,4 +1,4 @@
-"""Parts that all tests share: one thread for torch, a small trainer class, a check that a test leaves nothing behind."""
+"""Parts that all tests share: one thread for torch, a small trainer class, a check for leaks of a test."""
 
 from __future__ import annotations
 
