@@ -54,7 +54,7 @@ class FeedOptions:
     """Size of the window, in rows, within which rows are shuffled; they are in memory meanwhile."""
     workers: Count = 0
     """Processes that decode and collate; 0 uses the training process. Order and position are the same for any
-    number."""
+    number. Tensors pass through `/dev/shm`, which has 64 MiB in a container by default."""
     pin_memory: bool | None = None
     """Hand out the tensors of `collate` in pinned memory, from which `.to(device, non_blocking=True)` does not wait; by
     default where there is an accelerator."""

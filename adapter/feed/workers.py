@@ -17,7 +17,7 @@ import pyarrow as pa
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ...callbacks.stop.data_workers import start_workers
+from ...callbacks.stop.data_workers import NO_SPACE, hand_over_error, start_workers
 from ..contract.exceptions import InputError
 from .batching import CHUNK_BYTES, Spec, decoded, rebatched
 from .position import Position
@@ -69,7 +69,21 @@ def made_by_workers(
             "train with fewer `workers`, of which 0 needs none of it."
         ) from error
     opened.callback(made._shutdown_workers)  # type: ignore[attr-defined]
-    return made
+    return _with_way_out(made)
+
+
+def _with_way_out(batches: Iterator[Any]) -> Iterator[Any]:
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            # A collate function of torch takes shared memory itself, a worker whose memory is short is killed.
+            if NO_SPACE in str(error) or "shared memory" in str(error):
+                raise hand_over_error(f"{NO_SPACE}: {str(error).strip().rpartition(chr(10))[2]}") from None
+            raise
+        yield batch
 
 
 def arrow_batches(spec: Spec, position: Position, workers: int, *, ahead: int, opened: ExitStack) -> Iterator[Any]:

@@ -97,6 +97,8 @@ def install_loop(trainer: pl.Trainer, module: ContractModule, *, start_step: int
         run_state_of(trainer).stop_reason = None  # the one that ended the last fit
         old.epoch_loop._results = LoggedInSteps(module)
         return old
+    if old._combined_loader is not None:  # somebody asked for its length; workers of these loaders would stay
+        old._combined_loader.reset()
     loop = ContractFitLoop(trainer, module, min_epochs=old.min_epochs, max_epochs=old.max_epochs)
     loop.epoch_loop.min_steps, loop.epoch_loop.max_steps = old.min_steps, old.max_steps
     loop.epoch_loop.val_loop = old.epoch_loop.val_loop

@@ -93,7 +93,9 @@ def keep_positions(
     loop = trainer.fit_loop
     if type(loop) is not FitLoop:
         return
-    loop._combined_loader = None  # a callback may have asked for the loaders in its `setup`, and got them as they are
+    if loop._combined_loader is not None:  # a callback asked for the loaders in its `setup`, and got them as they are
+        loop._combined_loader.reset()
+        loop._combined_loader = None
 
     def load_states() -> None:  # the last that Lightning does before it makes iterators
         combined = loop._combined_loader

@@ -7,28 +7,37 @@ ends when its loader ends it, when the loader's iterator is gone, or when the tr
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker, util
 from multiprocessing.connection import Connection
+from multiprocessing.queues import Queue
 from typing import Any
 
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
+from ...adapter.contract.exceptions import InputError
 from ..lightning_internals import require_names
 from .signals import REASON_OF_SIGNAL
 
-__all__ = ["protected_workers", "start_workers"]
+__all__ = ["NO_SPACE", "hand_over_error", "protected_workers", "start_workers"]
 
 _ENTRY = "_get_iterator"
 """The factory by which a loader makes its workers, however it is called; a kind of loader may have one of its own."""
 
 require_names("torch", DataLoader, _ENTRY)
+
+NO_SPACE = os.strerror(errno.ENOSPC)
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - nothing is written there by name
 
 PATIENCE_S = 10.0
 """How long a worker may take to end by its loader, once the iterator is gone."""
@@ -107,10 +116,48 @@ def _begin(leash: Connection, init: Callable[[int], None] | None, worker: int) -
     for number in REASON_OF_SIGNAL:
         # Neither ignored nor blocked: programs that a worker starts would inherit that, and never end on SIGTERM.
         signal.signal(number, lambda *_: None)
+    Queue._on_queue_feeder_error = _send_failure  # type: ignore[attr-defined]
     threading.Thread(target=_end_with, args=(leash, os.getppid()), name="genlight-leash", daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, REASON_OF_SIGNAL)
     if init is not None:
         init(worker)
+
+
+def _send_failure(queue: Queue[Any], error: Exception, unsent: Any) -> None:
+    """Send `error` in place of a batch that could not be sent. Python would only print it, and torch wait for ever."""
+    task, content = unsent
+    failure = _NotHandedOver(error)
+    # torchdata's loaders send a batch with the number of the worker and its state.
+    queue.put((task, (failure, content[1], None) if isinstance(content, tuple) and len(content) == 3 else failure))
+
+
+class _NotHandedOver(ExceptionWrapper):
+    """Travels in place of a batch; torch calls `reraise` when it takes the batch."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__((type(error), error, error.__traceback__))  # type: ignore[no-untyped-call]
+        self.problem = f"{type(error).__name__}: {error}"
+
+    @override
+    def reraise(self) -> None:
+        raise hand_over_error(self.problem)
+
+
+def hand_over_error(problem: str) -> InputError:
+    """The error for a batch that a data worker could not hand over, with the way out."""
+    if NO_SPACE not in problem:
+        return InputError(
+            f"A data worker could not send a batch to the training process: {problem}. Make batches of tensors, arrays "
+            "and plain values, or train without workers."
+        )
+    with contextlib.suppress(OSError):
+        problem += f" (/dev/shm has {shutil.disk_usage(SHARED_MEMORY).total >> 20} MiB)"
+    return InputError(
+        f"A data worker could not hand over a batch: {problem}. Workers hand tensors over in /dev/shm, which has "
+        "64 MiB in a container by default. Make it larger (Docker: `--shm-size=8g`; Kubernetes: an `emptyDir` with "
+        "`medium: Memory` mounted there), use smaller batches, or train without workers (`workers: 0` in a job, "
+        "`num_workers=0` of a DataLoader)."
+    )
 
 
 def _end_with(leash: Connection, parent: int) -> None:

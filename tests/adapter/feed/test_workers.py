@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import random
 import resource
 import subprocess
+import sys
+import threading
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -95,6 +100,62 @@ def test_an_error_in_collate_is_raised_as_what_it_is(rows_file):
     with pytest.raises(ValueError, match="row 40 is not welcome"):
         list(feed)
     feed.close()
+
+
+def with_a_lock(batch):
+    return {"rows": batch.num_rows, "lock": threading.Lock()}
+
+
+def out_of_memory(batch):
+    raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+
+@pytest.mark.parametrize(
+    ("collate", "way_out"), [(with_a_lock, "cannot pickle.*without workers"), (out_of_memory, "/dev/shm.*workers: 0")]
+)
+def test_a_batch_that_cannot_be_handed_over_ends_the_feed_with_the_way_out(rows_file, collate, way_out):
+    feed = ArrowFeed(rows_file(30), batch_size=4, epochs=1, workers=2, collate=collate)
+    with pytest.raises(InputError, match=way_out):
+        list(feed)
+    feed.close()
+
+
+TRAINER = """
+import torch
+from genlight.adapter import StepResult
+
+class Sums:
+    def setup(self, ctx): pass
+    def configure(self, ctx): return {}
+    def prepare_batch(self, raw, state, ctx): return raw["x"]
+    def train_step(self, x, state, ctx): return StepResult(metrics={"loss": x.sum()})
+    def state_dict(self, state): return {}
+    def load_state_dict(self, state, payload, ctx): pass
+"""
+
+
+@pytest.mark.slow
+def test_a_shared_memory_that_is_too_small_ends_the_run_with_the_way_out(tmp_path):
+    """In a mount namespace with a /dev/shm of 4 MiB, which only root can make."""
+    values = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(64 * 100_000, np.float32)), 100_000)
+    pq.write_table(pa.table({"x": values}), tmp_path / "x.parquet")
+    (tmp_path / "sums.py").write_text(TRAINER)
+    data = {"parquet_paths": ["x.parquet"], "batch_size": 16, "workers": 2, "collate": "torch"}
+    job = {
+        "run_id": "small",
+        "trainer": "sums:Sums",
+        "max_steps": 8,
+        "dataset": data,
+        "lightning": {"accelerator": "cpu"},
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    mount = "mount -t tmpfs -o size=4m tmpfs /dev/shm || exit 99; exec "
+    command = f"{mount} {sys.executable} -m genlight.adapter.cli run job.json"
+    ended = subprocess.run(["unshare", "-m", "sh", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    if ended.returncode == 99 or "unshare failed" in ended.stderr:
+        pytest.skip("needs root, for a mount of its own")
+    assert ended.returncode == 1
+    assert "/dev/shm has 4 MiB" in ended.stderr
 
 
 class InWorker(torch.utils.data.IterableDataset):

@@ -16,8 +16,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.adapter.contract.exceptions import InputError
+from genlight.callbacks import Checkpoint
+from genlight.callbacks.checkpoint import newest_valid
 from genlight.callbacks.checkpoint.loader_position import PositionedLoader, with_position
 from support.resumed_fit import trainer_with_checkpoints
+from support.trainers import quiet_trainer
 
 
 class Rows(Dataset[Any]):
@@ -269,6 +272,95 @@ def test_workers_that_draw_nothing_may_change_without_a_warning(tmp_path, caplog
         module = ContractModule(TakesLists(), TrainingJobSpec("r", steps))
         trainer.fit(module, of_rows(workers), ckpt_path=str(tmp_path / "final.json") if steps == 4 else None)
     assert "random numbers drawn" not in caplog.text
+
+
+class Asks(pl.Callback):
+    """Asks for the length of the training in one of its hooks."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, lambda trainer, *_, **__: trainer.estimated_stepping_batches)
+
+
+class SchedulesByLength(PlainModule):
+    """Makes a schedule as long as the training."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters())
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Stateful:
+    """Hands out rows with noise, and knows where it is; it is eager, as torchdata's loader."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.drawn = torch.zeros(())
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Any:
+        self.at %= 4
+        if self.at == 0:
+            self.drawn = torch.rand(())
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        if self.at == 4:
+            raise StopIteration
+        self.at += 1
+        return torch.tensor([self.at, self.drawn])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.drawn = state["at"], state["drawn"]
+
+
+@pytest.mark.parametrize("given", [lambda: with_workers("persistent"), lambda: loader("shuffled"), Stateful])
+@pytest.mark.parametrize(
+    ("make", "hook"),
+    [
+        (lambda: SchedulesByLength(), None),
+        (lambda: PlainModule(), "setup"),
+        (lambda: PlainModule(), "on_fit_start"),
+        (lambda: ContractModule(Sees(), TrainingJobSpec("r", 12)), "setup"),
+        (lambda: ContractModule(Sees(), TrainingJobSpec("r", 12)), "on_fit_start"),
+    ],
+)
+def test_loaders_keep_their_place_if_the_length_is_asked_for_before_it_is_restored(make, hook, given, tmp_path):
+    def run(folder: Path, stop: int | None = None) -> list[list[float]]:
+        seed(7)
+        module = make()
+        callbacks: list[pl.Callback] = [] if hook is None else [Asks(hook)]
+        callbacks.append(Checkpoint(folder, every_n_steps=1, keep_last=None, save_final=False))
+        if stop is not None:
+            callbacks.append(StopsAfter(stop))
+        trainer = quiet_trainer(*callbacks, max_steps=-1, max_epochs=3, default_root_dir=folder)
+        records = newest_valid(folder)[0] if folder.exists() else None
+        trainer.fit(module, given(), ckpt_path=records and records.path)
+        seen: list[list[float]] = getattr(module, "seen", None) or module.contract_state["seen"]
+        return seen
+
+    whole = run(tmp_path / "whole")
+    with pytest.raises(TimeoutError):
+        run(tmp_path / "cut", 6)
+    assert run(tmp_path / "cut") == whole
+    assert len(whole) == 12
+
+
+class StopsAfter(pl.Callback):
+    """Ends the process, as far as a test can, after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise TimeoutError
 
 
 class TakesLists(Sees):

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from genlight.adapter.contract.exceptions import InputError
 from genlight.callbacks.stop import data_workers
 from genlight.callbacks.stop.data_workers import protected_workers
 
@@ -45,6 +46,32 @@ def facts(index):
 
 def note_worker(worker):
     os.environ["WORKER"] = str(worker)
+
+
+class Refusing:
+    """Cannot be sent to another process."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __reduce__(self):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "way_out"),
+    [
+        (RuntimeError("unable to write to file </torch_1>: No space left on device (28)"), r"/dev/shm.*`workers: 0`"),
+        (OSError(28, "No space left on device"), r"/dev/shm has \d+ MiB.*--shm-size"),
+        (TypeError("cannot pickle '_thread.lock' object"), "pickle.*train without workers"),
+    ],
+)
+def test_a_batch_that_a_worker_cannot_send_is_raised_with_the_way_out(error, way_out, protected):
+    loader = loader_of(lambda index: Refusing(error) if index == 3 else index, num_workers=2)
+    taken = []
+    with pytest.raises(InputError, match=way_out):
+        taken.extend(index for index in loader)
+    assert not taken or taken == [0, 1, 2]
 
 
 def test_batches_are_those_of_an_unprotected_loader_and_the_loader_stays_as_it_was():
