@@ -27,6 +27,7 @@ from .checkpoint.capture import CONTRACT_KEY
 from .hook.cadence import Boundaries, step_cadence, suppressed
 from .hook.events import entry_of, fire, run_state_of, timed
 from .hook.hook import Hook, skippable
+from .module_modes import keep_modes
 
 __all__ = ["WriteSamples"]
 
@@ -160,7 +161,7 @@ class WriteSamples(Hook):
             text = self._text_of(step)
             write_bytes_durably(text, f"{facts['run_id']} step {step}\n".encode())
             written[text] = []
-        with isolated_random_numbers():
+        with keep_modes(pl_module, "generate_sample"), isolated_random_numbers():
             for name, request in self._samples_of(pl_module, step):
                 record, files = self._write_sample(generate, name, request, facts, ctx)
                 written[record] = files
