@@ -23,14 +23,18 @@ from ..adapter.plumbing.durable import (
     temporary_name,
     write_bytes_durably,
 )
+from .checkpoint.capture import CONTRACT_KEY
 from .hook.cadence import Boundaries, step_cadence, suppressed
 from .hook.events import entry_of, fire, run_state_of, timed
 from .hook.hook import Hook, skippable
+from .module_modes import keep_modes
 
 __all__ = ["WriteSamples"]
 
 log = logging.getLogger(__name__)
 
+_SAMPLES_DUE = "samples_due"
+"""The member of a checkpoint's own part that says that the samples of its step come after it."""
 _TEXTS = ("prompt", "negative_prompt", "instruction", "source_image", "task")
 
 
@@ -71,7 +75,8 @@ class WriteSamples(Hook):
     until its files are on disk, and the JSON is written last: a sample without it does not count, and leftovers of a
     killed run are removed at the next start. If the trainer has no generator, the JSON holds only the request. If there
     are no requests, there is one text file, ``step-00000200.txt``, next to the JSON of the generator. Random numbers
-    drawn by sampling do not affect training.
+    drawn by sampling do not affect training. If a run was killed between the checkpoint and the samples of a step, the
+    resumed run makes the samples first.
 
     Args:
         directory: Where samples go.
@@ -102,6 +107,22 @@ class WriteSamples(Hook):
         self.requests = [dict(request) for request in requests]
         self.seed = seed
         self.critical = critical
+        self._boundaries = Boundaries(self)
+        self._is_behind = False
+        """Whether the checkpoint that is resumed from came before the samples of its step."""
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._boundaries.will_cross(trainer.global_step) and not suppressed(pl_module):
+            checkpoint.setdefault(CONTRACT_KEY, {})[_SAMPLES_DUE] = True
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._is_behind = bool(checkpoint.get(CONTRACT_KEY, {}).get(_SAMPLES_DUE))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -116,6 +137,9 @@ class WriteSamples(Hook):
                     self.every_n_steps,
                     type(plugin).__name__,
                 )
+            if self._is_behind:
+                self._catch_up(trainer, pl_module, trainer.global_step)
+        self._is_behind = False
 
     @skippable
     @override
@@ -132,22 +156,43 @@ class WriteSamples(Hook):
         ctx = getattr(pl_module, "ctx", None)
         facts = {"run_id": str(getattr(getattr(ctx, "job", None), "run_id", "")), "step": step}
         generate = find_generator(getattr(pl_module, "contract_state", None))
-        name = f"step-{step:08d}"
-        samples = [(f"{name}-{at:02d}", SampleRequest(given, at)) for at, given in enumerate(self.requests)]
         written: dict[Path, list[Path]] = {}
-        if not samples:
-            text = self.directory / f"{name}.txt"
+        if not self.requests:
+            text = self._text_of(step)
             write_bytes_durably(text, f"{facts['run_id']} step {step}\n".encode())
             written[text] = []
-            samples = [] if generate is None else [(name, SampleRequest({}))]
-        with isolated_random_numbers():
-            for name, request in samples:
+        with keep_modes(pl_module, "generate_sample"), isolated_random_numbers():
+            for name, request in self._samples_of(pl_module, step):
                 record, files = self._write_sample(generate, name, request, facts, ctx)
                 written[record] = files
+        self._announce(trainer, written, step)
+        return written
+
+    def _samples_of(self, pl_module: pl.LightningModule, step: int) -> list[tuple[str, SampleRequest]]:
+        """Name and request of each sample."""
+        name = f"step-{step:08d}"
+        if self.requests:
+            return [(f"{name}-{at:02d}", SampleRequest(given, at)) for at, given in enumerate(self.requests)]
+        return [(name, SampleRequest({}))] if find_generator(getattr(pl_module, "contract_state", None)) else []
+
+    def _text_of(self, step: int) -> Path:
+        return self.directory / f"step-{step:08d}.txt"
+
+    def _catch_up(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> None:
+        """Make the samples of `step`, unless only the announcement of them may be missing."""
+        records = [self.directory / f"{name}.json" for name, _ in self._samples_of(pl_module, step)]
+        texts = [] if self.requests else [self._text_of(step)]
+        if not all(path.is_file() for path in (*texts, *records)):
+            with timed(trainer, "samples"):
+                self.write(trainer, pl_module, step)
+            return
+        written = {record: _files_below(record.with_suffix("")) for record in records}
+        self._announce(trainer, {**{text: [] for text in texts}, **written}, step)
+
+    def _announce(self, trainer: pl.Trainer, written: dict[Path, list[Path]], step: int) -> None:
         uris = [str(path) for record, files in written.items() for path in (record, *files)]
         run_state_of(trainer).latest_sample_uris = uris
         fire(trainer, "on_samples_written", written, step)
-        return written
 
     def _write_sample(
         self, generate: Callable[..., Any] | None, name: str, request: SampleRequest, facts: dict[str, Any], ctx: Any
@@ -215,6 +260,12 @@ def _durable_files(directory: Path, sample: str) -> Iterator[Path]:
             fsync_file(path)
             yield path
         fsync_directory(folder)
+
+
+def _files_below(directory: Path) -> list[Path]:
+    """The files of a sample that was complete before; what a link leads to is not one of them."""
+    paths = [Path(folder, name) for folder, _, names in sorted(os.walk(directory)) for name in sorted(names)]
+    return [path for path in paths if path.is_file() and not path.is_symlink()]
 
 
 def _sweep(directory: Path) -> None:

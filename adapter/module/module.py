@@ -25,6 +25,7 @@ from ...callbacks.checkpoint.plugins import DurableCheckpointIO
 from ...callbacks.checkpoint.sharded.rank_channel import ALONE
 from ...callbacks.hook.events import callbacks_of, run_state_of
 from ...callbacks.lightning_internals import set_callback_metrics, training_source
+from ...callbacks.module_modes import keep_modes
 from ..cluster.job_context import JobContext, current_job_context
 from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
 from ..discovery.bare_parameters import BareParameters
@@ -501,7 +502,8 @@ class ContractModule(pl.LightningModule):
 
     def _save_trainer_files(self, *, output_dir: Path, step: int, final: bool) -> Mapping[str, Any] | None:
         hook: Callable[..., Any] = self.plugin.save_checkpoint  # type: ignore[attr-defined]
-        returned = hook(state=self.contract_state, step=step, output_dir=str(output_dir), final=final, ctx=self.ctx)
+        with keep_modes(self, "save_checkpoint"):
+            returned = hook(state=self.contract_state, step=step, output_dir=str(output_dir), final=final, ctx=self.ctx)
         return checked_result(returned, output_dir)
 
 

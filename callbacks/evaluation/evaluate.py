@@ -14,6 +14,7 @@ from ...adapter.plumbing.devices import gather_results, isolated_random_numbers
 from ..hook.cadence import Boundaries, step_cadence
 from ..hook.events import publish_scores, timed
 from ..hook.hook import Hook, skippable
+from ..module_modes import keep_modes
 
 __all__ = ["Evaluate", "scores_of"]
 
@@ -71,23 +72,17 @@ class Evaluate(Hook):
 def scores_of(pl_module: pl.LightningModule) -> dict[str, float]:
     """Call the hosted trainer's ``evaluate`` and return its scores by name; leaves the random numbers as they are.
 
-    An evaluation sets the modes of modules; where it fails half-way, they are put back.
+    Modules get the modes back that they had before.
 
     Raises:
         ContractError: There is no ``evaluate``, or it returned no mapping of numbers.
     """
     evaluate = _evaluation_of(pl_module)
-    modes = [(part, part.training) for part in pl_module.modules()]
-    try:
-        with isolated_random_numbers():
-            scores = evaluate(getattr(pl_module, "contract_state", None), getattr(pl_module, "ctx", None))
+    with keep_modes(pl_module, "evaluate"), isolated_random_numbers():
+        scores = evaluate(getattr(pl_module, "contract_state", None), getattr(pl_module, "ctx", None))
         if not isinstance(scores, Mapping):
             raise ContractError(f"evaluate returned a {type(scores).__qualname__}; it must be a mapping of scores")
         return {str(name): _number(name, score) for name, score in scores.items()}
-    except BaseException:
-        for part, is_training in modes:
-            part.training = is_training
-        raise
 
 
 def _number(name: object, score: Any) -> float:

@@ -54,11 +54,20 @@ class Boundaries:
         self._step = step
 
     def crosses(self, step: int) -> bool:
-        """Whether there is a boundary between the step of the last call, exclusive, and `step`, inclusive."""
+        """Whether there is a boundary after the step of the last call, and not after `step`."""
+        is_due = self.will_cross(step)
+        self._hook.next_due_step = next_multiple(step, self._cadence)
+        self._step = step
+        return is_due
+
+    def will_cross(self, step: int) -> bool:
+        """The answer that `crosses` will give."""
+        return crossed(self._step, step, self._cadence)
+
+    @property
+    def _cadence(self) -> int:
         every: int = self._hook.every_n_steps if self._every is None else self._every
-        self._hook.next_due_step = next_multiple(step, every)
-        previous, self._step = self._step, step
-        return crossed(previous, step, every)
+        return every
 
 
 class Pace:

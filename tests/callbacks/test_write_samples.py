@@ -15,7 +15,7 @@ import torch
 
 from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.contract.types import StepControlHints, StepResult, TrainingJobSpec
-from genlight.callbacks import Hook, WriteSamples
+from genlight.callbacks import Checkpoint, Hook, WriteSamples
 from genlight.callbacks.hook.events import run_state_of
 
 JOB = TrainingJobSpec(run_id="run-7", max_steps=4)
@@ -192,6 +192,81 @@ def test_a_step_that_asked_to_be_skipped_has_no_sample(fit, sampling, tmp_path):
     fit(plugin, [WriteSamples(tmp_path, 2, requests=[{}])], job=JOB)
 
     assert names(tmp_path) == ["step-00000004-00.json"]
+
+
+class Killed(BaseException):
+    """In the place of a SIGKILL."""
+
+
+class Listener(Hook):
+    """Hears of samples; is killed before it does, if it should be."""
+
+    def __init__(self, *, dies=False):
+        self.dies, self.heard = dies, []
+
+    def on_samples_written(self, trainer, pl_module, samples, step):
+        if self.dies:
+            raise Killed
+        files = [path for record, files in samples.items() for path in (record, *files)]
+        self.heard.append((step, sorted(path.name for path in files)))
+
+
+@pytest.mark.parametrize("requests", [[{"prompt": "a"}, {"prompt": "b"}], []])
+@pytest.mark.parametrize("dies_at", ["first sample", "last sample", "announcement"])
+def test_samples_that_a_kill_prevented_after_the_checkpoint_of_their_step_are_made(
+    fit, sampling, tmp_path, requests, dies_at
+):
+    """With the same random numbers as without the kill."""
+    calls = []
+
+    def generate(request, output_dir):
+        if len(calls) == dies_after_calls.get(dies_at):
+            raise Killed
+        calls.append(request)
+        (Path(output_dir) / "noise.txt").write_text(str(torch.rand(1).item()))
+
+    def run(name, **options):
+        listener = Listener(dies=name == "killed" and dies_at == "announcement")
+        samples = WriteSamples(tmp_path / name.replace("killed", "resumed"), 2, requests=requests)
+        saver = Checkpoint(tmp_path / f"{name}-checkpoints", every_n_steps=2, save_final=False, asynchronous=False)
+        fit(sampling(generate, as_key=True), [saver, listener, samples], job=JOB, enable_checkpointing=True, **options)
+        return listener.heard
+
+    dies_after_calls = {}
+    torch.manual_seed(1)
+    expected = run("whole")
+    calls.clear()
+    dies_after_calls = {"first sample": 0, "last sample": max(len(requests) - 1, 0)}
+    torch.manual_seed(1)
+    with pytest.raises(Killed):
+        run("killed")
+    dies_after_calls = {}
+
+    heard = run("resumed", ckpt_path=tmp_path / "killed-checkpoints" / "step-00000002.json")
+
+    assert heard == expected
+    assert [step for step, _ in heard] == [2, 4]
+    for name in names(tmp_path / "whole"):
+        assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_samples_that_came_before_the_checkpoint_of_their_step_are_not_made_again(fit, sampling, tmp_path):
+    """The step that asked for nothing has none to make either."""
+    steps = []
+
+    def run(**options):
+        plugin = sampling(lambda step: steps.append(step), as_key=True)
+        plugin.skipped_batch = 1
+        saver = Checkpoint(tmp_path / "c", every_n_epochs=1, save_final=True)
+        options |= {"job": JOB, "enable_checkpointing": True}
+        fit(plugin, [saver, WriteSamples(tmp_path / "s", 2, requests=[{}])], **options)
+
+    run()
+    assert steps == [4]
+
+    run(ckpt_path=tmp_path / "c" / "final.json")
+
+    assert steps == [4]
 
 
 def test_random_numbers_of_training_do_not_depend_on_sampling(fit, sampling, tmp_path):
