@@ -77,8 +77,8 @@ REFUSED = MappingProxyType(
         "`train_step` fail",
         "collective": "ranks do different things with sharded modules (calls, backward, updates, values of sharded "
         "tensors), which take part in all of them; do the same on every rank",
-        "unused parameters": "ranks used different parameters; set `unused_parameters` of FSDP2Strategy where ranks "
-        "choose among parts of a module (experts, heads)",
+        "unused parameters": "ranks used different parameters; set `unused_parameters` of FSDP2Strategy if ranks use "
+        "different parts of a module (experts, heads)",
     }
 )
 """By a short name: what is refused and why; and what to do instead."""

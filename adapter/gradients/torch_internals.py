@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 from ...callbacks.lightning_internals import NEWEST_TORCH, SUPPORTED, is_untested_torch, require_names
 
 __all__ = [
-    "NormBase",
     "TensorBase",
     "amp_foreach_non_finite_check_and_unscale",
     "current_graph_task_id",
@@ -86,7 +85,6 @@ amp_foreach_non_finite_check_and_unscale: Callable[[Sequence[Tensor], Tensor, Te
     "torch", "_amp_foreach_non_finite_check_and_unscale_"
 )
 """The kernel of torch's own gradient scaler."""
-NormBase: type[nn.Module] = protected("torch.nn.modules.batchnorm", "_NormBase")
 """The base of layers with running statistics."""
 
 _OF_CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (

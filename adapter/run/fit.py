@@ -108,7 +108,7 @@ def fit(session: Session, trainer: pl.Trainer, module: pl.LightningModule, **arg
     try:
         with _watched_ranks(session, trainer):
             trainer.fit(module, **arguments)
-    except (ValueError, RuntimeError, MisconfigurationException) as error:
+    except (ValueError, RuntimeError, AssertionError, MisconfigurationException) as error:
         if better := explained(error):
             raise better from error
         raise

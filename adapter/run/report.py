@@ -20,6 +20,7 @@ from typing import Final
 
 from ..contract.exceptions import (
     CheckpointError,
+    ContractError,
     GenlightError,
     MonitorError,
     ReplayWriterError,
@@ -53,6 +54,11 @@ _READERS = frozenset({"genlight", "lightning", "jsonargparse", "contextlib", "fu
 _MONITORS = ("lightning.pytorch.callbacks.early_stopping", "lightning.pytorch.callbacks.model_checkpoint")
 _LISTENS = re.compile(r"server socket has failed to listen.*\bport: (?P<port>\d+)\b.*\bEADDRINUSE\b", re.DOTALL)
 _WORKER_DIED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)")
+_NO_DEVICE = re.compile(
+    r"not compiled with (CUDA|XPU) enabled|no NVIDIA driver|No CUDA GPUs are available|from the 'MPS' backend|"
+    r"on a CUDA device but torch.cuda.is_available\(\)|[Cc]annot get CUDA generator|invalid device ordinal"
+)
+"""In what torch says when code asks for a device that this process does not have."""
 _OTHER_WEIGHTS = "Error(s) in loading state_dict for"
 _MOST_OF_THEM = 600
 """Characters; a model of another architecture differs in every name."""
@@ -74,8 +80,8 @@ def explained(error: Exception) -> GenlightError | None:
 
     Torch and Lightning raise a bare RuntimeError for the most part, so their words have to be looked at. Told apart are
     weights of a checkpoint that are not those of the model that was built, the monitor of Lightning's own
-    ``EarlyStopping`` or ``ModelCheckpoint``, a port at which the ranks were to meet and something else listens, and a
-    data worker that died.
+    ``EarlyStopping`` or ``ModelCheckpoint``, a port at which the ranks were to meet and something else listens, a data
+    worker that died, and a device that the user's code names and that is not there.
     """
     text = text_of(error)
     if "".join(modules_of(error)[-1:]) in _MONITORS:
@@ -93,6 +99,14 @@ def explained(error: Exception) -> GenlightError | None:
             f"The ranks cannot meet: port {listens['port']} of {host_name()} is in use by another process. Set "
             "`MASTER_PORT` to a free port, the same for all ranks (under torchrun `--rdzv-endpoint` or "
             "`--master-port`), or end that process.",
+        )
+    users = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    if users and _NO_DEVICE.search(text):
+        return ContractError(
+            f"{users[-1].filename}:{users[-1].lineno} asks for a device that this process does not have: "
+            f'`{users[-1].line}`. Use `ctx.device` instead of a literal such as "cuda" (`.to(ctx.device)`, '
+            "`torch.load(path, map_location=ctx.device)`); which device that is follows from `lightning.accelerator` "
+            f"of the job. torch says: {text.partition(chr(10))[0]}"
         )
     if _WORKER_DIED.search(text):
         return GenlightError(

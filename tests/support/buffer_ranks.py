@@ -39,8 +39,25 @@ def leave_after_update():
         os._exit(0)
 
 
+class Centered(nn.Module):
+    """Nothing in it is trained, as in the loss of DINO."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1))
+        self.register_buffer("first", None)
+        self.register_buffer("own_rows", torch.zeros(1))
+
+    def forward(self, rows):
+        self.center = 0.9 * self.center + 0.1 * rows.mean()
+        self.first = rows.mean() if self.first is None else self.first
+        self.own_rows += rows.sum()
+
+
 class Normed:
     """BatchNorm, and a copy of the network that follows it; rank 1 makes one more forward in every other step."""
+
+    rank_local = ("centered.own_rows",)
 
     def __init__(self, look=None):
         self.look = look
@@ -58,7 +75,9 @@ class Normed:
         self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
         self.model.register_buffer("flags", torch.zeros(3, dtype=torch.bool))
         self.model.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+        self.centered = Centered()
         self.copy = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).requires_grad_(False)
+        self.copy.register_buffer("seen", torch.zeros(1))
         self.kept = self.model.state_dict()["1.running_mean"]  # shares its memory, and no module knows it
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         return {"model": self.model, "copy": self.copy, "optimizer": optimizer, "step": 0}
@@ -76,6 +95,8 @@ class Normed:
         if RANK == 1 and batch % 2:
             self.model(rows)
         self.copy(rows)
+        self.copy.seen += rows.sum()
+        self.centered(rows)
         self.model.flags[batch % 3] = RANK == 0
         self.model.phase.add_(1j * (RANK + 1))
         if self.look == "lost" and state["step"] == 1:

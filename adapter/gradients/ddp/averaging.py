@@ -532,10 +532,7 @@ class Averaging(StepPart):
     # Where this rank is.
 
     def _point(self, trigger: Trigger, what: Tensor | str = "", mark: int = 0) -> ExchangePoint:
-        if trigger is Trigger.UPDATE:
-            where = self._update_line
-        else:
-            where = "" if trigger in AT_ITS_END else users_line()
+        where = self._update_line if trigger is Trigger.UPDATE else "" if trigger in AT_ITS_END else users_line()
         return ExchangePoint(trigger, self._step, self._ordinal, self._updates, mark, what, where, self._last_update)
 
     def _named(self, point: ExchangePoint) -> ExchangePoint:

@@ -1,7 +1,8 @@
 """Broadcasts from rank 0: weights when training begins, and buffers, such as the running statistics of a BatchNorm.
 
-As with DDP each rank's forward updates its own buffers, and rank 0's count. They are sent where a step ends, as they
-are then: any other code finds them equal.
+As with DDP each rank's forward updates its own buffers, and rank 0's count. They are sent when a step ends, as they
+are then: any other code finds them equal. Modules without trained weights are no exception (the centre of DINO's loss,
+the running statistics of observations, copies with moving averages): replicas are compared with them.
 
 Why they do not travel earlier, with the last bucket of gradients: a forward may follow that exchange, of a target
 network or a moving average, on some ranks and not on others. Why they are not awaited later, when the next forward
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -25,7 +26,6 @@ from ...discovery.discover import Discovered
 from ...discovery.rank_local import EVERYTHING_SHARED, RankLocal
 from ..rank_check import lost_in_buffers
 from ..step_part import StepPart
-from ..torch_internals import NormBase
 from .buckets import BUCKET_BYTES
 
 __all__ = ["BufferSync", "broadcast_from_zero"]
@@ -38,7 +38,7 @@ class BufferSync(StepPart):
     """Sends the buffers of rank 0 at the end of each step, and writes them over those of the other ranks.
 
     Args:
-        discovered: All buffers of trained modules are kept equal; of others (EMA copies), those of norm layers.
+        discovered: All buffers of its modules are kept equal, whether they are trained or not.
         group: Process group; None means all ranks.
         rank_local: What is each rank's own.
     """
@@ -50,14 +50,18 @@ class BufferSync(StepPart):
         rank_local: RankLocal = EVERYTHING_SHARED,
     ) -> None:
         self._group = group
-        shared = {id(buffer) for found in discovered.modules for _, buffer in rank_local.buffers(found)}
-        owners = [m for found in discovered.trained for m in found.value.modules()]
-        owners += [m for found in discovered.untrained for m in found.value.modules() if isinstance(m, NormBase)]
-        self._places = [(owner, name) for owner in owners for name, b in owner._buffers.items() if id(b) in shared]
+        self._owners: dict[int, tuple[nn.Module, set[str]]] = {}
+        """Modules with buffers, also those that are None still, and the names of those that are the rank's own."""
+        for found in discovered.modules:
+            for prefix, owner in found.value.named_modules(prefix=found.path):
+                if owner._buffers:
+                    local = {name for name in owner._buffers if f"{prefix}.{name}" in rank_local}
+                    _, at_another_path = self._owners.get(id(owner), (owner, local))
+                    self._owners[id(owner)] = owner, local & at_another_path
         self._step = 0
 
     def __bool__(self) -> bool:
-        return bool(self._places)
+        return any(owner._buffers.keys() - local for owner, local in self._owners.values())
 
     @override
     def begin(self, step: int) -> None:
@@ -70,9 +74,10 @@ class BufferSync(StepPart):
         Raises:
             RankFailedError: Another rank is gone.
         """
-        buffers = (owner._buffers.get(name) for owner, name in self._places)
+        named = ((name in local, b) for owner, local in self._owners.values() for name, b in owner._buffers.items())
+        buffers = {id(b): b for is_local, b in named if b is not None and not is_local}
         try:
-            broadcast_from_zero([b for b in buffers if b is not None], self._group)
+            broadcast_from_zero(buffers.values(), self._group)
         except RuntimeError as error:
             raise lost_in_buffers(error, self._step, self._group) from error
 

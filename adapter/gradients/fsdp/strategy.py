@@ -40,8 +40,9 @@ class FSDP2Strategy(ModelParallelStrategy):
             of which the first `world_size / replicas` ranks are one. Give one for each node, for example.
         ignored: Patterns of names of parameters, such as ``head.*``, that stay whole on every rank.
         forward_methods: Methods of units, such as ``encode``, that compute with their parameters beside ``forward``.
-        unused_parameters: Whether ranks may use different parts of a unit (experts, heads). Parameters that no rank
-            used get gradients of zeros then, as torch has it, and not None. Takes torch 2.13 or later.
+        unused_parameters: Whether ranks may use different parts of a unit (experts, heads). A parameter that no rank
+            used then gets a gradient of zeros, as torch has it, and not None as under DDP and on one device. So an
+            optimizer with momentum or weight decay (Adam, say) still moves it. Takes torch 2.13 or later.
         process_group_backend: As Lightning's.
         timeout: As Lightning's.
 

@@ -130,7 +130,7 @@ def test_buffers_are_equal_wherever_they_can_be_looked_at(ranks, place, times):
         assert torch.equal(mine, other), step
     assert first["end"].keys() == second["end"].keys()
     for name, value in first["end"].items():
-        assert torch.equal(value, second["end"][name]), name
+        assert torch.equal(value, second["end"][name]) == (not name.endswith("own_rows")), name
 
 
 def test_a_resumed_run_has_the_buffers_of_one_that_was_not_interrupted(ranks):

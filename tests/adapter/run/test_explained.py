@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.plumbing.failures import describe_failure
 from genlight.adapter.run.report import explained, log_failure
 
@@ -47,6 +48,27 @@ def test_the_way_out_is_told_without_a_traceback(tmp_path, caplog, fail, said):
     assert said in record.getMessage()
     assert "Traceback" not in record.getMessage()
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without accelerators")
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda: nn.Linear(1, 1).to("cuda"),
+        lambda: torch.ones(1).cuda(),
+        lambda: torch.zeros(1, device="cuda:1"),
+        lambda: torch.zeros(1, device="mps"),
+    ],
+    ids=["to", "cuda", "device", "mps"],
+)
+def test_a_device_that_is_not_there_is_named_with_the_line_that_asks_for_it(move):
+    with pytest.raises((AssertionError, RuntimeError)) as raised:
+        move()
+    error = explained(raised.value)
+    assert isinstance(error, ContractError)
+    assert f"{__file__}:{move.__code__.co_firstlineno} asks for a device" in str(error)
+    assert ".to(ctx.device)" in str(error)
+    assert explained(AssertionError("the class's own")) is None
 
 
 def test_sizes_and_names_that_differ_are_told_and_many_are_cut():
