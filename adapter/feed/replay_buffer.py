@@ -286,28 +286,31 @@ class ReplayBuffer:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with self._changed:
-            files = self._saved.linked_into(folder, self._oldest, self._written)
-            first = max(self._oldest, files[-1].last if files else 0)
-            row_bytes = sum(value.nbytes for value in self._row.values())
-            most = max(1, MOST_BYTES_OF_FILE // max(1, row_bytes))
-            for begin in range(first, self._written, most):
-                end = min(begin + most, self._written)
-                packed = to_safetensors(self._rows(torch.arange(begin, end, device="cpu")))
-                files.append(_RowFile(begin, end, len(packed), xxhash.xxh3_128_hexdigest(packed)))
-                write_bytes_durably(folder / files[-1].name, packed)
-            numbers = (self._oldest, self._written)
-            meta = msgspec.json.encode(_Meta(self._layout(), *numbers, self._largest_priority, tuple(files)))
-            places = np.arange(*numbers) % self.capacity
-            sampling = {
-                "meta": torch.frombuffer(bytearray(meta), dtype=torch.uint8),
-                "generator": self._generator.get_state(),
-                "priorities": torch.from_numpy(np.zeros(0) if self._tree is None else self._tree.values(places)),
-            }
-            packed = to_safetensors(sampling)
-            write_bytes_durably(folder / META, xxhash.xxh3_128_digest(packed) + packed)
-            for earlier in {*folder.glob("rows-*.safetensors")} - {folder / file.name for file in files}:
-                earlier.unlink()
-            self._saved.remember(folder, files)
+            self._save_whole(folder)
+
+    def _save_whole(self, folder: Path) -> None:
+        files = self._saved.linked_into(folder, self._oldest, self._written)
+        first = max(self._oldest, files[-1].last if files else 0)
+        row_bytes = sum(value.nbytes for value in self._row.values())
+        most = max(1, MOST_BYTES_OF_FILE // max(1, row_bytes))
+        for begin in range(first, self._written, most):
+            end = min(begin + most, self._written)
+            packed = to_safetensors(self._rows(torch.arange(begin, end, device="cpu")))
+            files.append(_RowFile(begin, end, len(packed), xxhash.xxh3_128_hexdigest(packed)))
+            write_bytes_durably(folder / files[-1].name, packed)
+        numbers = (self._oldest, self._written)
+        meta = msgspec.json.encode(_Meta(self._layout(), *numbers, self._largest_priority, tuple(files)))
+        places = np.arange(*numbers) % self.capacity
+        sampling = {
+            "meta": torch.frombuffer(bytearray(meta), dtype=torch.uint8),
+            "generator": self._generator.get_state(),
+            "priorities": torch.from_numpy(np.zeros(0) if self._tree is None else self._tree.values(places)),
+        }
+        packed = to_safetensors(sampling)
+        write_bytes_durably(folder / META, xxhash.xxh3_128_digest(packed) + packed)
+        for earlier in {*folder.glob("rows-*.safetensors")} - {folder / file.name for file in files}:
+            earlier.unlink()
+        self._saved.remember(folder, files)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Take over what `save` wrote; samples that follow are those that followed there.
@@ -321,29 +324,32 @@ class ReplayBuffer:
         """
         folder = Path(folder)
         with self._changed:
-            saved, priorities, generator = _read_meta(folder / META, limit=8 * self.capacity + MOST_BYTES_OF_META)
-            if saved.layout != self._layout():
-                raise ValueError(f"the replay buffer in {folder} has {saved.layout}, and this one {self._layout()}")
-            self._saved.forget()
-            self._written = self._oldest = 0
-            reached = saved.oldest
-            for file in saved.files:
-                rows = _proven(folder / file.name, file)
-                if _kinds(rows, rows=True) != _kinds(self._row) or not file.first <= reached < file.last:
-                    raise BrokenCheckpointError(str(folder / file.name), "it does not have the rows that its name says")
-                fresh = {name: column[reached - file.first :] for name, column in rows.items()}
-                self._put(fresh, reached, file.last - reached)
-                reached = file.last
-            if reached != saved.written:
-                raise BrokenCheckpointError(str(folder), f"it has rows up to {reached}, and not to {saved.written}")
-            if self._tree is not None:
-                self._tree = SumTree(self.capacity)
-                self._tree.set(np.arange(saved.oldest, saved.written) % self.capacity, priorities)
-            self._largest_priority = saved.largest_priority
-            self._generator.set_state(generator)
-            self._oldest, self._written, self._writer = saved.oldest, saved.written, None
-            self._saved.remember(folder, list(saved.files))
-            self._changed.notify_all()
+            self._load_whole(folder)
+
+    def _load_whole(self, folder: Path) -> None:
+        saved, priorities, generator = _read_meta(folder / META, limit=8 * self.capacity + MOST_BYTES_OF_META)
+        if saved.layout != self._layout():
+            raise ValueError(f"the replay buffer in {folder} has {saved.layout}, and this one {self._layout()}")
+        self._saved.forget()
+        self._written = self._oldest = 0
+        reached = saved.oldest
+        for file in saved.files:
+            rows = _proven(folder / file.name, file)
+            if _kinds(rows, rows=True) != _kinds(self._row) or not file.first <= reached < file.last:
+                raise BrokenCheckpointError(str(folder / file.name), "it does not have the rows that its name says")
+            fresh = {name: column[reached - file.first :] for name, column in rows.items()}
+            self._put(fresh, reached, file.last - reached)
+            reached = file.last
+        if reached != saved.written:
+            raise BrokenCheckpointError(str(folder), f"it has rows up to {reached}, and not to {saved.written}")
+        if self._tree is not None:
+            self._tree = SumTree(self.capacity)
+            self._tree.set(np.arange(saved.oldest, saved.written) % self.capacity, priorities)
+        self._largest_priority = saved.largest_priority
+        self._generator.set_state(generator)
+        self._oldest, self._written, self._writer = saved.oldest, saved.written, None
+        self._saved.remember(folder, list(saved.files))
+        self._changed.notify_all()
 
     def _layout(self) -> dict[str, Any]:
         return {"capacity": self.capacity, "prioritised": self._tree is not None, "columns": _kinds(self._row)}

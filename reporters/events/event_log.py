@@ -11,7 +11,7 @@ import math
 import operator
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import time_ns
 from typing import Any, Self, cast
@@ -252,32 +252,38 @@ class EventLog:
         self.close()
 
     def _write(self, kind: type[Event], *fields: Mapping[str, Any]) -> None:
-        """Write an event for each of `fields`, or none where the rules refuse one of them.
+        """Write an event for each of `fields`, or none if the rules refuse one of them.
 
         An interrupt leaves an event written and the phase changed, or neither.
         """
-        name, log = kind.__name__.lower(), self._file
-        if log.closed:  # asked before the lock is taken, which a thread may have held when this process was forked off
-            raise EventLogError(f"cannot write {name!r} to {log.path}: the log is closed in process {os.getpid()}")
+        if self._file.closed:  # asked before the lock is taken, which a thread may have held when this was forked off
+            raise EventLogError(
+                f"cannot write {kind.__name__.lower()!r} to {self.path}: the log is closed in process {os.getpid()}"
+            )
+        # No loop may stand within the block: in Python 3.13.0 an exception of a signal handler that comes at its end
+        # would leave without releasing the lock.
         with self._lock:
-            phase = self._rules.phase
-            if phase == "ended" or (kind is Started and phase != "new"):
-                over = "already has its terminal event" if phase == "ended" else "has already started"
-                raise EventLogError(f"cannot write {name!r} to {log.path}: the attempt {over}")
-            common: dict[str, Any] = {"run_id": self.run_id, "timestamp_ms": _timestamp_ms(time_ns())}
-            events = [kind(seq=seq, **common, **each) for seq, each in enumerate(fields, start=self.seq + 1)]
-            for event in events:
-                if fault := self._rules.fault(event):
-                    raise EventLogError(f"cannot write {name!r} to {log.path}: {fault[1]}")
-            for event in events:
-                phase, lines = self._rules.phase, log.lines
-                try:
-                    self._rules.take(event)
-                    log.append(encode_json(event) + b"\n")
-                except BaseException:
-                    if log.lines == lines:
-                        self._rules.phase = phase
-                    raise
+            self._append(kind, fields)
+
+    def _append(self, kind: type[Event], fields: Sequence[Mapping[str, Any]]) -> None:
+        name, log, phase = kind.__name__.lower(), self._file, self._rules.phase
+        if phase == "ended" or (kind is Started and phase != "new"):
+            over = "already has its terminal event" if phase == "ended" else "has already started"
+            raise EventLogError(f"cannot write {name!r} to {log.path}: the attempt {over}")
+        common: dict[str, Any] = {"run_id": self.run_id, "timestamp_ms": _timestamp_ms(time_ns())}
+        events = [kind(seq=seq, **common, **each) for seq, each in enumerate(fields, start=self.seq + 1)]
+        for event in events:
+            if fault := self._rules.fault(event):
+                raise EventLogError(f"cannot write {name!r} to {log.path}: {fault[1]}")
+        for event in events:
+            phase, lines = self._rules.phase, log.lines
+            try:
+                self._rules.take(event)
+                log.append(encode_json(event) + b"\n")
+            except BaseException:
+                if log.lines == lines:
+                    self._rules.phase = phase
+                raise
 
 
 def _timestamp_ms(now_ns: int) -> int:

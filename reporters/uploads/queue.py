@@ -285,12 +285,15 @@ class Queue:
         if entry.kind in ("checkpoint", "terminal"):
             self._write(entry, DELIVERED)
             with self.changed:
-                for older in self.delivered(entry.kind):
-                    if older.files and (older.run_id, older.files[-1].path) == (entry.run_id, entry.files[-1].path):
-                        del self._delivered[older.seq]
-                        self._unlink(self._path(older.seq, DELIVERED))
-                self._delivered[entry.seq] = entry
+                self._remember(entry)
         self.remove(entry)
+
+    def _remember(self, entry: Entry) -> None:
+        for older in self.delivered(entry.kind):
+            if older.files and (older.run_id, older.files[-1].path) == (entry.run_id, entry.files[-1].path):
+                del self._delivered[older.seq]
+                self._unlink(self._path(older.seq, DELIVERED))
+        self._delivered[entry.seq] = entry
 
     def remove(self, entry: Entry) -> None:
         """Forget `entry`, which was delivered or is given up for good."""
@@ -303,12 +306,14 @@ class Queue:
     def entries(self, *kinds: Kind) -> list[Entry]:
         """The entries of `kinds` that wait and are ours, oldest first; of all kinds where none is given."""
         with self.changed:
-            return [entry for entry in self._entries.values() if not kinds or entry.kind in kinds]
+            entries = list(self._entries.values())
+        return [entry for entry in entries if not kinds or entry.kind in kinds]
 
     def delivered(self, kind: Kind) -> list[Entry]:
         """The entries of `kind` that were delivered, by whichever process."""
         with self.changed:
-            return [entry for entry in self._delivered.values() if entry.kind == kind]
+            delivered = list(self._delivered.values())
+        return [entry for entry in delivered if entry.kind == kind]
 
     def holds(self, entry: Entry) -> bool:
         """Whether `entry` still waits; a newer one may have replaced it."""
@@ -341,20 +346,22 @@ class Queue:
     def catch_up(self) -> OSError | None:
         """Write what the disk has refused so far; returns why that cannot be done, None where nothing is missing."""
         with self.changed:
-            if self._refusal is None or self._closed:
-                return self._refusal
-            self._refusal = None
-            alone = {entry.seq for entry in self.left_alone}
-            for path in _entry_files(self.directory):
-                if int(path.stem) not in {*self._entries, *alone}:
-                    self._unlink(path)
-            for entry in self._delivered.values():
-                if not self._path(entry.seq, DELIVERED).exists():
-                    self._write(entry, DELIVERED)
-            for entry in self._entries.values():
-                if self._refusal is None:
-                    self.save(entry)
+            if self._refusal is not None and not self._closed:
+                self._refusal = None
+                self._write_missing()
             return self._refusal
+
+    def _write_missing(self) -> None:
+        alone = {entry.seq for entry in self.left_alone}
+        for path in _entry_files(self.directory):
+            if int(path.stem) not in {*self._entries, *alone}:
+                self._unlink(path)
+        for entry in self._delivered.values():
+            if not self._path(entry.seq, DELIVERED).exists():
+                self._write(entry, DELIVERED)
+        for entry in self._entries.values():
+            if self._refusal is None:
+                self.save(entry)
 
     def close(self) -> None:
         """Release the queue to other processes; what waits stays on disk."""

@@ -575,12 +575,15 @@ class _Early:
             if position is None:
                 return
             self._missing[position].discard(key)
-            # The last one leaves after the call, and says whether gradients of the others have changed.
-            while len(self.sent) < len(self.plan.buckets) - 1 and not self._missing[len(self.sent)]:
-                bucket = self.plan.buckets[len(self.sent)]
-                gradients = [read_gradient(p) for p in bucket.parameters]
-                self.sent.append([(g, 0 if g is None else g._version) for g in gradients])
-                bucket.send(gradients)
+            self._send_complete()  # a call, since no loop may run under a lock: see tests/test_locks.py
+
+    def _send_complete(self) -> None:
+        # The last one leaves after the call, and says whether gradients of the others have changed.
+        while len(self.sent) < len(self.plan.buckets) - 1 and not self._missing[len(self.sent)]:
+            bucket = self.plan.buckets[len(self.sent)]
+            gradients = [read_gradient(p) for p in bucket.parameters]
+            self.sent.append([(g, 0 if g is None else g._version) for g in gradients])
+            bucket.send(gradients)
 
     def is_stale(self) -> bool:
         """Whether a gradient has changed since its bucket left, as in a checkpointed segment that is used twice."""

@@ -58,10 +58,6 @@ FAULTS = {
     "an accelerator that is not there": Fault(
         "startup", "startup.invalid_job_spec", 2, fields={"lightning": {"accelerator": "tpu"}}
     ),
-    "another run's artifacts": Fault(
-        "startup", "startup.artifacts_in_use", 2, after={}, fields={"run_id": "other", "resume_from_latest": True}
-    ),
-    "artifacts and no wish to resume": Fault("startup", "startup.artifacts_in_use", 2, after={}),
     # trainer classes
     "trainer module missing": Fault("startup", "no_such_module", 2, fields={"trainer": "no_such_module:T"}),
     "trainer attribute missing": Fault("startup", "Missing", 2, fields={"trainer": "fault_trainer:Missing"}),

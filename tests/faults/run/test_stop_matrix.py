@@ -261,7 +261,7 @@ def test_a_stop_ends_the_run(job, kill_after, torchrun_environs, cell):
 def stop_it(stop):
     """Start the run and stop it in its phase; the processes.
 
-    A limit counts from the start of a process: where that did not come to the phase within it, a longer one is tried.
+    A limit counts from the start of a process. If that did not reach the phase within it, a longer one is tried.
     """
     limit_s = 4.0
     stop.leave_checkpoint()
@@ -275,6 +275,7 @@ def stop_it(stop):
         for file in stop.job.folder.glob("reached-*"):
             file.unlink()
         stop.job.server.at_gate.clear()
+        stop.job.events_path.unlink(missing_ok=True)  # two stops before the first step would be reported otherwise
         limit_s *= 2
     if stop.trigger == "limit":
         time.sleep(max(0.0, stop.began + limit_s + 0.5 - time.monotonic()))
