@@ -14,6 +14,8 @@ Usage::
 from __future__ import annotations
 
 import logging
+import os
+import urllib.request
 from collections.abc import Collection, Generator
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 
@@ -28,7 +30,7 @@ __all__ = ["build_client", "failure_text"]
 _TOKEN_ORIGIN = "genlight.token_origin"  # noqa: S105 - the name of a request extension, not a secret
 MAX_REDIRECTS = 5
 CONNECT_TIMEOUT_S = 10.0
-"""How long a connection may take to stand."""
+"""Connect timeout in seconds."""
 
 
 def _connected_origin(url: httpx2.URL) -> str | None:
@@ -43,10 +45,30 @@ def _connected_origin(url: httpx2.URL) -> str | None:
 
 
 def failure_text(error: BaseException) -> str:
-    """An error on the wire, in words that hold no URL, header or body: the types and the system's own text."""
+    """An error on the wire, without its URL, headers or body: its type, the system's text, and the proxy if one failed.
+
+    A proxy that is down looks like a server that is down. Who set it in the environment long ago will not think of it.
+    """
     said = [part for part in causes_of(error) if isinstance(part, OSError) and part.strerror]
     name = type(error).__name__
-    return f"{name}: {said[0].strerror}" if said and said[0] is not error else name
+    text = f"{name}: {said[0].strerror}" if said and said[0] is not error else name
+    if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.ProxyError):
+        text += _through_proxy(error)
+    return text
+
+
+def _through_proxy(error: httpx2.RequestError) -> str:
+    """The proxy that the environment names for a request that failed, in words; empty if there is none."""
+    try:
+        url = error.request.url
+    except RuntimeError:  # it belongs to no request
+        return ""
+    proxies = {} if urllib.request.proxy_bypass(url.host) else urllib.request.getproxies()
+    name = next((name for name in (url.scheme, "all") if name in proxies), None)
+    if name is None:
+        return ""
+    variable = next((each for each in (f"{name}_proxy", f"{name.upper()}_PROXY") if each in os.environ), "the system")
+    return f" through the proxy {safe_url(proxies[name])} that {variable} names"
 
 
 class _OriginAuth(httpx2.Auth):
@@ -95,7 +117,7 @@ def build_client(
     timeout_s: float = 30.0,
     max_connections: int = 4,
 ) -> httpx2.Client:
-    """A client that follows redirects and shows `token` to `origins` alone.
+    """A client that follows redirects and sends `token` only to `origins`.
 
     Each request has a connection of its own. On a kept one, the second answer of a server (or a proxy) that answers
     twice would be taken for the answer to the next request: an upload would count as delivered that never arrived.
