@@ -44,7 +44,7 @@ __all__ += ["ResultCollection", "TrainingEpochLoop"]
 WEIGHT_AVERAGING: type[pl.Callback] | tuple[()] = getattr(stock, "WeightAveraging", ())
 """Lightning's callback that trains with averages next to the weights; since 2.6, and of no object before."""
 
-SUPPORTED = {"lightning": "lightning>=2.5.6,<2.7", "torch": "torch>=2.9"}
+SUPPORTED = {"lightning": "lightning>=2.5.6,<2.7,!=2.6.2,!=2.6.3", "torch": "torch>=2.9"}
 """The releases that genlight's own requirements name."""
 
 NEWEST_TORCH = "2.15"

@@ -1,8 +1,8 @@
 """Files from web servers: streamed, checked, cached, resumed after a break.
 
 While a file is incomplete it is called ``*.part``. A note next to it has the version (the ETag) that it is a part of,
-so that a later attempt, also of another process, can go on where this one broke. Only a whole and checked file gets
-its name, and the note is then of that file.
+so that a later attempt, also of another process, can continue where this one broke. Only a complete and checked file
+gets its name, and the note is then of that file.
 """
 
 from __future__ import annotations
@@ -199,7 +199,9 @@ class _Transfer:
         if self.part.exists():
             # Only a digest shows that two answers without a strong ETag were of two versions, or that bytes were lost.
             if request.digest is not None or (note.joins_parts and note.boot_id == _boot_id()):
-                start = self.before
+                # No server sends what follows the last byte: a part that may be complete asks for its last byte again.
+                may_be_complete = self.before in (note.size or request.size_bytes or self.before, request.size_bytes)
+                start = max(self.before - may_be_complete, 0)
             if start:
                 headers["Range"] = f"bytes={start}-"
                 headers |= {"If-Range": note.etag} if note.etag is not None and note.joins_parts else {}

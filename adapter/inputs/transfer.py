@@ -28,7 +28,7 @@ from ..contract.exceptions import AuthError, BrokenCheckpointError, InputError
 from ..contract.types import ResolvedRef
 from ..job.config import RunConfig
 from ..plumbing.failures import causes_of
-from ..plumbing.http import build_client
+from ..plumbing.http import build_client, failure_text
 from ..plumbing.retry import RetryPolicy, TransientError, is_transient, with_retries
 from ..plumbing.text import HUB_LOGIN
 from ..plumbing.threads import DaemonThreads
@@ -232,7 +232,10 @@ def _meaning(error: Exception, ref: HubRef, kind: str) -> Exception:
         return InputError(f"{ref.label} cannot be fetched from the hub: {said or error}")
     if isinstance(error, OSError) and error.errno is not None:
         return error
-    return TransientError(f"the hub answered with status {status}" if status else "the hub cannot be reached")
+    if status:
+        return TransientError(f"the hub answered with status {status}")
+    failed = next((f" ({failure_text(cause)})" for cause in causes if isinstance(cause, httpx2.TransportError)), "")
+    return TransientError(f"the hub cannot be reached{failed}")
 
 
 class ManifestFile(msgspec.Struct, frozen=True):

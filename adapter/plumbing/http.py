@@ -14,6 +14,8 @@ Usage::
 from __future__ import annotations
 
 import logging
+import os
+import urllib.request
 from collections.abc import Collection, Generator
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 
@@ -43,10 +45,30 @@ def _connected_origin(url: httpx2.URL) -> str | None:
 
 
 def failure_text(error: BaseException) -> str:
-    """Describe a network error without URL, header or body: its type and the system's own text."""
+    """Describe a network error without URL, header or body: its type, the system's text, and the proxy if one failed.
+
+    A proxy that is down looks like a server that is down, and its user may not remember the variable that sets it.
+    """
     said = [part for part in causes_of(error) if isinstance(part, OSError) and part.strerror]
     name = type(error).__name__
-    return f"{name}: {said[0].strerror}" if said and said[0] is not error else name
+    text = f"{name}: {said[0].strerror}" if said and said[0] is not error else name
+    if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.ProxyError):
+        text += _through_proxy(error)
+    return text
+
+
+def _through_proxy(error: httpx2.RequestError) -> str:
+    """Describe the proxy that the environment sets for a failed request; empty if there is none."""
+    try:
+        url = error.request.url
+    except RuntimeError:  # it belongs to no request
+        return ""
+    proxies = {} if urllib.request.proxy_bypass(url.host) else urllib.request.getproxies()
+    name = next((name for name in (url.scheme, "all") if name in proxies), None)
+    if name is None:
+        return ""
+    variable = next((each for each in (f"{name}_proxy", f"{name.upper()}_PROXY") if each in os.environ), "the system")
+    return f" through the proxy {safe_url(proxies[name])} that {variable} names"
 
 
 class _OriginAuth(httpx2.Auth):

@@ -48,3 +48,11 @@ def test_the_releases_that_are_named_are_those_that_an_installation_takes():
     taken = {required.name: required for required in map(Requirement, project["dependencies"])}
     for package, supported in SUPPORTED.items():
         assert taken[package].specifier == Requirement(supported).specifier
+
+
+@pytest.mark.parametrize("release", ["2.6.2", "2.6.3"])
+def test_releases_of_lightning_that_were_malware_are_not_taken(release):
+    specifier = Requirement(SUPPORTED["lightning"]).specifier
+    assert not specifier.contains(release)
+    assert specifier.contains("2.6.1")
+    assert specifier.contains("2.6.4")

@@ -120,6 +120,47 @@ def test_a_later_process_goes_on_where_an_earlier_one_broke(server, fetch, retry
     assert server.requests[0].headers["range"].startswith("bytes=")
 
 
+@pytest.fixture
+def died_complete(server, fetch, tmp_path):
+    """Serves a file whose last process died between its last byte and its name."""
+    part = tmp_path / "cache" / "file.part"
+
+    def serve(**options):
+        url = server.put("/a", CONTENT, **options)
+
+        def end(ended):
+            if part.exists() and part.stat().st_size == len(CONTENT):
+                ended.set()
+
+        with pytest.raises(CancelledError):
+            fetch(url, ended=AfterEachPiece(end))
+        assert part.stat().st_size == len(CONTENT)
+        server.requests.clear()
+        return url
+
+    return serve
+
+
+@pytest.mark.parametrize("options", [{}, {"etag": None}], ids=["with an ETag", "without"])
+@pytest.mark.parametrize("known", [(), ("digest",), ("size_bytes",), ("digest", "size_bytes")], ids=str)
+def test_a_download_that_was_complete_when_its_process_died_brings_one_byte(
+    server, fetch, sha256, died_complete, options, known
+):
+    url = died_complete(**options)
+    facts = {name: {"digest": f"sha256:{sha256(CONTENT)}", "size_bytes": len(CONTENT)}[name] for name in known}
+    assert fetch(url, **facts).read_bytes() == CONTENT
+    (request,) = server.requests
+    can_join = "etag" not in options or "digest" in known
+    assert request.headers.get("range") == (f"bytes={len(CONTENT) - 1}-" if can_join else None)
+
+
+def test_a_complete_part_of_an_older_version_is_fetched_anew(server, fetch, died_complete):
+    url = died_complete()
+    new = b"n" * len(CONTENT)
+    server.put("/a", new, etag='"v2"')
+    assert fetch(url).read_bytes() == new
+
+
 def test_a_file_that_changed_meanwhile_is_fetched_anew_and_never_mixed(server, fetch):
     url = server.put("/a", CONTENT, break_after=[4_000_000])
     new = b"n" * len(CONTENT)

@@ -169,6 +169,25 @@ def test_the_token_is_in_no_repr():
         assert "***" in repr(client.auth)
 
 
+@pytest.mark.parametrize("scheme", ["http", "https"])
+@pytest.mark.parametrize("variable", ["HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy"])
+def test_a_proxy_that_is_down_is_named_without_its_password(monkeypatch, scheme, variable):
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv(variable, "http://user:pr0xy-canary@127.0.0.1:9")
+    is_used = variable.lower() in (f"{scheme}_proxy", "all_proxy")
+    with build_client(None, ()) as client, pytest.raises(httpx2.ConnectError) as caught:
+        client.get(f"{scheme}://127.0.0.2:9/x")
+    named = f" through the proxy http://127.0.0.1:9 that {variable} names" if is_used else ""
+    assert failure_text(caught.value) == f"ConnectError: Connection refused{named}"
+
+    monkeypatch.setenv("NO_PROXY", "127.0.0.2")
+    with build_client(None, ()) as client, pytest.raises(httpx2.ConnectError) as caught:
+        client.get(f"{scheme}://127.0.0.2:9/x")
+    assert failure_text(caught.value) == "ConnectError: Connection refused"
+
+
 def test_failure_text_tells_type_and_system_error_and_no_address():
     with build_client(None, ()) as client, pytest.raises(httpx2.ConnectError) as caught:
         client.get("http://127.0.0.1:9/secret?x")
