@@ -40,7 +40,7 @@ OLD = {
     ".helpers.optim": "OptimizerBundle build_default_adamw_bundle",
     ".helpers.repro": "seed_everything",
     ".helpers.scalar": "to_float_scalar",
-    ".inputs": "DownloadedInputs InputDownloader",
+    ".inputs": "DownloadedInputs InputDownloader ModelRefDownloader",
     ".job_lifecycle": "JobLifecycleClient LifecycleLease",
     ".loop": "TrainingCanceled run_training_loop",
     ".model_runtime": "ModelRuntimeConfig ModelRuntimeLoader",
