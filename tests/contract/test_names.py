@@ -227,7 +227,7 @@ OLD_NAMES = (Path(genlight.adapter.__file__).parent / "old_names.md").read_text(
 NAMED = sorted(
     {
         name
-        for row in OLD_NAMES.partition("## Names")[2].partition("## Behaviour")[0].splitlines()
+        for row in OLD_NAMES.partition("## Names")[2].partition("## Behavior")[0].splitlines()
         if row.startswith("| `")
         for name in re.findall(r"`(\w+)`", row.split("|")[1])
     }
