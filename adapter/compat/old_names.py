@@ -21,6 +21,7 @@ __all__ = [
     "BatchProvider",
     "CheckpointingTrainerPlugin",
     "InputMaterializationError",
+    "ModelRefDownloader",
     "PreparedBatchT",
     "RawBatchT",
     "ReporterEvent",
@@ -42,6 +43,14 @@ PreparedBatchT = TypeVar("PreparedBatchT")
 BatchProvider = BatchSource
 ArrowBatchFeeder = BatchSource
 InputMaterializationError = InputError
+
+
+class ModelRefDownloader(Protocol):
+    """Fetches a model by its reference. A type for existing code: genlight fetches inputs itself."""
+
+    def download(self, model_ref: str, dest_dir: str) -> str:
+        """Bring the model to a folder below `dest_dir`, and return it."""
+        ...
 
 
 class CheckpointingTrainerPlugin(Protocol):

@@ -305,7 +305,7 @@ class DownloadedInputs:
 
 
 class InputDownloader(Protocol):
-    """Brings the inputs of a job to this node."""
+    """Brings the inputs of a job to this node. A type for existing code: genlight fetches inputs itself."""
 
     def download(self, *, inputs: Mapping[str, Any], directory: Path) -> DownloadedInputs:
         """Materialise `inputs` (the block of the job spec) under `directory`."""
@@ -321,7 +321,7 @@ class ModelRuntimeConfig:
 
 
 class ModelRuntimeLoader(Protocol):
-    """Loads the components of a model directory."""
+    """Loads the components of a model directory. A type for existing code: a class calls `load_components` itself."""
 
     def load_components(self, *, model_dir: Path, config: ModelRuntimeConfig) -> Mapping[str, Any]:
         """Component name to its tensors, on `config.device` in `config.dtype`."""

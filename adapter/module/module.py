@@ -256,7 +256,7 @@ class ContractModule(pl.LightningModule):
         """One step of the trainer on a raw batch; its metrics as they are.
 
         Raises:
-            ContractError: ``train_step`` returned something without metrics.
+            ContractError: ``train_step`` returned something without metrics, or with a wrong metric in the first step.
         """
         assert self._state is not None
         state, ctx = self._state.value, self.ctx
@@ -266,8 +266,14 @@ class ContractModule(pl.LightningModule):
         else:
             with self._router:
                 result = self.plugin.train_step(batch, state, ctx)
-        if type(result) is not StepResult or type(result.metrics) is not dict:
-            validated_result(result)
+        is_first = self.step_result is None  # a wrong metric is found here, and not at a cadence much later
+        if (
+            is_first
+            or type(result) is not StepResult
+            or type(result.metrics) is not dict
+            or type(result.debug) is not dict
+        ):
+            validated_result(result, reads_values=is_first)
         if self._state.is_sharded:
             debug, control = getattr(result, "debug", None) or {}, getattr(result, "control", None)
             result = StepResult(whole_metrics(result.metrics), whole_metrics(debug), control)

@@ -47,11 +47,15 @@ def metric_name(name: object) -> str:
     return reported
 
 
-def validated_result(result: Any) -> StepResult | Any:
-    """The result of ``train_step``, if it has ``metrics``.
+def validated_result(result: Any, *, reads_values: bool = False) -> StepResult | Any:
+    """The result of ``train_step``, if it has ``metrics``; does not wait for the device.
+
+    Args:
+        result: What ``train_step`` returned.
+        reads_values: Also check each metric, as `named_scalars` does at a cadence.
 
     Raises:
-        ContractError: It has none, or they are not a mapping.
+        ContractError: It has no metrics, or these or ``debug`` are not a mapping, or a metric is not a number.
     """
     metrics = getattr(result, "metrics", None)
     if metrics is None and not hasattr(result, "metrics"):
@@ -59,6 +63,15 @@ def validated_result(result: Any) -> StepResult | Any:
         raise ContractError(f"train_step returned a {_type_name(result)} without `metrics`; {hint}")
     if not isinstance(metrics, Mapping):
         raise ContractError(f"train_step returned metrics that are a {_type_name(metrics)}; they must be a mapping")
+    debug = getattr(result, "debug", None)
+    if debug is not None and not isinstance(debug, Mapping):
+        raise ContractError(f"train_step returned a `debug` that is a {_type_name(debug)}; it must be a mapping")
+    for name, value in metrics.items() if reads_values else ():
+        reported = metric_name(name)
+        # What may be on a device is not read: it has one element, or can be a float.
+        is_lazy = not isinstance(value, numbers.Real) and hasattr(value, "__float__")
+        if not is_lazy or (hasattr(value, "shape") and not _may_be_scalar(value)):
+            scalar(reported, value)
     return result
 
 

@@ -40,7 +40,7 @@ OLD = {
     ".helpers.optim": "OptimizerBundle build_default_adamw_bundle",
     ".helpers.repro": "seed_everything",
     ".helpers.scalar": "to_float_scalar",
-    ".inputs": "DownloadedInputs InputDownloader",
+    ".inputs": "DownloadedInputs InputDownloader ModelRefDownloader",
     ".job_lifecycle": "JobLifecycleClient LifecycleLease",
     ".loop": "TrainingCanceled run_training_loop",
     ".model_runtime": "ModelRuntimeConfig ModelRuntimeLoader",
@@ -227,7 +227,7 @@ OLD_NAMES = (Path(genlight.adapter.__file__).parent / "old_names.md").read_text(
 NAMED = sorted(
     {
         name
-        for row in OLD_NAMES.partition("## Names")[2].partition("## Behaviour")[0].splitlines()
+        for row in OLD_NAMES.partition("## Names")[2].partition("## Behavior")[0].splitlines()
         if row.startswith("| `")
         for name in re.findall(r"`(\w+)`", row.split("|")[1])
     }

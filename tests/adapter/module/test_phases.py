@@ -122,10 +122,10 @@ def test_counters_are_true_in_every_event_of_two_phases(tmp_path: Path) -> None:
     assert counters.seen == [
         ("rollout", 12, 0, 0, 0),
         *first,
-        ("phase", 12, 1, 1, 2),
+        ("phase", 12, 0, 1, 2),
         ("rollout", 24, 1, 0, 0),
         *second,
-        ("phase", 24, 2, 0, 2),
+        ("phase", 24, 1, 0, 2),
     ]
 
 

@@ -10,9 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from genlight.adapter import ContractModule
 from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.contract.types import StepContext, StepResult, TrainingJobSpec
 from genlight.adapter.module.step_metrics import metric_name, named_scalars, validated_result
+from genlight.adapter.training_loop import BatchStream
+from support.trainers import quiet_trainer
 
 CTX = StepContext(job=TrainingJobSpec(run_id="r", max_steps=1))
 ALIASES = {
@@ -64,11 +67,15 @@ def test_more_names_than_are_kept_are_reported_as_well():
         (1.5, "returned a float without `metrics`"),
         (SimpleNamespace(metrics=None), "returned metrics that are a NoneType; they must be a mapping"),
         (SimpleNamespace(metrics=[("loss", 1)]), "returned metrics that are a list; they must be a mapping"),
+        (StepResult({"loss": 1}, debug=["lr", 0.1]), "returned a `debug` that is a list; it must be a mapping"),
+        (StepResult({"loss": 1}, debug="lr 0.1"), "returned a `debug` that is a str"),
+        (SimpleNamespace(metrics={}, debug=0.1), "returned a `debug` that is a float"),
     ],
 )
 def test_a_result_without_a_mapping_of_metrics_is_refused(result, message):
-    with pytest.raises(ContractError, match=message):
+    with pytest.raises(ContractError, match=message) as error:
         validated_result(result)
+    assert isinstance(error.value, TypeError)
 
 
 def test_any_object_with_metrics_is_a_result():
@@ -171,9 +178,52 @@ def test_a_value_that_is_not_finite_stays_what_it_is(value):
         (1j, r"1j \(complex\)"),
     ],
 )
-def test_a_metric_that_is_no_scalar_is_named_with_what_it_is(value, what):
+@pytest.mark.parametrize("when", ["at_a_cadence", "at_the_first_step"])
+def test_a_metric_that_is_no_scalar_is_named_with_what_it_is(value, what, when):
+    metrics = {"fine": 1, "grad": value}
     with pytest.raises(ContractError, match=f"metric 'grad' is {what}; a metric is one number or a 0-d tensor"):
-        scalars_of({"fine": 1, "grad": value})
+        scalars_of(metrics) if when == "at_a_cadence" else validated_result(StepResult(metrics), reads_values=True)
+
+
+class Returns:
+    """A trainer class whose `step` returns that result from `at` on."""
+
+    def __init__(self, result, at=1):
+        self.result, self.at, self.step = result, at, 0
+
+    def setup(self, ctx): ...
+
+    def configure(self, ctx):
+        return {}
+
+    def prepare_batch(self, raw, state, ctx):
+        return raw
+
+    def train_step(self, batch, state, ctx):
+        self.step += 1
+        return self.result if self.step >= self.at else StepResult({"loss": 1.0})
+
+    def state_dict(self, state):
+        return {}
+
+    def load_state_dict(self, state, payload, ctx): ...
+
+
+@pytest.mark.parametrize(
+    ("result", "at"),
+    [
+        (StepResult({"loss": "high"}), 1),
+        (SimpleNamespace(metrics={"": 1.0}), 1),
+        (StepResult({}, debug=[1]), 1),
+        (StepResult({}, debug=[1]), 3),
+    ],
+)
+def test_a_wrong_result_is_refused_in_its_step_though_no_cadence_reads_it(result, at):
+    plugin = Returns(result, at)
+    module = ContractModule(plugin, TrainingJobSpec("r", 5, metric_every=0))
+    with pytest.raises(ContractError):
+        quiet_trainer(max_steps=5).fit(module, BatchStream(range(9)))
+    assert plugin.step == at
 
 
 def test_a_number_too_large_for_a_float_is_named():
