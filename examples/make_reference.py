@@ -1,9 +1,9 @@
-"""Writes the references in the README of each package folder: the parts that are made from docstrings and types.
+"""Write the reference pages of the package folders: the parts that are derived from docstrings and types.
 
-    python examples/make_reference.py            # writes them anew, and the JSON Schema of a job
-    python examples/make_reference.py --check    # exit code 1 where one is not what it should be
+    python examples/make_reference.py            # writes them, and the JSON Schema of a job
+    python examples/make_reference.py --check    # exit code 1 if one of them is out of date
 
-What stands between two markers of a page, ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``, is made here; the rest
+This program writes the text between two markers of a page, ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``; the rest
 is written by hand.
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 import docstring_parser
 import msgspec
 
+import genlight.adapter
 import genlight.callbacks
 import genlight.callbacks.compat
 import genlight.reporters
@@ -37,7 +38,7 @@ def classes_reference(classes: Iterable[type], *, brief: bool = False) -> str:
     return "\n".join(line for cls in classes for line in _section(cls, brief))
 
 
-def _section(cls: type, brief: bool) -> list[str]:
+def _section(cls: Any, brief: bool) -> list[str]:
     parsed = docstring_parser.parse(inspect.getdoc(cls) or "", docstring_parser.DocstringStyle.GOOGLE)
     lines = [f"### `{cls.__name__}`", "", _markdown(parsed.short_description or ""), ""]
     if parsed.long_description:
@@ -52,6 +53,24 @@ def _section(cls: type, brief: bool) -> list[str]:
         lines += [f"| `{name}` | {_default(p)} | {described[name]} |" for name, p in arguments.items()]
         lines.append("")
     return lines
+
+
+def python_reference() -> str:
+    """The functions and classes of `genlight.adapter` as Markdown, and a table of its exceptions."""
+    named = [getattr(genlight.adapter, name) for name in sorted(genlight.adapter.__all__)]
+    errors = [each for each in named if inspect.isclass(each) and issubclass(each, Exception)]
+    classes = [each for each in named if inspect.isclass(each) and each not in errors]
+    lines = ["## Functions", ""]
+    for function in filter(inspect.isfunction, named):
+        lines += _section(function, brief=True)
+    lines += ["## Classes", ""]
+    for cls in classes:
+        lines += _section(cls, brief=True)
+    lines += ["## Exceptions", "", "| exception | base | meaning |", "|---|---|---|"]
+    for error in errors:
+        summary = docstring_parser.parse(inspect.getdoc(error) or "").short_description or ""
+        lines.append(f"| `{error.__name__}` | `{error.__mro__[1].__name__}` | {_one_line(summary)} |")
+    return "\n".join([*lines, ""])
 
 
 def _default(parameter: inspect.Parameter) -> str:
@@ -195,13 +214,10 @@ def _callbacks(*, trainer_hooks: bool) -> list[type]:
 
 
 PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
-    "adapter/jobs.md": [
-        ("job keys", job_reference),
-        ("standard callbacks", callbacks_reference),
-        ("variables", variables_reference),
-    ],
-    "callbacks/README.md": [
-        ("standard callbacks", callbacks_reference),
+    "adapter/job_reference.md": [("job keys", job_reference), ("variables", variables_reference)],
+    "adapter/python_reference.md": [("python", python_reference)],
+    "callbacks/README.md": [("standard callbacks", callbacks_reference)],
+    "callbacks/reference.md": [
         ("callbacks", lambda: classes_reference(_callbacks(trainer_hooks=False), brief=True)),
     ],
     "callbacks/other_styles.md": [

@@ -55,7 +55,7 @@ def test_every_documented_variable_is_read_and_every_read_variable_documented() 
     """The table of variables is the list that the code has."""
     from genlight.adapter.job.sources import JOB_VARIABLE, VARIABLES
 
-    text = section("adapter/jobs.md", "Variables")
+    text = section("adapter/job_reference.md", "Variables")
     documented = set(re.findall(r"`((?:TRAINER|TENSORHUB)_\w+)`", text))
     documented |= {f"TRAINER_UPLOAD{suffix}" for suffix in re.findall(r"`(_\w+_URL)`", text)}
     assert documented == {JOB_VARIABLE, *VARIABLES}
@@ -73,7 +73,7 @@ def test_the_table_of_exit_codes_is_what_the_code_has() -> None:
     """Every code that a run ends with."""
     from genlight.adapter.plumbing import failures
 
-    codes = section("adapter/jobs.md", "Exit codes")
+    codes = section("adapter/job_reference.md", "Exit codes")
     listed = {int(code) for cell in re.findall(r"^\| ([\d, ]+) \|", codes, re.MULTILINE) for code in cell.split(",")}
     ends = {code for name, code in vars(failures).items() if name.startswith("EXIT_")}
     assert listed == ends | {130, 138, 143}

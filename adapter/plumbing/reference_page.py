@@ -8,7 +8,7 @@ from typing import Final, Literal
 __all__ = ["reference"]
 
 _FOLDER: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_PAGES: Final = {"a-jobs-keys": "jobs.md", "all-commands": "commands.md", "the-hooks": "README.md"}
+_PAGES: Final = {"a-jobs-keys": "job_reference.md", "all-commands": "commands.md", "the-hooks": "README.md"}
 
 
 def reference(section: Literal["a-jobs-keys", "all-commands", "the-hooks"]) -> str:
