@@ -3,8 +3,8 @@
     python examples/make_reference.py            # writes them, and the JSON Schema of a job
     python examples/make_reference.py --check    # exit code 1 if one of them is out of date
 
-This program writes the text between two markers of a page, ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``; the rest
-is written by hand.
+This program writes the text between two markers of a page, ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``. The
+rest is written by hand.
 """
 
 from __future__ import annotations

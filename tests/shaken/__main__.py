@@ -3,8 +3,8 @@
     .venv/bin/python tests/shaken [arguments of pytest]
 
 Each process of the tests is stopped now and then for up to a second, and ``sitecustomize.py`` next to this file does
-the rest within it. A test that fails only here relies on an order of events that nothing guarantees. Usually the test is
-wrong, sometimes genlight.
+the rest within it. A test that fails only here relies on an order of events that nothing guarantees. Usually the test
+is wrong, sometimes genlight.
 """
 
 import contextlib
