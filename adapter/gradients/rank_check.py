@@ -375,7 +375,7 @@ class RankAgreement:
         self._group = group
         self._device = device
         self._ranks = dist.get_world_size(group)
-        self._tells_all = self._is_on = False
+        self.tells_all = self._is_on = False
         self._steps = 0
         self._digest = 0
         self._on_their_way: deque[tuple[int, LateCopy]] = deque()
@@ -388,13 +388,13 @@ class RankAgreement:
         """
         self._steps += 1
         self._is_on = self._ranks > 1
-        self._tells_all = self._device.type == "cpu" or self._steps <= FIRST_STEPS
+        self.tells_all = self._device.type == "cpu" or self._steps <= FIRST_STEPS
         self._digest = step
         self._look(PENDING_DIGESTS)
 
     def end_step(self, *, failed: bool) -> None:
         """End the step. After a failure the other ranks may not come this far."""
-        if self._is_on and not failed and not self._tells_all:
+        if self._is_on and not failed and not self.tells_all:
             self._send()
         self._is_on = False
 
@@ -425,7 +425,7 @@ class RankAgreement:
         if not self._is_on:
             return
         code = zlib.crc32(what.encode(), self._digest)
-        if not self._tells_all:
+        if not self.tells_all:
             self._digest = code
             return
         codes = self._of_all(code).tolist()

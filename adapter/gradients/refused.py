@@ -56,10 +56,9 @@ REFUSED = MappingProxyType(
         "the module for its parameters when you need them, or keep them in a list",
         "hook": "a gradient hook on a parameter, which autograd never calls with a shard; change `.grad` between "
         "backward and step",
-        "data": "`.data` of a parameter is replaced, which would leave its shard as it was; write in place under "
-        "torch.no_grad(), as in parameter.copy_(value)",
-        "whole gradient": "a tensor that is not sharded is assigned to `.grad`; change the gradients that backward "
-        "left in place",
+        "data": "`.data` of a sharded parameter was set to a whole tensor, and later only one of the two was written; "
+        "set it back before the next update, or write in place under torch.no_grad(), as in parameter.copy_(value)",
+        "other data": "`.data` of a sharded parameter is set to a tensor of another shape or type; keep both",
         "random": "random numbers in the shape of a shard, equal on all ranks or not those of one process; draw them "
         "in `configure`, before modules are sharded",
         "gradients by parameters": "gradients are asked for by parameters (torch.autograd.grad, or backward with "
@@ -111,12 +110,11 @@ def explained(error: BaseException, what: str = "`train_step`") -> ContractError
         return None
     first = str(error).strip().partition("\n")[0]
     return ContractError(
-        f"{what} does what FSDP 2 cannot: torch has no such operation on sharded parameters, optimizer states and "
-        "gradients, or it mixes them with tensors that are whole. A part of a module that is called by itself, or has "
-        "a type of its own, is made a unit by `units` of FSDP2Strategy, a method by `forward_methods`; averages are "
-        "kept in a module (copy.deepcopy(model) or torch's AveragedModel), which is sharded too; "
-        f"{WITH_DDP}. torch says: "
-        f"{type(error).__name__}: {first}"
+        f"{what} does what FSDP 2 cannot: torch has no such operation on sharded parameters, optimizer states or "
+        "gradients. A part of a module that has a type of its own is made a unit by `units` of FSDP2Strategy, a method "
+        "that computes with parameters by `forward_methods`; parameters that `ignored` names stay whole on every rank. "
+        "A penalty on weights belongs into the loss, and an average of weights into a copy of the module, a list or a "
+        f"dict; {WITH_DDP}. torch says: {type(error).__name__}: {first}"
     )
 
 

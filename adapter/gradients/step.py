@@ -331,6 +331,13 @@ class StepRouter:
             run = functools.partial(part.grad, run)
         return run(outputs, grads, *args, **kwargs)
 
+    def within_backward(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a call of torch's engine that one of the trainer's backward calls makes."""
+        run: Callable[..., Any] = torch_hooks.run_backward
+        for part in reversed(self.parts):
+            run = functools.partial(part.within_backward, run)
+        return run(outputs, grads, *args, **kwargs)
+
     def check_managed(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that was not found after ``configure``, but one that lives for a single step.
 

@@ -58,6 +58,10 @@ class StepPart:
         """One call of ``torch.autograd.grad``, which accumulates nothing; `run` and the rest are torch's engine's."""
         return run(outputs, grads, *args, **kwargs)
 
+    def within_backward(self, run: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a call of torch's engine that a backward call makes, as of a checkpoint or an adjoint; as `grad`."""
+        return run(outputs, grads, *args, **kwargs)
+
     def before_update(self, optimizer: Optimizer) -> bool:
         """`optimizer`, a managed one, is about to update; whether it may."""
         return True

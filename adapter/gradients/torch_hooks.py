@@ -16,7 +16,7 @@ step's begin to its end, but in updates         reads or writes one has gradient
 
 Optimizers that are not managed are seen by a step hook of torch's own, ``register_optimizer_step_pre_hook``. What FSDP
 2 replaces beside these is in ``fsdp``. The entry of the engine is replaced while it is held, for a whole training:
-calls between steps and of other threads, and those inside of a backward, go straight through. Both of its names are
+calls between steps and of other threads go straight through. Both of its names are
 set, because ``torch.compiler._patch_engine_backward`` puts back at both what it found at the second.
 """
 
@@ -38,6 +38,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...callbacks.lightning_internals import SUPPORTED
 from .torch_internals import (
+    current_graph_task_id,
     disabled_torch_function,
     engine_entry,
     engine_run_backward,
@@ -81,13 +82,16 @@ class Interceptor(Protocol):
     """Called in place of torch's entries, in the thread that began it."""
 
     in_backward: bool
-    """Whether one of its backward calls is running; a call inside of it is activation checkpointing."""
+    """Whether one of its backward calls is running."""
 
     def backward(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> None:
         """A backward call of the trainer."""
 
     def grad(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
         """A call of ``torch.autograd.grad``."""
+
+    def within_backward(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call inside of a backward call, as of a checkpoint or an adjoint."""
 
     def check_managed(self, optimizer: Optimizer) -> None:
         """Any optimizer is about to step."""
@@ -216,8 +220,12 @@ def _prove() -> None:
 
 def _intercepted(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
     interceptor = _active.get(threading.get_ident())
-    if interceptor is None or interceptor.in_backward:
+    if interceptor is None and current_graph_task_id() != -1:  # on a device, backward has a thread of its own
+        interceptor = next((each for each in _active.values() if each.in_backward), None)
+    if interceptor is None:
         return run_backward(outputs, grads, *args, **kwargs)
+    if interceptor.in_backward:
+        return interceptor.within_backward(outputs, grads, *args, **kwargs)
     # What torch.autograd.grad computes is not accumulated anywhere.
     if not kwargs.get("accumulate_grad"):
         return interceptor.grad(outputs, grads, *args, **kwargs)

@@ -44,6 +44,8 @@ __all__ = [
     "reduce_sharded_gradients",
     "require_fsdp",
     "set_engine_run_backward",
+    "take_data",
+    "wait_for_reduction",
     "warn_of_untested_torch",
     "without_torch_function_of_subclasses",
 ]
@@ -193,6 +195,8 @@ def require_fsdp(*, unused_parameters: bool = False) -> None:
     state = protected("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState")
     require_names("torch", state, "_lazy_init", "_root_post_backward_final_callback")
     require_names("torch", module, "_get_fsdp_state")
+    parameter = protected("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam")
+    require_names("torch", parameter, "reset_sharded_param")
 
 
 def initialize_sharded(root: Any) -> None:
@@ -203,3 +207,24 @@ def initialize_sharded(root: Any) -> None:
 def reduce_sharded_gradients(root: Any) -> None:
     """Reduce the gradients that backward left in the units of `root` while it was not to reduce any."""
     root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def take_data(unit: Any, shard: DTensor) -> None:
+    """Have the FSDP unit `unit` gather `shard`, one of its parameters, from its new local tensor."""
+    for group in _parameter_groups(unit):
+        for parameter in group.fsdp_params:
+            if parameter.sharded_param is shard:
+                parameter.reset_sharded_param()
+
+
+def wait_for_reduction(unit: Any) -> None:
+    """Have the current stream wait until FSDP 2, on another stream, has added the gradients of `unit` to its shards."""
+    for group in _parameter_groups(unit):
+        if group._post_reduce_event is not None:
+            group.device_handle.current_stream().wait_event(group._post_reduce_event)
+
+
+def _parameter_groups(unit: Any) -> list[Any]:
+    state = unit._get_fsdp_state()
+    groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return groups

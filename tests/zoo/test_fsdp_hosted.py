@@ -10,14 +10,11 @@ import torch
 from zoo import fsdp_hosted, runs
 
 MODULE = "zoo.fsdp_hosted"
-PARTS = r"A part of a module that is called by itself, .*is made a unit by `units` of FSDP2Str.*mixed torch.Tensor"
 OUTPUTS = r"torch has no such operation on sharded parameters"
 REFUSED = {
-    "EncoderPart": PARTS,
     "Codebook": r'state\["model"\], its codes: a module writes to its own parameters in its forward',
     "ReturnsObject": OUTPUTS,
     "ReturnsView": OUTPUTS,
-    "FeaturesOfAHookAlone": r'state\["model"\] in `train_step`: a backward left gradients that FSDP 2 did not reduce',
     "NamesInputsOfBackward": r"gradients are asked for by parameters",
 }
 RIGHT = [name for name in fsdp_hosted.ZOO if name not in REFUSED]

@@ -7,15 +7,13 @@ import pytest
 from zoo import fsdp_stale_weights, runs
 
 MODULE = "zoo.fsdp_stale_weights"
-REFUSED = ("PenalisesWeights", "PenalisesWeightsFirst")
-"""Sums of shards in a loss, which torch does not mix with whole tensors."""
-NAMES = [name for name in fsdp_stale_weights.ZOO if name not in REFUSED]
+NAMES = list(fsdp_stale_weights.ZOO)
 KINDS = {"": {}, "blocks ": {"units": ["Linear"]}, "kept for backward ": {"reshard_after_forward": False}}
 LOOKS_AT_ONE_PLACE = [
     name for name in fsdp_stale_weights.LOOKING if not name.endswith("FirstZeroedForwardedBackwardedSteppedLast")
 ]
 """Of the other kinds those that look at all places do."""
-CASES = [(kind, name) for kind in KINDS for name in (*NAMES, *REFUSED) if not kind or name not in LOOKS_AT_ONE_PLACE]
+CASES = [(kind, name) for kind in KINDS for name in NAMES if not kind or name not in LOOKS_AT_ONE_PLACE]
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +26,7 @@ def two_ranks(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "name"), [case for case in CASES if case[1] in NAMES])
+@pytest.mark.parametrize(("kind", "name"), CASES)
 def test_two_sharded_ranks_agree_with_one_plain_process(two_ranks, name, kind):
     for rank in two_ranks:
         runs.assert_close(rank[f"{kind}{name}"], runs.plain_run(f"{MODULE}:{name}"), 1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("kind", KINDS)
-def test_shards_in_a_loss_are_refused(two_ranks, name, kind):
-    for rank in two_ranks:
-        assert "torch has no such operation on sharded parameters" in rank[f"{kind}{name}"]

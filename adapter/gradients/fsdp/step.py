@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -38,6 +39,8 @@ from ..torch_internals import (
     initialize_sharded,
     outside_of_graphs,
     reduce_sharded_gradients,
+    take_data,
+    wait_for_reduction,
     without_torch_function_of_subclasses,
 )
 from . import tensors
@@ -100,6 +103,10 @@ class _Unit:
         end: RemovableHandle = self.module.register_forward_hook(outside_of_graphs(self._end))
         look: RemovableHandle = self.module.register_forward_hook(outside_of_graphs(self._look), prepend=True)
         self._undo = [begin.remove, end.remove, look.remove]
+        for index, shard in enumerate(self.shards):
+            if shard.requires_grad:
+                hook = shard.register_hook(functools.partial(self._take_direct, index))  # type: ignore[no-untyped-call]
+                self._undo.append(hook.remove)
         for name in self.sharding.forward_methods:
             if (method := vars(self.module).get(name)) is not None:
                 setattr(self.module, name, self._as_call(method))
@@ -115,6 +122,14 @@ class _Unit:
                     lambda _, index=index: self.used.add(index)
                 )
                 self._undo.append(note.remove)
+
+    def _take_direct(self, index: int, gradient: DTensor | None) -> DTensor | None:
+        """Return the gradient that a shard gets outside of calls, as of a penalty, sharded as those of FSDP 2 are."""
+        if gradient is None:  # of a function of the trainer's own
+            return None
+        self.used.add(index)
+        wait_for_reduction(self.module)
+        return gradient.redistribute(placements=self.shards[index].placements)
 
     def close(self) -> None:
         """Training is over."""
@@ -132,7 +147,7 @@ class _Unit:
         return call
 
     def _begin(self, *_: Any) -> None:
-        if current_graph_task_id() != -1:  # a checkpointed segment is computed again within a backward
+        if current_graph_task_id() != -1:  # by a checkpoint or an adjoint, within a backward
             return
         self.depth += 1
         if self.depth > 1:
@@ -163,10 +178,23 @@ class _Unit:
         if current_graph_task_id() != -1:
             return
         self.depth -= 1
-        if self.depth == 0 and not self.sharding.reshard_after_forward:
-            # What is gathered is kept for backward alone: the trainer sees, and writes to, its shards.
-            for (part, name), shard in zip(self.places, self.shards, strict=True):
-                part._parameters[name] = shard  # type: ignore[assignment]
+        if self.depth == 0:
+            self.show_shards()
+
+    def show_shards(self) -> None:
+        """Put shards in place of the tensors that are kept for backward, so that the trainer never writes to those."""
+        if not self.sharding.reshard_after_forward:
+            self._put(self.shards)
+
+    def show_kept(self) -> None:
+        """Put the tensors that are kept for backward in place, as FSDP 2 has it while backward runs."""
+        is_kept = any(gathered.untyped_storage().size() for gathered in self.gathered)
+        if is_kept and not self.sharding.reshard_after_forward:
+            self._put(self.gathered)
+
+    def _put(self, tensors: Sequence[Tensor]) -> None:
+        for (part, name), tensor in zip(self.places, tensors, strict=True):
+            part._parameters[name] = tensor  # type: ignore[assignment]
 
 
 @torch.no_grad()
@@ -225,7 +253,8 @@ class ShardedStep(StepPart):
         device: torch.device,
     ) -> None:
         self._units = _units_of(discovered)
-        self._shards: set[int] = set()
+        self._by_shard: dict[int, tuple[DTensor, Tensor]] = {}
+        """Each shard and the tensor that calls use in its place, by the shard's id."""
         self._keeps_graph = False
         """Whether there is a graph of gradients, of which weights may be read in each call of torch's engine."""
         self._backward = contextlib.ExitStack()
@@ -234,7 +263,7 @@ class ShardedStep(StepPart):
         self._updates_shards = any(isinstance(p, DTensor) for each in optimizers for p in parameters_of(each))
         self._several_ranks, self._group, self._device = several_ranks, group, device
         self._agreement: RankAgreement | None = None
-        self._has_failed = self._in_update = False
+        self._has_failed = self._in_update = self._tells_all = False
 
     def __bool__(self) -> bool:
         return bool(self._units) or self._updates_shards
@@ -251,8 +280,12 @@ class ShardedStep(StepPart):
                     raise explained(error, unit.path) or error from error
         for unit in self._units:
             unit.open(self._agree)
-        self._shards = {id(shard) for unit in self._units for shard in unit.shards}
-        tensors.hold()
+        self._by_shard = {
+            id(shard): (shard, gathered)
+            for unit in self._units
+            for shard, gathered in zip(unit.shards, unit.gathered, strict=True)
+        }
+        tensors.hold(self._take_data)
 
     @override
     def close(self) -> None:
@@ -267,7 +300,8 @@ class ShardedStep(StepPart):
         self._keeps_graph = False
         if self._agreement is not None:
             self._agreement.begin_step(step)
-        tensors.begin_step(self._agree, self._note)
+        self._tells_all = self._agreement is not None and self._agreement.tells_all
+        tensors.begin_step(self._agree, self._note, compares_values=self._tells_all)
 
     @override
     def end(self) -> None:
@@ -296,24 +330,32 @@ class ShardedStep(StepPart):
         if call.create_graph:
             raise refusal("differentiated gradients", "`train_step`")
         self._refuse_shards(call.inputs)
-        self._agree(BACKWARD)
+        gathers = tensors.gathers_behind(call.outputs) if self._tells_all else []
+        self._agree(f"{BACKWARD} with gradients for {', '.join(gathers)} of weights" if gathers else BACKWARD)
         if self._keeps_graph:
             self._backward.enter_context(self._gathered_throughout())
         self._had = [_grad(shard) is not None for unit in self._units for shard in unit.shards]
         for unit in self._units:
             unit.note_gradients()
+            unit.show_kept()
 
     @override
     def leave_backward(self, *, failed: bool) -> None:
         self._backward.close()
+        for unit in self._units:
+            unit.show_shards()
 
     @override
     def after_backward(self) -> None:
         """The backward call has ended: gradients are those of all ranks when this returns."""
-        if self._keeps_graph:
-            for unit in self._units:
-                if unit.is_root:
-                    reduce_sharded_gradients(unit.module)
+        left = any(gathered.grad is not None for unit in self._units for gathered in unit.gathered)
+        if left:  # by a backward call within this one, as of a reversible layer
+            self._agree("reduce gradients that backward left")
+        for unit in self._units:
+            if unit.is_root and (left or self._keeps_graph):
+                reduce_sharded_gradients(unit.module)
+            if unit.sharding.reshard_after_forward:
+                unit.module.reshard()  # a call within the backward call leaves it gathered
         had = iter(self._had)
         used = []
         for unit in self._units:
@@ -351,6 +393,48 @@ class ShardedStep(StepPart):
             return run(outputs, grads, retain_graph, create_graph, inputs, *args, **kwargs)
 
     @override
+    def within_backward(
+        self,
+        run: Callable[..., Any],
+        outputs: Any,
+        grads: Any,
+        retain_graph: bool,
+        create_graph: bool,
+        inputs: Sequence[Tensor] = (),
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a call of torch's engine inside of a backward call, with gathered parameters in place of shards.
+
+        An adjoint calls a module within its own backward and asks for gradients by the parameters of that module. It
+        returns them to autograd, which adds them to the shards.
+
+        Raises:
+            ContractError: The call adds to the gradients of shards itself, or keeps a graph of them.
+        """
+        places = {index: pair for index, each in enumerate(inputs) if (pair := self._shard_behind(each)) is not None}
+        if not places:
+            return run(outputs, grads, retain_graph, create_graph, inputs, *args, **kwargs)
+        if create_graph or kwargs.get("accumulate_grad"):
+            raise refusal("gradients by parameters", "a function of its own, in backward")
+        # Calls of modules use the gathered tensors, and functions such as ``F.linear`` the shards.
+        wanted = [places[index][1] if index in places else each for index, each in enumerate(inputs)]
+        wanted += [inputs[index] for index in places]
+        found = list(run(outputs, grads, retain_graph, create_graph, tuple(wanted), True, **kwargs))
+        direct = dict(zip(places, found[len(inputs) :], strict=True))
+        del found[len(inputs) :]
+        used = [index for index in places if found[index] is not None]
+        self._agree(f"differentiate by {len(used)} sharded parameters within backward ({used})")
+        for index, (shard, _) in places.items():
+            parts = [tensors.mean_over_ranks(found[index], like=shard)] if index in used else []
+            if direct[index] is not None:
+                parts.append(direct[index].redistribute(placements=shard.placements))
+            found[index] = sum(parts[1:], parts[0]) if parts else None
+        if not args[0] and any(gradient is None for gradient in found):
+            raise RuntimeError("A tensor to differentiate by was not used; `allow_unused=True` gives None for it")
+        return tuple(found)
+
+    @override
     def before_update(self, optimizer: Optimizer) -> bool:
         self._agree(f"{UPDATE} {type(optimizer).__name__}")
         self._in_update = True
@@ -365,8 +449,20 @@ class ShardedStep(StepPart):
         return explained(error) if self._units else None
 
     def _refuse_shards(self, inputs: Sequence[Tensor]) -> None:
-        if any(id(tensor) in self._shards for tensor in inputs):
+        if any(self._shard_behind(tensor) is not None for tensor in inputs):
             raise refusal("gradients by parameters", "`train_step`")
+
+    def _shard_behind(self, tensor: Tensor) -> tuple[DTensor, Tensor] | None:
+        """The shard, and what calls use in its place, if autograd takes `tensor` for a shard."""
+        if id(tensor) not in self._by_shard and tensor.is_leaf and tensor.requires_grad:
+            # A function in a checkpoint gets other tensors back than it saved, with the same accumulator of gradients.
+            tensor = getattr(get_gradient_edge(tensor).node, "variable", tensor)
+        return self._by_shard.get(id(tensor))
+
+    def _take_data(self, shard: DTensor) -> None:
+        for unit in self._units:
+            if any(each is shard for each in unit.shards):
+                take_data(unit.module, shard)
 
     def _agree(self, what: str) -> None:
         if self._agreement is not None:

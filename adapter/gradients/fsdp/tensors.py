@@ -1,36 +1,53 @@
-"""Computations of a trainer's step with shards: as in torch, but never with one rank's part for the whole.
+"""Computations of a trainer's step with shards, such that one rank's part never stands in for the whole tensor.
 
-Norms, averages, clamps, products of shards are right as torch computes them. Left to torch, though, a number read from
-a norm is this rank's share of it, a maximum fails on a rank that holds nothing, noise is equal in every shard, and what
-is assigned to ``.data`` is lost. So, while a step runs::
+Torch computes norms, averages, clamps and products of shards correctly. But a number read from a norm is only this
+rank's share, a maximum fails on a rank that holds nothing, noise is equal in every shard, and a value assigned to
+``.data`` is lost. Shards and whole tensors do not mix. So, while training runs::
 
-    float(norm), norm.item(), f"{norm:.3f}"     read from the whole value
-    p.grad.abs().max() with an empty shard      of the whole tensor
+    float(norm), norm.item(), f"{norm:.3f}"     read the whole value
+    shard.abs().max(), shard.norm()             gather the shard first, with gradients
+    rows + penalty, x @ shard.T, whole - shard  gather the shard first, with gradients
+    whole.lerp_(shard), torch.cat([...])        gather the shard first
+    shard.add_(whole), shard.copy_(whole)       take this rank's slice; ranks must pass equal tensors
+    _foreach_mul_([shard, whole], ...)          run once for the shards and once for the whole tensors
+    p.data = x                                  give FSDP 2 the new shard
+    p.grad = whole tensor                       average it over the ranks, as DDP does
+    p.add_(product)                             give the product the placement of the shard
     randn_like(p), p.normal_()                  refused
-    p.data = x, p.grad = whole tensor           refused
-    p.register_hook(…)                          refused
-    p.add_(product)                             of the product as the shard is placed
-    _foreach_mul_([shard, whole], …)            of shards and whole tensors apart, as optimizers have them on a device
-    whole.mul_(number computed of shards)       of the number's value
+    p.register_hook(...)                        refused
 
-All ranks have to read a value together.
+The gradient of a gathered tensor is the mean of the ranks' gradients, as FSDP 2 reduces those of a module. All ranks
+must read or gather a value together, so nothing is gathered outside of a step; the other rules hold there too.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from ....callbacks.checkpoint.sharded.slices import Box, sharded_like, slice_of, within
+from ....callbacks.replicas.digest import digest_of_all
 from ..refused import refusal
 from ..torch_internals import TensorBase, without_torch_function_of_subclasses
 
-__all__ = ["begin_step", "end_step", "hold", "is_in_step", "release", "whole_numbers"]
+__all__ = [
+    "begin_step",
+    "end_step",
+    "gathers_behind",
+    "hold",
+    "is_in_step",
+    "mean_over_ranks",
+    "release",
+    "whole_numbers",
+]
 
 _READS = frozenset({"item", "tolist", "__format__", "__float__", "__int__", "__bool__", "__index__", "__complex__"})
 _READS |= {"is_nonzero", "numpy", "__array__"}
@@ -41,52 +58,81 @@ _RANDOM |= {"random_", "rand_like", "randn_like", "randint_like", "bernoulli", "
 _RANDOM |= {"dropout", "feature_dropout", "alpha_dropout", "native_dropout"}
 _CONSTANTS = frozenset({"ones_", "zeros_", "constant_"})
 """Functions of torch.nn.init that draw no numbers and treat all rows alike."""
+_ELEMENTWISE = frozenset({"copy_", "add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_"})
+_ELEMENTWISE |= {"clamp_", "clamp_min_", "clamp_max_", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+"""Writes to a shard for which a slice of each operand is enough."""
+_NATIVE = frozenset({"add", "sub", "mul", "div", "neg", "pow", "square", "abs", "sqrt", "sum", "mean", "exp", "log"})
+_NATIVE |= {"clone", "to", "__rsub__", "__rdiv__"}
+"""Operations on shards with gradients that are left to torch."""
+_ENGINE = frozenset({"backward", "grad"})
+"""Calls of autograd, which takes the tensors themselves."""
 _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
 _SETTERS: dict[Any, str] = {vars(TensorBase)[name].__set__: name for name in ("data", "grad")}
 
 _agree: Callable[[str], None] | None = None
 _note: Callable[[str], None] | None = None
+_take_data: Callable[[DTensor], None] | None = None
+_compares_values = False
 _is_saving = False
 _torchs = DTensor.__dict__["__torch_function__"]
+_stand_ins: dict[int, tuple[DTensor, weakref.ref[Tensor]]] = {}
+"""Shards whose ``.data`` is a slice of a whole tensor, by id, and that tensor: writes to one do not reach the other."""
 
 
-def hold() -> None:
-    """Training begins: have operations on shards come through this module."""
+def hold(take_data: Callable[[DTensor], None] | None = None) -> None:
+    """Route operations on shards through this module; training begins.
+
+    Args:
+        take_data: Called with a shard whose local tensor was replaced, so that FSDP 2 gathers the new one.
+    """
+    global _take_data
+    _take_data = take_data
     DTensor.__torch_function__ = classmethod(_function)  # type: ignore[assignment]
 
 
 def release() -> None:
-    """Training is over: operations on shards are torch's own again."""
+    """Give torch its own operations on shards back; training has ended."""
+    global _take_data
     end_step()
+    _take_data = None
+    _Gather.count = 0
+    _stand_ins.clear()
     DTensor.__torch_function__ = _torchs  # type: ignore[method-assign]
 
 
-def begin_step(agree: Callable[[str], None], note: Callable[[str], None]) -> None:
-    """From here on operations on shards are those of a training step.
+def begin_step(agree: Callable[[str], None], note: Callable[[str], None], *, compares_values: bool = True) -> None:
+    """Treat operations on shards as those of a training step from now on.
 
     Args:
-        agree: Called with what all ranks are about to do together.
-        note: Called with what all ranks do alike, each for itself.
+        agree: Called with an operation that all ranks are about to run together.
+        note: Called with an operation that each rank runs by itself, and that must be the same on all ranks.
+        compares_values: Whether ranks compare whole tensors that they write to shards, which waits for the device.
     """
-    global _agree, _note
-    _agree, _note = agree, note
+    global _agree, _note, _compares_values
+    _agree, _note, _compares_values = agree, note, compares_values
 
 
 def end_step() -> None:
-    """End the step."""
+    """End the step.
+
+    Raises:
+        ContractError: A shard was written while a whole tensor, which should have changed too, was its ``.data``.
+    """
     global _agree
-    _agree = None
+    was_in_step, _agree = _agree is not None, None
+    for shard, _ in list(_stand_ins.values()) if was_in_step else ():
+        _check_stand_in(shard)
 
 
 @contextlib.contextmanager
 def whole_numbers() -> Iterator[None]:
-    """While this is open, what is read of a shard is that of the whole tensor, as in a step.
+    """While this is open, numbers are read from whole tensors instead of shards, as in a step.
 
-    For the ``state_dict`` of a class, which all ranks call: a sum of shards has on each rank the part of that rank.
+    For the ``state_dict`` of a class, which all ranks call: a sum of shards has on each rank only that rank's part.
     """
     global _is_saving
     before = DTensor.__dict__["__torch_function__"]
-    hold()
+    DTensor.__torch_function__ = classmethod(_function)  # type: ignore[assignment]
     _is_saving = True
     try:
         yield
@@ -95,8 +141,26 @@ def whole_numbers() -> Iterator[None]:
         DTensor.__torch_function__ = before  # type: ignore[method-assign]
 
 
+def gathers_behind(outputs: Iterable[Tensor]) -> list[str]:
+    """The operations on gathered shards whose gradients a backward call from `outputs` computes, by name."""
+    if not _Gather.count:
+        return []
+    names: list[str] = []
+    nodes = [output.grad_fn for output in outputs]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (name := getattr(node, "gathers_for", None)) is not None:
+            names.append(name)
+        nodes += [following for following, _ in node.next_functions]
+    return names
+
+
 def is_in_step() -> bool:
-    """Whether it is a training step that computes with shards now."""
+    """Whether a training step is running."""
     return _agree is not None
 
 
@@ -105,56 +169,100 @@ def _function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
     name, first = getattr(func, "__name__", ""), args[0] if args else kwargs.get("tensor", kwargs.get("input"))
     with without_torch_function_of_subclasses():
         if _agree is not None and name.startswith("_foreach_"):
-            results = _by_kind(name, func, args, kwargs) if _mixes_kinds(first) else func(*args, **kwargs)
+            results = _by_kind(name, func, args, kwargs) if _mixes_in_lists(args) else func(*args, **kwargs)
             if name.endswith("_"):  # torch counts no such write, by which a clip is found between backward calls
                 increment_version([tensor for tensor in first if isinstance(tensor, DTensor)])
             return results
-        if _agree is not None and isinstance(first, Tensor) and not isinstance(first, DTensor) and first.dim():
-            args = _with_whole_numbers(name, args)
-        if _agree is None and _is_saving and isinstance(first, DTensor) and args and name in _READS:
-            return func(_gathered(name, first), *args[1:], **kwargs)
-        if _agree is None or not isinstance(first, DTensor):
-            return func(*args, **kwargs)
-        if name in _RANDOM or (getattr(func, "__module__", "") == "torch.nn.init" and name not in _CONSTANTS):
-            raise refusal("random", f"`{name}` in `train_step`")
-        if name in _HOOKS and first.is_leaf and first.requires_grad:
-            raise refusal("hook", f"`{name}` in `train_step`")
-        if args and (name in _READS or (name in _EXTREMES and _leaves_a_rank_empty(first))):
-            args = (_gathered(name, first), *args[1:])
-        elif name == "__set__" and func in _SETTERS:
-            args = (first, _assigned(_SETTERS[func], first, args[1]))
-        elif args and _is_written(name):
-            if _note is not None:
-                _note(f"{name} {tuple(first.shape)}")
-            args = (first, *(_placed(other, first) for other in args[1:]))
+        if isinstance(first, DTensor):
+            if _agree is not None:
+                _refuse(func, name, first)
+            if name == "__set__" and func in _SETTERS:
+                return _assign(func, first, args[1])
+            if args and name in _READS and (_agree is not None or _is_saving):
+                return func(_gathered(name, first), *args[1:], **kwargs)
+            if args and _is_written(name):
+                if _agree is not None and _note is not None:
+                    _note(f"{name} {tuple(first.shape)}")
+                takes_whole = name in _ELEMENTWISE
+                args = (first, *(_placed(other, first, takes_whole=takes_whole) for other in args[1:]))
+            if args and _agree is not None and name in _EXTREMES and _leaves_a_rank_empty(first):
+                args = (_gathered(name, first), *args[1:])
+        is_write = name == "__setitem__" or _is_written(name) or kwargs.get("out") is not None or kwargs.get("inplace")
+        if (_agree is None and not _is_saving) or name in _ENGINE or (is_write and isinstance(first, DTensor)):
+            return func(*args, **kwargs)  # what is written to a gathered tensor would be lost
+        tensors = list(_leaves((*args, *kwargs.values())))
+        if not _mixes(tensors):
+            if is_write or not _has_gradient(tensors) or name in _NATIVE:
+                return func(*args, **kwargs)
+            # Of many other operations on shards torch computes no gradients, or wrong ones (``mse_loss``).
+            with contextlib.suppress(Exception):
+                result = func(*args, **kwargs)
+                if not any(tensor.grad_fn is not None for tensor in _leaves((result,))):
+                    return result
+        args = tuple(_whole(name, arg) for arg in args)
+        kwargs = {keyword: _whole(name, value) for keyword, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
-def _mixes_kinds(tensors: Any) -> bool:
-    """Whether a list has shards and whole tensors; single numbers torch takes beside shards."""
-    kinds = {isinstance(tensor, DTensor) for tensor in tensors if isinstance(tensor, DTensor) or tensor.dim()}
-    return len(kinds) > 1
+def _refuse(func: Any, name: str, first: DTensor) -> None:
+    if name in _RANDOM or (getattr(func, "__module__", "") == "torch.nn.init" and name not in _CONSTANTS):
+        raise refusal("random", f"`{name}` in `train_step`")
+    if name in _HOOKS and first.is_leaf and first.requires_grad:
+        raise refusal("hook", f"`{name}` in `train_step`")
 
 
-def _with_whole_numbers(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments beside a whole tensor: of a number computed from shards, such as the factor of a clip, its value."""
-    return tuple(_gathered(name, arg) if isinstance(arg, DTensor) and not arg.dim() else arg for arg in args)
+def _leaves(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from (each for each in value if isinstance(each, Tensor))
+        elif isinstance(value, Tensor):
+            yield value
+
+
+def _has_gradient(tensors: Iterable[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _mixes(tensors: Sequence[Tensor]) -> bool:
+    """Whether an operation on shards also takes whole tensors, other than constant numbers, which torch takes.
+
+    A number with a gradient is no constant, nor is one that meets a shard with a gradient: it may differ by rank.
+    """
+    wholes = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+    if len(wholes) in (0, len(tensors)):
+        return False
+    return _has_gradient(tensors) or any(tensor.dim() for tensor in wholes)
+
+
+def _whole(name: str, value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_whole(name, each) for each in value) if type(value) in (list, tuple) else value
+    return _gathered(name, value) if isinstance(value, DTensor) else value
+
+
+def _mixes_in_lists(args: Iterable[Any]) -> bool:
+    kinds = {type(tensor) for value in args if isinstance(value, list | tuple) for tensor in value}
+    return DTensor in kinds and len(kinds) > 1 and _mixes(list(_leaves(args)))
 
 
 def _by_kind(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-    """One operation on lists, called once for the shards among the tensors of the first, and once for the others."""
-    size = len(args[0])
-    results: list[Any] = [None] * size
-    for kind in (True, False):
-        chosen = [index for index, tensor in enumerate(args[0]) if isinstance(tensor, DTensor) is kind]
+    """Run one operation on lists twice: for the shards among the tensors of the first list, and for the others."""
+    targets = args[0]
+    results: list[Any] = [None] * len(targets)
+    for is_shard in (True, False):
+        chosen = [index for index, tensor in enumerate(targets) if isinstance(tensor, DTensor) is is_shard]
+        if not chosen:
+            continue
 
-        def part(value: Any, chosen: list[int] = chosen) -> Any:
-            is_for_each = isinstance(value, list | tuple) and len(value) == size
-            return [value[index] for index in chosen] if is_for_each else value
+        def beside(value: Any, target: Tensor) -> Any:
+            return _placed(value, target) if isinstance(target, DTensor) else _whole(name, value)
 
-        given = tuple(map(part, args))
-        given = given if kind else _with_whole_numbers(name, given)
-        found = func(*given, **{keyword: part(value) for keyword, value in kwargs.items()})
+        def part(value: Any, chosen: list[int] = chosen, is_shard: bool = is_shard) -> Any:
+            if isinstance(value, list | tuple) and len(value) == len(targets):
+                return [beside(value[index], targets[index]) for index in chosen]
+            return value if is_shard else _whole(name, value)
+
+        found = func(*map(part, args), **{keyword: part(value) for keyword, value in kwargs.items()})
         for index, result in zip(chosen, found or (), strict=False):
             results[index] = result
     return None if results[0] is None else results
@@ -166,27 +274,112 @@ def _is_written(name: str) -> bool:
     return is_in_place and name != "requires_grad_"
 
 
+class _Gather(torch.autograd.Function):
+    """Gathers a sharded tensor. Its gradient is the mean of the ranks' gradients, as FSDP 2 reduces them."""
+
+    count = 0
+    """How often it was called since training began."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, name: str) -> Tensor:
+        _Gather.count += 1
+        ctx.like, ctx.gathers_for = tensor.detach(), name
+        whole: Tensor = tensor.full_tensor()
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:
+        if _agree is not None:
+            _agree(f"send gradients of `{ctx.gathers_for}` of a sharded tensor of shape {tuple(ctx.like.shape)}")
+        return mean_over_ranks(gradient, ctx.like), None
+
+
+@torch.no_grad()
+def mean_over_ranks(value: Tensor, like: DTensor) -> DTensor:
+    """Return the mean of the ranks' tensors, sharded as `like` is."""
+    mesh = like.device_mesh
+    value = value.to(like.dtype) / mesh.size()
+    parts = DTensor.from_local(value, mesh, [Partial()] * mesh.ndim, run_check=False)
+    return parts.redistribute(placements=[p if isinstance(p, Shard) else Replicate() for p in like.placements])
+
+
 def _gathered(name: str, tensor: DTensor) -> Tensor:
     if _agree is not None and not all(placement.is_replicate() for placement in tensor.placements):
         _agree(f"compute `{name}` of a sharded tensor of shape {tuple(tensor.shape)}")
+    if torch.is_grad_enabled() and tensor.requires_grad and name not in _READS:
+        return cast("Tensor", _Gather.apply(tensor, name))  # type: ignore[no-untyped-call]
     whole: Tensor = cast("DTensor", tensor.detach()).full_tensor()
     return whole
 
 
-def _assigned(attribute: str, target: DTensor, value: Any) -> Any:
-    if attribute == "data":
-        raise refusal("data", "`train_step`")
-    if value is None or not isinstance(target, torch.nn.Parameter):
+def _assign(setter: Any, target: DTensor, value: Any) -> None:
+    if _SETTERS[setter] == "data":
+        _assign_data(target, value)
+        return
+    if isinstance(value, DTensor) and isinstance(target, torch.nn.Parameter):
+        value = value.redistribute(placements=target.placements)
+    elif value is not None and not isinstance(value, DTensor):
+        if _agree is not None:
+            _agree(f"write a gradient of a sharded tensor of shape {tuple(target.shape)}")
+        value = mean_over_ranks(value, target)
+    setter(target, value)
+
+
+@torch.no_grad()
+def _check_stand_in(shard: DTensor) -> None:
+    whole = _stand_ins[id(shard)][1]()
+    if whole is None:
+        del _stand_ins[id(shard)]
+    elif not torch.equal(shard.to_local(), _slice(whole, shard)):
+        raise refusal("data", f"a tensor of shape {tuple(whole.shape)} in `train_step`")
+
+
+@torch.no_grad()
+def _assign_data(target: DTensor, value: Tensor) -> None:
+    """Have `target` share the memory of `value`, as ``target.data = value`` has it in torch.
+
+    A whole tensor cannot share memory with a shard, so a write to only one of the two is refused, at the next
+    assignment or when a step ends.
+    """
+    if value.shape != target.shape or value.dtype != target.dtype:
+        raise refusal(
+            "other data", f"{tuple(value.shape)} and {value.dtype} to {tuple(target.shape)} and {target.dtype}"
+        )
+    if _agree is not None and _note is not None:
+        _note(f"assign data {tuple(target.shape)}")
+    if id(target) in _stand_ins:
+        _check_stand_in(target)
+    shard = _placed(value, target)
+    target._local_tensor = shard.to_local().contiguous()
+    if _take_data is not None:
+        _take_data(target)
+    _stand_ins.pop(id(target), None)
+    if isinstance(value, DTensor):
+        shard._local_tensor = target._local_tensor  # FSDP 2 may have copied it, to pad it
+    else:
+        _stand_ins[id(target)] = target, weakref.ref(value)
+
+
+def _placed(value: Any, target: DTensor, *, takes_whole: bool = True) -> Any:
+    """Return the operand `value` of a write to `target` with the placement of `target`; torch would change `target`.
+
+    Raises:
+        ContractError: It is a whole tensor that differs between ranks, each of which would write a slice of its own.
+    """
+    if isinstance(value, DTensor):
+        fits = value.shape == target.shape and value.placements != target.placements
+        return value.redistribute(placements=target.placements) if fits else value
+    if not takes_whole or not isinstance(value, Tensor) or not value.dim():
         return value
-    if not isinstance(value, DTensor):
-        raise refusal("whole gradient", "`train_step`")
-    return value.redistribute(placements=target.placements)
+    if _agree is not None and _compares_values:
+        digest = int(digest_of_all([value.detach()], value.device))
+        _agree(f"write a whole tensor to a sharded one of shape {tuple(target.shape)} (digest {digest:x})")
+    return sharded_like(value.detach().expand(target.shape), target)
 
 
-def _placed(value: Any, target: DTensor) -> Any:
-    """The operand of an in-place operation on a shard, sharded as that is; torch would change the target."""
-    fits = isinstance(value, DTensor) and value.shape == target.shape and value.placements != target.placements
-    return value.redistribute(placements=target.placements) if fits else value
+def _slice(whole: Tensor, shard: DTensor) -> Tensor:
+    return within(slice_of(shard), whole, of=Box((0,) * whole.dim(), tuple(whole.shape))).to(shard.device)
 
 
 def _leaves_a_rank_empty(tensor: DTensor) -> bool:

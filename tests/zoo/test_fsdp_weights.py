@@ -1,0 +1,44 @@
+"""Terms of weights in a loss, adjoints and averages in lists under FSDP 2: right, or refused by name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from zoo import fsdp_weights, runs
+
+MODULE = "zoo.fsdp_weights"
+REFUSED = {
+    "PenaltyOnOneRank": r"rank 0 is about to call backward with gradients for norm of weights, rank 1 to call backward",
+    "TrainsAnAlias": r"`\.data` of a sharded parameter was set to a whole tensor, and later only one of the two",
+    "WritesItsRank": r"rank 0 is about to write a whole tensor to a sharded one of shape \(5, 6\)",
+}
+RIGHT = [name for name in fsdp_weights.ZOO if name not in REFUSED]
+OTHERWISE = ("in_each_row", "norms", "adjoint", "adjoint_inside", "reversible_inside", "implicit_inside", "SwapsData")
+KINDS = {"": {}, "units ": {"units": ["Linear"]}, "kept ": {"reshard_after_forward": False}, "each ": {"replicas": 2}}
+CASES = [(kind, name) for kind in KINDS for name in (OTHERWISE if kind else RIGHT)]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    jobs = [
+        {"key": kind + name, "name": f"{MODULE}:{name}", "strategy": "fsdp", "sharding": KINDS[kind]}
+        for kind, name in [*CASES, *(("", name) for name in REFUSED)]
+    ]
+    return runs.on_two_ranks(tmp_path_factory.mktemp("weights"), jobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_two_sharded_ranks_agree_with_one_plain_process(two_ranks, kind, name):
+    expected = runs.plain_run(f"{MODULE}:{name}")
+    for rank in two_ranks:
+        runs.assert_close(rank[kind + name], expected, 2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_right_is_refused_on_all_ranks(two_ranks, name):
+    for rank in two_ranks:
+        assert re.search(REFUSED[name], rank[name]), rank[name]
