@@ -75,6 +75,6 @@ $(INSTALLED): pyproject.toml constraints.txt $(EXAMPLES)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[tensorboard,completion]" --group dev
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/guides \
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --upgrade --target $(VENV)/guides \
 		$(EXAMPLES:%=--requirement %)
 	touch $@

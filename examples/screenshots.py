@@ -2,7 +2,7 @@
 
 Trains the digits example twice, shows both by ``genlight serve``, and has Debian's Chromium take the pictures::
 
-    pip install playwright 'genlight[serve]'     # playwright's own browser is not needed
+    pip install playwright '.[serve]'            # playwright's own browser is not needed
     python examples/screenshots.py               # writes examples/pictures/*.png
     python examples/screenshots.py --runs runs --to pictures   # of your own runs
 """

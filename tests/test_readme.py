@@ -34,6 +34,16 @@ def test_the_two_commands_for_a_fresh_machine_are_make_targets() -> None:
     assert set(commands) <= set(targets)
 
 
+def test_nothing_says_to_install_genlight_from_an_index() -> None:
+    """No index has it, so whoever registered the name there would get those installs."""
+    folders = ("adapter", "callbacks", "reporters", "examples")
+    files = [
+        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".ipynb")
+    ]
+    said = re.compile(r"pip install [^\n`]*(?<![\w/.-])genlight(?![\w/.-])")
+    assert [str(path) for path in (*files, ROOT / "README.md") if said.search(path.read_text())] == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("readme", READMES)
 def test_every_snippet_runs(readme: str, tmp_path: Path) -> None:

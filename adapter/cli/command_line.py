@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -75,7 +76,7 @@ LIGHTNING_COMMANDS = ("fit", "validate", "test", "predict")
 """Commands of LightningCLI, which parses their arguments itself."""
 
 _EXTRAS = {"uvicorn": "serve", "starlette": "serve", "textual": "watch", "plotext": "watch"}
-"""The extra of genlight that installs a package."""
+"""The extra of genlight that a package belongs to."""
 
 _CHATTY_LOGGERS = (
     # Not their parents: Lightning sets the level of those when it is imported, which is later.
@@ -147,7 +148,7 @@ def _run(words: list[str]) -> int:
     except ModuleNotFoundError as error:
         if (extra := _EXTRAS.get(error.name or "")) is None:
             raise
-        return complain(name, f"{error.name} is not installed: pip install 'genlight[{extra}]'")
+        return complain(name, f"{error.name} is not installed: {_installing(extra)}")
     except OSError as error:
         if error.errno is None:  # an error of our own, which says all
             return complain(name, error)
@@ -156,6 +157,13 @@ def _run(words: list[str]) -> int:
         path = os.fsdecode(error.filename)
         return complain(name, f"{path}: {error.strerror}; name a path that can be used")
     return code
+
+
+def _installing(extra: str) -> str:
+    """The command that installs the packages of an extra, by their own names: no index has genlight."""
+    requires = (required.partition(";") for required in metadata.requires("genlight") or ())
+    named = [f"'{package.strip()}'" for package, _, marker in requires if re.search(rf"extra == .{extra}\b", marker)]
+    return f"pip install {' '.join(named)}"
 
 
 def _run_lightning(words: list[str]) -> int:

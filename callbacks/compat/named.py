@@ -143,7 +143,7 @@ class LoggingCallback(_Periodic):
         self.wandb_project = wandb_project
         self.wandb_run_name = wandb_run_name
         if use_wandb and importlib.util.find_spec("wandb") is None:
-            raise ModuleNotFoundError("use_wandb needs wandb: pip install genlight[wandb]")
+            raise ModuleNotFoundError("use_wandb needs wandb: pip install wandb")
 
     @override
     def on_train_begin(self, trainer: TrainerView) -> None:

@@ -258,7 +258,7 @@ def test_help_loads_no_server_and_its_absence_is_said(tmp_path, capsys):
     hide = "import sys; sys.modules['uvicorn'] = None; from genlight.adapter.cli import main; sys.exit(main())"
     done = subprocess.run([sys.executable, "-c", hide, "serve", str(tmp_path)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (
-        2, "genlight serve: uvicorn is not installed: pip install 'genlight[serve]'\n",
+        2, "genlight serve: uvicorn is not installed: pip install 'starlette>=0.40' 'uvicorn>=0.30'\n",
     )  # fmt: skip
     code = (
         "import sys, atexit\nfrom genlight.adapter.cli import main\n"
