@@ -30,8 +30,8 @@ class SystemMonitor(Hook):
     """Sends the load of rank zero's machine to every logger as ``system/…``.
 
     - ``cpu_percent`` of all processors together, ``memory_percent`` and ``memory_used_bytes`` of the machine, and
-      ``disk_free_bytes`` where ``default_root_dir`` lies.
-    - ``process_cpu_percent``, where 100 is one processor, and ``process_memory_bytes`` (resident) of this process.
+      ``disk_free_bytes`` of the file system of ``default_root_dir``.
+    - ``process_cpu_percent`` (100 is one processor) and ``process_memory_bytes`` (resident) of this process.
     - For each GPU that ranks on this machine use, by NVML: ``gpu0_utilization_percent``, ``gpu0_memory_used_bytes``,
       ``gpu0_power_watts``, ``gpu0_temperature_celsius``. Requires ``nvidia-ml-py`` (``pip install nvidia-ml-py``).
 
