@@ -7,6 +7,7 @@ and port, or it is refused with the reason.
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401  # see below
 import ipaddress
 import re
 from collections.abc import Iterable
@@ -25,6 +26,10 @@ __all__ = [
     "trusted_origins",
     "url_fault",
 ]
+
+# Python remembers for good that a codec is missing. If its import failed once, because no file could be opened say, no
+# URL could be read any more in this process. So it is imported with this module.
+assert encodings.idna
 
 PATTERN_CHARACTERS = "*?["
 """Characters that make a path a glob pattern."""
