@@ -13,7 +13,7 @@ import math
 import re
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from ..plumbing.counted_dict import CountedDict
 from .batches import halves
 from .finding import Finding, Level
 from .isolation import quiet, where_raised
-from .ranks import REFUSED, SHARDED, RanksError, train_on_ranks
+from .ranks import REFUSED, RESUMED, SHARDED, RanksError, train_on_ranks
 from .snapshot import Snapshot, compare_snapshots, flatten, live_weights
 from .subject import Subject, Watched
 
@@ -70,6 +70,7 @@ _REMEDIES = {
     "reproducible": "Seed what draws random numbers in `setup` or `configure`; a resume cannot be judged before.",
     "resume": "Return it from state_dict, or from rollout_state if it is an environment's, and restore it in "
     "load_state_dict or load_rollout_state. Elsewhere may be a generator, an iterator, a variable of the module.",
+    "resume on ranks": "Keep what a step needs in the state or on the trainer; state_dict returns what a rank has.",
     "ranks": "Make the same calls on every rank; look for random numbers, and what depends on ctx.rank or its rows.",
     "rank state": "Average it over all ranks, broadcast that of rank 0, or name it in `rank_local` if it is meant so.",
     "sharded": "Use ddp, or do what the message says; look for code that uses weights outside of forward and updates.",
@@ -95,6 +96,8 @@ class _Case:
     found_gradients: Mapping[int, bool]
     """By the id of each optimizer that stepped in it, whether it ever found a gradient."""
     folder: Path
+    levels: dict[str, Level] = field(default_factory=dict)
+    """Levels of the findings so far, by check."""
 
     @functools.cached_property
     def alone(self) -> Snapshot:
@@ -176,7 +179,9 @@ def _trained(subject: Subject, folder: Path) -> Iterator[Finding]:
     case = _Case(subject, whole, found_gradients, folder)
     for name, check in CHECKS.items():
         try:
-            yield from check(case)
+            for finding in check(case):
+                case.levels[finding.check] = finding.level
+                yield finding
         except Exception as error:  # noqa: BLE001  # as above
             yield Finding(name, "fail", _raised(error))
 
@@ -360,17 +365,27 @@ def check_resume(case: _Case) -> Iterator[Finding]:
     With equal weights it may still have lost an average, a best value, a counter, statistics. What differs between two
     uninterrupted runs, such as a clock, is no fault of the class.
     """
-    subject, whole, again = case.subject, case.whole, case.subject.train(Watched(keep=True))
+    subject, folder = case.subject, case.folder / "checkpoints"
+    as_in_job = subject.make_data is not None or subject.precision != "32-true"
+
+    def train(watched: Watched, **checkpoints: Any) -> Watched:
+        return subject.train(watched, as_in_job=as_in_job, **checkpoints)
+
+    whole = train(Watched(keep=True)) if as_in_job else case.whole
+    again = train(Watched(keep=True))
+    broken = [path for path, value in whole.reached("weight")["weight"].items() if not _is_finite(value)]
+    if broken:
+        yield _found("resume", "fail", f"{broken[0]} is not finite after {2 * subject.steps} steps")
+        return
     unequal = whole.reached("weight").differences(again.reached("weight"))
     if unequal:
         yield _found("reproducible", "warn", f"two runs from the same seed end with a different {unequal[0]}")
         yield _found("resume", "skip", "two uninterrupted runs differ already")
         return
     yield _found("reproducible", "pass", "two runs from the same seed are bit-equal")
-    folder = case.folder / "checkpoints"
-    subject.train(Watched(stop_after=subject.steps), save_to=folder)
+    train(Watched(stop_after=subject.steps), save_to=folder)
     (saved,) = (entry.path for entry in list_checkpoints(folder))
-    resumed = subject.train(Watched(keep=True), save_to=folder, resume_from=saved)
+    resumed = train(Watched(keep=True), save_to=folder, resume_from=saved)
 
     def differences(other: Watched, step: int) -> list[str]:
         return whole.snapshots[step].differences(other.snapshots[step])
@@ -428,6 +443,8 @@ def check_ranks(case: _Case) -> Iterator[Finding]:
     if not expected["weight"]:
         yield _found("ranks", "pass", "two processes come to an end; no weights were found that have to be kept equal")
         return
+    resumed = {name: of_ranks for name in [*results] if name.endswith(RESUMED) for of_ranks in [results.pop(name)]}
+    yield from _resumed_on_ranks(case, results, resumed)
     (sharded, _), local = results.pop(SHARDED), rank_local_of(case.whole.module.plugin)
 
     def apart(kind: str, of_ranks: list[Snapshot]) -> list[str]:
@@ -458,6 +475,27 @@ def check_ranks(case: _Case) -> Iterator[Finding]:
         yield _found(
             "batch size", "warn", f"two halves of a batch end {halved:.1e} away from the whole, at {halved_path}"
         )
+
+
+def _resumed_on_ranks(
+    case: _Case, results: Mapping[str, list[Snapshot]], resumed: Mapping[str, list[Snapshot]]
+) -> Iterator[Finding]:
+    """Whether ranks that were interrupted and resumed end with the same bits; windows and shards are theirs."""
+    if case.levels.get("resume") != "pass":  # the reason is known
+        return
+    for name, of_ranks in resumed.items():
+        whole, how = results[name.removesuffix(RESUMED)], "FSDP 2" if name == f"{SHARDED}{RESUMED}" else "DDP"
+        if whole[0][REFUSED]:
+            continue
+        reasons = [snapshot[REFUSED][REFUSED] for snapshot in of_ranks if snapshot[REFUSED]]
+        differing = [path for one, other in zip(whole, of_ranks, strict=True) for path in one.differences(other)]
+        if reasons:
+            yield _found("resume on ranks", "fail", f"two processes under {how} cannot be resumed: {reasons[0]}")
+        elif differing:
+            text = f"two processes under {how} that are resumed end otherwise, first in {differing[0]}"
+            yield _found("resume on ranks", "fail", text)
+        else:
+            yield _found("resume on ranks", "pass", f"two processes under {how} are bit-equal after a resume")
 
 
 def _sharded(case: _Case, sharded: Snapshot, of_ddp: Snapshot) -> Finding:
@@ -504,7 +542,7 @@ def check_bf16(case: _Case) -> Iterator[Finding]:
     precision = MixedPrecision("bf16-mixed", "cpu")
     half = case.subject.train(Watched(dropout=False), plugins=[precision]).reached("weight")
     distance, path = case.furthest(half, case.alone, limit=CLOSE, kinds=("weight",))
-    broken = [path for path, tensor in half["weight"].items() if not torch.isfinite(tensor).all()]
+    broken = [path for path, tensor in half["weight"].items() if not _is_finite(tensor)]
     if broken:
         yield _found("bf16-mixed", "fail", f"{broken[0]} is not finite")
     elif distance > CLOSE:
@@ -537,6 +575,10 @@ def _distances(found: Snapshot, expected: Snapshot, kinds: tuple[str, ...] = TRA
         for path, size in apart[kind].items()
         if all(v is None or _is_measure(v) for v in (expected[kind].get(path), found[kind].get(path)))
     }
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
 
 
 def _is_measure(value: Any) -> bool:

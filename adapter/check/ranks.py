@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
+from ...callbacks.checkpoint import list_checkpoints
 from .snapshot import Snapshot
 from .subject import Subject, Watched
 
-__all__ = ["REFUSED", "SHARDED", "RanksError", "start_rank", "train_on_ranks"]
+__all__ = ["REFUSED", "RESUMED", "SHARDED", "RanksError", "start_rank", "train_on_ranks"]
 
 WORLD_SIZE = 2
+RESUMED = " resumed"
+"""What follows the name of a job whose run was resumed half-way."""
 SHARDED = "sharded"
 """The job that is done by FSDP 2 instead of DDP."""
 REFUSED = "refused"
@@ -48,13 +52,14 @@ def train_on_ranks(
         timeout_s: How long all of it may take.
 
     Returns:
-        By the job's name, the weights and optimizer states of each rank; where FSDP 2 cannot train the class, the
-        reason alone, under `REFUSED`.
+        By the job's name, the weights and optimizer states of each rank; if FSDP 2 cannot train the class, only the
+        reason, under `REFUSED`. A run of rows in halves, and a sharded one, are also resumed half-way: these states
+        have the job's name and `RESUMED`.
 
     Raises:
         RanksError: With the trainer's own error where there is one.
     """
-    (folder / "request.pkl").write_bytes(pickle.dumps((subject, jobs)))
+    (folder / "request.pkl").write_bytes(pickle.dumps((replace(subject, make_data=None), jobs)))
     ranks = [start_rank(folder, rank) for rank in range(WORLD_SIZE)]
     try:
         _wait(ranks, time.monotonic() + timeout_s)
@@ -71,7 +76,7 @@ def train_on_ranks(
             said = _log(folder, rank).read_text(errors="replace")
             raise RanksError(f"rank {rank} ended with code {process.returncode}: {said[-500:]}")
     results = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(WORLD_SIZE)]
-    return {name: [Snapshot(result[name]) for result in results] for name in jobs}
+    return {name: [Snapshot(result[name]) for result in results] for name in results[0]}
 
 
 def start_rank(folder: Path, rank: int) -> subprocess.Popen[bytes]:
@@ -114,7 +119,9 @@ def main(folder: Path, rank: int) -> int:
         for name, batches in jobs.items():
             # A mock feed deals its batches out in turn; each rank's own come back to it this way.
             dealt = [batch for pair in zip(*batches, strict=True) for batch in pair]
-            results[name] = _trained(name, subject, dealt)
+            results[name] = _trained(name, subject, dealt, save_to=folder / name)
+            if name != "same" or "halves" not in jobs:
+                results[f"{name}{RESUMED}"] = _resumed(name, subject, dealt, folder / name)
     except Exception as error:  # noqa: BLE001  # whatever the trainer class raises is reported by the parent
         traceback.print_exc()
         (folder / f"rank{rank}.error").write_text(f"{type(error).__name__}: {error}")
@@ -125,14 +132,26 @@ def main(folder: Path, rank: int) -> int:
     return 0
 
 
-def _trained(name: str, subject: Subject, batches: list[Any]) -> Mapping[str, Any]:
+def _resumed(name: str, subject: Subject, batches: list[Any], folder: Path) -> Mapping[str, Any]:
+    """The state of a rank whose training goes on from the first checkpoint in `folder`, or the error."""
+    saved = min((each for each in list_checkpoints(folder) if each.record), default=None, key=lambda each: each.path)
+    if saved is None:
+        return {REFUSED: {REFUSED: "no checkpoint was saved"}}
+    try:
+        return _trained(name, subject, batches, resume_from=saved.path)
+    except Exception as error:  # noqa: BLE001  # whatever a resume raises is the finding
+        return {REFUSED: {REFUSED: f"{type(error).__name__}: {error}"}}
+
+
+def _trained(name: str, subject: Subject, batches: list[Any], **checkpoints: Any) -> Mapping[str, Any]:
     """The state of a rank after training; whole weights under FSDP 2, or the error that says why that cannot be."""
     strategy: Any = DDPStrategy(cluster_environment=LightningEnvironment(), process_group_backend="gloo")
     if name == SHARDED:
         strategy = ModelParallelStrategy(WORLD_SIZE, 1, process_group_backend="gloo")
         strategy.cluster_environment = LightningEnvironment()
     try:
-        watched = subject.train(Watched(dropout=False), batches=batches, devices=WORLD_SIZE, strategy=strategy)
+        ranks: Any = {"devices": WORLD_SIZE, "strategy": strategy}
+        watched = subject.train(Watched(dropout=False), batches=batches, **checkpoints, **ranks)
         # Apart from the values, among which a wrapper's state would count, and not as that of its optimizer.
         reached = watched.reached("weight", "optimizer state")
         values = watched.reached("value")["value"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
@@ -20,7 +20,7 @@ from ..contract.types import TrainerPlugin, TrainingJobSpec
 from ..discovery.discover import Discovered
 from ..feed.data_module import MockDataModule
 from ..module.module import ContractModule
-from ..module.plugin_loading import load_trainer_plugin
+from ..module.plugin_loading import load_trainer_plugin, on_sys_path
 from .isolation import quiet, seeded, turn_off_dropout
 from .snapshot import EVERYTHING, Snapshot, snapshot
 
@@ -106,6 +106,10 @@ class Subject:
     search_path: tuple[str, ...] = ()
     hyperparams: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    make_data: Callable[[], pl.LightningDataModule | None] | None = None
+    """Makes the job's own data, or None if the class has its own loader; None without a loader to check."""
+    precision: str = "32-true"
+    """The job's."""
 
     def make(self) -> TrainerPlugin:
         """A new trainer."""
@@ -119,6 +123,7 @@ class Subject:
         at_update: Callable[[Optimizer], None] = lambda _: None,
         save_to: Path | None = None,
         resume_from: Path | None = None,
+        as_in_job: bool = False,
         **trainer_arguments: Any,
     ) -> Watched:
         """Train a new instance, from the same seed each time, on the CPU; returns `watched`.
@@ -129,6 +134,8 @@ class Subject:
             at_update: Called with an optimizer after each of its steps; what it raises ends the training.
             save_to: Folder for a checkpoint of the step at which the run is left.
             resume_from: Record of a checkpoint.
+            as_in_job: Whether the job's own loader feeds the training, with its workers and in epochs that end within
+                it, and in the job's precision; it is interrupted in the middle of an epoch.
             trainer_arguments: For Lightning's trainer.
         """
         batches = self.batches if batches is None else batches
@@ -136,6 +143,12 @@ class Subject:
         job = TrainingJobSpec(run_id="check", max_steps=max_steps, metric_every=0, hyperparams=dict(self.hyperparams))
         module = ContractModule(self.make(), job)
         callbacks: list[pl.Callback] = [watched]
+        epochs: dict[str, Any] = {"max_epochs": 1 if batches else -1}
+        make_data = self.make_data if as_in_job else None
+        if make_data is not None:
+            epochs = {"max_epochs": -1, "limit_train_batches": max(1, self.steps - 2)}
+        if as_in_job:
+            trainer_arguments = {"plugins": [_plugin_of(self.precision)], **trainer_arguments}
         if save_to is not None:
             callbacks.append(Checkpoint(save_to, every_n_steps=self.steps, save_final=False, keep_last=None))
         handle = register_optimizer_step_post_hook(lambda optimizer, *_: at_update(optimizer))
@@ -146,7 +159,7 @@ class Subject:
             trainer = pl.Trainer(
                 **{"accelerator": "cpu", "devices": 1, "plugins": [Precision()], **trainer_arguments},
                 max_steps=max_steps,
-                max_epochs=1 if batches else -1,
+                **epochs,
                 callbacks=callbacks,
                 logger=False,
                 enable_checkpointing=save_to is not None,
@@ -155,6 +168,18 @@ class Subject:
                 use_distributed_sampler=False,
                 limit_val_batches=0,
             )
-            data = MockDataModule(list(batches)) if batches else None
+            stack.enter_context(on_sys_path([Path(folder) for folder in self.search_path]))
+            data: pl.LightningDataModule | None = MockDataModule(list(batches)) if batches else None
+            if make_data is not None:
+                data = make_data()
             trainer.fit(module, datamodule=data, ckpt_path=None if resume_from is None else str(resume_from))
         return watched
+
+
+def _plugin_of(precision: str) -> Precision:
+    """The plugin for a job's precision, on the CPU."""
+    if precision in ("16-mixed", "bf16-mixed"):
+        return MixedPrecision(precision, "cpu")  # type: ignore[arg-type]
+    if precision in ("16-true", "bf16-true"):
+        return HalfPrecision(precision)  # type: ignore[arg-type]
+    return DoublePrecision() if precision == "64-true" else Precision()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -33,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "subject", metavar="MODULE:CLASS|JOB.json", help="the class, or a job with its class, hyperparameters and data"
     )
     parser.add_argument("--data", action="append", default=[], metavar="FILE", help="a Parquet file; may be repeated")
-    parser.add_argument("--steps", type=at_least(1), default=3, help="steps before and after the interruption")
+    # A window of 2 to 6 steps is open after seven, and an epoch of five has begun anew.
+    parser.add_argument("--steps", type=at_least(1), default=7, help="steps before and after the interruption")
     add_overrides(parser, "dataset.batch_size=8 or hyperparams.lr=0.001")
     add_json(parser, "print one JSON object")
 
@@ -86,6 +88,7 @@ def _subject(config: RunConfig, steps: int) -> Subject:
     from ..check.batches import job_batches
     from ..check.plain_loop import plain_context
     from ..check.subject import Subject
+    from ..job.lightning_objects import make_data
     from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path, optional_hook
 
     ctx = dataclasses.replace(plain_context(config), device="cpu")
@@ -99,10 +102,13 @@ def _subject(config: RunConfig, steps: int) -> Subject:
                     trainer.setup(ctx)
                     _, batches = job_batches(config, trainer, ctx, stack)
         taken = list(itertools.islice(batches or (), 2 * steps))
+    has_loader = batches is not None and config.mock_batches is None
     return Subject(
         import_path=config.trainer,
         batches=tuple(itertools.islice(itertools.cycle(taken), 2 * steps)),
         steps=steps,
         search_path=tuple(map(str, folders)),
         hyperparams=config.hyperparams,
+        make_data=functools.partial(make_data, config) if has_loader else None,
+        precision=str(config.lightning.get("precision") or "32-true"),
     )

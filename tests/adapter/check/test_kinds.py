@@ -1,0 +1,86 @@
+"""``genlight check`` with its defaults: what a resume easily loses is proved equal, or the difference is reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import pytest
+
+from genlight.adapter.check.checks import CHECKS
+from genlight.adapter.cli import main
+from support import SUPPORT
+from support.forked import Forked
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch, capsys):
+    """A function: the findings of a class of `support.check_kinds` in a job, as check, level and detail."""
+
+    def start(folder, rank):
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        log = folder / f"rank{rank}.log"
+        return Forked("genlight.adapter.check.ranks", folder, rank, environ=environ, folder=folder, log=log)
+
+    monkeypatch.setattr("genlight.adapter.check.ranks.start_rank", start)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.syspath_prepend(str(SUPPORT))
+
+    def findings(name, *, ranks=False, **settings):
+        if not ranks:
+            monkeypatch.setitem(CHECKS, "ranks", lambda _: iter(()))
+        rows = [{"x": [[i / 9, j / 4] for j in range(4)], "y": [[i / 9 - j / 4] for j in range(4)]} for i in range(14)]
+        data = {} if "data" in settings else {"mock_batches": rows}
+        described = {"run_id": "j", "trainer": f"check_kinds:{name}", "max_steps": 99, **data, **settings}
+        (tmp_path / "job.json").write_text(json.dumps(described))
+        main(["check", str(tmp_path / "job.json"), "--json"])
+        found = json.loads(capsys.readouterr().out)["findings"]
+        return [(each["check"], each["level"], each["detail"]) for each in found]
+
+    return findings
+
+
+def level_of(findings, check):
+    return next(level for name, level, _ in findings if name == check)
+
+
+@pytest.mark.parametrize("data", ["drawing", "persistent"])
+def test_a_resume_with_the_loader_and_workers_of_the_job_is_proved_across_an_epoch(check, data):
+    found = check("Plain", data=f"check_kinds:{data}")
+
+    assert level_of(found, "resume") == "pass", found
+
+
+def test_a_loader_of_the_job_that_loses_its_place_is_reported(check):
+    found = check("Plain", data="check_kinds:endless")
+
+    assert level_of(found, "resume") == "fail", found
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("WarmRestarts", "32-true"),
+        ("Nadam", "bf16-true"),
+        ("OddState", "32-true"),
+        ("WrappedRate", "32-true"),
+        ("SumsAside", "16-mixed"),
+    ],
+)
+def test_schedules_states_rates_and_scales_are_proved_in_the_precision_of_the_job(check, name, precision):
+    found = check(name, lightning={"precision": precision})
+
+    assert level_of(found, "resume") == "pass", found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Window", "OddState", "WrappedRate", "Penalized"])
+def test_two_ranks_are_interrupted_within_a_window_and_resumed_under_each_strategy(check, name):
+    found = check(name, ranks=True)
+    resumed = [(level, detail) for name, level, detail in found if name == "resume on ranks"]
+    sharded = [(level, detail) for name, level, detail in found if name == "sharded"]
+
+    assert level_of(found, "resume") == "pass", found
+    assert resumed[0] == ("pass", "two processes under DDP are bit-equal after a resume"), found
+    assert len(resumed) == 2 or sharded[0][0] == "warn", "FSDP 2 is resumed too, or refuses the class"

@@ -1,0 +1,222 @@
+"""Trainer classes and loaders whose state is easily lost at a resume, for the tests of ``genlight check``."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from genlight.adapter.contract.types import StepResult
+
+
+class Augmented(Dataset):
+    """Rows that a worker changes by random numbers of every kind."""
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        x = torch.full((2,), index / 48) + random.random() + torch.tensor(np.random.rand(2)).float() + torch.rand(2)
+        return {"x": x, "y": x.sum(0, keepdim=True)}
+
+
+def drawing():
+    return DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=2)
+
+
+def persistent():
+    return DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True)
+
+
+class Endless:
+    """A stream that goes on where this process, and no other, has left it."""
+
+    count = itertools.count()
+
+    def __iter__(self):
+        while True:
+            x = torch.full((4, 2), float(next(self.count) % 14))
+            yield {"x": x, "y": x.sum(1, keepdim=True)}
+
+
+def endless():
+    Endless.count = itertools.count()
+    return Endless()
+
+
+class Plain:
+    """A network, dropout included, and Adam."""
+
+    def setup(self, ctx):
+        torch.manual_seed(0)
+
+    def configure(self, ctx):
+        model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 1)).to(ctx.device)
+        return SimpleNamespace(model=model, opt=self.optimizer(model.parameters()), count=0)
+
+    def optimizer(self, parameters):
+        return torch.optim.Adam(parameters, lr=0.01)
+
+    def prepare_batch(self, raw, state, ctx):
+        return tuple(torch.as_tensor(raw[name], dtype=torch.float32) for name in ("x", "y"))
+
+    def train_step(self, batch, state, ctx):
+        state.opt.zero_grad()
+        loss = self.loss(batch, state)
+        loss.backward()
+        state.count += 1
+        self.update(state, ctx)
+        return StepResult({"loss": loss.detach()})
+
+    def loss(self, batch, state):
+        return (state.model(batch[0]).float() - batch[1]).square().mean()
+
+    def update(self, state, ctx):
+        state.opt.step()
+
+    def state_dict(self, state):
+        return {"count": state.count}
+
+    def load_state_dict(self, state, payload, ctx):
+        state.count = payload["count"]
+
+
+class WarmRestarts(Plain):
+    """Makes its schedule anew every third step."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.sched = self.schedule(state)
+        return state
+
+    def schedule(self, state):
+        for group in state.opt.param_groups:
+            group["lr"] = 0.05
+        return torch.optim.lr_scheduler.CosineAnnealingLR(state.opt, 4 + state.count)
+
+    def update(self, state, ctx):
+        state.opt.step()
+        state.sched.step()
+        if state.count % 3 == 0:
+            state.sched = self.schedule(state)
+
+
+class Nadam(Plain):
+    def optimizer(self, parameters):
+        return torch.optim.NAdam(parameters, lr=0.01)
+
+
+class HalfMoments(torch.optim.Optimizer):
+    """Momentum in bf16, and a number for each row."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if not state:
+                state["momentum"] = torch.zeros_like(p, dtype=torch.bfloat16)
+                state["row"] = torch.zeros(len(p))
+            state["momentum"].mul_(0.9).add_(p.grad)
+            state["row"] += p.grad.square().flatten(1).mean(1) if p.dim() > 1 else p.grad.square()
+            scale = (state["row"].sqrt() + 0.1).view(-1, *[1] * (p.dim() - 1))
+            p.sub_(0.05 * state["momentum"].float() / scale)
+
+
+class OddState(Plain):
+    def optimizer(self, parameters):
+        return HalfMoments(parameters)
+
+
+class Larc:
+    """An optimizer in another one that has the same groups, and changes their rate for the length of a step."""
+
+    def __init__(self, optimizer):
+        self.optim = optimizer
+
+    @property
+    def param_groups(self):
+        return self.optim.param_groups
+
+    @property
+    def state(self):
+        return self.optim.state
+
+    def zero_grad(self):
+        self.optim.zero_grad()
+
+    def step(self):
+        self.optim.step()
+
+    def state_dict(self):
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state):
+        self.optim.load_state_dict(state)
+
+
+class WrappedRate(Plain):
+    """The rate falls by hand, in groups that a wrapper shares with what it wraps."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.inner, state.opt = state.opt, Larc(state.opt)
+        return state
+
+    def update(self, state, ctx):
+        state.opt.step()
+        for group in state.inner.param_groups:
+            group["lr"] *= 0.9
+
+
+class Window(Plain):
+    """Four steps an update; one rank leaves a layer out in the first of them."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.model.append(nn.Linear(1, 1))
+        return state
+
+    def train_step(self, batch, state, ctx):
+        depth = 4 if state.count % 4 == 2 and ctx.rank == 1 else 5
+        loss = (state.model[:depth](batch[0]) - batch[1]).square().mean()
+        loss.backward()
+        state.count += 1
+        if state.count % 4 == 0:
+            state.opt.step()
+            state.opt.zero_grad()
+        return StepResult({"loss": loss.detach()})
+
+
+class SumsAside(Plain):
+    """Adds up the gradients of two tasks outside of ``.grad``; the first overflows at the first scale of 16-mixed."""
+
+    def train_step(self, batch, state, ctx):
+        parameters = list(state.model.parameters())
+        total = [torch.zeros_like(p) for p in parameters]
+        for factor in (3.0, 0.001):
+            state.opt.zero_grad()
+            loss = factor * self.loss(batch, state)
+            loss.backward()
+            for t, p in zip(total, parameters, strict=True):
+                t += p.grad
+        for t, p in zip(total, parameters, strict=True):
+            p.grad = t
+        state.opt.step()
+        state.count += 1
+        return StepResult({"loss": loss.detach()})
+
+
+class Penalized(Plain):
+    """A penalty of weights meets the rows before their mean is taken."""
+
+    def loss(self, batch, state):
+        rows = (state.model(batch[0]) - batch[1]).square()
+        return (rows + 0.1 * sum(p.square().sum() for p in state.model.parameters())).mean()
