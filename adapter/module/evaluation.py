@@ -1,8 +1,8 @@
 """A trainer's own ``evaluate`` behind ``Trainer.validate``, ``Trainer.test`` and the validations within a training.
 
 Lightning wants a step and a loader for these, which a trainer class does not have. `host_evaluation` gives the module
-both for as long as such a run lasts: one batch, before which the trainer evaluates itself. It runs as in training,
-without autocast, with gradients enabled and with modules in the modes that training set; but with averaged weights if
+both for as long as such a run lasts: one batch, before which the trainer evaluates itself. It runs as in training:
+without autocast, with gradients enabled, and with modules in the modes that training set; but with averaged weights if
 a callback puts them in place for a validation.
 """
 

@@ -218,6 +218,7 @@ class ContractFitLoop(FitLoop):
         self.module.restore_trainer()
         super().on_run_start()
         fire(self.trainer, "on_new_training_run")
+        self.module.check_storable()
         self.epoch_loop.raise_if_stopped()
 
     @override

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from ...callbacks.checkpoint.capture import CONTRACT_KEY
 from ...callbacks.checkpoint.plugins import DurableCheckpointIO
+from ...callbacks.checkpoint.policy import savers_of
 from ...callbacks.checkpoint.sharded.rank_channel import ALONE
 from ...callbacks.hook.events import callbacks_of, run_state_of
 from ...callbacks.lightning_internals import set_callback_metrics, training_source
@@ -398,6 +399,16 @@ class ContractModule(pl.LightningModule):
         """
         assert self._state is not None
         self._state.check_unchanged()
+
+    def check_storable(self) -> None:
+        """Refuse optimizers and schedules that no checkpoint can hold, if any is going to be saved.
+
+        Raises:
+            UnstorableStateError: Names the path of the value.
+        """
+        assert self._state is not None
+        if any(saver.saves_anything for saver in savers_of(self.trainer)):
+            self._state.check_storable()
 
     @override
     def on_fit_start(self) -> None:

@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ...callbacks.checkpoint.capture import CONTRACT_KEY
+from ...callbacks.checkpoint.codec.state_tree import encode
+from ...callbacks.checkpoint.codec.tensors import TensorTable
 from ...callbacks.checkpoint.plugins import keep_sharded_for, rank_groups_of
 from ...callbacks.checkpoint.rank_state import (
     OPTIMIZER_DEVICES,
@@ -154,6 +156,22 @@ class TrainerState:
         if not isinstance(payload, dict):
             raise ContractError(f"state_dict returned a {type(payload).__qualname__}; it must be a dict")
         return whole_payload(payload) if self.is_sharded else payload
+
+    def check_storable(self) -> None:
+        """Store optimizers, schedules and scalers once, to nowhere, so that what cannot be stored fails before step 1.
+
+        ``state_dict`` of the class is left for the first checkpoint: it may have nothing to return yet.
+
+        Raises:
+            UnstorableStateError: A checkpoint cannot hold a value; names its path.
+        """
+        now = self._discover()
+        with keep_sharded_for(self.module.trainer.strategy), whole_numbers():
+            for path, state in self._replaced.states(now).items():
+                encode(state, TensorTable(), root=path)
+            for found in now.optimizers:
+                if not hasattr(found.value, "consolidate_state_dict"):  # which all ranks would have to gather
+                    encode(found.value.state_dict(), TensorTable(), root=found.path)
 
     def put_into(self, checkpoint: dict[str, Any], metrics: Mapping[str, Tensor], router: StepRouter | None) -> None:
         """Add the contract's part to a checkpoint of Lightning's.

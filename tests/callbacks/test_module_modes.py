@@ -56,7 +56,7 @@ class Leaves:
 @pytest.mark.parametrize(
     ("hook", "named"),
     [
-        ("evaluate", '`evaluate` left modules in another mode than it found them in'),
+        ("evaluate", "`evaluate` left modules in another mode than it found them in"),
         ("generate_sample", "`generate_sample` left"),
         ("save_checkpoint", "`save_checkpoint` left"),
         ("trains a frozen layer", 'no dropout: state["model"].2.'),

@@ -14,6 +14,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
+from genlight.adapter.contract.exceptions import UnstorableStateError
 from genlight.callbacks import Checkpoint
 from support.trainers import quiet_trainer
 
@@ -321,3 +322,41 @@ def test_a_resume_of_a_scripted_module_says_that_it_rounds_otherwise(tmp_path: P
     fit(tmp_path, Scripted(), tmp_path / "step-00000003.json")
 
     assert 'state["model"] is compiled by TorchScript' in caplog.text
+
+
+class Within(torch.optim.lr_scheduler.LRScheduler):
+    """A schedule that keeps another one, as many a published warm-up does."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.after = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        return self.base_lrs
+
+
+class ScheduledWithin(Plain):
+    def configure(self, ctx: Any) -> Any:
+        state = super().configure(ctx)
+        return {**state, "schedule": Within(state["optimizer"])}
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        raise AssertionError("this run was to end before its first step")
+
+
+class KeepsAnIterator(ScheduledWithin):
+    def configure(self, ctx: Any) -> Any:
+        state = super(ScheduledWithin, self).configure(ctx)
+        state["optimizer"].param_groups[0]["rows"] = iter([1])
+        return state
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [(ScheduledWithin, 'state["schedule"]["after"]'), (KeepsAnIterator, '["param_groups"][0]["rows"]')],
+)
+def test_what_no_checkpoint_can_hold_fails_before_the_first_step(tmp_path: Path, kind: type[Plain], path: str) -> None:
+    with pytest.raises(UnstorableStateError) as refused:
+        fit(tmp_path, kind())
+
+    assert refused.value.path.endswith(path)
