@@ -7,7 +7,7 @@ and port, or it is refused with the reason.
 
 from __future__ import annotations
 
-import encodings.idna  # noqa: F401  # see below
+import encodings.idna  # see below
 import ipaddress
 import re
 from collections.abc import Iterable
