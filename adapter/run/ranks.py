@@ -40,9 +40,9 @@ from ..contract.exceptions import FailureCategory, RankFailedError, StopReason, 
 from ..plumbing.durable import write_bytes_durably
 from ..plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
 from ..plumbing.file_lock import FileLock, holding_process, is_held
-from ..plumbing.safe_open import PRIVATE_FILE, make_directory, read_own
+from ..plumbing.safe_open import PRIVATE_FILE, make_directory, open_own, read_own
 from ..plumbing.threads import started
-from .folder import LOCK_NAME
+from .folder import LOCK_NAME, TRIES
 from .this_rank import host_name
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class RankFiles:
         path = self.folder / f"rank-{rank}.lock"
         try:
             make_directory(path.parent)
-            lock = FileLock(path)
+            lock = FileLock(path, tries=TRIES)  # rank zero may be looking
         except OSError as error:
             log.debug("rank zero could not name this rank if it died: %s", error)
             yield
@@ -353,6 +353,8 @@ class RankZero:
         starter = os.environ.get(_RANK_ZERO_PROCESS)
         self._parent = None if starter is None else int(starter)
         self._was_locked = self._is_gone = False
+        self._unlocked: tuple[int, int, int] | None = None
+        """The file of the lock when nobody held it, as `_stamp` tells it."""
 
     @staticmethod
     @contextlib.contextmanager
@@ -370,12 +372,16 @@ class RankZero:
         return {} if process is None else {0: process}
 
     def is_gone(self) -> bool | None:
-        """Whether it has ended; None where that cannot be seen."""
-        is_locked = is_held(self._lock)
+        """Whether it has ended; None if that cannot be seen."""
+        if self._is_gone:  # A lock that is held once more belongs to the next attempt.
+            return True
+        # Who holds the lock writes into its file. A look at the lock itself takes it for a moment: those of many ranks
+        # would keep rank zero from ever getting it.
+        stamp = _stamp(self._lock)
+        is_locked = (self._was_locked or stamp != self._unlocked) and is_held(self._lock)
         has_exited = self._parent is not None and os.getppid() != self._parent
-        # A lock that is held once more is that of the next attempt.
-        self._is_gone = self._is_gone or has_exited or (self._was_locked and not is_locked)
-        self._was_locked = is_locked
+        self._is_gone = has_exited or (self._was_locked and not is_locked)
+        self._was_locked, self._unlocked = is_locked, None if is_locked else stamp
         return True if self._is_gone else False if is_locked or self._parent is not None else None
 
     def _end(self) -> Exception | None:
@@ -397,6 +403,16 @@ class RankZero:
                 break
             time.sleep(LOOK_EVERY_S)
         return self.files.exit_code()
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:  # opened, since a network file system may answer from what it knew some seconds ago
+        descriptor = open_own(path, os.O_RDONLY)
+    except OSError:
+        return None
+    status = os.fstat(descriptor)
+    os.close(descriptor)
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def agent_check() -> Callable[[], StopReason | None]:

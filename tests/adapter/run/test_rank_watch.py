@@ -14,7 +14,9 @@ import pytest
 
 from genlight.adapter.contract.exceptions import RankFailedError, TrainingCanceled
 from genlight.adapter.plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
+from genlight.adapter.plumbing.file_lock import FileLock
 from genlight.adapter.run import ranks
+from genlight.adapter.run.folder import LOCK_NAME, lock_directory
 from genlight.adapter.run.ranks import (
     RankFiles,
     RankWatch,
@@ -137,9 +139,42 @@ def test_a_rank_ends_when_rank_zero_that_was_there_is_gone(tmp_path, monkeypatch
     monkeypatch.setattr(ranks, "RANK_ZERO_PATIENCE_S", 0.0)
     left = list(there)
     monkeypatch.setattr(ranks, "is_held", lambda _: left.pop(0))
+    monkeypatch.setattr(ranks, "_stamp", lambda _: object())  # its file changes each time
     found = first_found(RankZero(tmp_path, RankFiles(tmp_path)).check)
     assert "rank 0 has ended" in str(found)
     assert len(there) - len(left) == looks
+
+
+def test_ranks_that_wait_for_rank_zero_do_not_keep_it_from_its_lock(tmp_path, notes):
+    """However many look, and however often: each takes the lock once, until rank zero has written into its file."""
+    path = tmp_path / LOCK_NAME
+    FileLock(path).release()  # an earlier attempt's
+    followers = [RankZero(tmp_path, notes) for _ in range(256)]
+    assert {follower.is_gone() for follower in followers} == {None}
+    has_ended = threading.Event()
+
+    def look(these):
+        while not has_ended.is_set():
+            for follower in these:
+                follower.is_gone()
+
+    threads = [threading.Thread(target=look, args=(followers[begin::8],)) for begin in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(200):
+            FileLock(path).release()
+    finally:
+        has_ended.set()
+        for thread in threads:
+            thread.join()
+
+    lock = lock_directory(tmp_path, "r")
+    assert {follower.is_gone() for follower in followers} == {False}
+    lock.release()
+    assert {follower.is_gone() for follower in followers} == {True}
+    lock_directory(tmp_path, "r").release()  # the next attempt's
+    assert {follower.is_gone() for follower in followers} == {True}
 
 
 def test_a_rank_that_rank_zero_started_ends_with_it(tmp_path, monkeypatch):
