@@ -159,7 +159,7 @@ def test_a_requeue_that_the_controller_does_not_answer_is_tried_again(job, tmp_p
 SCONTROL = """#!/bin/bash
 n=$(cat calls 2>/dev/null || echo 0); echo $((n+1)) > calls
 [ -e "answer-$n" ] || n=last
-[ -e "answer-$n" ] && cat "answer-$n" && exit 0
+[ -s "answer-$n" ] && cat "answer-$n" && exit 0
 echo "slurm_load_jobs error: ${REASON:-Unable to contact slurm controller (connect failure)}" >&2; exit 1
 """
 
@@ -178,8 +178,7 @@ def scontrol(tmp_path, monkeypatch):
     def answers(*texts):
         for number, text in enumerate(texts):
             name = "last" if number == len(texts) - 1 else number
-            if text is not None:
-                (tmp_path / f"answer-{name}").write_text(text + "\n")
+            (tmp_path / f"answer-{name}").write_text("" if text is None else text + "\n")
 
     return answers
 
