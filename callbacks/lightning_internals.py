@@ -92,7 +92,7 @@ _USED: Mapping[type, str] = {
     "restore_optimizers_and_schedulers _loaded_checkpoint _ckpt_path",
     SignalConnector: "register_signal_handlers teardown received_sigterm",
     LoggerConnector: "on_batch_end update_train_step_metrics _callback_metrics _progress_bar_metrics _logged_metrics",
-    CombinedLoader: "_load_state_dicts _iterator",
+    CombinedLoader: "_load_state_dicts _iterator _spec",
     pl.Trainer: "_signal_connector _logger_connector _data_connector _checkpoint_connector received_sigterm",
     pl.LightningModule: "_trainer _current_fx_name",
     HyperparametersMixin: "_log_hyperparams",
@@ -138,6 +138,12 @@ def trains_in_copies(trainer: pl.Trainer) -> bool:
 def load_loader_states(loader: CombinedLoader, states: list[dict[str, Any]]) -> None:
     """Have the loaders that keep a state go on from these."""
     loader._load_state_dicts(states)
+
+
+def batches_of_loaders(loader: CombinedLoader, batch: Any) -> list[Any]:
+    """The parts of a `batch` of combined loaders, in the order of the loaders."""
+    parts: list[Any] = loader._spec.flatten_up_to(batch)
+    return parts
 
 
 def only_iterator(loader: CombinedLoader) -> Iterator[Any]:

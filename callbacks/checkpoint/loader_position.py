@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,9 +31,19 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
-from ...adapter.contract.exceptions import InputError
+from ...adapter.contract.exceptions import InputError, UnstorableStateError
 from ...adapter.plumbing.devices import isolated_random_numbers
-from ..lightning_internals import DataFetcher, FitLoop, TrainingEpochLoop, load_loader_states, require_names
+from ..lightning_internals import (
+    DataFetcher,
+    FitLoop,
+    PrefetchDataFetcher,
+    TrainingEpochLoop,
+    batches_of_loaders,
+    load_loader_states,
+    require_names,
+)
+from .codec.state_tree import encode
+from .codec.tensors import TensorTable
 from .sharded.rank_channel import Channel
 from .worker_states import WorkerStates, own_generators, set_state, state_of
 
@@ -55,8 +66,10 @@ _IS_EARLY = "data_is_set_up_early"
 """The member of a loop whose data was set up before its state was restored."""
 _BEGUN = "epoch_begun_with"
 """The member of a position that no other state of a loader has."""
-WORKERS = "workers"
+WORKERS = "genlight_workers"
 """The member of a loader's state that ranks do not have alike: states of its workers and of its dataset."""
+_FETCHED = "fetched_batches"
+"""The member of a checkpoint, and of a loop, that has the batches which Lightning has fetched ahead, of each rank."""
 
 require_names("torch", _MultiProcessingDataLoaderIter, "_try_put_index", "_prefetch_factor")
 
@@ -68,8 +81,10 @@ def with_position(loader: Any, world_size: int) -> Any:
     """`loader` with a position, if it is a plain ``DataLoader`` over rows whose order torch decides; else as it is.
 
     On several ranks a checkpoint has one position for all of them, so that ranks which draw orders of their own have
-    none.
+    none. A loader of torchdata, which has a position, keeps the random states of its workers as well.
     """
+    if any(kind.__module__.startswith("torchdata.stateful_dataloader") for kind in type(loader).__mro__):
+        return loader if isinstance(loader, _KeepsWorkers) else _derived(loader, _KeepsWorkers)
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
         return loader
     kinds = _SAME_ON_ALL_RANKS if world_size > 1 else (*_SAME_ON_ALL_RANKS, *_DRAW_FROM_TORCH)
@@ -114,8 +129,21 @@ def keep_positions(
             for loader, state in zip(stateful, states, strict=False):
                 if isinstance(loader, PositionedLoader):
                     loader.load_state_dict(state)
+        fetched = loop.__dict__.pop(_FETCHED, [])
         if not loop.restarting or loop.epoch_loop.batch_progress.is_last_batch:
             begin_and_leave(positioned)
+        elif fetched is None and trainer.is_global_zero:
+            log.warning(
+                "The batch that follows on the checkpoint is lost: Lightning had fetched it, to know whether the one "
+                "before was the last of a loader without length, and the checkpoint does not hold it, since its type "
+                "cannot be stored, or this rank did not exist. Give the loader `__len__`."
+            )
+        elif fetched:
+            parts = [batches_of_loaders(combined, batch) for batch in fetched]
+            combined.flattened = [
+                _derived(loader, _GivesBack, given_back=list(batches))
+                for loader, batches in zip(found, zip(*parts, strict=True), strict=True)
+            ]
         before_iterators(trainer)
 
     def on_run_start(fetcher: DataFetcher) -> None:
@@ -147,7 +175,7 @@ def set_up_data(loop: FitLoop, set_up: Callable[[], None]) -> None:
 
 def forget_positions(trainer: pl.Trainer) -> None:
     """End what `keep_positions` began."""
-    for name in ("_load_combined_loader_states", "setup_data", _IS_EARLY):
+    for name in ("_load_combined_loader_states", "setup_data", _IS_EARLY, _FETCHED):
         vars(trainer.fit_loop).pop(name, None)
     trainer.fit_loop.epoch_loop.__dict__.pop("on_run_start", None)
 
@@ -168,24 +196,50 @@ def set_positions_aside(
         return  # moved already, if two callbacks save into folders of their own
     of_loop = checkpoint["loops"]["fit_loop"]["state_dict"]
     states = of_loop.get("combined_loader", [])
-    workers = [state.pop(WORKERS, None) if _is_ours(state) else None for state in states]
+    workers = [state.pop(WORKERS, None) if isinstance(state, dict) else None for state in states]
     if any(workers):
         parts[WORKERS] = channel.gather(workers)
     parts[_POSITIONS] = []
     if type(trainer.fit_loop) is FitLoop:
+        fetched = channel.gather(_fetched_ahead(trainer.fit_loop))
+        if any(batches is None or batches for batches in fetched):
+            parts[_FETCHED] = fetched
         parts[_POSITIONS] = [(index, state) for index, state in enumerate(states) if _is_ours(state)]
         of_loop["combined_loader"] = [state for state in states if not _is_ours(state)]
 
 
 def put_positions_back(trainer: pl.Trainer, checkpoint: Mapping[str, Any], parts: dict[str, Any]) -> None:
     """Give what `set_positions_aside` has moved to the loop of `trainer`, before it is restored."""
-    states = checkpoint["loops"]["fit_loop"]["state_dict"].setdefault("combined_loader", [])
+    states, rank = checkpoint["loops"]["fit_loop"]["state_dict"].setdefault("combined_loader", []), trainer.global_rank
     for index, state in parts.pop(_POSITIONS, ()) if type(trainer.fit_loop) is FitLoop else ():
         states.insert(index, state)
-    of_ranks, rank = parts.pop(WORKERS, []), trainer.global_rank
+    if type(trainer.fit_loop) is FitLoop:
+        fetched = parts.pop(_FETCHED, [[]])
+        trainer.fit_loop.__dict__[_FETCHED] = fetched[rank] if rank < len(fetched) else None
+    of_ranks = parts.pop(WORKERS, [])
     for state, workers in zip(states, of_ranks[rank] if rank < len(of_ranks) else (), strict=False):
         if workers is not None:
             state[WORKERS] = workers
+
+
+def _fetched_ahead(loop: FitLoop) -> list[Any] | None:
+    """The batches that Lightning took from loaders without length to know which is the last; None if not storable.
+
+    The positions of these loaders are behind them.
+    """
+    fetcher, combined = loop._data_fetcher, loop._combined_loader
+    if (
+        not isinstance(fetcher, PrefetchDataFetcher)
+        or combined is None
+        or not all(map(is_stateful, combined.flattened))
+    ):
+        return []
+    batches = [batch for batch, *_ in fetcher.batches]
+    try:
+        encode(batches, TensorTable())
+    except UnstorableStateError:
+        return None
+    return batches
 
 
 def _is_ours(state: Any) -> bool:
@@ -211,6 +265,13 @@ def warn_of_lost_positions(trainer: pl.Trainer, *, is_within_epoch: bool) -> Non
         lost, begins_anew = getattr(loader, "lost_on_resume", None), getattr(loader, "begins_anew", False)
         if lost is not None and (is_within_epoch or not begins_anew):
             log.warning("%s", lost)
+        keeps_no_workers = isinstance(loader, DataLoader) and not isinstance(loader, PositionedLoader | _KeepsWorkers)
+        if is_within_epoch and is_stateful(loader) and keeps_no_workers and loader.num_workers:
+            log.warning(
+                "Random numbers drawn in the workers of the %s are not those of an uninterrupted run: its class keeps "
+                "a state of its own, which has none of them.",
+                type(loader).__name__,
+            )
         if is_within_epoch and not begins_anew and not is_stateful(loader):
             log.warning(
                 "The run continues within an epoch, but its %s keeps no position: it begins with its first batch. "
@@ -425,6 +486,96 @@ class PositionedLoader(DataLoader[Any]):
                 "but random numbers drawn in the dataset or the collate function are not those of an uninterrupted "
                 "run. Resume with the former values for the same bits."
             )
+
+
+def _derived(loader: Any, mixin: type, **attributes: Any) -> Any:
+    """`loader` as an object of a class that derives from `mixin` and from its own; the two share all attributes."""
+    kind = type(loader)
+    derived: Any = object.__new__(type(kind.__name__, (mixin, kind), {"__module__": kind.__module__}))
+    object.__setattr__(derived, "__dict__", vars(loader))
+    vars(derived).update(attributes)
+    return derived
+
+
+class _GivesBack:
+    """A loader whose next pass begins with batches that were taken from it before."""
+
+    given_back: list[Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.given_back = self.given_back, []
+        return chain(first, super().__iter__())  # type: ignore[misc]
+
+
+class _KeepsWorkers(DataLoader[Any]):
+    """A loader of torchdata with the random states of its workers, or of its dataset, in its state."""
+
+    _iterator: Any
+    _states: WorkerStates
+    _history: deque[list[Any]]
+    """States of the workers after each of the last batches; torchdata reads some again after a resume."""
+    _begun_with: list[Any]
+    """States of the workers when the pass was begun."""
+    _restored: dict[str, Any]
+    _continues = False
+
+    @override
+    def _get_iterator(self) -> Any:
+        restored, self._restored = getattr(self, "_restored", {}), {}
+        if not hasattr(self, "_states"):
+            self._states, self._begun_with = WorkerStates(), []
+        # What torchdata reads again, the workers draw again.
+        states = restored.get("begun" if restored.get("reads_again") else "states", ())
+        isolated = isolated_random_numbers() if restored else contextlib.nullcontext()
+        with isolated, self._states.attached(self, states):
+            iterator = super()._get_iterator()
+        self._begun_with = restored.get("begun", []) or list(self._states.states)
+        every = getattr(self, "snapshot_every_n_steps", 1) or 1
+        self._history = deque([restored.get("states") or list(self._states.states)], maxlen=every + 1)
+        if not self.num_workers:
+            own = own_generators(self.dataset, self.collate_fn)
+            for generator, state in zip(own, restored.get("own", ()), strict=False):
+                set_state(generator, state)
+        return iterator
+
+    @override
+    def __iter__(self) -> Any:
+        iterator = super().__iter__()
+        if not self._continues:
+            self._begun_with = list(self._states.states)
+        self._continues = False
+        return self._delivered(iterator)
+
+    def _delivered(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        for delivery in iterator:
+            batch = self._states.take(delivery)
+            self._history.append(list(self._states.states))
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of torchdata, and the random states."""
+        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        snapshot = state.get("_snapshot", {}).get("_worker_snapshots", {})
+        since = state.get("_steps_since_snapshot", 0)
+        workers = {
+            "states": self._history[max(-1 - since, -len(self._history))],
+            "begun": self._begun_with,
+            "reads_again": any(_is_read_again(each) for each in snapshot.values()),
+            "own": [] if self.num_workers else [state_of(g) for g in own_generators(self.dataset, self.collate_fn)],
+        }
+        return {**state, WORKERS: workers}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` gave."""
+        self._restored = state.get(WORKERS) or {}
+        self._continues = True
+        super().load_state_dict({name: value for name, value in state.items() if name != WORKERS})  # type: ignore[misc]
+
+
+def _is_read_again(worker: Mapping[str, Any]) -> bool:
+    """Whether torchdata has no state of a worker's iterable dataset, and reads all batches again."""
+    fetcher = worker.get("fetcher_state")
+    return fetcher is not None and fetcher["dataset_iter_state"] is None and worker["dataset_state"] is None
 
 
 class _HeldBack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -350,6 +351,74 @@ def test_loaders_keep_their_place_if_the_length_is_asked_for_before_it_is_restor
         run(tmp_path / "cut", 6)
     assert run(tmp_path / "cut") == whole
     assert len(whole) == 12
+
+
+class Stream:
+    """Rows with noise, of unknown number, that know where they are."""
+
+    def __init__(self, rows: int = 5, made: Any = torch.tensor) -> None:
+        self.at, self.rows, self.made = 0, rows, made
+
+    def __iter__(self) -> Any:
+        while self.at < self.rows:
+            self.at += 1
+            yield self.made([float(self.at), torch.rand(()).item()])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class TakesStreams(PlainModule):
+    """Its batches come from several loaders, or are no tensors."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if isinstance(batch, Odd):
+            batch = torch.tensor(batch.row)
+        return super().training_step(
+            torch.cat([part.flatten() for part in batch.values()]) if isinstance(batch, dict) else batch, batch_idx
+        )
+
+
+class Odd:
+    """A batch that no checkpoint can hold."""
+
+    def __init__(self, row: list[float]) -> None:
+        self.row, self.lock = row, threading.Lock()
+
+
+def fit_stream(folder: Path, steps: int, given: Any) -> list[list[float]]:
+    seed(7)
+    module, trainer = TakesStreams(), trainer_with_checkpoints(folder, steps, max_epochs=-1)
+    final = folder / "final.json"
+    trainer.fit(module, given, ckpt_path=str(final) if final.exists() else None)
+    return module.seen
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        Stream,
+        lambda: {"a": Stream(), "b": Stream()},
+        lambda: {"a": Stream(), "b": with_workers("none", batch_size=2)},
+    ],
+)
+def test_a_batch_that_lightning_fetched_ahead_of_the_checkpoint_is_not_lost(given, tmp_path, caplog):
+    whole = fit_stream(tmp_path / "whole", 9, given())
+    for steps in (1, 3, 4, 7, 8, 9):
+        seen = fit_stream(tmp_path / "cut", steps, given())
+    assert seen == whole
+    assert "is lost" not in caplog.text
+
+
+def test_a_batch_fetched_ahead_that_cannot_be_stored_is_warned_of(tmp_path, caplog):
+    for steps in (2, 3):
+        seen = fit_stream(tmp_path, steps, Stream(made=Odd))
+    assert [row[0] for row in seen] == [1, 2, 4]
+    assert sum("is lost" in record.message for record in caplog.records) == 1
 
 
 class StopsAfter(pl.Callback):
