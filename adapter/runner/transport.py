@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..plumbing.durable import write_bytes_durably
-from ..plumbing.safe_open import PRIVATE_FILE, UnsafeFileError, is_own_group, open_checked
+from ..plumbing.permissions import is_own_group
+from ..plumbing.safe_open import PRIVATE_FILE, UnsafeFileError, open_checked
 
 __all__ = ["ResultFormat", "read_pickle", "travelling", "write_pickle", "write_result"]
 
