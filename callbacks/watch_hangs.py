@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from ..adapter.contract.exceptions import TrainingHungError
+from ..adapter.plumbing.durable import create_file, make_directory
 from ..adapter.plumbing.threads import started
 from .hook.hook import Hook, RunContext
 
@@ -166,8 +167,10 @@ class WatchHangs(Hook):
         self._count += 1
         path = directory / f"rank-{rank}-{self._count}.txt"
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_directory(directory, shared=None)
             temporary = path.with_suffix(".part")
+            temporary.unlink(missing_ok=True)
+            create_file(temporary)
             with temporary.open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
             temporary.rename(path)

@@ -20,6 +20,7 @@ from ..adapter.plumbing.durable import (
     TEMPORARY_PREFIX,
     fsync_directory,
     fsync_file,
+    make_directory,
     temporary_name,
     write_bytes_durably,
 )
@@ -152,7 +153,7 @@ class WriteSamples(Hook):
 
     def write(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> dict[Path, list[Path]]:
         """Make and write the samples of `step`; returns the record of each with the files that belong to it."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_directory(self.directory, shared=None)
         ctx = getattr(pl_module, "ctx", None)
         facts = {"run_id": str(getattr(getattr(ctx, "job", None), "run_id", "")), "step": step}
         generate = find_generator(getattr(pl_module, "contract_state", None))
@@ -203,7 +204,7 @@ class WriteSamples(Hook):
         offered = {field: request[field] for field in _TEXTS}
         offered |= {"step": facts["step"], "ctx": ctx, "request": request, "seed": seed}
         offered |= {"mode": request.mode, "output_dir": str(arriving)}
-        arriving.mkdir()
+        make_directory(arriving, shared=None)
         try:
             returned = {} if generate is None else call_with_accepted(generate, offered)
             if not isinstance(returned, Mapping | None):

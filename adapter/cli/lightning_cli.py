@@ -33,6 +33,7 @@ from ..cluster.placement import placed_by_launcher, placement_fault
 from ..contract.exceptions import EventLogError, GenlightError, MonitorError, UsageError
 from ..job.parser_errors import UnusableValueError, root_cause, shortened
 from ..module.module import ContractModule
+from ..plumbing.durable import write_bytes_durably
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.redaction import secrets_in, without_secrets
 from ..plumbing.text import as_list
@@ -135,8 +136,7 @@ class SaveAttemptConfig(SaveConfigCallback):
         if fault := directory_fault("trainer.default_root_dir", Path(folder), "Choose another."):
             raise UsageError(fault)
         paths = (Path(folder, f"config-{attempt}.yaml") for attempt in itertools.count(1))
-        with next(path for path in paths if not os.path.lexists(path)).open("x", encoding="utf-8") as file:
-            file.write(text)
+        write_bytes_durably(next(path for path in paths if not os.path.lexists(path)), text.encode())
 
 
 class _Parser(LightningArgumentParser):

@@ -26,8 +26,8 @@ from typing import Any
 from ..cluster.job_context import JobContext
 from ..contract.exceptions import UsageError
 from ..job.config import RunConfig, resolve_run_config
-from ..plumbing.durable import write_bytes_durably
-from ..plumbing.safe_open import PRIVATE_FILE, make_directory
+from ..plumbing.durable import make_directory, write_bytes_durably
+from ..plumbing.safe_open import PRIVATE_FILE
 from ..runner.contexts import CompletedContext, emit
 from ..runner.transport import FunctionFailedError, read_pickle, read_result, travelling, write_pickle
 from .parser import add_overrides

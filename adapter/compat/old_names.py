@@ -145,9 +145,9 @@ class TrainerSubprocessContractV1:
 
 def write_subprocess_contract(path: str | os.PathLike[str], contract: TrainerSubprocessContractV1) -> None:
     """Write `contract` to `path`, whose folder is made."""
-    from ..plumbing.durable import write_bytes_durably
+    from ..plumbing.durable import make_directory, write_bytes_durably
 
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    make_directory(Path(path).parent, shared=None)
     write_bytes_durably(Path(path), json.dumps(contract.to_json(), separators=(",", ":"), sort_keys=True).encode())
 
 
@@ -157,7 +157,9 @@ def read_subprocess_contract(path: str | os.PathLike[str]) -> TrainerSubprocessC
     Raises:
         ValueError: The file does not hold a JSON object, or a field cannot be used.
     """
-    payload = json.loads(Path(path).read_bytes())
+    from ..plumbing.safe_open import read_regular
+
+    payload = json.loads(read_regular(path, limit=1 << 20))
     if not isinstance(payload, dict):
         raise ValueError(  # noqa: TRY004  # of the file's content, as it was
             f"{os.fspath(path)} does not hold a JSON object"

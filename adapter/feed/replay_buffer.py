@@ -23,7 +23,7 @@ from safetensors.torch import load as load_safetensors, save as to_safetensors
 from torch import Tensor
 
 from ..contract.exceptions import BrokenCheckpointError, InputError, ReplayWriterError
-from ..plumbing.durable import write_bytes_durably
+from ..plumbing.durable import make_directory, write_bytes_durably
 from ..plumbing.safe_open import read_regular
 from ..plumbing.text import shortened
 
@@ -284,7 +284,7 @@ class ReplayBuffer:
             OSError: They could not be written.
         """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_directory(folder, shared=None)
         with self._changed:
             self._save_whole(folder)
 

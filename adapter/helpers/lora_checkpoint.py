@@ -15,7 +15,8 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from ..contract.exceptions import BrokenCheckpointError, CheckpointError, UnstorableStateError
-from ..plumbing.durable import fsync_directory, write_bytes_durably
+from ..plumbing.durable import fsync_directory, make_directory, write_bytes_durably
+from ..plumbing.safe_open import open_regular, read_regular
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,7 @@ OPTIMIZER = "optimizer"
 """Name of the checkpoint, ``optimizer.json`` and a folder beside it, that has the states of optimizer and scheduler."""
 META_FILE = "checkpoint_meta.json"
 FORMAT = "lora_safetensors_v1"
+_LARGEST_META = 16 << 20
 RESERVED = ("format", "primary_path", "optimizer_path")
 """Entries of the meta file by which a checkpoint is read."""
 
@@ -107,7 +109,7 @@ def save_trainable_module_checkpoint(
         raise UnstorableStateError("metadata", "a value", f"it must be JSON: {error}") from error
     paths = {"primary_path": WEIGHTS_FILE} | ({} if optimizer is None else {"optimizer_path": f"{OPTIMIZER}.json"})
 
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory, shared=None)
     if (directory / META_FILE).exists():  # what the directory held before is whole no longer
         (directory / META_FILE).unlink()
         fsync_directory(directory)
@@ -137,14 +139,13 @@ def load_trainable_module_checkpoint(
         BrokenCheckpointError: A file cannot be read, or is not what was written.
     """
     import torch
-    from safetensors.torch import load_file
 
     directory = Path(checkpoint_dir)
-    facts = _read(directory / META_FILE, lambda file: json.loads(file.read_bytes()))
+    facts = _read(directory / META_FILE, lambda file: json.loads(read_regular(file, limit=_LARGEST_META)))
     parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
     old_weights = OLD_WEIGHTS.get(str(facts.get("format")))
     weights_file = directory / (old_weights or WEIGHTS_FILE)
-    weights = _read(weights_file, _load_torch if old_weights else load_file)
+    weights = _read(weights_file, _load_torch if old_weights else _load_safetensors)
     _check_same_parameters(parameters, weights, weights_file)
     wanted = {name: each for name, each in ((OPTIMIZER, optimizer), ("scheduler", scheduler)) if each is not None}
     states = _states(directory, facts) if wanted else {}
@@ -190,7 +191,15 @@ def _load_torch(file: Path) -> Any:
     """Load a file that the older runtime wrote by ``torch.save``: tensors and plain values, and no code to run."""
     import torch
 
-    return torch.load(file, map_location="cpu", weights_only=True)
+    with os.fdopen(open_regular(file), "rb") as opened:
+        return torch.load(opened, map_location="cpu", weights_only=True)
+
+
+def _load_safetensors(file: Path) -> Any:
+    from safetensors.torch import load_file
+
+    os.close(open_regular(file))  # or a pipe would be waited for
+    return load_file(file)
 
 
 def _read(file: Path, load: Callable[[Path], Any]) -> dict[str, Any]:

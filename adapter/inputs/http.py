@@ -25,11 +25,11 @@ import msgspec
 import xxhash
 
 from ..contract.exceptions import AuthError, InputError
-from ..plumbing.durable import fsync_directory, write_bytes_durably
+from ..plumbing.durable import fsync_directory, make_directory, write_bytes_durably
 from ..plumbing.file_lock import FileLock, LockHeldError
 from ..plumbing.http import failure_text
 from ..plumbing.retry import RetryPolicy, TransientError, is_transient, retry_after_s, with_retries
-from ..plumbing.safe_open import make_directory, open_own, open_regular, read_own
+from ..plumbing.safe_open import open_own, open_regular, read_own
 from ..plumbing.text import size_text
 from ..plumbing.urls import safe_url
 
@@ -247,7 +247,7 @@ class _Transfer:
         if response.headers.get("content-encoding", "identity") != "identity":
             raise InputError(f"{self.request.label} is sent with a content encoding, although none was accepted.")
         self._refuse_excess(total or size)
-        with os.fdopen(open_own(self.part, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
+        with os.fdopen(open_own(self.part, os.O_RDWR | os.O_CREAT), "r+b") as file:
             file.truncate(size)
             file.seek(size)
             write_bytes_durably(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..contract.exceptions import InputError
 from ..job.config import RunConfig
-from ..plumbing.safe_open import make_directory
+from ..plumbing.durable import make_directory
 from ..plumbing.urls import has_scheme, is_http_url
 from .private_addresses import AddressGuard
 from .refs import Kind, Ref, RemoteRef, checked_ref, local_checkpoint, parquet_files

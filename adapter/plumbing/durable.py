@@ -8,14 +8,19 @@ syncs it may become durable before the bytes it names.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import secrets
 from pathlib import Path
 
+from .permissions import file_mode, folder_mode
+
 __all__ = [
     "TEMPORARY_PREFIX",
+    "create_file",
     "fsync_directory",
     "fsync_file",
+    "make_directory",
     "start_writeback",
     "temporary_name",
     "write_all",
@@ -68,18 +73,61 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def write_bytes_durably(
-    path: str | os.PathLike[str], data: bytes, *, mode: int = 0o644, waits_for_disk: bool = True
-) -> None:
-    """Replace the file at `path` by `data`, whole or not at all, and durable when this returns.
+def make_directory(path: str | os.PathLike[str], *, shared: bool | None = False) -> None:
+    """Make a directory and those above it that are missing; each is durable when this returns.
 
-    Without `waits_for_disk` the file survives a kill and no power cut.
+    Args:
+        path: The directory; one that exists stays as it is.
+        shared: Who else may enter a new one: True leaves that to the umask, False admits nobody, None follows the
+            folder in which it is made.
+
+    Raises:
+        FileExistsError: It is another kind of file.
+        NotADirectoryError: A part of its path is.
+        OSError: It cannot be made.
+    """
+    directory = Path(path).absolute()
+    missing = itertools.takewhile(lambda each: not each.is_dir(), (directory, *directory.parents))
+    for each in reversed([*missing]):
+        mode = folder_mode(each.parent) if shared is None else 0o777 if shared else 0o700
+        try:
+            each.mkdir(mode, exist_ok=True)
+        except FileExistsError:
+            if each == directory:
+                raise
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(path)) from None
+        _fsync_if_readable(each.parent)
+
+
+def create_file(path: Path) -> None:
+    """Make an empty file with the permissions of `write_bytes_durably`, for code of others that opens it to write."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode(path.parent)))
+
+
+def _fsync_if_readable(directory: Path) -> None:
+    try:
+        fsync_directory(directory)
+    except PermissionError:  # a folder in which this user may make things and not list them cannot be synced
+        return
+
+
+def write_bytes_durably(
+    path: str | os.PathLike[str], data: bytes, *, mode: int | None = None, waits_for_disk: bool = True
+) -> None:
+    """Replace the file at `path` by `data`, completely or not at all, and durable when this returns.
+
+    Args:
+        path: The file.
+        data: Its new content.
+        mode: Permissions before the umask; None is for this user alone, except in a shared folder.
+        waits_for_disk: Sync. Without that the file survives a kill, but no power cut.
 
     Raises:
         OSError: The bytes could not be written; the old file, if any, is untouched and no temporary file remains.
     """
     target = Path(path)
     temporary = target.with_name(temporary_name(target.name))
+    mode = file_mode(target.parent) if mode is None else mode
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         try:

@@ -14,30 +14,27 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import grp
 import os
-import pwd
 import stat
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
+
+from .permissions import ROOT, is_own_group
 
 __all__ = [
     "PRIVATE_FILE",
     "UnsafeFileError",
     "distrust",
-    "is_own_group",
-    "make_directory",
     "open_below",
     "open_checked",
     "open_own",
     "open_regular",
+    "read_below",
     "read_own",
     "read_regular",
 ]
 
 PRIVATE_FILE = 0o600
-_ROOT = 0
 
 
 class UnsafeFileError(OSError):
@@ -63,9 +60,9 @@ def open_own(path: str | os.PathLike[str], flags: int, mode: int = PRIVATE_FILE)
 
     def check(descriptor: int, status: os.stat_result) -> None:
         folder, fault = os.stat(os.path.dirname(os.fspath(path)) or "."), None
-        if status.st_uid not in (os.geteuid(), _ROOT, folder.st_uid):
+        if status.st_uid not in (os.geteuid(), ROOT, folder.st_uid):
             fault = f"it belongs to another user (uid {status.st_uid})"
-        elif status.st_nlink > 1 and folder.st_uid not in (os.geteuid(), _ROOT):
+        elif status.st_nlink > 1 and folder.st_uid not in (os.geteuid(), ROOT):
             fault = "it is a second link to a file elsewhere"
         if fault:
             raise UnsafeFileError(errno.EPERM, f"{fault}; remove it, or choose another folder", os.fspath(path))
@@ -107,6 +104,16 @@ def open_below(folder: str | os.PathLike[str], path: str) -> int:
     return open_checked(below, os.O_RDONLY | os.O_NOFOLLOW, check=check)
 
 
+def read_below(folder: str | os.PathLike[str], path: str, *, limit: int) -> bytes:
+    """The content of the regular file at `path` below `folder`, as `open_below` finds it.
+
+    Raises:
+        UnsafeFileError: As `open_below`, or the file is larger than `limit` bytes.
+        OSError: It cannot be read.
+    """
+    return _read(open_below(folder, path), os.path.join(folder, path), limit)
+
+
 def read_own(path: str | os.PathLike[str], *, limit: int) -> bytes:
     """The content of a file that only we should have written.
 
@@ -125,22 +132,6 @@ def read_regular(path: str | os.PathLike[str], *, limit: int) -> bytes:
         OSError: It cannot be read.
     """
     return _read(open_regular(path), path, limit)
-
-
-def make_directory(path: str | os.PathLike[str], *, shared: bool = False) -> None:
-    """Make a directory of ours and those above it that are missing, for this user alone.
-
-    Args:
-        path: The directory; one that exists stays as it is.
-        shared: Leave it to the umask who else may enter.
-
-    Raises:
-        OSError: It cannot be made.
-    """
-    directory = Path(path)
-    for each in (*reversed(directory.parents), directory):
-        if each == directory or not each.exists():
-            each.mkdir(0o777 if shared else 0o700, exist_ok=True)
 
 
 def distrust(path: str | os.PathLike[str], *, may_be_sticky: bool = False) -> str | None:
@@ -165,7 +156,7 @@ def distrust(path: str | os.PathLike[str], *, may_be_sticky: bool = False) -> st
         OSError: The directory cannot be looked at.
     """
     link, status = os.lstat(path), os.stat(path)
-    ours = {os.geteuid(), _ROOT}
+    ours = {os.geteuid(), ROOT}
     strangers = [uid for uid in (link.st_uid, status.st_uid) if uid not in ours]
     writers = _other_writers(status, may_be_sticky=may_be_sticky)
     if not strangers and writers is None:
@@ -188,19 +179,9 @@ def _other_writers(status: os.stat_result, *, may_be_sticky: bool) -> str | None
         return None
     if status.st_mode & stat.S_IWOTH:
         return "every user of this machine can write to it (`chmod o-w,g-w` prevents that)"
-    if status.st_mode & stat.S_IWGRP and not (status.st_gid == _ROOT or is_own_group(status.st_gid)):
+    if status.st_mode & stat.S_IWGRP and not (status.st_gid == ROOT or is_own_group(status.st_gid)):
         return f"its group (gid {status.st_gid}) can write to it (`chmod g-w` prevents that)"
     return None
-
-
-def is_own_group(gid: int) -> bool:
-    """Whether a group has this user alone, as where each user has a group of its own name and a umask of 002."""
-    try:
-        group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
-    except KeyError:
-        return False
-    # To ask for all users whose first group it is would take minutes where a directory service knows them.
-    return user.pw_gid == gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
 
 
 def _status_of_new_file(directory: str | os.PathLike[str]) -> os.stat_result | None:

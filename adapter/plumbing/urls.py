@@ -29,7 +29,7 @@ __all__ = [
 
 # Python remembers for good that a codec is missing. If its import failed once, because no file could be opened say, no
 # URL could be read any more in this process. So it is imported with this module.
-assert encodings.idna
+assert encodings.idna is not None
 
 PATTERN_CHARACTERS = "*?["
 """Characters that make a path a glob pattern."""

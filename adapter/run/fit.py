@@ -39,9 +39,9 @@ from ...callbacks.lightning_internals import set_run_of_logger, trains_in_copies
 from ...callbacks.logged_steps import keep_logged_steps
 from ...reporters.events.event_logger import has_stock_checkpoint
 from ..contract.exceptions import StartupContractError, TrainingCanceled
-from ..plumbing.durable import write_bytes_durably
+from ..plumbing.durable import make_directory, write_bytes_durably
 from ..plumbing.redaction import text_of, without_secrets
-from ..plumbing.safe_open import PRIVATE_FILE, make_directory, read_own
+from ..plumbing.safe_open import PRIVATE_FILE, read_own
 from .ranks import (
     FOLDER,
     LOOK_EVERY_S,
@@ -156,7 +156,7 @@ def continue_runs(trainer: pl.Trainer, directory: Path, *, resumes: bool) -> Non
     tracked = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger | MLFlowLogger)]
     if not tracked:
         return
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory, shared=None)
     path = directory / RUNS_FILE
     known, runs = _read(path) if resumes else {}, {}
     for index, logger in enumerate(tracked):

@@ -12,9 +12,9 @@ from typing import Any
 
 from ..contract.exceptions import StartupContractError
 from ..job.config import RunConfig
-from ..plumbing.durable import temporary_name, write_bytes_durably
+from ..plumbing.durable import make_directory, temporary_name, write_bytes_durably
 from ..plumbing.file_lock import FileLock, LockHeldError, NoLocksError, is_held
-from ..plumbing.safe_open import PRIVATE_FILE, distrust, make_directory, read_own
+from ..plumbing.safe_open import PRIVATE_FILE, distrust, read_own
 
 __all__ = [
     "LOCK_NAME",
@@ -100,7 +100,9 @@ def _faults(config: RunConfig, fault_of: Callable[[str, Path], str | None]) -> l
     return list(found.values())
 
 
-def directory_fault(name: str, path: Path, way_out: str, *, create: bool = True, shared: bool = True) -> str | None:
+def directory_fault(
+    name: str, path: Path, way_out: str, *, create: bool = True, shared: bool | None = None
+) -> str | None:
     """Why nothing can be written into the directory `path`, which is the setting `name`; None where it can."""
     try:
         if create:

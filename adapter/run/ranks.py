@@ -37,10 +37,10 @@ import msgspec
 
 from ...callbacks.stop.sources import StopSources, process_age_s
 from ..contract.exceptions import FailureCategory, RankFailedError, StopReason, TrainingCanceled
-from ..plumbing.durable import write_bytes_durably
+from ..plumbing.durable import make_directory, write_bytes_durably
 from ..plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
 from ..plumbing.file_lock import FileLock, holding_process, is_held
-from ..plumbing.safe_open import PRIVATE_FILE, make_directory, open_own, read_own
+from ..plumbing.safe_open import PRIVATE_FILE, open_own, read_own
 from ..plumbing.threads import started
 from .folder import LOCK_NAME, TRIES
 from .this_rank import host_name

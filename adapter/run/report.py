@@ -26,11 +26,10 @@ from ..contract.exceptions import (
     ReplayWriterError,
     StartupContractError,
 )
-from ..plumbing.durable import write_bytes_durably
+from ..plumbing.durable import make_directory, write_bytes_durably
 from ..plumbing.failures import Failure, modules_of
 from ..plumbing.redaction import hide_secrets, text_of, traceback_of
 from ..plumbing.reference_page import reference
-from ..plumbing.safe_open import make_directory
 from .this_rank import host_name, this_rank
 
 __all__ = [

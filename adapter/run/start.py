@@ -14,14 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...callbacks.checkpoint.format.record import CheckpointRecord, is_record_of_callback
+from ...callbacks.checkpoint.format.record import LARGEST_RECORD_BYTES, CheckpointRecord, is_record_of_callback
 from ...callbacks.checkpoint.selection import FALLS_BACK, find_checkpoint, find_final, newest_valid
 from ...callbacks.checkpoint.storage import checkpoint_files, folders_of_checkpoints, verify
 from ..contract.exceptions import BrokenCheckpointError, InputError, StartupContractError
 from ..job.config import JOB_NAME, RunConfig, read_job, read_run_config
 from ..job.identity import differing_fields
-from ..plumbing.durable import write_bytes_durably
+from ..plumbing.durable import fsync_directory, make_directory, write_bytes_durably
 from ..plumbing.redaction import HIDDEN
+from ..plumbing.safe_open import read_regular
 
 __all__ = [
     "RUNS_FILE",
@@ -246,7 +247,7 @@ def move_old_artifacts_aside(config: RunConfig) -> Path | None:
     records = checkpoint_files(config.checkpoints_dir)
     aside = _move_aside(records, [*_samples_in(config.samples_dir), *logs], root)
     if aside is not None and read_job(root) is not None:  # a copy, since this run may have been started from it
-        write_bytes_durably(aside / JOB_NAME, (root / JOB_NAME).read_bytes())
+        write_bytes_durably(aside / JOB_NAME, read_regular(root / JOB_NAME, limit=LARGEST_RECORD_BYTES))
     return aside
 
 
@@ -268,11 +269,14 @@ def _move_aside(records: Sequence[Path], others: Sequence[Path], root: Path) -> 
     aside = root / f"before-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
     targets = [(path, aside / path.parent.name / path.name) for path in olds]
     for path, target in targets:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(target.parent, shared=None)
         if path in records and path.suffix == ".json" and os.access(path, os.R_OK):
-            write_bytes_durably(target, path.read_bytes())  # so that its folder has it there at once
+            content = read_regular(path, limit=LARGEST_RECORD_BYTES)
+            write_bytes_durably(target, content)  # so that its folder has it there at once
     for path, target in targets:
         path.rename(target)
+    for directory in dict.fromkeys([*(target.parent for _, target in targets), *(path.parent for path, _ in targets)]):
+        fsync_directory(directory)
     log.info("moved what earlier attempts left to %s", aside)
     return aside
 

@@ -12,21 +12,33 @@ larger than the weights that are trained.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import os
+import pickle
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ...adapter.contract.exceptions import CheckpointError
-from ...adapter.plumbing.durable import fsync_directory, fsync_file, temporary_name, write_bytes_durably
+from ...adapter.plumbing.durable import (
+    create_file,
+    fsync_directory,
+    fsync_file,
+    make_directory,
+    temporary_name,
+    write_bytes_durably,
+)
+from ...adapter.plumbing.safe_open import open_regular, read_below
 from .capture import CONTRACT_KEY
 from .selection import find_checkpoint
 from .store import Base, load, load_weights
@@ -40,6 +52,8 @@ _FOLDER = "genlight-pretrained"
 _CONFIG_FILE = "config.json"
 _GENERATION_FILE = "generation_config.json"
 _WEIGHTS_FILE = "model.safetensors"
+_LARGEST_BYTES = 512 << 20
+"""Of a file of the configuration, of which a tokenizer is the largest."""
 
 
 def export_safetensors(
@@ -66,21 +80,73 @@ def export_safetensors(
         raise CheckpointError(
             f"the checkpoint at {path} has no weights named {strip_prefix}…; its first names are: {names}"
         )
-    return _whole(target, lambda temporary: save_file(chosen, temporary, {"format": "pt"}))
+    return _whole(target, lambda temporary: save_file(chosen, temporary, {"format": "pt"}), load_file)
 
 
 def export_lightning(path: str | os.PathLike[str], target: Path, *, base: Base | None = None) -> Path:
     """A checkpoint file of stock Lightning, which ``load_from_checkpoint`` and ``ckpt_path`` take.
 
-    What only this project restores (random states, the trainer's payload) is left out: its types would make
-    ``torch.load(weights_only=True)``, Lightning's default, refuse the whole file.
+    Types that ``torch.load(weights_only=True)``, Lightning's default, does not know would make it refuse the whole
+    file. So the export omits what only genlight restores (random states, the trainer's payload), and with a warning
+    also hyperparameters and states of callbacks, data modules and loaders that hold such a type.
 
     Raises:
-        CheckpointError: What the checkpoint leaves out is not in `base`.
+        CheckpointError: What the checkpoint leaves out is not in `base`, or torch would not load the file.
         BrokenCheckpointError: The checkpoint is not whole.
     """
     checkpoint = {name: value for name, value in load(path, base=base).items() if name != CONTRACT_KEY}
-    return _whole(target, lambda temporary: torch.save(checkpoint, temporary))
+    if omitted := _omit_unknown_types(checkpoint):
+        names = ", ".join(omitted)
+        log.warning("%s is without %s, whose types make torch.load(weights_only=True) refuse a file", target, names)
+    return _whole(target, lambda temporary: torch.save(checkpoint, temporary), _load_as_lightning)
+
+
+_LOADED_WHOLE = frozenset({"state_dict", "optimizer_states", "lr_schedulers", "loops"})
+"""Parts without which stock Lightning would not resume, or not as it was."""
+
+
+def _omit_unknown_types(checkpoint: dict[str, Any]) -> list[str]:
+    """Remove from `checkpoint` what torch would not load and Lightning can do without; return the paths."""
+    loops: dict[str, Any] = checkpoint.get("loops") or {}
+    holders = {f"loops.{name}.state_dict.": loop.get("state_dict") for name, loop in loops.items()}
+    holders |= {f"{name}.": checkpoint.get(name) for name in ("callbacks", "hyper_parameters")}
+    holders[""] = {name: value for name, value in checkpoint.items() if name not in _LOADED_WHOLE}
+    omitted = []
+    for path, holder in holders.items():
+        for name in [name for name, value in (holder or {}).items() if not _is_known_to_torch(value)]:
+            del (holder if path else checkpoint)[name]
+            omitted.append(f"{path}{name}")
+    return omitted
+
+
+def _is_known_to_torch(value: Any) -> bool:
+    """Whether ``torch.load(weights_only=True)`` gives `value` back."""
+    memory = io.BytesIO()
+    try:
+        torch.save(value, memory)
+        memory.seek(0)
+        torch.load(memory, weights_only=True)
+    except Exception:  # noqa: BLE001 - whatever pickling raises for a class
+        return False
+    return True
+
+
+def _load_as_lightning(path: Path) -> None:
+    """Load an export as torch and Lightning do by default.
+
+    Raises:
+        CheckpointError: They refuse it; says what they said.
+    """
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        TorchCheckpointIO().load_checkpoint(path)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        name = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"an object of {name[1]}" if name else str(error)
+        raise CheckpointError(
+            f"torch.load(weights_only=True) would refuse the file, which holds {what}; export the weights alone, with "
+            "--to FILE.safetensors"
+        ) from error
 
 
 def export_pretrained(
@@ -108,8 +174,8 @@ def export_pretrained(
         FileExistsError: One of the files is there, and `replace` is false.
     """
     root = Path(path).absolute().parent / _FOLDER
-    kept = {".".join(file.parent.relative_to(root).parts): file.parent for file in sorted(root.rglob(_CONFIG_FILE))}
-    chosen = {name: folder for name, folder in kept.items() if strip_prefix in ("", f"{name}.")}
+    kept = _kept_configurations(root)
+    chosen = {name: files for name, files in kept.items() if strip_prefix in ("", f"{name}.")}
     if len(chosen) != 1:
         among = ", ".join(f"--strip-prefix {name}." for name in kept)
         raise CheckpointError(
@@ -118,15 +184,39 @@ def export_pretrained(
             else f"beside {path} there is no configuration of a Hugging Face model: none was trained, or the "
             f"checkpoint was moved away from its folder {_FOLDER}. Export its weights with --to FILE.safetensors"
         )
-    ((name, folder),) = chosen.items()
-    files = sorted(folder.iterdir(), key=lambda file: file.name == _CONFIG_FILE)
-    for file in () if replace else (_WEIGHTS_FILE, *(each.name for each in files)):
+    ((name, files),) = chosen.items()
+    names = sorted(files, key=lambda file: file == _CONFIG_FILE)
+    for file in () if replace else (_WEIGHTS_FILE, *names):
         if os.path.lexists(target / file):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target / file))
+    try:
+        contents = {file: read_below(root, files[file], limit=_LARGEST_BYTES) for file in names}
+    except OSError as error:
+        raise CheckpointError(f"{error.filename} is not exported: {error.strerror}") from error
     export_safetensors(path, target / _WEIGHTS_FILE, strip_prefix=f"{name}." if name else "", base=base)
-    for each in files:
-        write_bytes_durably(target / each.name, each.read_bytes())
+    for file, content in contents.items():
+        make_directory((target / file).parent, shared=None)
+        write_bytes_durably(target / file, content)
     return target.absolute()
+
+
+def _kept_configurations(root: Path) -> dict[str, dict[str, str]]:
+    """The files of each model below `root`, by the model's name: the path below its folder, and that below `root`.
+
+    A run may come from elsewhere, so no link is followed on the way.
+    """
+    files = [
+        Path(folder, name).relative_to(root)
+        for folder, folders, names in os.walk(root if not root.is_symlink() else os.devnull)
+        for name in (*names, *(name for name in folders if Path(folder, name).is_symlink()))
+    ]
+    models = sorted(file.parent for file in files if file.name == _CONFIG_FILE)
+    return {
+        ".".join(model.parts): {
+            file.relative_to(model).as_posix(): file.as_posix() for file in files if file.is_relative_to(model)
+        }
+        for model in models
+    }
 
 
 def read_base(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
@@ -139,19 +229,22 @@ def read_base(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """
     if Path(path).suffix != ".safetensors":
         return load_weights(find_checkpoint(path))
+    os.close(open_regular(path))  # or a pipe would be waited for
     try:
         return load_file(path)
     except SafetensorError as error:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
 
 
-def _whole(target: Path, write: Callable[[Path], None]) -> Path:
-    """Run `write` on a temporary name beside `target`, and rename the result."""
+def _whole(target: Path, write: Callable[[Path], None], load_back: Callable[[Path], object]) -> Path:
+    """Run `write` on a temporary name next to `target`, prove that others can load it, and rename the result."""
     target = target.absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(target.parent, shared=None)
     temporary = target.with_name(temporary_name(target.name))
     try:
+        create_file(temporary)
         write(temporary)
+        load_back(temporary)
         fsync_file(temporary)
         os.replace(temporary, target)
     except BaseException:
@@ -177,7 +270,7 @@ def keep_configurations(directory: Path, module: nn.Module) -> None:
     try:
         for path, model in models.items():
             folder = temporary / path
-            folder.mkdir(parents=True)
+            make_directory(folder, shared=None)
             config = json.loads(model.config.to_json_string())
             config["architectures"] = config.get("architectures") or [type(model).__name__]
             write_bytes_durably(folder / _CONFIG_FILE, json.dumps(config, indent=2).encode())

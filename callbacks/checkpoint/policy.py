@@ -174,7 +174,8 @@ class Checkpoint(Hook, LightningCheckpoint):
             raise ValueError("; ".join(faults))
         groups = rank_groups_of(trainer.strategy)
         self._channel = Channel() if groups is None else groups.training
-        self._store.before_background_save = self._wake
+        if self._wake not in self._store.before_background_save:  # several callbacks share the store
+            self._store.before_background_save.append(self._wake)
         self._store.base = lambda: dict(pl_module.named_parameters(remove_duplicate=False))
         self.dirpath = (self.dirpath or local_path(trainer.default_root_dir) / "checkpoints").absolute()
         if stage == "fit":
@@ -252,7 +253,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         if run_state.stop_reason is None and (not is_due or suppressed(pl_module)):
             if not self._has_reserved and self.asynchronous and self.saves_while_training:
                 self._has_reserved = True  # now that optimizers have their state
-                self._store.reserve(_sizes_of_snapshot(trainer, pl_module), trainer.strategy.root_device)
+                sizes = _sizes_of_snapshot(trainer, pl_module)
+                self._store.reserve(sizes, trainer.strategy.root_device, owner=self)
             return
         if awaits_module_hook(trainer, pl_module):  # what that changes, a moving average say, belongs to the step
             self._saves_after_module_hook = True
@@ -410,9 +412,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._last_saved_step, self._has_reserved = step, True
         self._clock.note_save()
         if self.critical:
-            self._store.wait()
+            self._store.wait(self)
         else:
-            wait_after_failure(self._store.wait)
+            wait_after_failure(lambda: self._store.wait(self))
         with contextlib.ExitStack() as undo:  # until the store has the folder, and removes it if the save fails
             staging, trainer_checkpoint = _trainer_files(trainer, pl_module, path, step, final, undo)
             with trainer.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
@@ -422,7 +424,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         if trainer.is_global_zero or groups is not None:
             meta = self._meta(trainer, trainer_checkpoint, final=final)
             asynchronous = self.asynchronous and not wait
-            future = self._store.save(path, state, meta, staging=staging, asynchronous=asynchronous, groups=groups)
+            future = self._store.save(
+                path, state, meta, staging=staging, asynchronous=asynchronous, groups=groups, owner=self
+            )
             future.add_done_callback(lambda ended: self._note_end(ended, began_s))
         trainer.strategy.barrier("Checkpoint.save")
         if wait:
@@ -478,13 +482,13 @@ class Checkpoint(Hook, LightningCheckpoint):
         Raises:
             Exception: It could not be written.
         """
-        self._store.wait()
+        self._store.wait(self)
 
     def poll(self, trainer: pl.Trainer) -> None:
         """Report what became durable since the last call, and raise what a save in the background raised."""
         if self._durable:
             self.report_durable(trainer)
-        self._store.poll()
+        self._store.poll(self)
 
     def report_durable(self, trainer: pl.Trainer) -> None:
         """Tell all callbacks what became durable; only then may older checkpoints go.

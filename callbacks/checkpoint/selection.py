@@ -112,9 +112,12 @@ def newest_valid(
 def newest_complete(directory: str | os.PathLike[str]) -> CheckpointRecord | None:
     """The newest checkpoint whose record is intact and whose files are there, with their sizes; None if there is none.
 
-    It takes no time that depends on the size of the files. `newest_valid` also compares their content.
+    It takes no time that depends on the size of the files, and raises nothing. `newest_valid` also compares content.
     """
-    records = (listed.record for listed in reversed(list_checkpoints(directory)))
+    try:
+        records = [listed.record for listed in reversed(list_checkpoints(directory))]
+    except OSError:
+        return None
     return next((record for record in records if record is not None and not missing_file(record)), None)
 
 

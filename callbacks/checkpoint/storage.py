@@ -45,9 +45,11 @@ from typing import BinaryIO, TypeVar
 import xxhash
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, UnwrittenCheckpointError
-from ...adapter.plumbing.durable import fsync_directory, start_writeback, temporary_name, write_all
-from ...adapter.plumbing.safe_open import open_regular
+from ...adapter.plumbing.durable import fsync_directory, make_directory, start_writeback, temporary_name, write_all
+from ...adapter.plumbing.permissions import file_mode, folder_mode
+from ...adapter.plumbing.safe_open import open_regular, read_regular
 from .format.record import (
+    LARGEST_RECORD_BYTES,
     RECORD_MARKER,
     SCORES_FILE,
     STATE_FILE,
@@ -117,7 +119,7 @@ def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, 
         OSError: It could not be written; has its path as ``filename``.
     """
     hasher, size = xxhash.xxh3_128(), 0
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode(path.parent))
     try:
         for chunk in _chunks(buffers):
             hasher.update(chunk)
@@ -466,7 +468,7 @@ class Staging:
     def folder(self, name: str = TRAINER_FOLDER) -> Path:
         """A folder within, made on first use."""
         folder = self.path / name
-        folder.mkdir(exist_ok=True)
+        make_directory(folder, shared=None)
         return folder
 
     def discard(self) -> None:
@@ -488,10 +490,10 @@ def stage(path: str | os.PathLike[str]) -> Staging:
     record = record_path(path)
     name = temporary_name(name_of(record))
     with naming_the_checkpoint(record):
-        record.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(record.parent, shared=None)
         _live.add(name)
         try:
-            os.mkdir(record.parent / name)
+            os.mkdir(record.parent / name, folder_mode(record.parent))
         except OSError:
             _live.discard(name)
             raise
@@ -532,7 +534,8 @@ def commit(staging: Staging, record: CheckpointRecord) -> None:
         fsync_directory(directory)
         if replaced is not None and replaced.data_path is not None:
             # A sweep removes the old folder by this, should the process die when its record is gone.
-            write_file(replaced.data_path / temporary_name(staging.record.name), [staging.record.read_bytes()])
+            content = read_regular(staging.record, limit=LARGEST_RECORD_BYTES)
+            write_file(replaced.data_path / temporary_name(staging.record.name), [content])
         os.replace(target / name, staging.record)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -579,7 +582,7 @@ def _save_as(old: CheckpointRecord, data: Path, target: Path) -> None:
     try:
         for name in [*map(old.file_name, old.files), SCORES_FILE]:
             if name != SCORES_FILE or (data / name).is_file():
-                (staging.path / name).parent.mkdir(parents=True, exist_ok=True)
+                make_directory((staging.path / name).parent, shared=None)
                 os.link(data / name, staging.path / name, follow_symlinks=False)
         files = tuple(replace(file, path=old.file_name(file)) for file in old.files)
         commit(staging, replace(old, final=False, files=files))

@@ -36,6 +36,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -48,7 +49,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, GenlightError, ThreadLimitError
-from ...adapter.plumbing.durable import fsync_directory, fsync_file
+from ...adapter.plumbing.durable import fsync_directory, fsync_file, make_directory
 from ...adapter.plumbing.safe_open import open_regular
 from ...adapter.plumbing.threads import carry_out, started
 from .capture import CONTRACT_KEY, Captured, Frozen, HostBuffer, capture, described, tensor_files
@@ -181,13 +182,11 @@ class CheckpointStore:
         """Gives the model's tensors, of which a load takes what its checkpoint leaves out."""
         self.loaded: CheckpointRecord | None = None
         """The checkpoint that was loaded last."""
-        self.before_background_save: Callable[[], None] = lambda: None
+        self.before_background_save: list[Callable[[], None]] = []
         """Called in the training thread."""
         self._frozen: dict[Path, Frozen] = {}
-        self._saving: Future[None] | None = None
-        """The save in the background, until `wait` or `poll` has found its end."""
-        self._is_joint = False
-        """Whether all ranks write it together: one that raised its failure alone would leave the others behind."""
+        self._pending: list[Pending] = []
+        """Work in the background, until `wait` or `poll` has found its end."""
 
     @override
     def __reduce__(self) -> Any:
@@ -198,7 +197,7 @@ class CheckpointStore:
         """Have checkpoints in `directory` share what is `frozen`. On the rank that writes, before the first step."""
         self._frozen[directory] = frozen
 
-    def reserve(self, sizes: Sequence[int], device: torch.device) -> None:
+    def reserve(self, sizes: Sequence[int], device: torch.device, *, owner: object = None) -> None:
         """Take, and pin, the memory for snapshots of tensors from `device` in the background, before the first save.
 
         What that save would wait for otherwise is some 0.2 s for each GB.
@@ -206,10 +205,15 @@ class CheckpointStore:
         Args:
             sizes: The bytes of each tensor.
             device: Where most of them are.
+            owner: As of `save`.
         """
         nbytes = self.buffer.room_for(sizes)
-        self.before_background_save()
-        self._saving = self.background.submit(lambda: self.buffer.reserve(nbytes, device))
+        self._submit(lambda: self.buffer.reserve(nbytes, device), owner)
+
+    def _submit(self, job: Callable[[], object], owner: object, *, is_joint: bool = False) -> None:
+        for inform in self.before_background_save:
+            inform()
+        self._pending.append(Pending(self.background.submit(job), owner, is_joint))
 
     def save(
         self,
@@ -220,6 +224,7 @@ class CheckpointStore:
         staging: Staging | None = None,
         asynchronous: bool = False,
         groups: RankGroups | None = None,
+        owner: object = None,
     ) -> Future[CheckpointRecord | None]:
         """Save `state`, a dump of Lightning's or any dictionary, with the values of now.
 
@@ -232,6 +237,7 @@ class CheckpointStore:
                 all ranks write together, by the next call alone.
             groups: All ranks call this, and each writes the slices of sharded tensors that it holds; what rank zero
                 passes counts. None has this process write alone.
+            owner: Who alone is told of a failure in the background, by `wait` and `poll`; None is whoever calls first.
 
         Returns:
             The record, once the checkpoint is durable; None on ranks other than zero.
@@ -248,7 +254,7 @@ class CheckpointStore:
         # Now, not in the background: a caller may put a link beside the checkpoint (``save_last="link"``).
         made = training.first(lambda: staging or stage(record), f"start {name}")
         try:
-            captured = training.agreed(lambda: self._capture(state, meta, made, groups), f"prepare {name}")
+            captured = training.agreed(lambda: self._capture(state, meta, made, groups, owner), f"prepare {name}")
             nbytes = sum(training.gather(captured.nbytes))
             training.agreed(lambda: require_space(record.parent, nbytes) if is_first else None, f"start {name}")
             is_sharded = training.share(bool(captured.sharded_tensors))
@@ -260,11 +266,10 @@ class CheckpointStore:
             nothing: Future[CheckpointRecord | None] = Future()
             nothing.set_result(None)
             return nothing
-        self._is_joint = is_sharded
-        return self._write(captured, writing if is_sharded else ALONE, asynchronous)
+        return self._write(captured, writing if is_sharded else ALONE, asynchronous, owner)
 
     def _capture(
-        self, state: Mapping[str, Any], meta: RecordMeta, staging: Staging, groups: RankGroups | None
+        self, state: Mapping[str, Any], meta: RecordMeta, staging: Staging, groups: RankGroups | None, owner: object
     ) -> Captured:
         """The share of this rank in a checkpoint of `state`, once the save before it has ended."""
         captured = capture(state, meta if groups is None else replace(meta, world_size=groups.training.size), staging)
@@ -274,14 +279,16 @@ class CheckpointStore:
                 f"{name} is sharded over several ranks, which save it together: use the "
                 "Checkpoint callback under ModelParallelStrategy, or gather it first with full_tensor()"
             )
-        self.wait()
+        self.wait(owner)
         if groups is not None and groups.training.rank != 0:
             slices = [entry for entry in captured.entries if entry.box is not None]
             return replace(captured, entries=slices, rest=b"", state=None)
         frozen = self._frozen.get(staging.record.parent)
         return captured if frozen is None else frozen.divide(captured)
 
-    def _write(self, captured: Captured, channel: Channel, asynchronous: bool) -> Future[CheckpointRecord | None]:
+    def _write(
+        self, captured: Captured, channel: Channel, asynchronous: bool, owner: object
+    ) -> Future[CheckpointRecord | None]:
         future: Future[CheckpointRecord | None] = Future()
 
         def job(taken: Captured) -> None:
@@ -289,9 +296,8 @@ class CheckpointStore:
             future.result()
 
         if asynchronous:
-            self.before_background_save()
             taken = captured.snapshot(self.buffer)
-            self._saving = self.background.submit(lambda: job(taken))
+            self._submit(lambda: job(taken), owner, is_joint=channel is not ALONE)
         else:
             self.background.finish()
             job(captured)
@@ -335,11 +341,12 @@ class CheckpointStore:
 
         A file or folder there that is not a checkpoint stays, with a warning.
         """
-        saving = self._saving
-        if saving is None:
+        before = [pending.future for pending in self._pending]
+        if not before:
             _remove(Path(path))
         else:
-            self.background.submit(lambda: None if saving.exception() else _remove(Path(path)))
+            job = partial(_remove, Path(path))
+            self.background.run(lambda: None if any(each.exception() for each in before) else job(), f"remove {path}")
 
     def prune(self, directory: Path, choose: Callable[[list[Listed]], list[CheckpointRecord]]) -> None:
         """Remove checkpoints of `directory` in the background, after the save that is in flight.
@@ -355,33 +362,40 @@ class CheckpointStore:
             for record in choose(listed):
                 _remove(record.path, named)
 
-        self.background.submit(remove)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether this process writes a checkpoint in the background."""
-        return self._saving is not None and not self._saving.done()
+        self.background.run(remove, f"remove old checkpoints from {directory}")
 
     @property
     def is_settled(self) -> bool:
-        """Whether no save is in flight, and none failed that `poll` has yet to raise."""
-        return self._saving is None or (self._is_joint and not self.is_busy)
+        """Whether nothing goes on in the background, and nothing failed that `poll` has yet to raise."""
+        return all(pending.is_joint and pending.future.done() for pending in self._pending)
 
-    def poll(self) -> None:
-        """Raise what a save in the background raised, if this process wrote it alone."""
-        if not self.is_busy and not self._is_joint:
-            self.wait()
-
-    def wait(self) -> None:
-        """Return when no save is in flight.
+    def poll(self, owner: object = None) -> None:
+        """Raise what failed in the background, if it is of `owner` or of nobody and this process did it alone.
 
         Raises:
-            Exception: What the last save raised; once.
+            Exception: What the first of them raised; once.
         """
-        if self._saving is not None:
-            concurrent.futures.wait([self._saving])
-            ended, self._saving = self._saving, None
-            ended.result()
+        self._settle([each for each in self._pending if each.future.done() and not each.is_joint], owner)
+
+    def wait(self, owner: object = None) -> None:
+        """Return when nothing goes on in the background.
+
+        Raises:
+            Exception: What the first failure raised that is of `owner` or of nobody; once.
+        """
+        concurrent.futures.wait([pending.future for pending in self._pending])
+        self._settle(self._pending, owner)
+
+    def _settle(self, ended: Sequence[Pending], owner: object) -> None:
+        """Forget what has `ended`, except failures that are another owner's; raise the first failure."""
+        failed = [pending for pending in ended if pending.future.exception() is not None]
+        own = [pending for pending in failed if pending.owner is None or pending.owner is owner]
+        forgotten = {id(pending) for pending in ended} - {id(pending) for pending in failed if pending not in own}
+        self._pending = [pending for pending in self._pending if id(pending) not in forgotten]
+        for further in own[1:]:
+            log.error("A further save failed: %s", further.future.exception())
+        for first in own[:1]:
+            first.future.result()
 
     def close(self) -> None:
         """Wait for all that goes on in the background, and free the memory of snapshots.
@@ -391,6 +405,7 @@ class CheckpointStore:
         """
         self.background.finish()
         self.buffer = HostBuffer()
+        self._pending = [replace(pending, owner=None) for pending in self._pending]
         self.wait()
 
 
@@ -408,6 +423,17 @@ def _remove(path: Path, named: Counter[str] | None = None) -> None:
         delete_checkpoint(path, named)
     except (CheckpointError, OSError) as error:
         log.warning("Could not remove the checkpoint %s: %s", path, error)
+
+
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """A job in the background."""
+
+    future: Future[Any]
+    owner: object
+    """Who alone is told of its failure; None is whoever asks first."""
+    is_joint: bool
+    """Whether all ranks do it together: a rank that raised the failure alone would leave the others behind."""
 
 
 class Background:
@@ -435,6 +461,18 @@ class Background:
         except ThreadLimitError:
             run()
         return future
+
+    def run(self, job: Callable[[], object], doing: str) -> None:
+        """As `submit`, for a job that nobody waits for: a failure is logged, as what it was `doing`."""
+
+        def logged() -> None:
+            try:
+                job()
+            except Exception as error:
+                trace = None if isinstance(error, (GenlightError, OSError)) else error
+                log.warning("Could not %s: %s: %s", doing, type(error).__name__, error, exc_info=trace)
+
+        self.submit(logged)
 
     def finish(self) -> None:
         """Return when all jobs have ended."""
@@ -488,7 +526,7 @@ def _write_part(rank: int, captured: Captured) -> Part:
     with naming_the_checkpoint(captured.staging.record, captured.nbytes):
         files = _hook_files(folder) if rank == 0 else []
         for name, header, entries in tensor_files(captured.entries, rank):
-            (folder / name).parent.mkdir(exist_ok=True)
+            make_directory((folder / name).parent, shared=None)
             data = _slices_noted(rank, len(header), entries, captured, slices)
             files.append(FileEntry(name, *write_file(folder / name, chain([header], data))))
         if slices:
@@ -619,7 +657,8 @@ def _load_torch_file(path: Path) -> dict[str, Any]:
         CheckpointError: It holds objects of classes that only such a pickle could make, or is no file of torch.
     """
     try:
-        loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        with os.fdopen(open_regular(path), "rb") as file:
+            loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         name = re.search(r"GLOBAL (\S+)", str(error))
         what = f"an object of {name[1]}" if name else "something"

@@ -18,7 +18,7 @@ import msgspec
 import torch
 from typing_extensions import override
 
-from ...adapter.plumbing.durable import write_bytes_durably
+from ...adapter.plumbing.durable import make_directory, write_bytes_durably
 from ...adapter.plumbing.redaction import without_secrets
 from ..checkpoint.policy import Checkpoint
 from ..early_stopping import EarlyStopping
@@ -226,7 +226,7 @@ class CheckpointCallback(_Periodic):
     @override
     def act(self, trainer: TrainerView) -> None:
         folder = self.output_dir or trainer.output_dir / "checkpoints"
-        folder.mkdir(parents=True, exist_ok=True)
+        make_directory(folder, shared=None)
         self._written.append(folder / f"checkpoint_{self._step}.pt")
         trainer.own.save_checkpoint(self._written[-1])
         while self.max_checkpoints is not None and len(self._written) > self.max_checkpoints:

@@ -21,8 +21,9 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
-from ...adapter.plumbing.durable import fsync_directory, fsync_file, temporary_name
+from ...adapter.plumbing.durable import create_file, fsync_directory, fsync_file, make_directory, temporary_name
 from ...adapter.plumbing.redaction import text_of
+from ...adapter.plumbing.safe_open import open_regular
 from ..early_stopping import StopVote
 from ..hook.events import is_number, model_of, run_state_of, step_metrics
 
@@ -269,7 +270,8 @@ def save_checkpoint(path: str | os.PathLike[str], checkpoint: Mapping[str, Any])
         raise CheckpointError(f"a checkpoint for {target} lacks {', '.join(missing)}")
     temporary = target.with_name(f"{temporary_name(target.stem)}.pt.tmp")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(target.parent, shared=None)
+        create_file(temporary)
         torch.save(_plain(checkpoint), temporary)
         fsync_file(temporary)
         load_checkpoint(temporary)
@@ -295,7 +297,8 @@ def load_checkpoint(path: str | os.PathLike[str], *, map_location: Any = "cpu") 
             key.
     """
     try:
-        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+        with os.fdopen(open_regular(path), "rb") as file:
+            checkpoint = torch.load(file, map_location=map_location, weights_only=True)
     except FileNotFoundError:
         raise
     except pickle.UnpicklingError as error:

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...adapter.contract.exceptions import EventLogError
-from ...adapter.plumbing.durable import fsync_directory, write_all
+from ...adapter.plumbing.durable import fsync_directory, make_directory, write_all
+from ...adapter.plumbing.permissions import file_mode
+from ...adapter.plumbing.safe_open import open_regular
 
 if TYPE_CHECKING:
     from ...adapter.plumbing.file_lock import FileLock
@@ -119,7 +121,7 @@ def whole_lines(path: StrPath, position: Position) -> Iterator[bytes]:
         EventLogError: The file is absent or unreadable, or a line or its holes have more than 16 MiB.
     """
     try:
-        file = open(path, "rb")  # noqa: SIM115 - closed below
+        file = os.fdopen(open_regular(path), "rb")
     except OSError as error:
         raise EventLogError(f"cannot read event log {os.fspath(path)!s}: {error.strerror}") from error
     with file:
@@ -172,9 +174,9 @@ class LineFile:
         self.path = Path(path)
         self.lines, self._torn = 0, False
         try:
-            _make_directories(self.path.parent)
+            _make_folder(self.path.parent)
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-            self._lock: FileLock | None = FileLock(self.path, flags, 0o644, tries=tries)
+            self._lock: FileLock | None = FileLock(self.path, flags, file_mode(self.path.parent), tries=tries)
         except LockHeldError as error:
             pid = holding_process(path)
             by = f"process {pid}" if pid else "another process"
@@ -263,16 +265,11 @@ class LineFile:
         self._torn = False
 
 
-def _make_directories(directory: Path) -> None:
-    """Create `directory` and make every new name on the way durable."""
-    if directory.is_dir():
-        return
-    _make_directories(directory.parent)
+def _make_folder(directory: Path) -> None:
     try:
-        directory.mkdir(exist_ok=True)
+        make_directory(directory, shared=None)
     except FileExistsError:
         raise NotADirectoryError(errno.ENOTDIR, f"{directory} is not a directory") from None
-    fsync_directory(directory.parent)
 
 
 def _last_whole_line(descriptor: int) -> tuple[bytes | None, int]:

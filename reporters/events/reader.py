@@ -10,6 +10,7 @@ from itertools import compress, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...adapter.plumbing.safe_open import open_regular
 from .attempts import Attempts
 from .event import MAX_STEP, TERMINAL_EVENTS, Event, Metric, Started, decode_event, decode_events
 from .json_lines import LONGEST_LINE, Position, decode_line, whole_lines
@@ -188,7 +189,7 @@ def follow(path: str | os.PathLike[str], *, poll_every_s: float = 0.2) -> Iterat
 
 def count_started(path: str | os.PathLike[str], run_id: str) -> int:
     """How many attempts of a run the log has seen start; of a long log hardly a line is parsed."""
-    with open(path, "rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         lines = iter(lambda: file.readline(LONGEST_LINE), b"")  # a longer one is no event, and takes no memory
         events = [_decoded(line) for line in lines if b"started" in line and line.endswith(b"\n")]
     return sum(isinstance(event, Started) and event.run_id == run_id for event in events)

@@ -26,9 +26,9 @@ from typing import Any, Literal
 import msgspec
 
 from ...adapter.contract.exceptions import StartupContractError, UploadError
-from ...adapter.plumbing.durable import TEMPORARY_PREFIX, write_bytes_durably
+from ...adapter.plumbing.durable import TEMPORARY_PREFIX, make_directory, write_bytes_durably
 from ...adapter.plumbing.file_lock import FileLock, LockHeldError, NoLocksError
-from ...adapter.plumbing.safe_open import PRIVATE_FILE, make_directory, read_own
+from ...adapter.plumbing.safe_open import PRIVATE_FILE, read_own
 from .config import QUEUE_DIRECTORY
 
 __all__ = [
@@ -386,7 +386,7 @@ class Queue:
         links = self._links(entry)
         try:
             for file in entry.files:
-                (links / file.layout).parent.mkdir(parents=True, exist_ok=True)
+                make_directory((links / file.layout).parent)
                 os.link(os.path.realpath(self.root / file.path), links / file.layout)
         except OSError as error:  # on another file system than the queue, or on one without hard links
             shutil.rmtree(links, ignore_errors=True)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from genlight.adapter.contract.exceptions import BrokenCheckpointError
+from genlight.adapter.plumbing.durable import make_directory
 from genlight.callbacks.checkpoint import (
     CheckpointStore,
     RecordMeta,
@@ -26,6 +27,7 @@ from genlight.callbacks.checkpoint import (
 from genlight.callbacks.checkpoint.capture import Frozen
 from genlight.callbacks.checkpoint.sharded.rank_channel import RankGroups
 from genlight.callbacks.checkpoint.storage import stage
+from genlight.reporters.events.event_log import EventLog
 
 
 def state(step):
@@ -121,6 +123,10 @@ def prepare_nothing(directory):
     directory.mkdir(parents=True)
 
 
+def prepare_no_folder(directory):
+    """The save makes it, and its name has to be durable as well."""
+
+
 def prepare_previous(directory):
     save_step(directory, 1)
 
@@ -161,6 +167,7 @@ def prepare_debris(directory):
 
 SCENARIOS = {
     "first": (prepare_nothing, first, {None, 2}),
+    "first-in-a-new-folder": (prepare_no_folder, first, {None, 2}),
     "next-with-retention": (prepare_previous, next_with_retention, {1, 2}),
     "next-with-files": (prepare_previous, next_with_files, {1, 2}),
     "next-in-parts": (prepare_previous, next_in_parts, {1, 2}),
@@ -229,7 +236,7 @@ def assert_recovers(directory):
     """The next run sweeps what is left, and saves again."""
     forget_this_process()
     sweep(directory)
-    known = {path.name for path in directory.iterdir()}
+    known = {path.name for path in directory.glob("*")}
     assert not any(name.startswith(".tmp-") for name in known)
     save_step(directory, 9)
     assert assert_whole(directory, {9}) == 9
@@ -288,6 +295,22 @@ def test_a_power_cut_leaves_a_whole_checkpoint(memory, scenario, recording_disk,
         disk.materialise(after, None if seed == 0 else seeded(seed))
         assert assert_whole(after / "c", allowed) == max(step for step in allowed if step)
     assert cuts >= 20
+
+
+def test_a_power_cut_leaves_the_folders_of_a_run(memory, recording_disk):
+    """Everything that a run acknowledges lies below them."""
+    undo, disk = pytest.MonkeyPatch(), recording_disk(memory, lambda: None)
+    disk.install(undo)
+    try:
+        make_directory(memory / "runs" / "r" / "checkpoints")
+        make_directory(memory / "runs" / "r" / "metrics", shared=True)
+        EventLog(memory / "fit" / "metrics" / "events.jsonl", run_id="r").close()
+    finally:
+        undo.undo()
+    disk.materialise(memory / "after", None)
+    assert (memory / "after" / "runs" / "r" / "checkpoints").is_dir()
+    assert (memory / "after" / "runs" / "r" / "metrics").is_dir()
+    assert (memory / "after" / "fit" / "metrics").is_dir()
 
 
 def test_a_failing_call_fails_the_save_and_loses_nothing(memory, scenario, inject, failing_once, error_code):

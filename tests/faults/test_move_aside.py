@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 
+import pytest
 import torch
 
 from genlight.adapter.run.start import move_checkpoints_aside
@@ -36,6 +37,21 @@ def test_each_checkpoint_stays_whole_whenever_a_move_is_killed(tmp_path, inject,
         assert whole_steps(directory) == set(STEPS), (at, injector.names)
         assert [name for name in os.listdir(directory) if name.startswith("step-")] == []
     assert at > 2 * len(STEPS)
+
+
+def test_a_power_cut_after_a_move_leaves_each_checkpoint_whole(memory, recording_disk, seeded):
+    directory = memory / "checkpoints"
+    for step in STEPS:
+        save(directory / f"step-{step:08d}", {"global_step": step, "state_dict": {"w": torch.ones(3)}})
+    undo, disk = pytest.MonkeyPatch(), recording_disk(memory, lambda: None)
+    disk.install(undo)
+    try:
+        move_checkpoints_aside(directory)
+    finally:
+        undo.undo()
+    for seed in range(5):
+        disk.materialise(memory / "after", None if seed == 0 else seeded(seed))
+        assert whole_steps(memory / "after" / "checkpoints") == set(STEPS)
 
 
 def save_final(directory, step, run_id="r"):

@@ -14,10 +14,10 @@ import pytest
 
 from genlight.adapter.contract.exceptions import EventLogError, StartupContractError, UploadError
 from genlight.adapter.plumbing import safe_open
+from genlight.adapter.plumbing.durable import make_directory
 from genlight.adapter.plumbing.failures import Failure
 from genlight.adapter.plumbing.safe_open import (
     distrust,
-    make_directory,
     open_own,
     open_regular,
     read_own,

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from genlight.adapter.cli import main
-from genlight.callbacks.checkpoint import RecordMeta, save
+from genlight.adapter.contract.exceptions import CheckpointError
+from genlight.callbacks.checkpoint import DurableCheckpointIO, RecordMeta, save
+from genlight.callbacks.checkpoint.export import export_lightning
 
 
 def call(*arguments):
@@ -143,3 +147,93 @@ def test_a_prefix_that_a_lightning_checkpoint_would_not_lose_is_refused(checkpoi
 def test_an_unknown_prefix_names_those_there_are(checkpoints, tmp_path, capsys):
     assert call("export", checkpoints, "--to", tmp_path / "a.safetensors", "--strip-prefix", "net.") == 2
     assert "head.b, model.w" in capsys.readouterr().err
+
+
+# what an export holds, and where it is read from
+
+
+def test_an_export_is_without_what_stock_torch_refuses_and_names_it(tmp_path, caplog):
+    """A data module with arrays in its state, for one, made torch and Lightning refuse the whole file."""
+    state = {
+        "global_step": 3,
+        "pytorch-lightning_version": "2.6.0",
+        "state_dict": {"w": torch.ones(2)},
+        "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"betas": (0.9, 0.999)}]}],
+        "loops": {"fit_loop": {"state_dict": {"combined_loader": [np.arange(3)], "n": 1}, "epoch_progress": {"n": 1}}},
+        "callbacks": {"Sound": {"best": 0.5}, "Array": {"scores": np.ones(2)}},
+        "hyper_parameters": {"lr": 0.1, "root": Path("/data")},
+        "GivenData": {"order": np.arange(4)},
+        "genlight": {"state": {}, "rng": [np.arange(2)]},
+    }
+    save(tmp_path / "c" / "final", state)
+    exported = export_lightning(tmp_path / "c" / "final", tmp_path / "x.ckpt")
+    loaded = torch.load(exported)
+    assert loaded["loops"] == {"fit_loop": {"state_dict": {"n": 1}, "epoch_progress": {"n": 1}}}
+    assert loaded["callbacks"] == {"Sound": {"best": 0.5}}
+    assert loaded["hyper_parameters"] == {"lr": 0.1}
+    assert torch.equal(loaded["optimizer_states"][0]["state"][0]["exp_avg"], torch.ones(2))
+    assert {"GivenData", "genlight"}.isdisjoint(loaded)
+    (warning,) = [message for message in caplog.messages if "weights_only=True" in message]
+    for name in ("loops.fit_loop.state_dict.combined_loader", "callbacks.Array", "hyper_parameters.root", "GivenData"):
+        assert name in warning
+
+
+@pytest.mark.parametrize("part", ["state_dict", "optimizer_states", "lr_schedulers"])
+def test_an_export_that_torch_would_refuse_is_not_made(tmp_path, part):
+    held = {"w": np.arange(3)} if part == "state_dict" else [{"w": np.arange(3)}]
+    save(tmp_path / "c" / "final", {"global_step": 3, "state_dict": {"w": torch.ones(2)}, part: held})
+    with pytest.raises(CheckpointError, match=r"would refuse the file, which holds .*FILE\.safetensors"):
+        export_lightning(tmp_path / "c" / "final", tmp_path / "x.ckpt")
+    assert not list(tmp_path.glob("*x.ckpt*"))
+
+
+@pytest.fixture
+def foreign_model(checkpoints):
+    """The folder of a Hugging Face model beside checkpoints that came from elsewhere."""
+    folder = checkpoints / "genlight-pretrained" / "model"
+    (folder / "templates").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "templates" / "chat.jinja").write_text("{{ 1 }}")
+    return folder
+
+
+def test_the_configuration_is_exported_with_its_folders(checkpoints, foreign_model, tmp_path):
+    assert call("export", checkpoints, "--to", tmp_path / "out") == 0
+    names = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.j*"))
+    assert names == ["config.json", "templates/chat.jinja"]
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        lambda file, secret: file.symlink_to(secret),
+        lambda file, secret: file.symlink_to(secret.parent),
+        lambda file, secret: os.mkfifo(file),
+        lambda file, secret: file.symlink_to("/dev/zero"),
+        lambda file, secret: (file.touch(), os.truncate(file, 1 << 40)),
+    ],
+    ids=["link", "link to a folder", "pipe", "device", "sparse"],
+)
+def test_a_foreign_run_leads_an_export_to_no_other_file(checkpoints, foreign_model, tmp_path, capsys, plant):
+    secret = tmp_path / "elsewhere" / "secret"
+    secret.parent.mkdir()
+    secret.write_text("canary")
+    plant(foreign_model / "tokenizer.json", secret)
+    assert call("export", checkpoints, "--to", tmp_path / "out") == 2
+    assert "tokenizer.json is not exported" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_linked_folder_of_configurations_is_not_read(checkpoints, foreign_model, tmp_path, capsys):
+    foreign_model.parent.rename(tmp_path / "elsewhere")
+    foreign_model.parent.symlink_to(tmp_path / "elsewhere")
+    assert call("export", checkpoints, "--to", tmp_path / "out") == 2
+    assert "there is no configuration of a Hugging Face model" in capsys.readouterr().err
+
+
+def test_a_pipe_is_not_waited_for_as_a_base_or_a_checkpoint_of_torch(checkpoints, tmp_path):
+    for name in ("base.safetensors", "a.ckpt"):
+        os.mkfifo(tmp_path / name)
+    assert call("export", checkpoints, "--to", tmp_path / "x.safetensors", "--base", tmp_path / "base.safetensors") == 2
+    with pytest.raises(FileNotFoundError, match="is not a checkpoint"):
+        DurableCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")

@@ -148,6 +148,24 @@ def _stock(name, **arguments):
     return {"class_path": f"lightning.pytorch.callbacks.{name}", "init_args": arguments}
 
 
+def test_what_a_fit_makes_is_closed_to_other_users(genlight, tmp_path):
+    tmp_path.chmod(0o755)
+    before = os.umask(0o022)
+    try:
+        for again in ([], ["--resume", "never"]):
+            code, said = genlight("fit", *again, plugin="refused_trainer:Works", logger=_event_logger())
+            assert code == 0, said
+    finally:
+        os.umask(before)
+    made = [path for folder in ("c", "logs") for path in (tmp_path / folder, *(tmp_path / folder).rglob("*"))]
+    assert len(made) > 10
+    assert [path for path in made if path.stat().st_mode & 0o077] == []
+
+
+def _event_logger():
+    return {"class_path": "genlight.reporters.EventLogger", "init_args": {"path": "logs/a/events.jsonl"}}
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

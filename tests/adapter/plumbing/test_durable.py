@@ -12,7 +12,9 @@ import pytest
 from genlight.adapter.plumbing import durable
 from genlight.adapter.plumbing.durable import (
     TEMPORARY_PREFIX,
+    create_file,
     fsync_directory,
+    make_directory,
     temporary_name,
     write_all,
     write_bytes_durably,
@@ -113,16 +115,46 @@ def test_a_file_is_no_folder(tmp_path):
         fsync_directory(tmp_path / "file")
 
 
-def test_the_mode_is_the_one_asked_for_within_the_umask(tmp_path):
-    before = os.umask(0o022)
+TEAM = 54321
+"""A group that is neither this user's own nor root's."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "group", "file", "folder"),
+    [
+        (0o755, TEAM, 0o600, 0o700),
+        (0o1777, TEAM, 0o600, 0o700),
+        (0o775, 0, 0o600, 0o700),
+        (0o775, TEAM, 0o640, 0o750),
+        (0o2755, TEAM, 0o640, 0o750),
+        (0o2700, TEAM, 0o600, 0o700),
+        (0o777, 0, 0o640, 0o750),
+    ],
+    ids=["readable", "sticky", "root's group", "a group's", "a team's", "closed", "everybody's"],
+)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder to another group")
+def test_files_and_folders_are_for_this_user_alone_except_in_a_shared_folder(tmp_path, mode, group, file, folder):
+    os.chown(tmp_path, -1, group)
+    tmp_path.chmod(mode)
+    before = os.umask(0o027)
     try:
-        write_bytes_durably(tmp_path / "usual", b"")
+        write_bytes_durably(tmp_path / "file", b"")
         write_bytes_durably(tmp_path / "secret", b"", mode=0o600)
+        make_directory(tmp_path / "folder", shared=None)
+        make_directory(tmp_path / "closed")
+        create_file(tmp_path / "empty")
     finally:
         os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {"file": file, "empty": file, "secret": 0o600, "folder": folder, "closed": 0o700}
 
-    assert stat.S_IMODE((tmp_path / "usual").stat().st_mode) == 0o644
-    assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
+
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path):
+    (tmp_path / "a").touch()
+    with pytest.raises(NotADirectoryError):
+        make_directory(tmp_path / "a" / "b" / "c")
+    with pytest.raises(FileExistsError):
+        make_directory(tmp_path / "a")
 
 
 def test_a_short_write_is_continued(tmp_path, monkeypatch):

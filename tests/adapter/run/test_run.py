@@ -500,6 +500,25 @@ def test_fresh_moves_nothing_that_no_run_wrote(write_job):
     assert (checkpoints / "config.json").read_text() == "{}"
 
 
+def test_what_a_run_makes_is_closed_to_other_users_also_after_fresh(write_job):
+    """The user's own folder is open to all; what earlier attempts left there stays closed when it is moved aside."""
+    job = write_job(checkpoint_every=2, sample_every=2, max_steps=4)
+    out = job.parent / "out"
+    out.mkdir()
+    out.chmod(0o755)
+    before = os.umask(0o022)
+    try:
+        assert run(job) == 0
+        assert run(job, fresh=True) == 0
+    finally:
+        os.umask(before)
+    made = [path for path in out.rglob("*") if "trainer" not in path.parent.name]  # whose files the class writes
+    assert len(made) > 30
+    wide = {str(path.relative_to(out)): oct(path.stat().st_mode) for path in made if path.stat().st_mode & 0o077}
+    assert wide == {}
+    assert out.stat().st_mode & 0o777 == 0o755
+
+
 def test_a_file_of_a_checkpoints_name_that_is_none_is_named_before_training(write_job):
     job = write_job()
     taken = job.parent / "out" / "checkpoints" / "step-00000002.json"

@@ -313,7 +313,7 @@ def test_debris_of_a_killed_run_is_swept(tmp_path, make_trainer, make_net, make_
 
 def ended(checkpoint):
     """The save in the background has, and is not looked at yet."""
-    concurrent.futures.wait([checkpoint._store._saving] if checkpoint._store._saving else [])
+    concurrent.futures.wait([pending.future for pending in checkpoint._store._pending])
 
 
 class Unwritable(pl.Callback):
@@ -334,7 +334,7 @@ def test_a_failed_write_ends_the_run_within_a_step(tmp_path, make_trainer, make_
     (tmp_path / "c").mkdir()
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=3)
     breaker = Unwritable(tmp_path / "c", checkpoint)
-    with pytest.raises(OSError, match=r"Not a directory|File exists"):
+    with pytest.raises(OSError, match="File exists"):
         make_trainer(breaker, checkpoint, max_epochs=1).fit(make_net(), make_loader())
     assert breaker.batches in (3, 4)
 

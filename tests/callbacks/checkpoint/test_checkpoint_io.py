@@ -123,7 +123,7 @@ def test_loading_waits_for_the_save_in_flight(tmp_path):
 
 
 def in_flight(plugin, save):
-    plugin.store._saving = plugin.store.background.submit(save)
+    plugin.store._submit(save, None)
 
 
 def test_a_removal_waits_until_the_newer_one_is_durable(tmp_path):

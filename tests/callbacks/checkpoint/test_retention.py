@@ -3,9 +3,10 @@
 import dataclasses
 from pathlib import Path
 
+import pytest
 from hypothesis import given, strategies as st
 
-from genlight.callbacks.checkpoint import CheckpointStore, save, storage
+from genlight.callbacks.checkpoint import CheckpointStore, save, storage, store as store_module
 from genlight.callbacks.checkpoint.format.record import CheckpointRecord
 from genlight.callbacks.checkpoint.selection import Retention, to_delete
 
@@ -91,3 +92,27 @@ def test_old_checkpoints_are_removed_with_as_many_reads_as_there_are_records(tmp
     store.background.finish()
     assert len(list(tmp_path.glob("*.json"))) == 10
     assert len(read) < 3 * 60
+
+
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError("of the user's"), PermissionError(13, "Permission denied")], ids=repr
+)
+def test_retention_that_fails_is_said(tmp_path, caplog, error):
+    """Otherwise the disk fills up, and nothing says why."""
+
+    def choose(listed):
+        raise error
+
+    store = CheckpointStore()
+    store.prune(tmp_path, choose)
+    store.close()
+    assert f"Could not remove old checkpoints from {tmp_path}: {type(error).__name__}: {error}" in caplog.text
+
+
+def test_a_removal_that_fails_is_said(tmp_path, caplog, monkeypatch):
+    store = CheckpointStore()
+    monkeypatch.setattr(store_module, "delete_checkpoint", lambda *_: 1 / 0)
+    store.save(tmp_path / "new", {"global_step": 2}, asynchronous=True)
+    store.remove(tmp_path / "old")
+    store.close()
+    assert f"Could not remove {tmp_path / 'old'}: ZeroDivisionError" in caplog.text

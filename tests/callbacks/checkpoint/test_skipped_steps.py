@@ -6,10 +6,11 @@ import concurrent.futures
 import threading
 
 import pytest
+import torch
 
 from genlight.adapter.contract.exceptions import CheckpointError
 from genlight.callbacks import Checkpoint
-from genlight.callbacks.checkpoint.store import Background
+from genlight.callbacks.checkpoint.store import Background, CheckpointStore
 from genlight.callbacks.hook.hook import Hook
 
 
@@ -120,3 +121,61 @@ def test_a_failure_in_the_background_ends_the_run_within_a_step_whoever_saved(fi
 
     assert plugin.steps in (30, 31)
     assert checkpoint.calls < 15
+
+
+def test_each_of_two_checkpoints_is_reported_after_the_step_in_which_it_became_durable(
+    fit, trainer_class, writer, tmp_path
+):
+    """Both save through one store: the second must not take the first one's place in it."""
+    told = Told()
+    often = Checkpoint(tmp_path / "often", every_n_steps=20, save_final=False)
+    rarely = Checkpoint(tmp_path / "rarely", every_n_steps=70, save_final=False)
+    fit(trainer_class(), [SlowDisk(writer), often, rarely, told], steps=75, enable_checkpointing=True)
+    assert told.heard == [(20, 21), (40, 41), (60, 61), (70, 71)]
+
+
+@pytest.mark.parametrize("first_goes_on", [True, False])
+def test_a_failed_save_is_told_to_the_callback_that_asked_for_it(
+    fit, trainer_class, writer, tmp_path, first_goes_on, caplog
+):
+    """One callback ends the run at a failure, the other goes on, whoever of them looks first."""
+    told = Told()
+    broken = Checkpoint(tmp_path / "broken", every_n_steps=20, save_final=False, on_error="continue")
+    sound = Checkpoint(tmp_path / "sound", every_n_steps=50, save_final=False)
+    callbacks = [broken, sound] if first_goes_on else [sound, broken]
+
+    class BreaksAt20(Hook):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 19:
+                (tmp_path / "broken" / "step-00000020.json").mkdir(parents=True)
+
+    fit(trainer_class(), [SlowDisk(writer), BreaksAt20(), *callbacks, told], steps=60, enable_checkpointing=True)
+    assert [step for step, _ in told.heard] == [40, 50, 60]
+    assert "step-00000020.json is not a checkpoint" in caplog.text
+
+
+def test_memory_that_is_reserved_hides_no_failure(tmp_path):
+    """The failure of a save in flight is raised, and so is that of taking the memory."""
+    store = CheckpointStore()
+    (tmp_path / "a.json").mkdir()
+    store.save(tmp_path / "a", {"global_step": 1}, asynchronous=True)
+    store.reserve([8], torch.device("cpu"))
+    with pytest.raises(CheckpointError, match=r"a\.json is not a checkpoint"):
+        store.wait()
+    store.wait()
+    store.reserve([1 << 60], torch.device("cpu"))
+    with pytest.raises(RuntimeError):
+        store.wait()
+
+
+def test_a_failure_of_another_owner_is_kept_for_it(tmp_path):
+    store, owner = CheckpointStore(), object()
+    (tmp_path / "a.json").mkdir()
+    store.save(tmp_path / "a", {"global_step": 1}, asynchronous=True, owner=owner)
+    store.wait()
+    store.save(tmp_path / "b", {"global_step": 2})
+    assert not store.is_settled
+    with pytest.raises(CheckpointError, match=r"a\.json is not a checkpoint"):
+        store.close()
+    store.close()
+    assert store.is_settled
