@@ -32,6 +32,7 @@ from ...callbacks.checkpoint.rank_state import (
     apply_differences,
     differences_of_ranks,
     restore_optimizers_as_stored,
+    uncompiled_name,
 )
 from ...callbacks.checkpoint.sharded.rank_channel import Channel
 from ...callbacks.lightning_internals import attached_trainer
@@ -241,7 +242,8 @@ class TrainerState:
         """
         trainer = self.module.trainer
         own_weights = take_own_part(checkpoint, trainer.global_rank, trainer.world_size)
-        parts = checkpoint[CONTRACT_KEY]
+        checkpoint["state_dict"] = _named_as_in(self.module, checkpoint["state_dict"])
+        own_weights, parts = _named_as_in(self.module, own_weights), checkpoint[CONTRACT_KEY]
         _check_optimizers(self.discovered.optimizers, checkpoint.get("optimizer_states", ()))
         _fit_buffers(self.module, checkpoint["state_dict"], parts.get(_RESIZED, ()))
         kept = {name: part for name, part in parts.items() if name != _OF_RANKS}
@@ -256,6 +258,7 @@ class TrainerState:
         """
         parts, weights = checkpoint.get(CONTRACT_KEY, {}), checkpoint.get("state_dict")
         if weights is not None:
+            weights = _named_as_in(self.module, weights)
             _fit_buffers(self.module, weights, parts.get(_RESIZED, ()))
             self.module.load_state_dict(weights, strict=strict)
         kept = {name: parts[name] for name in (STATE, _ON_DEVICE) if name in parts}
@@ -403,6 +406,20 @@ def _sizes(groups: Iterable[Mapping[str, Any]]) -> list[int]:
     return [len(group["params"]) for group in groups]
 
 
+def _named_as_in(module: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
+    """`weights` by the names that `module` has for them: a part may be compiled in one attempt and not in another."""
+    if not any("_orig_mod" in name for name in (*weights, *(name for name, _ in module.named_modules()))):
+        return weights
+    tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    names = {uncompiled_name(name): name for name, _ in tensors}
+    renamed = type(weights)((names.get(uncompiled_name(name), name), value) for name, value in weights.items())
+    if hasattr(weights, "_metadata"):
+        names = {uncompiled_name(name): name for name, _ in module.named_modules(remove_duplicate=False)}
+        versions = ((names.get(uncompiled_name(name), name), each) for name, each in weights._metadata.items())
+        renamed._metadata = type(weights._metadata)(versions)  # type: ignore[attr-defined]
+    return renamed
+
+
 def _buffer_shapes(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
     """The shapes of all buffers of `module`, by name; None of one that has no value yet."""
     return {
@@ -419,7 +436,8 @@ def _fit_buffers(module: nn.Module, weights: Mapping[str, Any], resized: Collect
     `configure` builds a queue empty that fills up, and statistics without a value that get their first in a step.
     """
     device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), None)
-    for name in resized:
+    names = {uncompiled_name(name): name for name in weights}
+    for name in (names.get(uncompiled_name(each), each) for each in resized):
         path, _, leaf = name.rpartition(".")
         value = weights.get(name)
         owner = module.get_submodule(path)

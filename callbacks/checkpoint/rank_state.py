@@ -47,6 +47,7 @@ __all__ = [
     "restore_optimizers_as_stored",
     "restore_rng",
     "restore_rng_of_rank",
+    "uncompiled_name",
 ]
 
 log = logging.getLogger(__name__)
@@ -157,6 +158,11 @@ def gradients_of_rank(
     return {name: functools.reduce(torch.add, of_ranks) / len(complete) for name, of_ranks in found.items()}
 
 
+def uncompiled_name(name: str) -> str:
+    """The name of a parameter or module without the parts that compiled modules add."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
 def restore_gradients(
     module: pl.LightningModule, gradients: dict[str, torch.Tensor], *, clears_others: bool = False
 ) -> None:
@@ -164,7 +170,8 @@ def restore_gradients(
 
     One that `configure` has made, as a part of a tensor of all gradients say, gets the values and stays that part.
     """
-    parameters = dict(_trained(module))
+    parameters = {uncompiled_name(name): parameter for name, parameter in _trained(module)}
+    gradients = {uncompiled_name(name): gradient for name, gradient in gradients.items()}
     for name in parameters.keys() - gradients.keys() if clears_others else ():
         parameters[name].grad = None
     for name, gradient in gradients.items():

@@ -360,3 +360,34 @@ def test_what_no_checkpoint_can_hold_fails_before_the_first_step(tmp_path: Path,
         fit(tmp_path, kind())
 
     assert refused.value.path.endswith(path)
+
+
+class CompiledPart(Plain):
+    """Keeps gradients from step to step, and a buffer that grows."""
+
+    def __init__(self, *, compiles: bool) -> None:
+        self.compiles = compiles
+
+    def configure(self, ctx: Any) -> Any:
+        part = nn.BatchNorm1d(3)
+        part.register_buffer("seen", torch.zeros(0))
+        model = nn.Sequential(torch.compile(part, backend="eager") if self.compiles else part, nn.Linear(3, 1))
+        return {"model": model, "part": part, "optimizer": self.optimizer(model.parameters())}
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        self.loss(batch, state).backward()
+        if len(state["part"].seen) % 2:
+            state["optimizer"].step()
+            state["optimizer"].zero_grad()
+        state["part"].seen = torch.ones(len(state["part"].seen) + 1)
+        return StepResult({})
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_part_may_be_compiled_in_one_attempt_and_not_in_the_next(tmp_path: Path, compiles: bool) -> None:
+    whole = fit(tmp_path, CompiledPart(compiles=compiles))
+
+    resumed = fit(tmp_path, CompiledPart(compiles=not compiles), tmp_path / "step-00000003.json")
+
+    weights = (state["model"].state_dict().values() for state in (whole, resumed))
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
