@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -327,9 +327,8 @@ class PositionedLoader(DataLoader[Any]):
         restored, self._to_restore = self._to_restore or {}, None
         for generator, state in zip(self._own_generators(), restored.get("own", ()), strict=False):
             set_state(generator, state)
-        order: Iterator[Any] = iter(())
         if self._resumes and self._begun is not None:
-            batches, order = self._rest(self._begun, restored)
+            batches = self._rest(self._begun, restored)
         else:
             if self.persistent_workers and restored.get("started") is not None:
                 self._iterator = self._start(restored)
@@ -339,7 +338,6 @@ class PositionedLoader(DataLoader[Any]):
             batch = self._workers.take(delivery)
             self._batches += 1
             yield batch
-        next(order, None)
         self._begun, self._batches = None, 0
 
     def _whole_pass(self) -> Iterator[Any]:
@@ -357,25 +355,27 @@ class PositionedLoader(DataLoader[Any]):
         with self._workers.attached(self):
             return super().__iter__()
 
-    def _rest(self, begun: Mapping[str, Any], restored: Mapping[str, Any]) -> tuple[Any, Iterator[Any]]:
-        """The batches of an epoch that follow on those taken, and the iterator of the sampler that ordered them."""
-        # No further than to the last one: a sampler of torch that is asked for more rows than it has draws again.
-        order, left = self._ordered(begun, self._batches, len(self._index_source))
+    def _rest(self, begun: Mapping[str, Any], restored: Mapping[str, Any]) -> Iterator[Any]:
+        """The batches of an epoch that follow on those taken."""
+        order = self._order(begun)
         batches = self._start({"started": begun, **restored})
         # Each worker gets the batches that it would have got, and keeps its part in later epochs.
-        hand_out(batches, left, first_worker=self._batches)
+        hand_out(batches, order, first_worker=self._batches)
         if self.persistent_workers:
             self._iterator = batches
-        return batches, order
+        return cast("Iterator[Any]", batches)
 
-    def _ordered(self, begun: Mapping[str, Any], first: int, end: int) -> tuple[Iterator[Any], list[Any]]:
-        """The rows of the batches from `first` to `end` of an epoch; generators are as after they were drawn."""
+    def _order(self, begun: Mapping[str, Any]) -> Iterator[Any]:
+        """The order of an epoch without the batches taken; generators are as when that many had been taken."""
         with isolated_random_numbers():
             self._set_random_states(begun)
             if self._is_seeded:
                 torch.empty((), dtype=torch.int64).random_(generator=self.generator)
             order = iter(self._index_source)
-            return order, list(islice(order, first, end))
+            deque(islice(order, self._batches), maxlen=0)
+            first = [] if self._batches else list(islice(order, 1))  # the order is drawn with its first item
+        # No item is asked for sooner than without the resume: after its last one, a sampler of torch draws once more.
+        return chain(first, order)
 
     def _start(self, restored: Mapping[str, Any]) -> Any:
         """An iterator whose workers continue from `restored`. Its first pass has no batches, the next ones have all."""
@@ -396,12 +396,12 @@ class PositionedLoader(DataLoader[Any]):
     def leave_epoch(self) -> None:
         """Skip the rest of an epoch that was cut, so that the next pass is a new one."""
         if self._resumes and self._begun is not None:
-            prefetched = self.num_workers * (self.prefetch_factor or 0)
-            _, rows = self._ordered(self._begun, self._batches, self._batches + prefetched)
-            if self.persistent_workers:  # they had these batches to make
-                self._iterator = self._start({"started": self._begun, **(self._to_restore or {})})
-                hand_out(self._iterator, rows, first_worker=self._batches)
-                self._to_restore = None
+            if self.persistent_workers:
+                restored, self._to_restore = self._to_restore or {}, None
+                self._rest(self._begun, restored)  # the workers had some of these batches to make
+            else:
+                prefetched = self.num_workers * (self.prefetch_factor or 0)
+                deque(islice(self._order(self._begun), prefetched), maxlen=0)
         self._resumes = False
 
     @property

@@ -164,7 +164,7 @@ def test_a_resume_takes_another_number_of_workers_and_draws_no_more_than_a_loade
         generator = torch.Generator().manual_seed(7)
         return with_position(DataLoader(Rows(), batch_size, shuffle=True, generator=generator, num_workers=workers), 1)
 
-    first, whole = made(), made()
+    first, whole = made(), made(workers=1)
     batches = iter(first)
     taken = [next(batches), next(batches)] if batch_size != 5 else [next(batches)]
     again = made(workers=1)
@@ -217,7 +217,8 @@ WORKERS: dict[str, dict[str, Any]] = {
     "persistent": {"batch_size": 3, "shuffle": True, "num_workers": 3, "persistent_workers": True},
     "one by one": {"batch_size": None, "num_workers": 2, "persistent_workers": True},
     "own functions": {"batch_size": 2, "num_workers": 2, "worker_init_fn": init, "collate_fn": noisy},
-    "own generator": {"batch_size": 3, "shuffle": True, "num_workers": 1, "persistent_workers": True, "generator": 5},
+    "own generator": {"batch_size": 2, "shuffle": True, "num_workers": 2, "generator": 5},
+    "kept generator": {"batch_size": 3, "shuffle": True, "num_workers": 1, "persistent_workers": True, "generator": 5},
 }
 
 
