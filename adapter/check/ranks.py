@@ -138,7 +138,7 @@ def _resumed(name: str, subject: Subject, batches: list[Any], folder: Path) -> M
     if saved is None:
         return {REFUSED: {REFUSED: "no checkpoint was saved"}}
     try:
-        return _trained(name, subject, batches, resume_from=saved.path)
+        return _trained(name, subject, batches, save_to=folder, resume_from=saved.path)
     except Exception as error:  # noqa: BLE001  # whatever a resume raises is the finding
         return {REFUSED: {REFUSED: f"{type(error).__name__}: {error}"}}
 

@@ -346,7 +346,7 @@ class PositionedLoader(DataLoader[Any]):
         if self._iterator is not None:
             # An epoch that was cut has left batches with the workers, which have drawn numbers for them. torch would
             # drop these batches, and an error in one of them does not concern this epoch.
-            hand_out(self._iterator, (), first_worker=0)
+            self._iterator._sampler_iter = iter(())
             for _ in range(self.num_workers * (self.prefetch_factor or 0)):
                 with contextlib.suppress(Exception):
                     self._workers.take(next(self._iterator, None))

@@ -179,14 +179,10 @@ class WrappedRate(Plain):
 class Window(Plain):
     """Four steps an update; one rank leaves a layer out in the first of them."""
 
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        state.model.append(nn.Linear(1, 1))
-        return state
-
     def train_step(self, batch, state, ctx):
-        depth = 4 if state.count % 4 == 2 and ctx.rank == 1 else 5
-        loss = (state.model[:depth](batch[0]) - batch[1]).square().mean()
+        depth = slice(2, 4) if state.count % 4 == 0 and ctx.rank == 1 else slice(0, 4)
+        rows = batch[0] if depth.start == 0 else batch[0].repeat(1, 4)
+        loss = (state.model[depth](rows) - batch[1]).square().mean()
         loss.backward()
         state.count += 1
         if state.count % 4 == 0:

@@ -78,9 +78,10 @@ def test_schedules_states_rates_and_scales_are_proved_in_the_precision_of_the_jo
 @pytest.mark.parametrize("name", ["Window", "OddState", "WrappedRate", "Penalized"])
 def test_two_ranks_are_interrupted_within_a_window_and_resumed_under_each_strategy(check, name):
     found = check(name, ranks=True)
-    resumed = [(level, detail) for name, level, detail in found if name == "resume on ranks"]
-    sharded = [(level, detail) for name, level, detail in found if name == "sharded"]
+    resumed = {detail.split(" are ")[0]: level for name, level, detail in found if name == "resume on ranks"}
 
     assert level_of(found, "resume") == "pass", found
-    assert resumed[0] == ("pass", "two processes under DDP are bit-equal after a resume"), found
-    assert len(resumed) == 2 or sharded[0][0] == "warn", "FSDP 2 is resumed too, or refuses the class"
+    expected = {"two processes under DDP": "pass"}
+    if name != "Window":  # a layer that a rank leaves out is refused
+        expected["two processes under FSDP 2"] = "pass"
+    assert resumed == expected, found
