@@ -38,7 +38,7 @@ class StopVote:
         self._due = Boundaries(hook, step, every=AGREE_EVERY)
 
     def want(self, trainer: pl.Trainer, wanted: bool = True) -> None:
-        """Stop after this step, or together with the other ranks; a stop that they have not made can be withdrawn."""
+        """Stop after this step, or together with the other ranks; until then the request can be withdrawn."""
         self.wanted = wanted
         if trainer.world_size == 1:
             trainer.should_stop = wanted
@@ -48,7 +48,7 @@ class StopVote:
         return self._due.crosses(trainer.global_step)
 
     def agree(self, trainer: pl.Trainer) -> None:
-        """Stop where any rank wants to. Collective."""
+        """Stop if any rank wants to. Collective."""
         if trainer.world_size > 1 and trainer.strategy.reduce_boolean_decision(self.wanted, all=False):
             trainer.should_stop = True
 
@@ -126,7 +126,7 @@ class EarlyStopping(Hook):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: Mapping[str, float], step: int
     ) -> None:
         self.judge(trainer, metrics, step)
-        # Nothing but metrics will come where nothing evaluates.
+        # If nothing evaluates, no scores will come.
         if self.best is None and not _evaluates(trainer):
             raise self._missing(f"the metrics of step {step} do not have it")
 
@@ -172,7 +172,7 @@ class EarlyStopping(Hook):
         """Check whether the monitored one of `values` has improved at `step`; end training if it no longer does.
 
         Raises:
-            MonitorError: It has not come within the whole `patience`, or is not finite.
+            MonitorError: It was not reported within `patience` steps, or is not finite.
         """
         if self._vote.wanted or not trainer.is_global_zero:
             return
@@ -181,16 +181,16 @@ class EarlyStopping(Hook):
         if value is None:
             if self.best is None and step - self.best_step >= self.patience:
                 raise self._missing(
-                    f"it was not reported within {self.patience} steps, the whole `patience`, which counts steps and "
-                    "not validations"
+                    f"it was not reported within {self.patience} steps, the whole `patience`; that counts steps, not "
+                    "validations"
                 )
             return
         if not math.isfinite(value):
             if any(isinstance(callback, Recover) for callback in callbacks_of(trainer)):
-                return  # it decides what becomes of such a step
+                return  # that callback decides about such a step
             raise MonitorError(
                 f"EarlyStopping(monitor={self.monitor!r}): its value at step {step} is {value}. Resume from an earlier "
-                "checkpoint after the cause is mended; `WatchNonfinite` and `Diagnosis` help to find it"
+                "checkpoint after the cause is fixed; `WatchNonfinite` and `Diagnosis` help to find it"
             )
         is_better = self.best is None or (
             value < self.best - self.min_delta if self.mode == "min" else value > self.best + self.min_delta

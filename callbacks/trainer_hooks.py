@@ -43,22 +43,22 @@ _ATTRIBUTE = "_genlight_trainer_state"
 _FACTS = {each.name: each.name for each in fields(RunState)} | {"mb_idx": "minibatch_index"}
 """Fields that are facts of the run state, with their names there."""
 _LIVE = ("optimizer", "policy", "experience", "stats_tracker", "timer", "training_env_id")
-"""Fields that are live objects, which no checkpoint holds."""
+"""Fields that are live objects; no checkpoint holds them."""
 
 
 class TrainerState:
     """The state that trainer hooks share: a view of the run state, and the live objects of the training.
 
-    Facts are read from and written to the `RunState`, which checkpoints hold: all of its fields, and ``mb_idx`` (its
-    ``minibatch_index``). ``loss_stats`` are the metrics of the step that has just ended, read from the device when a
-    hook asks for them.
+    Facts are read from and written to the `RunState`, and checkpoints hold them: all of its fields, and ``mb_idx`` (its
+    ``minibatch_index``). ``loss_stats`` are the metrics of the step that has just ended; reading them waits for the
+    device.
 
-    Live objects are ``policy`` (the trainer's ``policy`` or ``model``, else its only module, else the LightningModule),
-    ``optimizer`` (the first), and ``experience``, ``timer``, ``stats_tracker`` and ``training_env_id``, as the state of
-    the trainer has them. One that a hook sets is what all hooks get.
+    Live objects are ``policy`` (the trainer's ``policy`` or ``model``, otherwise its only module, otherwise the
+    LightningModule), ``optimizer`` (the first), and ``experience``, ``timer``, ``stats_tracker`` and
+    ``training_env_id`` from the state of the trainer. If a hook sets one, all hooks get that object.
 
     Args:
-        trainer: The Lightning trainer; None for a loop of one's own, which sets the fields itself.
+        trainer: The Lightning trainer; None for your own loop, which sets the fields itself.
         pl_module: Its module.
         fields: Fields by name, such as ``agent_step=1``.
 
@@ -67,9 +67,9 @@ class TrainerState:
     """
 
     trainer: pl.Trainer | None
-    """The Lightning trainer; None in a loop of one's own."""
+    """The Lightning trainer; None in your own loop."""
     run_state: RunState
-    """The facts as all callbacks have them; those without a field belong to its ``extra``."""
+    """The facts that all callbacks share; put other facts into its ``extra``."""
 
     def __init__(
         self, trainer: pl.Trainer | None = None, pl_module: pl.LightningModule | None = None, **fields: Any
@@ -108,9 +108,9 @@ class TrainerHook:
     """
 
     critical: bool = False
-    """Whether an exception of this hook ends the run; else it is logged once for each event and counted."""
+    """Whether an exception of this hook ends the run; otherwise it is logged once for each event and counted."""
     run_on_all_ranks: bool = False
-    """Whether events are delivered on all ranks, and not on rank zero alone."""
+    """Whether events are delivered on all ranks, not only on rank zero."""
     reads: Sequence[str] = ()
     """Fields of the state that must be written before this hook runs."""
     optional_reads: Sequence[str] = ()
@@ -192,7 +192,7 @@ class TrainerHookAdapter(Hook):
         self.critical = bool(getattr(hook, "critical", False))
         self.ranks: Literal["zero", "all"] = "all" if getattr(hook, "run_on_all_ranks", False) else "zero"
         reads = _fields_of(hook, "reads")
-        # What is always there needs no hook that writes it.
+        # Live objects always exist; no hook has to write them.
         self.reads = [field for field in reads if field not in _LIVE]
         self.optional_reads = [*_fields_of(hook, "optional_reads"), *reads]
         self.writes = _fields_of(hook, "writes")
@@ -203,7 +203,7 @@ class TrainerHookAdapter(Hook):
         return str(getattr(self.callback, "instance_name", type(self.callback).__name__))
 
     def tell(self, event: str, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Call the method `event` of the trainer hook, where it has one; a failure is that of this event alone."""
+        """Call the method `event` of the trainer hook, if it has one; a failure does not affect other events."""
         method = getattr(self.callback, event, None)
         if method is not None:
             try:
@@ -305,7 +305,7 @@ def log_model_parameters(policy: torch.nn.Module, wandb_run: Any = None) -> dict
 
 
 def setup_wandb_metrics(wandb_run: Any) -> None:
-    """Have W&B draw all metrics over ``epoch``, which `MetricsHook` sends with them."""
+    """Have W&B draw all metrics over ``epoch``; `MetricsHook` sends it with them."""
     for name in ("epoch", "agent_step"):
         wandb_run.define_metric(name)
     wandb_run.define_metric("*", step_metric="epoch")
@@ -325,7 +325,7 @@ def _required(interval: int | None, holder: Any, path: str) -> int:
     """`interval`; 1 without a configuration.
 
     Raises:
-        ValueError: There is a configuration, which does not have it.
+        ValueError: There is a configuration without it.
     """
     if interval is None and holder is not None:
         raise ValueError(f"Invalid configuration. It has no {path}; add it, or give `interval`.")
@@ -333,9 +333,9 @@ def _required(interval: int | None, holder: Any, path: str) -> int:
 
 
 class CheckpointHook(TrainerHook):
-    """Has the run's `Checkpoint` save at the end of epochs, and waits until the files are durable.
+    """Saves with the run's `Checkpoint` at the end of epochs, and waits until the files are durable.
 
-    So ``latest_checkpoint_uri`` names the checkpoint of this epoch for all hooks that come later. With `wandb_run` the
+    ``latest_checkpoint_uri`` then names the checkpoint of this epoch for all later hooks. With `wandb_run` the
     files also become an artifact of W&B, whose address is ``latest_wandb_uri``; it is None after an epoch whose
     checkpoint was not uploaded.
 

@@ -207,7 +207,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
 
 
 def _shared_by_tasks(config: RunConfig) -> str | None:
-    """Why the tasks of an array cannot be separate runs, which write below separate `artifacts_dir`s."""
+    """Why the tasks of an array cannot be separate runs, each below its own `artifacts_dir`; None if they can."""
     names = ("checkpoints_dir", "samples_dir", "metrics_dir", "events_path")
     shared = [name for name in names if config.artifacts_dir not in getattr(config, name).parents]
     if not shared:
@@ -218,7 +218,7 @@ def _shared_by_tasks(config: RunConfig) -> str | None:
 def _script(args: argparse.Namespace, config: RunConfig) -> str:
     """The sbatch script of a job: one srun, and a requeue if the run was stopped and can continue."""
     has_own_limit = config.max_runtime_seconds > 0  # which a requeue would not keep
-    # This installation's own command, which the nodes are taken to share if nothing prepares another one.
+    # This installation's own command. The nodes are assumed to share it if nothing prepares another one.
     program = Path(sys.prefix) / "bin" / "genlight"
     is_shared = program.exists() and not args.container and not args.set_up
     words = [str(program) if is_shared else "genlight", "run", str(config.spec_path)]

@@ -1,5 +1,5 @@
-"""Where a scheduler placed this process, as a `JobContext`.
+"""The place of this process in a scheduler's job, as a `JobContext`.
 
-Reads the environment and never asks the scheduler. It may import the contract and plumbing; torch and Lightning are
-loaded by `placement` alone.
+Reads the environment and never asks the scheduler. It may import the contract and plumbing; only `placement` loads
+torch and Lightning.
 """

@@ -1,7 +1,7 @@
-"""Where a scheduler placed this process, read from its variables and from nothing else.
+"""The place of this process in a scheduler's job, read only from the scheduler's variables.
 
 Each field takes the first of Slurm's variables that is set and sound. A look-up that fails is an error and never
-``localhost``: every node would train a world of its own.
+``localhost``: otherwise every node would train alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 MOST_HOSTS = 65_536
-"""Slurm's own limit on a range; here it holds for the whole list."""
+"""Slurm's own limit on a range; here it limits the entire list."""
 
 _BETWEEN_SEPARATORS = re.compile(r"(?:[^,\s\[\]]+|\[[^\[\]]*\]|[\[\]])+")
 _WORD = re.compile(r"(?:[\w.:-]+|\[[\d,-]+\])+", re.ASCII)
@@ -34,7 +34,7 @@ _PORTS = range(15_000, 30_000)
 _PER_JOB, _PER_STEP = 7919, 4793
 """Without a common factor with the number of ports: 15,000 job ids in a row, and their first steps, all differ."""
 _SPECIAL_STEPS = 0xFFFF_FFF0
-"""From here on Slurm numbers the steps that no srun of a user made: the batch script, an interactive shell."""
+"""First of the step numbers that Slurm gives to steps without a user's srun: the batch script, an interactive shell."""
 _TASKS = re.compile(r"(?P<tasks>\d{1,9})(\(x(?P<times>\d{1,9})\))?", re.ASCII)
 _GPUS = re.compile(r"([\w.:-]+[:=])?(?P<count>\d{1,9})(\([^)]*\))?", re.ASCII)
 _KEPT = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "JOB_DIR")
@@ -46,10 +46,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class JobContext:
-    """The place of one process in a job; what the scheduler does not tell is None."""
+    """The place of one process in a job; a field is None if the scheduler does not set it."""
 
     job_id: str | None = None
-    """Differs for each task of an array, which has SLURM_ARRAY_JOB_ID and SLURM_ARRAY_TASK_ID in `environment`."""
+    """Differs for each task of an array; `environment` has SLURM_ARRAY_JOB_ID and SLURM_ARRAY_TASK_ID."""
     step_id: str | None = None
     rank: int | None = None
     local_rank: int | None = None
@@ -57,23 +57,23 @@ class JobContext:
     world_size: int | None = None
     num_nodes: int | None = None
     local_world_size: int | None = None
-    """Tasks on this node; other nodes may have another number of them."""
+    """Tasks on this node; other nodes may have a different number."""
     gpus_per_node: int | None = None
     hostnames: tuple[str, ...] = ()
-    """In the order in which nodes are numbered."""
+    """Host names, in the order of the node ranks."""
     master_addr: str | None = None
     master_port: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
-    """The variables that it was made from, without Slurm's token."""
+    """The variables that this context was built from, without Slurm's token."""
     created_at: float = field(default_factory=time.time, compare=False)
     """Seconds since 1970."""
     output_dir: Path | None = None
 
     def torch_distributed_env(self, master_port: int | None = None) -> dict[str, str]:
-        """The variables by which torch finds the other ranks; what is not known is left out.
+        """The variables by which torch finds the other ranks; unknown ones are omitted.
 
         Args:
-            master_port: Instead of the port of this context.
+            master_port: Replaces the port of this context.
         """
         here = self if master_port is None else replace(self, master_port=master_port)
         names = ("master_addr", "master_port", "world_size", "rank", "local_rank", "local_world_size", "node_rank")
@@ -102,7 +102,7 @@ def in_srun_task() -> bool:
 
 
 def build_job_context(env: Mapping[str, str]) -> JobContext:
-    """The context that these variables describe; outside of a job, one of which hardly anything is known.
+    """The context that these variables describe; outside of a job, nearly all fields are None.
 
     Raises:
         ValueError: Variables are malformed or contradict each other, or the other ranks cannot be found; every fault
@@ -111,7 +111,7 @@ def build_job_context(env: Mapping[str, str]) -> JobContext:
     faults: list[str] = []
 
     def first(parse: Callable[[str], _T], *names: str) -> _T | None:
-        """The value of the first variable that is set and sound; a fault where some are set and none is sound."""
+        """The value of the first variable that is set and sound; a fault if some are set and none is sound."""
         unsound = []
         for name in names:
             if text := env.get(name, "").strip():
@@ -197,12 +197,12 @@ def _on_node(tasks: list[int], node_rank: int | None) -> int | None:
 
 
 def _port_of(job_id: str | None, step_id: str | None) -> int | None:
-    """A port that all ranks derive by themselves, and that another job or step on the same node does not get."""
+    """A port that all ranks derive by themselves; another job or step on the same node gets a different one."""
     return None if job_id is None else derived_port(_number(job_id), _number(step_id or "0"))
 
 
 def derived_port(job: int, start: int) -> int:
-    """A port for one start of a job, which all its ranks derive by themselves."""
+    """A port for one start of a job; all its ranks derive it by themselves."""
     return _PORTS[(_PER_JOB * job + _PER_STEP * start) % len(_PORTS)]
 
 
@@ -235,9 +235,9 @@ def _contradictions(context: JobContext, tasks: list[int]) -> Iterator[str]:
 def expand_hostlist(text: str) -> list[str]:
     """The host names that a hostlist expression stands for, such as ``n[9-10],rack[1-2]n[3-4]``.
 
-    As ``scontrol show hostnames`` expands them: order and duplicates are kept. Of three or more brackets scontrol
-    varies the last one fastest and the last but one slowest; ranks count nodes in that order, so it is kept as well. A
-    suffix after the last bracket (``n[1-2]-ib``), which releases before 23 refuse, is taken.
+    As ``scontrol show hostnames`` expands them: order and duplicates are kept. If there are three or more brackets,
+    scontrol varies the last one fastest and the last but one slowest. Ranks count nodes in that order, so this does the
+    same. A suffix after the last bracket (``n[1-2]-ib``) is allowed, although Slurm before 23 refuses it.
 
     Raises:
         ValueError: It names no host, is malformed, or stands for more than 65,536 hosts; quotes it.

@@ -1,6 +1,6 @@
-"""The launcher's decisions about a Lightning trainer: devices, nodes, and where the ranks meet.
+"""The launcher's decisions about a Lightning trainer: devices, nodes, and the rendezvous of the ranks.
 
-Slurm is a cluster environment of Lightning's here; for torchrun Lightning's own is used.
+For Slurm there is a Lightning cluster environment here; torchrun uses Lightning's own.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from .job_context import JobContext, current_job_context, derived_port, in_srun_
 __all__ = ["SlurmEnvironment", "placed_by_launcher", "placement_fault"]
 
 _NOT_GIVEN = (None, "auto", -1, "-1")
-"""The values that `devices` may have where the launcher decides."""
+"""The values of `devices` that leave the decision to the launcher."""
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 class SlurmEnvironment(ClusterEnvironment):
     """Ranks that srun started, with any number of them on each node.
 
-    ``genlight run`` and ``genlight fit`` use it by themselves; elsewhere it is a plugin:
-    ``Trainer(plugins=[SlurmEnvironment()], devices=..., num_nodes=...)``. Lightning's own takes the batch script for
-    rank 0 and an interactive srun for no job, wants ``--ntasks-per-node``, and gives jobs ports that may be the same.
+    ``genlight run`` and ``genlight fit`` use it automatically; in other programs it is a plugin:
+    ``Trainer(plugins=[SlurmEnvironment()], devices=..., num_nodes=...)``. Lightning's own environment takes the batch
+    script for rank 0, does not recognize an interactive srun, requires ``--ntasks-per-node``, and may give two jobs the
+    same port.
 
     Args:
-        context: Where this process stands; None reads Slurm's variables.
+        context: The place of this process; None reads Slurm's variables.
 
     Raises:
-        ValueError: This process is none of srun's tasks, or the variables cannot be used.
+        ValueError: This process is not a task of srun, or the variables cannot be used.
     """
 
     creates_processes_externally = True
@@ -83,10 +84,10 @@ class SlurmEnvironment(ClusterEnvironment):
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Refuse a trainer whose devices and nodes are not the tasks that srun started.
+        """Refuse a trainer whose devices and nodes do not match the tasks that srun started.
 
         Raises:
-            ValueError: Says what srun started and what the trainer wants.
+            ValueError: They do not match; the message has both.
         """
         here, nodes = self.context.local_world_size, self.context.num_nodes
         if (here is None or num_devices == here) and num_nodes == nodes:
@@ -95,17 +96,17 @@ class SlurmEnvironment(ClusterEnvironment):
         raise ValueError(
             f"srun started {self.world_size()} tasks on {nodes} nodes, {here} of them on {host}, but the trainer has "
             f"devices={num_devices} and num_nodes={num_nodes}. Start it with `srun --nodes={num_nodes} "
-            f"--ntasks-per-node={num_devices}`, or leave `devices` and `num_nodes` out, and the tasks decide."
+            f"--ntasks-per-node={num_devices}`, or omit `devices` and `num_nodes`, and the tasks decide."
         )
 
 
 def placed_by_launcher(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a Lightning trainer that torchrun or Slurm changes: ``plugins``, ``devices`` and ``num_nodes``.
 
-    Under torchrun, whose number of nodes may differ from one start to the next, and under srun the processes are the
-    ranks, and their number is what ``devices`` and ``num_nodes`` are where they are not given. In the rest of a Slurm
-    job (its batch script, the shell of ``salloc``, a step of one task) the trainer starts its other ranks itself,
-    though Lightning would wait for srun to do it. A cluster environment of the caller stays.
+    Under torchrun (whose number of nodes may differ from one start to the next) and under srun, the processes are the
+    ranks, and their number is the default of ``devices`` and ``num_nodes``. Elsewhere in a Slurm job (its batch script,
+    the shell of ``salloc``, a step of one task) the trainer starts its other ranks itself, although Lightning would
+    wait for srun to do it. A cluster environment of the caller is kept.
 
     Raises:
         ValueError: The variables of Slurm cannot be used.
@@ -115,7 +116,7 @@ def placed_by_launcher(arguments: Mapping[str, Any]) -> dict[str, Any]:
     has_own |= any(isinstance(each, ClusterEnvironment) for each in plugins)
     environment: ClusterEnvironment | None = None
     devices = num_nodes = None
-    if TorchElasticEnvironment.detect():  # also where srun started it: torchrun has numbered its processes itself
+    if TorchElasticEnvironment.detect():  # also if srun started torchrun, because torchrun numbers its processes itself
         if not has_own:
             _meet_in_own_store()
         devices, num_nodes = _number("LOCAL_WORLD_SIZE"), _number("GROUP_WORLD_SIZE")
@@ -138,13 +139,12 @@ def _number(variable: str) -> int | None:
 
 
 def _meet_in_own_store() -> None:
-    """Have the ranks that torchrun started meet in a store that rank zero opens for this start alone.
+    """Have the ranks that torchrun started meet in a store that rank zero opens only for this start.
 
-    The agents of torch 2.13 hand all starts of a job the same store. What the ranks of an earlier start have written
-    there, such as the addresses at which they were to be found, is read by those of the next one: a restart after a
-    failure would wait for processes that have ended, fail, and cost another restart. Agents end the ranks of a start
-    before the next one, so that nobody listens at its port any more, also where a start after a change of nodes has the
-    same number.
+    The agents of torch 2.13 give all starts of a job the same store. The ranks of the next start would read what those
+    of an earlier one wrote there, such as their addresses: a restart after a failure would wait for processes that have
+    ended, fail, and cost another restart. Agents end the ranks of a start before the next one, so nothing listens at
+    its port any more, even if a start after a change of nodes has the same number.
     """
     if os.environ.get(_AGENT_STORE) == str(True):
         start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -153,7 +153,7 @@ def _meet_in_own_store() -> None:
 
 
 def placement_fault(trainer: pl.Trainer) -> str | None:
-    """Why the ranks of a Lightning trainer are not the processes of this Slurm job; None where they are, or none is."""
+    """Why the ranks of a Lightning trainer are not the processes of this Slurm job; None if they are."""
     strategy_has = getattr(trainer.strategy, "cluster_environment", None)
     if TorchElasticEnvironment.detect() or "SLURM_JOB_ID" not in os.environ:
         return None

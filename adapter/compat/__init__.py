@@ -1,7 +1,7 @@
 """Makes ``gen_worker.trainer`` and the modules of ``worldflux`` importable, unless the real packages are installed.
 
-Importing anything of genlight imports this. May import contract and plumbing; nothing of a run before a name of it is
-asked for.
+Importing anything of genlight imports this. May import contract and plumbing; other parts of genlight only when one of
+their names is used.
 """
 
 from __future__ import annotations

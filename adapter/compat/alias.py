@@ -1,9 +1,9 @@
 """The import paths that existing classes use: `gen_worker.trainer`, and the modules of `worldflux`.
 
 `install` adds a finder to the end of ``sys.meta_path``, so that a real package always wins: Python asks the finder only
-for what it finds nowhere else. Every name of ``gen_worker.trainer`` is the one of `genlight.adapter`, or of
-`old_names`, which has what only the old package had. The old package spread its names over its modules differently
-from release to release, so each module here answers to all of them.
+for modules that it finds nowhere else. Every name of ``gen_worker.trainer`` comes from `genlight.adapter`, or from
+`old_names` if only the old package had it. The old package spread its names over its modules differently from release
+to release, so each module here has all of them.
 
 ``gen_worker/trainer.py`` (`gen_worker_trainer.py` here) does the same in a process that has not imported genlight.
 """
@@ -58,7 +58,7 @@ _GEN_WORKER: Final = {"gen_worker", _TRAINER, *(f"{_TRAINER}.{module}" for modul
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds and makes the modules that stand in for those of packages that are not installed."""
+    """Finds and makes stand-ins for modules of packages that are not installed."""
 
     @override
     def find_spec(

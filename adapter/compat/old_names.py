@@ -1,6 +1,6 @@
 """Names of the older runtime that only its own import path gives; genlight itself has no use for them.
 
-`alias` hands them out beside those of `genlight.adapter`.
+`alias` exports them in addition to the names of `genlight.adapter`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ModelRefDownloader(Protocol):
 
 
 class CheckpointingTrainerPlugin(Protocol):
-    """The two optional hooks for files of a trainer's own."""
+    """The two optional hooks for a trainer's own files."""
 
     def save_checkpoint(
         self, *, state: Any, step: int, output_dir: str, final: bool, ctx: StepContext
@@ -63,10 +63,10 @@ class CheckpointingTrainerPlugin(Protocol):
         ...
 
     def load_checkpoint(self, *, state: Any, checkpoint_dir: str, payload: Mapping[str, Any], ctx: StepContext) -> None:
-        """Take over what was written there."""
+        """Load the files in `checkpoint_dir`."""
 
 
-# Not contravariant in what it only takes: classes use the same variables for generics of their own.
+# Not contravariant in its parameters: classes use the same variables for their own generics.
 class TrainerEndpointContract(CheckpointingTrainerPlugin, Protocol[StateT, RawBatchT, PreparedBatchT]):  # type: ignore[misc]
     """All hooks of a trainer class, generic in its state and its batches, as a base to inherit from.
 
@@ -74,14 +74,14 @@ class TrainerEndpointContract(CheckpointingTrainerPlugin, Protocol[StateT, RawBa
     """
 
     def setup(self, ctx: StepContext) -> None:
-        """Prepare what needs the context."""
+        """Prepare everything that needs the context."""
 
     def configure(self, ctx: StepContext) -> StateT:
         """Build the state."""
         ...
 
     def prepare_batch(self, raw_batch: RawBatchT, state: StateT, ctx: StepContext) -> PreparedBatchT:
-        """Turn a raw batch into what ``train_step`` takes."""
+        """Turn a raw batch into the argument of ``train_step``."""
         ...
 
     def train_step(self, batch: PreparedBatchT, state: StateT, ctx: StepContext) -> StepResult:
@@ -93,11 +93,11 @@ class TrainerEndpointContract(CheckpointingTrainerPlugin, Protocol[StateT, RawBa
         ...
 
     def load_state_dict(self, state: StateT, payload: dict[str, object], ctx: StepContext) -> None:
-        """Take over what ``state_dict`` returned."""
+        """Load the result of ``state_dict``."""
 
 
 class ArtifactUploadError(UploadError, RuntimeError):
-    """Raised by an uploader of the caller's own where an artifact did not arrive."""
+    """Raised by the caller's own uploader if an artifact did not arrive."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class TrainerSubprocessContractV1:
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> Self:
-        """From what `to_json` gave; an empty or absent field takes its default."""
+        """Build from the result of `to_json`; an empty or absent field takes its default."""
         given = {name: value for name, value in payload.items() if name in cls.__dataclass_fields__ and value}
         return cls(**given)
 

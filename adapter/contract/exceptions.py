@@ -67,10 +67,10 @@ __all__ = [
 ]
 
 FailureCategory = Literal["startup", "input", "auth", "model-load", "train-step", "upload"]
-"""Where a failure came from, for the operator. Decided by what was raised and where, never by its text."""
+"""The source of a failure, for the operator. The exception's type and origin decide it, never its text."""
 
 StopReason = Literal["canceled", "timeout", "preempted"]
-"""Why a run was told to stop."""
+"""The reason for a stop."""
 
 
 class GenlightError(Exception):
@@ -95,7 +95,7 @@ class StartupContractError(GenlightError):
 
 
 class UsageError(GenlightError):
-    """A command cannot do what it was asked for; says why, and the way out."""
+    """A command cannot do what the user asked for; the message has the reason and the way out."""
 
 
 class ContractError(GenlightError, TypeError):
@@ -147,9 +147,9 @@ class UnstorableStateError(CheckpointError, TypeError):
     """A value in the state has no representation in the checkpoint format.
 
     Args:
-        path: Where the value sits, such as ``state["cache"][3]``.
+        path: The place of the value, such as ``state["cache"][3]``.
         type_name: The qualified name of the value's type.
-        hint: What to do about it; may be empty.
+        hint: The way out; may be empty.
     """
 
     def __init__(self, path: str, type_name: str, hint: str = "") -> None:
@@ -165,14 +165,14 @@ class UnstorableStateError(CheckpointError, TypeError):
 
 
 class UnwrittenCheckpointError(CheckpointError, OSError):
-    """The system refused to write a checkpoint. The one before it is as it was.
+    """The system refused to write a checkpoint. The previous one is unchanged.
 
     Args:
         checkpoint: Name of the checkpoint, such as ``step-00000200``.
-        directory: Where it was to go.
-        nbytes: How large it is, about; None where that is not known yet.
-        code: The system's number for what went wrong (`errno`), if it has one.
-        reason: The same in words.
+        directory: Its folder.
+        nbytes: Its approximate size; None if that is not known yet.
+        code: The system's number of the error (`errno`), if it has one.
+        reason: The error in words.
         filename: The file that could not be written, if it is known.
     """
 
@@ -219,7 +219,7 @@ class UploadError(GenlightError):
     """An artifact that must reach its destination did not.
 
     Args:
-        message: What could not be delivered where, and what remains.
+        message: The artifact, its destination, and what remains to be done.
         auth: Whether the server refused our credentials.
     """
 
@@ -248,9 +248,9 @@ class TrainingHungError(GenlightError):
     """No step was finished for far longer than steps take.
 
     Args:
-        rank: Where.
-        seconds: For how long.
-        *stacks: Files with the stacks of all threads, of that rank first, then of others.
+        rank: The rank that hangs.
+        seconds: Seconds since its last step.
+        *stacks: Files with the stacks of all threads: first that rank's, then those of other ranks.
         silent: Other ranks that wrote no stacks.
     """
 
@@ -271,10 +271,10 @@ class TrainingHungError(GenlightError):
 
 
 class TrainingCanceled(GenlightError):
-    """The run was told to stop and did.
+    """The run stopped on request.
 
     Args:
-        reason: ``canceled``, ``timeout`` or ``preempted``; or whatever reason a caller's own reporter gave.
+        reason: ``canceled``, ``timeout`` or ``preempted``; or the reason that a caller's own reporter gave.
     """
 
     def __init__(self, reason: str = "canceled") -> None:

@@ -23,7 +23,7 @@ class RunState:
     run_id: str = ""
     attempt: int = 1
     agent_step: int = 0
-    """Environment steps seen, over all ranks: the sum of ``agent_steps`` in the statistics of rollouts, or else of what
+    """Environment steps of all ranks: the sum of ``agent_steps`` in the statistics of rollouts, or of the steps that
     the ``rollout`` of each rank adds here."""
     epoch: int = 0
     """Completed passes over the data, or rollout and training phases; counted after ``on_train_phase_end``."""
@@ -32,24 +32,24 @@ class RunState:
     minibatch_index: int = 0
     """Minibatch within the current update epoch, from 0; without a ``rollout``, batch within the epoch."""
     stop_rollout: bool = False
-    """Set by a trainer or a hook to have no further batches taken from the current rollout."""
+    """Set by a trainer or a hook: take no further batches from the current rollout."""
     stop_update_epoch: bool = False
-    """Set by a trainer or a hook, on any rank, to have no further minibatch of the current rollout trained."""
+    """Set by a trainer or a hook, on any rank: train no further minibatch of the current rollout."""
     rollout_stats: dict[str, Any] | None = None
     loss_stats: dict[str, float] | None = None
     """The last metrics that a cadence read from the device."""
     eval_scores: Any = None
     """The latest scores: a mapping of names to numbers, or any object; checkpoints store its numbers only."""
     latest_checkpoint_uri: str | None = None
-    """The newest checkpoint that is durable, or that the run resumed from: the address of its record where it was
-    uploaded, once it has arrived, and its path until then."""
+    """The newest durable checkpoint, or the one that the run resumed from: the path of its record, and its address
+    after an upload has arrived."""
     latest_wandb_uri: str | None = None
     """The newest checkpoint that is an artifact of Weights & Biases."""
     latest_sample_uris: list[str] | None = None
     stop_reason: str | None = None
-    """Why the run is ending early, once that is decided."""
+    """Why the run ends early, after that is decided."""
     rolls_back: bool = False
-    """Whether the run goes back to an earlier checkpoint once all callbacks have seen this step."""
+    """Whether the run returns to an earlier checkpoint after all callbacks have seen this step."""
     extra: dict[str, Any] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
@@ -57,9 +57,9 @@ class RunState:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over facts that were saved before.
+        """Load saved facts.
 
-        Fields of an older or newer version that this one does not know are kept in `extra`.
+        Unknown fields, of an older or newer version, are kept in `extra`.
         """
         known = {f.name for f in fields(self)}
         for name, value in state.items():

@@ -1,7 +1,7 @@
-"""The vocabulary of the trainer contract: what a trainer class, an orchestrator and genlight say to each other.
+"""The vocabulary of the trainer contract, between a trainer class, an orchestrator and genlight.
 
-Types and protocols only. The module imports nothing of genlight and neither torch nor Lightning, so that everybody
-may import it and a trainer class can be written, and its tests run, without them.
+Types and protocols only. The module imports nothing of genlight, and neither torch nor Lightning, so that every module
+may import it. A trainer class can be written and tested without them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ OPTIONAL_HOOKS = (
     *("save_checkpoint", "load_checkpoint", "rollout", "rollout_state", "load_rollout_state", "evaluate"),
     *("trainer_hooks", "train_loader"),
 )
-"""Further hooks that the loop calls where a trainer class has them."""
+"""Further hooks that the loop calls if a trainer class has them."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class TrainingJobSpec:
 
     @property
     def request_id(self) -> str:
-        """`run_id` under the name that some releases of the older runtime had for it."""
+        """`run_id`, under the name that some releases of the older runtime used."""
         return self.run_id
 
 
@@ -111,9 +111,9 @@ class StepContext:
 
     job: TrainingJobSpec
     model_handles: Mapping[str, Any] = field(default_factory=dict)
-    """Inputs that were materialised: ``base_model_dir``, ``base_model_ref`` and what else the caller put there."""
+    """Inputs on this machine: ``base_model_dir``, ``base_model_ref`` and entries of the caller."""
     dataset: Any = None
-    """The source of batches: the feed of this rank, the loader that ``fit`` was given, or the caller's own source."""
+    """The source of batches: the feed of this rank, the loader passed to ``fit``, or the caller's own source."""
     optimizer: Any = None
     scheduler: Any = None
     device: str = "cuda:0"
@@ -121,12 +121,12 @@ class StepContext:
     dtype: str = "bf16"
     """Precision of the forward pass: ``fp32``, ``bf16`` or ``fp16``."""
     is_canceled: Callable[[], bool] | None = None
-    """Whether a stop was asked for; cheap enough for an inner loop."""
+    """Whether the run should stop; cheap enough for an inner loop."""
     rank: int = 0
     world_size: int = 1
     run_state: RunState | None = None
     job_context: Any = None
-    """Where the scheduler placed this process (a ``JobContext``), or None outside of one."""
+    """The ``JobContext`` of this process, or None outside of a scheduler's job."""
 
 
 @dataclass(frozen=True)
@@ -159,13 +159,13 @@ class TrainerPlugin(Protocol):
     """
 
     def setup(self, ctx: StepContext) -> None:
-        """Prepare what needs the context; called once, first."""
+        """Prepare everything that needs the context; called once, first."""
 
     def configure(self, ctx: StepContext) -> Any:
-        """Build modules, optimizers and schedulers; the result is handed back to every other hook."""
+        """Build modules, optimizers and schedulers; every other hook gets the result."""
 
     def prepare_batch(self, raw_batch: Any, state: Any, ctx: StepContext) -> Any:
-        """Turn a raw batch of the feed into what ``train_step`` takes."""
+        """Turn a raw batch of the feed into the argument of ``train_step``."""
 
     def train_step(self, batch: Any, state: Any, ctx: StepContext) -> StepResult:
         """One forward, backward and update."""
@@ -176,7 +176,7 @@ class TrainerPlugin(Protocol):
         ...
 
     def load_state_dict(self, state: Any, payload: dict[str, object], ctx: StepContext) -> None:
-        """Take over what ``state_dict`` returned; called on resume, after ``configure``."""
+        """Load the result of ``state_dict``; called on resume, after ``configure``."""
 
 
 class TrainingReporter(Protocol):
@@ -209,7 +209,7 @@ class TrainingReporter(Protocol):
 
 
 class ArtifactWriter(Protocol):
-    """Writes checkpoints and samples where the caller wants them."""
+    """Writes checkpoints and samples to a place of the caller's choice."""
 
     def write_checkpoint(
         self, *, step: int, state_payload: dict[str, object], trainer: Any, state: Any, ctx: StepContext
@@ -227,7 +227,7 @@ class ArtifactWriter(Protocol):
 
 
 class ArtifactUploader(Protocol):
-    """Sends what was written elsewhere; called in the step, so a slow one slows training."""
+    """Sends metrics and written files elsewhere; called in the step, so a slow uploader slows training."""
 
     def upload_metrics(self, *, metrics: Mapping[str, float], step: int) -> None:
         """Send the metrics of one step."""
@@ -241,7 +241,7 @@ class ArtifactUploader(Protocol):
 
 @dataclass(frozen=True)
 class TrainerAuthContext:
-    """Who a run acts for. The token is left out of ``repr``."""
+    """The owner for whom a run acts. ``repr`` omits the token."""
 
     owner: str
     token: str = field(default="", repr=False)
@@ -260,11 +260,11 @@ class JobLifecycleClient(Protocol):
     """The control plane of an orchestrator, as a run sees it."""
 
     def claim(self, *, run_id: str) -> LifecycleLease:
-        """Take the run; raises when another worker holds it."""
+        """Take the run; raises if another worker holds it."""
         ...
 
     def heartbeat(self, *, lease: LifecycleLease) -> bool:
-        """Renew the lease; False when it is lost, which stops the run as ``canceled``."""
+        """Renew the lease; False if it is lost. That stops the run as ``canceled``."""
         ...
 
     def request_cancel(self, *, lease: LifecycleLease) -> bool:
@@ -291,13 +291,13 @@ class ResolveClient(Protocol):
     """Resolves ``owner/repo[:tag]`` to a digest."""
 
     def resolve(self, *, ref: str) -> ResolvedRef:
-        """The digest behind a reference; raises `InputError` when there is none."""
+        """The digest of a reference; raises `InputError` if there is none."""
         ...
 
 
 @dataclass(frozen=True)
 class DownloadedInputs:
-    """Where the inputs of a run lie on this node; None for what the job does not name."""
+    """Paths of a run's inputs on this node; None for inputs that the job does not name."""
 
     model_dir: Path | None = None
     dataset_dir: Path | None = None
@@ -314,7 +314,7 @@ class InputDownloader(Protocol):
 
 @dataclass(frozen=True)
 class ModelRuntimeConfig:
-    """Where model components go and in which precision."""
+    """Device and precision of model components."""
 
     device: str = "cuda:0"
     dtype: str = "bf16"

@@ -1,7 +1,7 @@
 """Helpers for trainer classes: seeds, scalars, AdamW, a LoRA-style checkpoint.
 
-All of it works without genlight's runtime around it. torch is imported when a helper is called, so that importing
-this module costs nothing.
+All of it works without genlight's runtime. torch is imported when a helper is called, so that importing this module is
+cheap.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def seed_everything(seed: int) -> int:
     """Seed the random numbers of Python, NumPy and torch (CPU and every device); returns the seed.
 
     Raises:
-        ValueError: `seed` is not in 0 … 2**32 - 1, which is all that NumPy takes.
+        ValueError: `seed` is not in 0 … 2**32 - 1, the range that NumPy accepts.
         TypeError: `seed` is not an integer.
     """
     import numpy as np
@@ -54,7 +54,7 @@ def seed_everything(seed: int) -> int:
 def to_float_scalar(value: Any) -> float:
     """`value` as a Python float: a number, a NumPy scalar, or a tensor or array with one element.
 
-    A tensor on a device is waited for; call this at a cadence, not in every step.
+    Waits for the device of a tensor; call this at a cadence, not in every step.
 
     Raises:
         TypeError: `value` is not a number, such as a string or None.
@@ -70,7 +70,7 @@ def to_float_scalar(value: Any) -> float:
 
 
 class OptimizerBundle(NamedTuple):
-    """An optimizer and the schedule of its learning rate, each None where there is none; unpacks as a pair."""
+    """An optimizer and its learning rate schedule, None if there is none; unpacks as a pair."""
 
     optimizer: Any = None
     """A `torch.optim.Optimizer`."""
@@ -89,22 +89,22 @@ def build_default_adamw_bundle(
     warmup_steps: int | None = None,
     max_steps: int | None = None,
 ) -> OptimizerBundle:
-    """AdamW over all of `model_or_params`, with a warm-up where one is asked for, and cosine decay over `max_steps`.
+    """AdamW over all of `model_or_params`, with a warm-up if `warmup_steps` is set, and cosine decay over `max_steps`.
 
-    Each setting is the argument, else the entry of `hyperparams` with its name (for `lr` also ``learning_rate``, which
-    comes first), else the default. Call ``scheduler.step()`` once after each ``optimizer.step()``. The scheduler also
-    takes the ``state_dict()`` of the one that the older runtime built.
+    Each setting is the argument, otherwise the entry of `hyperparams` with its name (for `lr` first ``learning_rate``),
+    otherwise the default. Call ``scheduler.step()`` once after each ``optimizer.step()``. The scheduler also loads the
+    ``state_dict()`` of the older runtime's scheduler.
 
     Args:
-        model_or_params: A module, parameters, or parameter groups; frozen ones are kept, so that they may be unfrozen
-            later. None gives an empty bundle.
-        hyperparams: Usually ``ctx.job.hyperparams``; entries of other names are left alone.
+        model_or_params: A module, parameters, or parameter groups, including frozen ones, which may be unfrozen later.
+            None gives an empty bundle.
+        hyperparams: Usually ``ctx.job.hyperparams``; entries with other names are ignored.
         lr: Peak learning rate. Default 1e-4.
         weight_decay: Default 0.0.
         betas: Default (0.9, 0.999).
         eps: Default 1e-8.
         warmup_steps: Steps over which the rate rises linearly from a tenth of its peak to the peak. Default 0.
-        max_steps: The step at which the rate reaches 0, by a cosine. Default 0, which means no scheduler at all.
+        max_steps: The step at which the rate reaches 0, by a cosine. Default 0: no scheduler.
 
     Raises:
         ValueError: There are no parameters, or a number is out of range.
@@ -143,11 +143,11 @@ def build_default_adamw_bundle(
 
 @functools.cache
 def _lambda_schedule() -> type[LambdaLR]:
-    """The scheduler by a function; a class made on demand, because this module does not import torch."""
+    """The class of the scheduler, made on demand, because this module does not import torch."""
     from torch.optim.lr_scheduler import LambdaLR
 
     class ScheduleByStep(LambdaLR):
-        """Where the older runtime's cosine and sequential schedulers stood is all that is taken of their state."""
+        """Takes only the position from the state of the older runtime's cosine and sequential schedulers."""
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             if "lr_lambdas" not in state_dict:

@@ -27,18 +27,18 @@ def load_components(
 ) -> dict[str, dict[str, torch.Tensor]]:
     """The tensors of every component of a model folder, by component and tensor name.
 
-    A component is a folder that holds safetensors files, whole or in shards with an index; files in `directory` itself
-    are the component ``model``. Where a folder holds variants of ``model.safetensors`` or
-    ``diffusion_pytorch_model.safetensors``, these are left out.
+    A component is a folder that holds safetensors files: one file, or shards with an index. Files in `directory` itself
+    are the component ``model``. If a folder also holds variants of ``model.safetensors`` or
+    ``diffusion_pytorch_model.safetensors``, these are skipped.
 
     Args:
         directory: The model folder.
-        device: Where the tensors go, one by one, without a copy of the whole file in between.
+        device: The device of the tensors; they go there one by one, without an intermediate copy of the file.
         dtype: ``fp32``, ``bf16`` or ``fp16``, or torch's own; integers and booleans keep their type.
 
     Raises:
-        InputError: There is no safetensors file, or one is broken, missing, or repeats a tensor of another.
-        ValueError: The dtype is none of ours.
+        InputError: There is no safetensors file, or one is broken, missing, or repeats a tensor of another file.
+        ValueError: The dtype is unknown.
     """
     import torch
 
@@ -59,7 +59,7 @@ def load_components(
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files that make up a folder's component."""
+    """The files of a folder's component."""
     for name in CANONICAL_NAMES:
         if (whole := folder / f"{name}{SUFFIX}").exists():
             return [whole]

@@ -1,8 +1,8 @@
-"""The trainable part of a module, and what trains it, in files without pickle.
+"""The trainable part of a module, its optimizer and its scheduler, in files without pickle.
 
-A checkpoint of adapter weights (LoRA and the like) leaves the frozen base out. The names of the files are those that
-existing tools look for; ``checkpoint_meta.json`` is written last, so that where it lies the others are whole. What the
-older runtime wrote under these names, an ``optimizer.pt`` among them, is read as well, without unpickling.
+A checkpoint of adapter weights (such as LoRA) omits the frozen base. Existing tools expect these file names.
+``checkpoint_meta.json`` is written last, so that if it exists the other files are complete. Files of the older runtime
+with these names, including ``optimizer.pt``, are read as well, without unpickling.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ __all__ = ["load_trainable_module_checkpoint", "save_trainable_module_checkpoint
 
 WEIGHTS_FILE = "lora.safetensors"
 OPTIMIZER = "optimizer"
-"""Name of the checkpoint, ``optimizer.json`` and a folder beside it, that has the states of optimizer and scheduler."""
+"""Name of the checkpoint (``optimizer.json`` and a folder next to it) with the states of optimizer and scheduler."""
 META_FILE = "checkpoint_meta.json"
 FORMAT = "lora_safetensors_v1"
 _LARGEST_META = 16 << 20
 RESERVED = ("format", "primary_path", "optimizer_path")
-"""Entries of the meta file by which a checkpoint is read."""
+"""Entries of the meta file that loading needs."""
 
 OLD_OPTIMIZER_FILE = "optimizer.pt"
-"""Where the older runtime kept the optimizer's state, by ``torch.save``."""
+"""File of the older runtime with the optimizer's state, written by ``torch.save``."""
 OLD_WEIGHTS = {"lora_torch_v1": "lora.pt"}
-"""File of the weights by the format that an older meta file names, where that is not safetensors."""
+"""Files of weights that are not safetensors, by the format that an older meta file names."""
 
 
 def save_trainable_module_checkpoint(
@@ -50,33 +50,32 @@ def save_trainable_module_checkpoint(
     metadata: Mapping[str, Any] | None = None,
     **facts: Any,
 ) -> dict[str, Any]:
-    """Write the trainable parameters of `module`, and what trains them, into `output_dir`.
+    """Write the trainable parameters of `module`, and the states of optimizer and scheduler, into `output_dir`.
 
-    The files: ``lora.safetensors``; ``optimizer.json`` and a folder ``optimizer`` where there is an optimizer or a
+    The files: ``lora.safetensors``; ``optimizer.json`` and a folder ``optimizer`` if there is an optimizer or a
     scheduler; ``checkpoint_meta.json``, last.
 
     Args:
-        module: Parameters that do not require a gradient are left out.
-        output_dir: Made if it is not there.
+        module: Parameters that do not require a gradient are skipped.
+        output_dir: Made if it does not exist.
         step: Completed steps.
-        optimizer: Its whole state is saved.
+        optimizer: Its complete state is saved.
         scheduler: Anything whose ``state_dict()`` a checkpoint can hold.
         final: Whether training is over.
-        model_name_or_path: What the frozen base is.
-        metadata: Facts of your own, as JSON values; each becomes an entry of the meta file and of the result, in place
-            of ``step``, ``final`` or ``model_name_or_path`` where it has that name.
+        model_name_or_path: Name or path of the frozen base.
+        metadata: Your own facts, as JSON values; each becomes an entry of the meta file and of the result. It replaces
+            ``step``, ``final`` or ``model_name_or_path`` if it has that name.
         facts: The same, as keywords.
 
     Returns:
-        What a ``save_checkpoint`` hook may return as it is: ``primary_path`` (the weights) and, with an optimizer,
-        ``optimizer_path``, as files below `output_dir` as it was given; ``format``, ``step``, ``final``,
-        ``model_name_or_path``, and your facts. In the meta file the two paths are names, so that the folder may be
-        moved.
+        A result that a ``save_checkpoint`` hook may return: ``primary_path`` (the weights) and, with an optimizer,
+        ``optimizer_path``, as files below `output_dir`; ``format``, ``step``, ``final``, ``model_name_or_path``, and
+        your facts. In the meta file the two paths are names, so that the folder may be moved.
 
     Raises:
         CheckpointError: The module has no trainable parameter.
-        UnstorableStateError: A value is nothing that a checkpoint can hold; nothing was written.
-        ValueError: One of your facts has the name of an entry by which a checkpoint is read.
+        UnstorableStateError: A checkpoint cannot hold a value; nothing was written.
+        ValueError: One of your facts has the name of an entry that loading needs.
     """
     from safetensors.torch import save as safetensors_of
 
@@ -92,7 +91,7 @@ def save_trainable_module_checkpoint(
     states = {name: each.state_dict() for name, each in holders.items() if each is not None}
     own = {**(metadata or {}), **facts}
     for name in own.keys() & set(RESERVED):
-        raise ValueError(f"Invalid `metadata`. {name!r} is an entry by which it is read; choose another name.")
+        raise ValueError(f"Invalid `metadata`. {name!r} is an entry that loading needs; choose another name.")
     description = {
         "format": FORMAT,
         "step": int(step),
@@ -100,7 +99,7 @@ def save_trainable_module_checkpoint(
         "model_name_or_path": str(model_name_or_path),
         **own,
     }
-    # What cannot be stored is refused before anything is changed.
+    # Refuse values that cannot be stored before anything is changed.
     for name, state in states.items():
         encode(state, TensorTable(), root=name)
     try:
@@ -110,7 +109,7 @@ def save_trainable_module_checkpoint(
     paths = {"primary_path": WEIGHTS_FILE} | ({} if optimizer is None else {"optimizer_path": f"{OPTIMIZER}.json"})
 
     make_directory(directory, shared=None)
-    if (directory / META_FILE).exists():  # what the directory held before is whole no longer
+    if (directory / META_FILE).exists():  # the previous checkpoint in this folder is no longer complete
         (directory / META_FILE).unlink()
         fsync_directory(directory)
     weights = {name: value.detach().cpu().contiguous() for name, value in trainable.items()}
@@ -129,14 +128,14 @@ def load_trainable_module_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Any = None,
 ) -> dict[str, Any]:
-    """Take over what `save_trainable_module_checkpoint` wrote, this one or the older runtime's; returns its facts.
+    """Load a checkpoint of `save_trainable_module_checkpoint`, ours or the older runtime's; returns its facts.
 
-    No weight is changed before everything that is asked for was found and fits.
+    No weight is changed before everything has been found and fits.
 
     Raises:
         CheckpointError: A file is missing, the parameters of `module` and of the checkpoint differ in name or shape, or
             the optimizer has other groups.
-        BrokenCheckpointError: A file cannot be read, or is not what was written.
+        BrokenCheckpointError: A file cannot be read, or was changed.
     """
     import torch
 

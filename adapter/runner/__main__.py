@@ -126,7 +126,7 @@ def _begin(options: argparse.Namespace) -> RunBeginContext:
 
 
 def _function(module: str, name: str) -> Callable[..., Any]:
-    """The function; `module` is imported from the working directory or from where packages are."""
+    """The function; `module` is imported from the working directory or from an installed package."""
     function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     if not callable(function):
         raise TypeError(f"{module}:{name} is not a function, but {type(function).__name__}")

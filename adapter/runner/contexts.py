@@ -30,7 +30,7 @@ class RunBeginContext:
     """The runner has started; the function is not imported yet."""
 
     job_context: JobContext | None
-    """None if the scheduler's variables could not be read, which is a failure."""
+    """None if the scheduler's variables could not be read; that is a failure."""
     job_id: str | None
     module: str
     function: str
@@ -106,12 +106,12 @@ def emit(callbacks: Iterable[Any], event: str, context: object) -> None:
 def bind_job_context(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], context: JobContext
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with which to call `function`: those given, and the context for each parameter that asks for it.
+    """The arguments for `function`: the given ones, and the context for each parameter that asks for it.
 
     A parameter asks for it by the annotation `JobContext`, also within ``Optional`` or a union, or by the name ``job``.
-    What the caller or a ``functools.partial`` gives stays; so does a positional-only parameter behind one that was not
-    given. Partial objects, ``__wrapped__`` and methods are looked through. A call that cannot be bound is left as it
-    is, and fails in the words of Python.
+    Arguments of the caller or of a ``functools.partial`` are kept. A positional-only parameter after a missing one gets
+    nothing. Partial objects, ``__wrapped__`` and methods are unwrapped. A call that cannot be bound is not changed, and
+    fails with Python's own message.
     """
     given, named = tuple(args), dict(kwargs)
     try:
@@ -140,7 +140,7 @@ def _asks(parameter: inspect.Parameter, namespace: dict[str, Any]) -> bool:
 
 def _allows_context(annotation: Any, namespace: dict[str, Any]) -> bool:
     """Whether an annotation is the context, or a union with it."""
-    # Each on its own: another annotation may name what is imported for type checkers alone.
+    # One at a time, because another annotation may name something that only type checkers import.
     holder: Any = types.SimpleNamespace(__annotations__={NAME: annotation})
     try:
         hint = typing.get_type_hints(holder, namespace)[NAME]
@@ -151,14 +151,14 @@ def _allows_context(annotation: Any, namespace: dict[str, Any]) -> bool:
 
 
 def _layers(function: Any) -> Iterator[Any]:
-    """`function`, and what its partial objects and ``__wrapped__`` stand for, one within the other."""
+    """`function`, then the functions that its partial objects and ``__wrapped__`` refer to, from outside to inside."""
     while function is not None:
         yield function
         function = function.func if isinstance(function, functools.partial) else getattr(function, "__wrapped__", None)
 
 
 def _namespace(innermost: Any) -> dict[str, Any]:
-    """Where the texts of annotations are looked up: the module of the function, then the names of this rule."""
+    """Names for evaluating annotations: the function's module, then the names of this rule."""
     if not hasattr(innermost, "__globals__"):  # a class, or an object that can be called
         kind: Any = innermost if isinstance(innermost, type) else type(innermost)
         innermost = inspect.unwrap(kind.__init__ if kind is innermost else kind.__call__)

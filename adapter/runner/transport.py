@@ -2,7 +2,7 @@
 
 Arguments, callbacks and results are pickles, plain or as base64: the only pickles that genlight reads. A pickle runs
 code, so one is loaded only from a regular file that belongs to this user and that nobody else may write. A failure is
-JSON in a file next to that of the result.
+JSON in a file next to the result.
 """
 
 from __future__ import annotations

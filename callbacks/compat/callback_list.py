@@ -1,4 +1,4 @@
-"""The list that runs callbacks of the six-hook style under Lightning, or in a loop of one's own."""
+"""The list that runs callbacks of the six-hook style under Lightning, or in your own loop."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["CallbackList"]
 
 
 class CallbackList(Hook):
-    """Has its callbacks hear of a training in order, as a Lightning callback that works in any ``Trainer``.
+    """Calls its callbacks in order; it is a Lightning callback that works in any ``Trainer``.
 
     You can also call it from your own loop: each of the six methods takes your trainer object and passes it on.
-    `OwnLoop` says what the callbacks of this package look at there.
+    `OwnLoop` lists the attributes of that object that the callbacks of this package use.
 
     Args:
         callbacks: Callbacks of the six-hook style, and Lightning callbacks; all join those of the trainer when a fit
@@ -77,7 +77,7 @@ class CallbackList(Hook):
             is_second_progress = shows_progress and isinstance(callback, JobProgress)
             if callback not in present and not is_second_progress:
                 self._joined.append(callback)
-        # This list comes before its callbacks, which look at what it notes of a step. Checkpoints come last.
+        # This list comes before its callbacks, because they read what it notes of a step. Checkpoints come last.
         place = present.index(self) + 1
         checkpoints = [each for each in self._joined if isinstance(each, pl.callbacks.Checkpoint)]
         others = [each for each in self._joined if each not in checkpoints]
@@ -114,10 +114,10 @@ class CallbackList(Hook):
         if view.stop_vote.is_due(trainer):
             view.stop_vote.agree(trainer)
 
-    # The six hooks, called by a loop of one's own. Lightning and genlight call two of these names, with a module.
+    # The six hooks, for your own loop to call. Lightning and genlight call two of these names too, with a module.
 
     def on_train_begin(self, trainer: Any) -> None:
-        """Training begins; a loop that does not say so begins with its first step."""
+        """Training begins; a loop that does not call this begins with its first step."""
         loop: Any = OwnLoop(trainer, self)
         self._own_loop = loop
         run_state_of(loop).run_id = str(loop.find("run_id", ""))
@@ -129,7 +129,7 @@ class CallbackList(Hook):
         fire(self._loop_of(trainer), "on_train_epoch_start")
 
     def on_step_begin(self, trainer: Any) -> None:
-        """A step begins, of which callbacks of the six-hook style alone hear."""
+        """A step begins; only callbacks of the six-hook style have a hook for it."""
         loop = self._loop_of(trainer)
         for callback in self._joined:
             if isinstance(callback, _Adapter):
@@ -160,7 +160,7 @@ class CallbackList(Hook):
 
 
 class _Adapter(Hook):
-    """Calls the six hooks of a callback, under its policy; what it raises in a loop of one's own reaches that loop."""
+    """Calls the six hooks of a callback, under its policy; in your own loop, its exceptions reach that loop."""
 
     def __init__(self, callback: Any, place: int, view: TrainerView) -> None:
         self.callback = callback
@@ -189,7 +189,7 @@ class _Adapter(Hook):
             self.callback.load_state_dict(state_dict)
 
     def tell(self, hook: str, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Call `hook` of the callback, where it has it."""
+        """Call `hook` of the callback, if it has it."""
         method = getattr(self.callback, hook, None)
         if method is not None:
             view = view_of(trainer, pl_module)
@@ -204,7 +204,7 @@ class _Adapter(Hook):
 
 
 class _Module(pl.LightningModule):
-    """The module: what holds the model of the loop."""
+    """The module that holds the model of the loop."""
 
     def __init__(self, trainer: Any, model: Any) -> None:
         super().__init__()
@@ -214,12 +214,12 @@ class _Module(pl.LightningModule):
 
 
 class OwnLoop:
-    """The attributes that callbacks ask of a Lightning trainer, for the trainer object of a loop of one's own.
+    """The attributes of a Lightning trainer that callbacks use, for the trainer object of your own loop.
 
-    They find what they look at on that object, or on its ``state``: ``global_step`` (completed steps, counted where it
-    is not there), ``metrics`` (a mapping; else ``loss``), ``model``, ``optimizer``, ``epoch``, ``max_steps`` or
-    ``total_steps``, ``output_dir`` and ``run_id``. To end training they set its ``should_stop``, which the loop looks
-    at after each step.
+    They come from that object, or from its ``state``: ``global_step`` (completed steps, counted if there is none),
+    ``metrics`` (a mapping; otherwise ``loss``), ``model``, ``optimizer``, ``epoch``, ``max_steps`` or ``total_steps``,
+    ``output_dir`` and ``run_id``. To end training, callbacks set its ``should_stop``; your loop checks it after each
+    step.
 
     Args:
         own: That object, of any class.
@@ -228,7 +228,7 @@ class OwnLoop:
 
     world_size, is_global_zero, distributed_sampler_kwargs = 1, True, None
     max_epochs = -1
-    enable_validation = True  # whoever waits for a score goes on waiting
+    enable_validation = True  # a callback that waits for a score keeps waiting
     lr_scheduler_configs, precision_plugin = (), None
 
     def __init__(self, own: Any, callbacks: CallbackList) -> None:
@@ -242,13 +242,13 @@ class OwnLoop:
         self.default_root_dir = self.find("output_dir", ".")
 
     def find(self, name: str, default: Any = None) -> Any:
-        """An attribute of the trainer object, or of its ``state``; `default` where neither has it."""
-        found = (getattr(holder, name, None) for holder in (self.own, getattr(self.own, "state", None)))
-        return next((value for value in found if value is not None), default)
+        """An attribute of the trainer object, or of its ``state``; `default` if neither has it."""
+        values = (getattr(holder, name, None) for holder in (self.own, getattr(self.own, "state", None)))
+        return next((value for value in values if value is not None), default)
 
     @property
     def global_step(self) -> int:
-        """Completed steps: the trainer's own number, else those since this was made."""
+        """Completed steps: the trainer's own number, otherwise the steps since this object was made."""
         return int(self.find("global_step", self.steps))
 
     @property
@@ -258,7 +258,7 @@ class OwnLoop:
 
     @property
     def max_steps(self) -> int:
-        """The step after which training ends; -1 where that is not known."""
+        """The step after which training ends; -1 if it is unknown."""
         return int(self.find("max_steps", self.find("total_steps", -1)))
 
     @property
@@ -269,10 +269,10 @@ class OwnLoop:
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """The metrics of the last step; its loss where there is no mapping of them."""
+        """The metrics of the last step; only its loss if there is no mapping of metrics."""
         named = self.find("metrics")
-        found = named if isinstance(named, Mapping) else {"loss": self.find("loss")}
-        return {str(name): torch.as_tensor(value) for name, value in found.items() if is_number(value)}
+        metrics = named if isinstance(named, Mapping) else {"loss": self.find("loss")}
+        return {str(name): torch.as_tensor(value) for name, value in metrics.items() if is_number(value)}
 
     progress_bar_metrics = callback_metrics
 

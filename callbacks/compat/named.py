@@ -1,6 +1,6 @@
 """The base class of the six-hook style, and the callbacks that the style comes with.
 
-Where genlight has a callback for the same, the one here is that callback with the arguments of this style.
+If genlight has a callback for the same purpose, the one here is that callback with the arguments of this style.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ HOOKS: Final = ("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_en
 
 
 class Callback:
-    """Base of callbacks that are handed the trainer, a `TrainerView`; a subclass overrides the hooks it wants.
+    """Base of callbacks whose hooks take the trainer, a `TrainerView`; a subclass overrides the hooks it needs.
 
-    Put them into a `CallbackList`, which is a Lightning callback: ``Trainer(callbacks=[CallbackList([Mine()])])``.
+    Put them into a `CallbackList`. It is a Lightning callback: ``Trainer(callbacks=[CallbackList([Mine()])])``.
     """
 
     critical: bool = False
-    """Whether an exception of this callback ends the run; else it is logged once for each hook and counted."""
+    """Whether an exception of this callback ends the run; otherwise it is logged once for each hook and counted."""
     ranks: Literal["zero", "all"] = "zero"
-    """Which ranks run it."""
+    """The ranks that run it."""
 
     def on_train_begin(self, trainer: Any) -> None:
         """Training begins, of a new run or of a resumed one."""
@@ -91,7 +91,7 @@ class Callback:
 
 
 class TakesView(Callback):
-    """A callback of this package, which is handed a `TrainerView` in a loop of one's own, too."""
+    """A callback of this package: its hooks take a `TrainerView` in your own loop too."""
 
 
 class _Periodic(TakesView):
@@ -117,13 +117,13 @@ class _Periodic(TakesView):
 
 
 class LoggingCallback(_Periodic):
-    """Writes the metrics of a step to standard error at a cadence, and has them sent to Weights & Biases.
+    """Writes the metrics of a step to standard error at a cadence, and sends them to the trainer's loggers.
 
     Args:
         log_interval: Cadence in steps; 0 turns it off.
-        use_wandb: Whether Lightning's ``WandbLogger`` joins the trainer's loggers, where none is among them.
+        use_wandb: Whether to add Lightning's ``WandbLogger`` to the trainer's loggers, if there is none.
         wandb_project: Its project; None is Lightning's ``lightning_logs``.
-        wandb_run_name: The name that wandb shows; None has wandb choose one.
+        wandb_run_name: The name that wandb shows; with None, wandb chooses one.
 
     Raises:
         ValueError: `log_interval` is negative.
@@ -161,12 +161,12 @@ class LoggingCallback(_Periodic):
         metrics = trainer.metrics
         shown = "  ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
         sys.stderr.write(f"step {self._step}  {shown}\n")
-        if not hasattr(trainer.module, "step_result"):  # whose metrics are sent by `LogMetrics`
+        if not hasattr(trainer.module, "step_result"):  # for a trainer class, `LogMetrics` sends them
             log_to_loggers(trainer.lightning, metrics, self._step)
 
 
 class _ByReturnedLoss(Checkpoint):
-    """Judges checkpoints by the loss that a LightningModule returns, which it need not log."""
+    """Judges checkpoints by the loss that a LightningModule returns, also if it does not log it."""
 
     @override
     def _metrics(self, trainer: pl.Trainer) -> dict[str, float]:
@@ -177,14 +177,14 @@ class _ByReturnedLoss(Checkpoint):
 class CheckpointCallback(_Periodic):
     """Saves checkpoints with `Checkpoint` at a cadence, and keeps the newest and the best.
 
-    In a loop of one's own it has the ``save_checkpoint(path)`` of the trainer write ``checkpoint_<step>.pt`` and
+    In your own loop it calls ``save_checkpoint(path)`` of the trainer, for ``checkpoint_<step>.pt`` and
     ``checkpoint_best.pt``.
 
     Args:
         save_interval: Cadence in steps; 0 turns it off.
         save_best: Whether the checkpoint with the smallest loss is kept.
         max_checkpoints: How many of the newest are kept; None keeps all.
-        output_dir: Where they go; None is ``<default_root_dir>/checkpoints``.
+        output_dir: Their folder; None is ``<default_root_dir>/checkpoints``.
 
     Raises:
         ValueError: A number is negative, or `max_checkpoints` is 0.
@@ -211,7 +211,7 @@ class CheckpointCallback(_Periodic):
         self._written: list[Path] = []
 
     def in_a_fit(self, trainer: TrainerView) -> Checkpoint:
-        """The Lightning callback that this one stands for; made at the first call."""
+        """The Lightning callback that does the work in a fit; made at the first call."""
         if self._checkpoint is None:
             hosts_trainer = hasattr(trainer.module, "step_result")
             monitor = "train/loss" if hosts_trainer else "loss"
@@ -270,7 +270,7 @@ class EvalCallback(_Periodic):
 class EarlyStoppingCallback(EarlyStopping):
     """Ends training when the monitored metric no longer improves; see `EarlyStopping`.
 
-    It checks every step, but those of a trainer class at the cadence of its metrics.
+    It checks every step; with a trainer class, at the cadence of its metrics.
 
     Args:
         patience: Steps without an improvement after which training ends.
@@ -338,8 +338,8 @@ class DiagnosisCallback(_NamesRun, Diagnosis):
 
     Args:
         check_interval: Cadence in steps; 0 turns it off.
-        gradient_min_norm: Gradients vanish where the largest norm of a parameter's gradient is below this.
-        latent_std_min: Latent values have collapsed where their standard deviation is below this.
+        gradient_min_norm: Gradients vanish if the largest norm of a parameter's gradient is below this.
+        latent_std_min: Latent values have collapsed if their standard deviation is below this.
         scenario: Name of the scenario in the events.
         run_id: Id of a run that has none.
         metrics_path: The telemetry file.
@@ -366,7 +366,7 @@ class TrainingReportCallback(TakesView):
     """Writes a JSON file when training has ended: steps, losses, times and the configuration, without secrets.
 
     Args:
-        path: The file; None is ``training_report.json`` where the run puts its files.
+        path: The file; None is ``training_report.json`` in the trainer's output folder.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -380,7 +380,7 @@ class TrainingReportCallback(TakesView):
             **trainer.runtime_profile(),
             "config": without_secrets(vars(trainer.config)),
         }
-        # What JSON does not have becomes null where it is nan or infinite, and its text elsewhere.
+        # NaN and infinity become null; other values that JSON does not have become their text.
         encoded = msgspec.json.encode(report, enc_hook=str, order="sorted")
         path = self.path or trainer.output_dir / "training_report.json"
         write_bytes_durably(path, msgspec.json.format(encoded) + b"\n")

@@ -1,8 +1,8 @@
-"""The trainer that six-hook callbacks are handed, and its ``.pt`` checkpoints.
+"""The trainer that six-hook callbacks get, and its ``.pt`` checkpoints.
 
-Such a file is whole or absent, and reading it runs no code: it is written under a temporary name beside its target,
-loaded again to prove it, then renamed. It holds tensors and plain values only, so that
-``torch.load(weights_only=True)`` reads all of it, the states of optimizers included.
+Such a file is complete or absent, and reading it runs no code: it is written under a temporary name next to its target,
+loaded again to prove it, then renamed. It holds only tensors and plain values, including the states of optimizers, so
+that ``torch.load(weights_only=True)`` reads all of it.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ _OF_LIGHTNING = {"epoch": "current_epoch", "total_steps": "max_steps", "is_main_
 class TrainerView:
     """The trainer of the six-hook style.
 
-    ``state`` is this object again, for callbacks that say ``trainer.state.global_step``. What it does not have
-    itself it takes from the Lightning trainer, also as ``epoch``, ``total_steps`` and ``is_main_process``.
+    ``state`` is this object again, for callbacks that say ``trainer.state.global_step``. Other attributes come from
+    the Lightning trainer; ``epoch``, ``total_steps`` and ``is_main_process`` are its attributes under other names.
 
     Args:
-        trainer: The Lightning trainer, or what stands in for one in a loop of one's own.
+        trainer: The Lightning trainer, or its substitute in your own loop.
         module: Its module.
 
     Attributes:
         lightning: The Lightning trainer.
         module: The LightningModule.
-        own: The trainer object of a loop of one's own; None in a fit.
+        own: The trainer object of your own loop; None in a fit.
         state: This object.
         device: The device that trains.
-        output_dir: Where the run puts its files.
+        output_dir: The folder for the files of the run.
         train_start_time: When the fit was set up, in seconds since 1970.
         ttfi_sec: Seconds from there to the end of the first step of this attempt; None before.
     """
@@ -131,7 +131,7 @@ class TrainerView:
 
     @property
     def best_loss(self) -> float:
-        """The smallest loss of any step, ``inf`` before the first; read from the device when it is asked for."""
+        """The smallest loss of any step, ``inf`` before the first; each access waits for the device."""
         return float(self._best_loss)
 
     @best_loss.setter
@@ -140,11 +140,11 @@ class TrainerView:
 
     @property
     def total_loss(self) -> float:
-        """The sum of the losses of this attempt's steps; read from the device when it is asked for."""
+        """The sum of the losses of this attempt's steps; each access waits for the device."""
         return float(self._total_loss)
 
     def runtime_profile(self) -> dict[str, float | None]:
-        """Seconds since the fit was set up, those to the end of the first step, and steps a second of this attempt."""
+        """Seconds since the fit was set up, seconds until its first step ended, and this attempt's steps per second."""
         elapsed = time.monotonic() - self._began_at
         steps = self.global_step - self._first_step
         return {
@@ -165,8 +165,8 @@ class TrainerView:
     def save_checkpoint(self, path: str | os.PathLike[str] | None = None) -> Path:
         """Write a ``.pt`` checkpoint of this style, on rank zero; see the function `save_checkpoint`.
 
-        A run resumes from the checkpoints of `Checkpoint`, not from this one, which holds no position in the data and
-        no random state.
+        A run resumes from the checkpoints of `Checkpoint`, not from this one: it holds no position in the data and no
+        random state.
 
         Args:
             path: The file; None is ``checkpoint_<step>.pt`` in `output_dir`.
@@ -180,12 +180,12 @@ class TrainerView:
         return save_checkpoint(target, self._checkpoint()) if self.is_main_process else target
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Take over weights, and the states of optimizer, scheduler and scaler, from a ``.pt`` checkpoint.
+        """Load weights, and the states of optimizer, scheduler and scaler, from a ``.pt`` checkpoint.
 
-        The step of the run stays; the function `load_checkpoint` says what is raised.
+        The step of the run does not change. Exceptions are those of the function `load_checkpoint`.
 
         Returns:
-            What the file holds.
+            The content of the file.
         """
         checkpoint = load_checkpoint(path, map_location=self.device)
         self.model.load_state_dict(checkpoint["model_state_dict"])
@@ -197,9 +197,9 @@ class TrainerView:
         return checkpoint
 
     def step_ended(self, outputs: Any) -> None:
-        """A step has ended with `outputs`; metrics that were read before are of an earlier one.
+        """A step has ended with `outputs`; metrics that were read before belong to an earlier step.
 
-        Each `CallbackList` of the trainer says so; a step counts once.
+        Each `CallbackList` of the trainer calls this; a step counts once.
         """
         self._named = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
         self._metrics = None
@@ -210,7 +210,7 @@ class TrainerView:
             self.ttfi_sec = time.monotonic() - self._began_at
         loss = next((self._named[name] for name in _LOSSES if name in self._named), None)
         if is_number(loss):
-            # On its device, for which nobody waits.
+            # Computed on the device, without waiting for it.
             loss = loss.detach().reshape(()) if isinstance(loss, torch.Tensor) else loss
             self._total_loss = self._total_loss + loss
             self._note_loss(loss)
@@ -252,17 +252,17 @@ def save_checkpoint(path: str | os.PathLike[str], checkpoint: Mapping[str, Any])
     """Write a checkpoint of the six-hook style; durable when this returns.
 
     Args:
-        path: The file, which is replaced when the new one has been proven.
-        checkpoint: ``model_state_dict, optimizer_state_dict, global_step``, and what else belongs to it
-            (``best_loss, config, scheduler_state_dict, scaler_state_dict, model_config``). What is neither a tensor nor
-            a plain value becomes its text.
+        path: The file; it is replaced when the new one has been proven.
+        checkpoint: ``model_state_dict, optimizer_state_dict, global_step``, and other entries (``best_loss, config,
+            scheduler_state_dict, scaler_state_dict, model_config``). A value that is neither a tensor nor plain becomes
+            its text.
 
     Returns:
         The file.
 
     Raises:
-        CheckpointError: An essential key is missing, or the file could not be written, or not be read again. A file
-            that was there is as it was, and no temporary one remains.
+        CheckpointError: An essential key is missing, or the file could not be written or read again. An existing file
+            is unchanged, and no temporary file remains.
     """
     target = Path(path)
     missing = [name for name in ESSENTIAL if name not in checkpoint]
@@ -289,12 +289,11 @@ def load_checkpoint(path: str | os.PathLike[str], *, map_location: Any = "cpu") 
 
     Args:
         path: The file.
-        map_location: Where tensors go, as in ``torch.load``.
+        map_location: The device for tensors, as in ``torch.load``.
 
     Raises:
         FileNotFoundError: There is no such file.
-        BrokenCheckpointError: It is damaged, holds something else than tensors and plain values, or lacks an essential
-            key.
+        BrokenCheckpointError: It is damaged, holds anything but tensors and plain values, or lacks an essential key.
     """
     try:
         with os.fdopen(open_regular(path), "rb") as file:
@@ -302,7 +301,7 @@ def load_checkpoint(path: str | os.PathLike[str], *, map_location: Any = "cpu") 
     except FileNotFoundError:
         raise
     except pickle.UnpicklingError as error:
-        reason = "it holds something else than tensors and plain values, which is not loaded as it could run code"
+        reason = "it holds more than tensors and plain values, and loading that could run code"
         raise BrokenCheckpointError(str(path), f"{reason} ({text_of(error).splitlines()[0]})") from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         raise BrokenCheckpointError(str(path), f"it cannot be read: {text_of(error)}") from error

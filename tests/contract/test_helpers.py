@@ -135,7 +135,7 @@ def test_a_fact_by_which_the_checkpoint_is_read_is_refused_and_others_stand_in_f
     """`metadata` wins over `step`, as it did, and may not name the files."""
     module, _ = trained()
     assert save_trainable_module_checkpoint(module, tmp_path, step=4, metadata={"step": 40})["step"] == 40
-    with pytest.raises(ValueError, match="'primary_path' is an entry by which it is read"):
+    with pytest.raises(ValueError, match="'primary_path' is an entry that loading needs"):
         save_trainable_module_checkpoint(module, tmp_path, step=4, metadata={"primary_path": "x"})
 
 

@@ -64,7 +64,7 @@ def test_a_file_that_could_run_code_is_refused_and_runs_none(tmp_path: Path) -> 
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(Evil(), protocol=2))
 
     for name in ("evil.pt", "plain.pt"):
-        with pytest.raises(BrokenCheckpointError, match=r"it could run code|cannot be read"):
+        with pytest.raises(BrokenCheckpointError, match=r"could run code|cannot be read"):
             load_checkpoint(tmp_path / name)
     assert not (tmp_path / "ran").exists()
 
