@@ -25,8 +25,9 @@ from typing_extensions import override
 
 from ..hook.events import callbacks_of
 from ..lightning_internals import trains_in_copies
-from ..optimizer_state import map_values, parameters_of
+from ..optimizer_state import parameters_of
 from .format.record import local_path
+from .sharded.optimizer_placements import complete_state, place_state, with_placements
 from .sharded.rank_channel import RankGroups
 from .sharded.slices import keep_sharded, sharded_like
 from .store import CheckpointStore, wait_after_failure
@@ -191,7 +192,9 @@ class _SavesThroughPlugin(ModelParallelStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         with keep_sharded():
-            return _by_number(optimizer, Strategy.optimizer_state(self, optimizer))
+            complete_state(optimizer)
+            state = _by_number(optimizer, Strategy.optimizer_state(self, optimizer))
+        return with_placements(list(parameters_of(optimizer)), state) if "state" in state else state
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -215,7 +218,8 @@ class _SavesThroughPlugin(ModelParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = [
-            _placed_state(optimizer, state)
+            # A wrapper may have another form of a state dict.
+            place_state(list(parameters_of(optimizer)), state) if "state" in state else state
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
         ]
         Strategy.load_optimizer_state_dict(self, {**checkpoint, "optimizer_states": states})
@@ -240,14 +244,3 @@ def _by_number(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
 
     made: dict[str, Any] = renamed(state)
     return made
-
-
-def _placed_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    if "state" not in state:  # a wrapper's own form of a state dict
-        return state
-    parameters = dict(enumerate(parameters_of(optimizer)))
-    placed = {
-        number: map_values(functools.partial(_placed, parameter=parameters.get(number)), entry)
-        for number, entry in state["state"].items()
-    }
-    return {**state, "state": placed}

@@ -105,3 +105,54 @@ class BestWeights(Base):
 
     def load_state_dict(self, state, payload, ctx):
         state["lowest"] = payload["lowest"]
+
+
+class EmaMadeInTheFirstStep(Base):
+    """An average in a list that the first step makes; a resume keeps the tensors that it gets as they are."""
+
+    ema = None
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        parameters = list(state["model"].parameters())
+        with torch.no_grad():
+            self.ema = self.ema or [p.detach().clone() for p in parameters]
+            for average, p in zip(self.ema, parameters, strict=True):
+                average.lerp_(p, 0.1)
+                p.lerp_(average, 0.1)
+        return result
+
+    def state_dict(self, state):
+        return {"ema": self.ema}
+
+    def load_state_dict(self, state, payload, ctx):
+        self.ema = payload["ema"]
+
+
+class SwappedByData(Base):
+    """As many an EMA of two functions, ``apply_shadow`` and ``restore``: in a dict, by ``p.data = other``."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "shadow": {name: p.data.clone() for name, p in state["model"].named_parameters()}}
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        parameters, shadow = dict(state["model"].named_parameters()), state["shadow"]
+        for name, p in parameters.items():
+            shadow[name] = 0.9 * shadow[name] + 0.1 * p.data
+        backup = {name: p.data for name, p in parameters.items()}
+        for name, p in parameters.items():
+            p.data = shadow[name]
+        with torch.no_grad():
+            goal = state["model"](batch["x"])
+        for name, p in parameters.items():
+            p.data = backup[name]
+        super().train_step({**batch, "y": goal}, state, ctx)
+        return result
+
+    def state_dict(self, state):
+        return {"shadow": state["shadow"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["shadow"] = {name: value.to(ctx.device) for name, value in payload["shadow"].items()}

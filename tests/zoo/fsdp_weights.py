@@ -384,7 +384,7 @@ def reversible(module, x):
 
 def checkpoint_in_a_checkpoint(module, x):
     def inner(y):
-        return checkpoint(module, module(y), use_reentrant=True)
+        return checkpoint(module, module(y), use_reentrant=False)
 
     return checkpoint(inner, x.clone().requires_grad_(), use_reentrant=True)
 

@@ -306,3 +306,35 @@ class MuonAndAdam(Base):
         for optimizer in state["opts"]:
             optimizer.step()
         return StepResult({"loss": loss.detach()})
+
+
+class RowwiseAdagrad(Base):
+    """One second moment for each row, as DLRM's; a column for each matrix in a tuple, and a list under a name."""
+
+    class Optimizer(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {"lr": 0.05})
+
+        @torch.no_grad()
+        def step(self):
+            matrices = [p for p in self.param_groups[0]["params"] if p.dim() == 2]
+            for p in self.param_groups[0]["params"]:
+                state = self.state[p]
+                if not state:
+                    state["rows"] = torch.zeros_like(p).mean(-1, keepdim=True)
+                    state["factors"] = (
+                        p.new_zeros(p.shape[-1:]),
+                        {"turned": torch.zeros_like(p).mT if p.dim() == 2 else 0},
+                    )
+                state["rows"].add_(p.grad.square().mean(-1, keepdim=True))
+                state["factors"][0].lerp_(p.grad.square().mean(0), 0.1)
+                p.add_(p.grad / (state["rows"] + state["factors"][0]).sqrt().add(1e-8), alpha=-0.05)
+            if "all rows" not in self.state:
+                self.state["all rows"] = [torch.zeros_like(p).sum(-1) for p in matrices]
+            for p, rows in zip(matrices, self.state["all rows"], strict=True):
+                rows.lerp_(p.grad.square().sum(-1), 0.1)
+                self.state[p]["factors"][1]["turned"].lerp_(p.grad.mT, 0.1)
+                p.sub_(0.01 * rows.unsqueeze(-1) + 0.01 * self.state[p]["factors"][1]["turned"].mT)
+
+    def optimizer(self, parameters):
+        return self.Optimizer(parameters)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from zoo import fsdp_weights, runs
 
@@ -18,6 +19,8 @@ RIGHT = [name for name in fsdp_weights.ZOO if name not in REFUSED]
 OTHERWISE = ("in_each_row", "norms", "adjoint", "adjoint_inside", "reversible_inside", "implicit_inside", "SwapsData")
 KINDS = {"": {}, "units ": {"units": ["Linear"]}, "kept ": {"reshard_after_forward": False}, "each ": {"replicas": 2}}
 CASES = [(kind, name) for kind in KINDS for name in (OTHERWISE if kind else RIGHT)]
+RESUMED = ("zoo.optimizers:RowwiseAdagrad", "zoo.ema:EmaMadeInTheFirstStep", "zoo.ema:SwappedByData")
+"""Their state is sharded and has another shape than a parameter, or belongs to no module and no optimizer."""
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +28,10 @@ def two_ranks(tmp_path_factory):
     jobs = [
         {"key": kind + name, "name": f"{MODULE}:{name}", "strategy": "fsdp", "sharding": KINDS[kind]}
         for kind, name in [*CASES, *(("", name) for name in REFUSED)]
+    ]
+    jobs += [{"key": name, "name": name, "strategy": "fsdp"} for name in RESUMED]
+    jobs += [
+        {**job, "key": f"resumed {job['key']}", "interrupted": 2, "durable": True} for job in jobs[-len(RESUMED) :]
     ]
     return runs.on_two_ranks(tmp_path_factory.mktemp("weights"), jobs)
 
@@ -42,3 +49,13 @@ def test_two_sharded_ranks_agree_with_one_plain_process(two_ranks, kind, name):
 def test_what_cannot_be_right_is_refused_on_all_ranks(two_ranks, name):
     for rank in two_ranks:
         assert re.search(REFUSED[name], rank[name]), rank[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_ends_bit_equal_to_one_that_went_through(two_ranks, name):
+    for rank in two_ranks:
+        actual, expected = rank[f"resumed {name}"], rank[name]
+        assert not isinstance(actual, str), actual
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[key], expected[key]) for key in expected)

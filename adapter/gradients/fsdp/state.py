@@ -8,7 +8,6 @@ sharded tensors, as torch has them, and nothing is gathered; what is loaded of o
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -18,8 +17,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from ....callbacks.checkpoint.sharded.optimizer_placements import place_state, with_placements
 from ....callbacks.checkpoint.sharded.slices import WholeTensor, sharded_like, whole
-from ....callbacks.optimizer_state import map_values, parameters_of
+from ....callbacks.optimizer_state import parameters_of
 from .tensors import is_in_step
 
 __all__ = ["like", "whole_metrics", "whole_optimizer_states", "whole_payload", "whole_state_dicts"]
@@ -83,17 +83,13 @@ def _sharded_module_state(module: nn.Module, state_dict: dict[str, Any], prefix:
             state_dict[prefix + name] = like(state_dict[prefix + name], parameter)
 
 
-def _whole_optimizer_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _whole_optimizer_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     if is_in_step():
         return state_dict
     # The inner dicts are the optimizer's own and must not be changed.
-    return {**state_dict, "state": {i: map_values(whole, entry) for i, entry in state_dict["state"].items()}}
+    state = {i: tree_map(whole, entry) for i, entry in state_dict["state"].items()}
+    return {**with_placements(list(parameters_of(optimizer)), state_dict), "state": state}
 
 
 def _sharded_optimizer_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    numbered = dict(enumerate(parameters_of(optimizer)))
-    state = {
-        i: map_values(functools.partial(like, parameter=numbered[i]), entry) if i in numbered else entry
-        for i, entry in state_dict["state"].items()
-    }
-    return {**state_dict, "state": state}
+    return place_state(list(parameters_of(optimizer)), state_dict)

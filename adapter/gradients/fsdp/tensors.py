@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ....callbacks.checkpoint.sharded.slices import Box, sharded_like, slice_of, within
+from ....callbacks.checkpoint.sharded.slices import Box, WholeTensor, sharded_like, slice_of, within
 from ....callbacks.replicas.digest import digest_of_all
 from ..refused import refusal
 from ..torch_internals import TensorBase, without_torch_function_of_subclasses
@@ -165,6 +165,8 @@ def is_in_step() -> bool:
 
 
 def _function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG001  # torch's
+    if WholeTensor in types:  # it comes back with what it stands for
+        return NotImplemented
     kwargs = kwargs or {}
     name, first = getattr(func, "__name__", ""), args[0] if args else kwargs.get("tensor", kwargs.get("input"))
     with without_torch_function_of_subclasses():

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ..contents import Box
@@ -30,6 +32,7 @@ __all__ = [
     "is_saved_by_this_rank",
     "is_sharded",
     "keep_sharded",
+    "shard_over",
     "sharded_like",
     "slice_of",
     "unsharded",
@@ -73,21 +76,33 @@ def sharded_like(value: torch.Tensor, parameter: DTensor) -> DTensor:
 
     Of one whose values are in a file just that slice is read, where that can be.
     """
-    if not is_sharded(parameter):
-        return distribute_tensor(unsharded(value).to(parameter.device), parameter.device_mesh, parameter.placements)
-    part = slice_of(parameter)
-    if isinstance(value, WholeTensor) and value.plain is None:
+    return shard_over(value, parameter.device_mesh, parameter.placements, parameter.device, parameter.stride())
+
+
+def shard_over(
+    value: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    device: torch.device,
+    stride: tuple[int, ...] | None = None,
+) -> DTensor:
+    """Shard `value` over `mesh`; `stride` is that of the result, by default without gaps."""
+    if any(type(place) not in (Shard, Replicate) for place in placements):
+        return distribute_tensor(unsharded(value).to(device), mesh, placements)
+    shape, offset = compute_local_shape_and_global_offset(value.shape, mesh, placements)
+    part = Box(tuple(offset), tuple(shape))
+    if isinstance(value, WholeTensor) and value.plain is None and value.sharded is None:
         local = value.slices.read(part)
     else:
         value = unsharded(value)
         local = within(part, value, of=Box((0,) * value.dim(), tuple(value.shape))).clone()
     return DTensor.from_local(
-        local.to(parameter.device),
-        parameter.device_mesh,
-        parameter.placements,
+        local.to(device),
+        mesh,
+        placements,
         run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        shape=value.shape,
+        stride=stride or torch.empty(value.shape, device="meta").stride(),
     )
 
 
@@ -97,6 +112,8 @@ class WholeTensor(torch.Tensor):
     slices: StoredSlices
     plain: torch.Tensor | None
     """All values, once they were used."""
+    sharded: DTensor | None
+    """The values in place of `plain`, once an operation on shards has written to this tensor."""
 
     @staticmethod
     def __new__(cls: type[WholeTensor], slices: StoredSlices) -> WholeTensor:
@@ -108,10 +125,12 @@ class WholeTensor(torch.Tensor):
 
     def __init__(self, slices: StoredSlices) -> None:
         self.slices = slices
-        self.plain = None
+        self.plain = self.sharded = None
 
     def put_together(self) -> torch.Tensor:
         """The values as a plain tensor; the same one each time, so that a change in place is not lost."""
+        if self.sharded is not None:
+            return self.sharded.full_tensor()
         if self.plain is None:
             self.plain = self.slices.whole()
         return self.plain
@@ -137,12 +156,21 @@ class WholeTensor(torch.Tensor):
 def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Call `func` with plain tensors, or, beside a sharded tensor of the same shape, with slices like its."""
     sharded = {tuple(item.shape): item for item in tree_flatten((args, kwargs))[0] if isinstance(item, DTensor)}
+    writes = getattr(func, "__name__", "").removesuffix(".default").endswith("_")
+    targets = {id(item) for item in tree_flatten(args[:1])[0]} if writes else set()
 
     def usable(item: Any) -> Any:
         if not isinstance(item, WholeTensor):
             return item
+        if item.sharded is not None:
+            return item.sharded
         partner = sharded.get(tuple(item.shape))
-        return item.put_together() if partner is None else sharded_like(item, partner)
+        if partner is None:
+            return item.put_together()
+        value = sharded_like(item, partner)
+        if id(item) in targets:  # a later use has to see what is written
+            item.sharded, item.plain = value, None
+        return value
 
     args, kwargs = tree_map(usable, (args, kwargs))
     return func(*args, **kwargs)
@@ -172,6 +200,8 @@ def keep_sharded() -> Iterator[None]:
 
 def whole(value: Any) -> Any:
     """The whole tensor where `value` is sharded, else `value` itself; within `keep_sharded` always that."""
+    if isinstance(value, WholeTensor) and value.sharded is not None:
+        value = value.sharded
     return value.full_tensor() if isinstance(value, DTensor) and not _keeps_sharded.get() else value
 
 
