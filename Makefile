@@ -54,27 +54,31 @@ shake: $(INSTALLED)  ## the tests while processes pause, disks are slow and thre
 	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(BIN)/python tests/shaken $(TESTS_OF_NUMBERS)
 	ATEN_CPU_CAPABILITY=avx2 $(BIN)/python tests/shaken $(TESTS_OF_NUMBERS)
 
-versions: $(INSTALLED)  ## what depends on torch, under the lowest and the newest release; writes CONTRIBUTING.md; several GB
+versions: $(INSTALLED)  ## what depends on torch, under its lowest and newest release and later Pythons; writes CONTRIBUTING.md; many GB
 	$(BIN)/python tests/versions.py $(TESTS_OF_VERSIONS)
 
 newest-lightning: $(INSTALLED)  ## what depends on Lightning, under the newest release of the supported range
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .versions/lightning "$(LIGHTNING)"
 	PYTHONPATH=$(CURDIR)/.versions/lightning $(BIN)/python -m pytest -m "not gpu" $(TESTS_OF_VERSIONS)
 
-lock: $(INSTALLED)  ## write down the versions that are installed now
+lock: $(INSTALLED)  ## write down the versions that are installed now, and the hashes of their files
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu//' > constraints.new
 	{ head -1 constraints.txt; cat constraints.new; } > constraints.tmp && mv constraints.tmp constraints.txt && rm constraints.new
+	$(PYTHON) -m venv .versions/uv && .versions/uv/bin/python -m pip install --quiet uv
+	grep -v "^torch==" constraints.txt | .versions/uv/bin/uv pip compile --quiet --no-deps --generate-hashes --no-header \
+		--no-annotate --output-file hashes.new -
+	{ head -1 hashes.txt; cat hashes.new; } > hashes.tmp && mv hashes.tmp hashes.txt && rm hashes.new
 
 clean:
 	rm -rf $(VENV) .versions .mypy_cache .ruff_cache .pytest_cache .hypothesis dist runs
 
 # The stamp is newer than these files only after a complete install, so an interrupted one starts again.
 EXAMPLES := $(wildcard examples/*/requirements.txt)
-$(INSTALLED): pyproject.toml constraints.txt $(EXAMPLES)
+$(INSTALLED): pyproject.toml constraints.txt hashes.txt $(EXAMPLES)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement hashes.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[tensorboard,completion]" --group dev
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --upgrade --target $(VENV)/guides \
 		$(EXAMPLES:%=--requirement %)
 	touch $@

@@ -36,11 +36,11 @@ __all__ = [
 PATH_VARIABLE: Final = "WORLDFLUX_METRICS_PATH"
 """The environment variable that names the file."""
 DEFAULT_PATH: Final = Path(".worldflux", "metrics.jsonl")
-"""Where events go when nothing says otherwise, below the working directory."""
+"""Default path of events, below the working directory."""
 
 
 class TelemetryEvent(msgspec.Struct, kw_only=True):
-    """One line; every key is written, and what is not given is null."""
+    """One line; every key is written, and missing values are null."""
 
     event: str
     timestamp: float | None
@@ -80,7 +80,7 @@ def telemetry_path(path: str | os.PathLike[str] | None = None) -> Path:
 
 
 def default_metrics_path() -> Path:
-    """The file of the telemetry where a call names none."""
+    """The default telemetry file, for calls that name none."""
     return telemetry_path()
 
 
@@ -106,7 +106,7 @@ def write_event(
 ) -> dict[str, Any]:
     """Append one event to the telemetry file and return it as it was written.
 
-    Every key is written; what is not given is null. Numbers that are not finite are null too. Texts are written
+    Every key is written; missing values are null. Numbers that are not finite are null too. Texts are written
     without secrets of the environment and credentials of URLs.
 
     Args:

@@ -1,7 +1,9 @@
-"""Runs what depends on torch under the lowest and the newest release that is supported, and writes down what passed.
+"""Run tests under other releases of torch and Python, and write down what passed.
 
-``python tests/versions.py TESTS…``, from the root of the project: installs each release into ``.versions/``, several
-gigabytes, and writes the table of CONTRIBUTING.md. With ``--only RELEASE`` that row alone is written anew.
+``python tests/versions.py TESTS…``, from the root of the project: the lowest and the newest release of torch that is
+supported, and the later releases of Python that this machine has. It installs them into ``.versions/``, several
+gigabytes, and writes the table of CONTRIBUTING.md. With ``--torch RELEASE`` or ``--python RELEASE`` only that row is
+written.
 """
 
 from __future__ import annotations
@@ -10,17 +12,22 @@ import argparse
 import datetime as dt
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "CONTRIBUTING.md"
+INSTALLED = ROOT / ".versions"
 BEGIN, END = "<!-- versions -->\n", "<!-- end of versions -->"
-HEAD = "| torch | date | passed | failed | skipped |\n| --- | --- | --- | --- | --- |\n"
+HEAD = "| Python | torch | date | passed | failed | skipped |\n| --- | --- | --- | --- | --- | --- |\n"
+RELEASES_OF_PYTHON = ("3.12", "3.13")
+SHOW = "import platform, torch; print(platform.python_version(), torch.__version__.partition('+')[0])"
 
 
-def releases() -> list[str]:
+def releases_of_torch() -> list[str]:
     """The lowest release that pyproject.toml takes, and the newest that is said to be tested."""
     from genlight.callbacks.lightning_internals import NEWEST_TORCH
 
@@ -29,22 +36,45 @@ def releases() -> list[str]:
     return [lowest[1], NEWEST_TORCH]
 
 
-def measure(release: str, tests: list[str]) -> str:
-    """The row of a release."""
-    folder = ROOT / ".versions" / f"torch-{release}"
+def with_torch(release: str) -> tuple[str, dict[str, str]]:
+    """This Python and the environment in which it finds a release of torch, which is installed if it is absent."""
+    folder = INSTALLED / f"torch-{release}"
     if not (folder / "torch").exists():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), f"torch=={release}.*"]
         subprocess.run(command, check=True)
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
-    shown = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.__version__)"],
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    return sys.executable, {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+
+
+def with_python(release: str) -> tuple[str, dict[str, str]] | None:
+    """The Python of an environment with everything that the tests need; None if this machine has no such release.
+
+    torch is the newest that an index offers: the pinned one may be a build for one release of Python only.
+    """
+    python = INSTALLED / f"python-{release}" / "bin" / "python"
+    if not python.exists():
+        base = shutil.which(f"python{release}")
+        if base is None:
+            print(f"python{release} is not on the PATH: its row stays as it is")
+            return None
+        subprocess.run([base, "-m", "venv", str(python.parents[1])], check=True)
+        install = [str(python), "-m", "pip", "install", "--quiet"]
+        pinned = [
+            line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("torch==")
+        ]
+        constraints = INSTALLED / "constraints-without-torch.txt"
+        constraints.write_text("\n".join(pinned) + "\n")
+        subprocess.run([*install, "--upgrade", "pip"], check=True)
+        project = ["--editable", ".[tensorboard,completion]", "--group", "dev"]
+        subprocess.run([*install, "--constraint", str(constraints), *project], cwd=ROOT, check=True)
+    return str(python), {}
+
+
+def measure(python: str, environ: dict[str, str], tests: list[str]) -> str:
+    """The row of the releases that `python` finds in `environ`."""
+    environ = {**os.environ, **environ}
+    found = subprocess.run([python, "-c", SHOW], env=environ, capture_output=True, text=True, check=True).stdout.split()
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
         cwd=ROOT,
         env=environ,
         stdout=subprocess.PIPE,
@@ -52,34 +82,44 @@ def measure(release: str, tests: list[str]) -> str:
         check=False,
     )
     print(done.stdout[-20_000:])
-    return row(shown.stdout.strip().partition("+")[0], dt.datetime.now(dt.UTC).date(), done.stdout)
+    return row(*found, dt.datetime.now(dt.UTC).date(), done.stdout)
 
 
-def row(release: str, date: dt.date, output: str) -> str:
+def row(python: str, torch: str, date: dt.date, output: str) -> str:
     """What the last line of pytest says, as a row of the table."""
     last = output.strip().splitlines()[-1]
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", last)}
     failed = counts.get("failed", 0) + counts.get("error", 0)
-    return f"| {release} | {date} | {counts.get('passed', 0)} | {failed} | {counts.get('skipped', 0)} |\n"
+    return f"| {python} | {torch} | {date} | {counts.get('passed', 0)} | {failed} | {counts.get('skipped', 0)} |\n"
 
 
-def written(page: str, rows: list[str]) -> str:
-    """The page with new rows in the place of those of the same releases, by release."""
+def written(page: str, rows: Iterable[str]) -> str:
+    """The page with `rows` in the place of those of the same releases, in order."""
+
+    def releases(line: str) -> tuple[str, ...]:
+        return tuple(cell.strip() for cell in line.split("|")[1:3])
+
+    def in_order(key: tuple[str, ...]) -> list[list[int]]:
+        return [[int(part) for part in release.split(".")] for release in key]
+
     before, _, rest = page.partition(BEGIN)
     table, _, after = rest.partition(END)
-    kept = {line.split("|")[1].strip(): line for line in table.splitlines(keepends=True)[2:] if line.startswith("|")}
-    kept |= {line.split("|")[1].strip(): line for line in rows}
-    ordered = sorted(kept, key=lambda release: [int(part) for part in release.split(".")])
-    return before + BEGIN + HEAD + "".join(kept[release] for release in ordered) + END + after
+    kept = {releases(line): line for line in (*table.splitlines(keepends=True)[2:], *rows) if line.startswith("|")}
+    return before + BEGIN + HEAD + "".join(kept[key] for key in sorted(kept, key=in_order)) + END + after
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="one release, such as 2.9")
+    parser.add_argument("--torch", help="only this release of torch, such as 2.9")
+    parser.add_argument("--python", help="only this release of Python, such as 3.12")
     parser.add_argument("tests", nargs="+")
     chosen = parser.parse_args()
-    for release in [chosen.only] if chosen.only else releases():
-        PAGE.write_text(written(PAGE.read_text(), [measure(release, chosen.tests)]))
+    is_all = not (chosen.torch or chosen.python)
+    for release in releases_of_torch() if is_all else filter(None, [chosen.torch]):
+        PAGE.write_text(written(PAGE.read_text(), [measure(*with_torch(release), chosen.tests)]))
+    for release in RELEASES_OF_PYTHON if is_all else filter(None, [chosen.python]):
+        if (found := with_python(release)) is not None:
+            PAGE.write_text(written(PAGE.read_text(), [measure(*found, chosen.tests)]))
 
 
 if __name__ == "__main__":

@@ -23,11 +23,11 @@ def checkpoints_of_run(folder: Path) -> list[Listed]:
 
 
 def checkpoint_facts(listed: Listed, *, proves: bool = False) -> dict[str, Any]:
-    """A checkpoint for a listing, as JSON: its `state` in words, and what is known of it.
+    """A checkpoint for a listing, as JSON, with its `state` in words.
 
     Args:
         listed: The checkpoint.
-        proves: Whether its files are read and compared with their digests, and not by their sizes alone.
+        proves: Whether to read its files and compare their digests, rather than only their sizes.
     """
     record, problem = listed.record, listed.problem
     facts: dict[str, Any] = {

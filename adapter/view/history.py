@@ -48,7 +48,7 @@ class Curve:
     """The points of one metric, in the order in which they were logged.
 
     Attributes:
-        first_unusual: Step and value of the first value that is not finite; None where all are.
+        first_unusual: Step and value of the first non-finite value; None if all are finite.
         count: How many values were logged.
     """
 
@@ -77,7 +77,7 @@ class Curve:
             self._keep(np.flatnonzero(kept))
 
     def points(self, most: int) -> dict[str, list[Any]]:
-        """At most `most` points: ``steps``, ``times`` (milliseconds since 1970), ``values`` (null where not finite)."""
+        """At most `most` points: ``steps``, ``times`` (milliseconds since 1970), ``values`` (null if not finite)."""
         at = thinned(np.array(self.values), most)
         values = [self.values[index] for index in at]
         return {
@@ -93,7 +93,7 @@ class Curve:
 
 
 def thinned(values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
-    """Which of `values` to keep, at most `most` in order: the first, the last, and both extremes of each stretch."""
+    """Indices of at most `most` of `values`, in order: the first, the last, and both extremes of each stretch."""
     if len(values) <= most:
         return np.arange(len(values))
     stretches = max((most - 2) // 2, 1)
@@ -110,8 +110,8 @@ class Budget:
     """The limits of a page for one run.
 
     Attributes:
-        points: Of all its curves.
-        picture_bytes: Of all its pictures.
+        points: Points of all its curves.
+        picture_bytes: Bytes of all its pictures.
         sample_steps: How many steps with samples.
         address_of: Gives the address of a picture by its path in the run's folder, for a page that loads its pictures.
             None has their bytes in the page.
@@ -125,7 +125,7 @@ class Budget:
 
 @dataclass
 class History:
-    """The content of a run's log; `as_json` adds that of its folder."""
+    """The content of a run's log; `as_json` adds the content of its folder."""
 
     summary: RunSummary
     curves: dict[str, Curve] = field(default_factory=dict)
@@ -230,9 +230,9 @@ def history_of(folder: Path, before: History | None = None, starts: Starts | Non
     """The run in `folder`, in bounded memory.
 
     Args:
-        folder: Of a run.
-        before: What was read earlier; of the same log only what was added is read.
-        starts: As of `summary_of`.
+        folder: Folder of a run.
+        before: The history as read earlier. If the log is the same, only what was added is read.
+        starts: As in `summary_of`.
     """
     if before is None or not before.is_current:
         history = History(summary_of(folder, starts=starts))
@@ -327,5 +327,5 @@ def read_beginning(path: Path) -> bytes:
 
 
 def picture_kind(content: bytes) -> str | None:
-    """The kind of picture that begins with `content`, as in media types; None for anything that browsers can run."""
+    """The kind of picture that begins with `content`, as in media types; None if browsers might run it."""
     return next((kind for magic, kind in _PICTURES if content.startswith(magic)), None)

@@ -1,7 +1,7 @@
 """The web application that shows the runs below a folder live; needs the extra ``serve``.
 
-Who asks is judged before anything is read: a request that names a foreign host is one that a page elsewhere sends
-through a name of its own (DNS rebinding), and one that wants to change something must come from a page of ours.
+Requests are checked before anything is read. A request for a foreign host name comes from a page elsewhere that points
+its name at this server (DNS rebinding). A request that changes something must come from one of our pages.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Runs:
         self._lock = threading.Lock()
 
     def find(self, address: str) -> Path:
-        """The folder of the run at `address`, which is looked up among the listed runs and never used as a path.
+        """The folder of the run at `address`. It is looked up among the listed runs and never used as a path.
 
         Raises:
             KeyError: There is no such run.
@@ -138,9 +138,9 @@ def application(folder: Path, *, token: str | None = None, hosts: Collection[str
     """The application for the runs below `folder`.
 
     Args:
-        folder: With runs below it.
-        token: What every request has to show, in a cookie or as a bearer; None asks for none.
-        hosts: Names by which it may be asked for, besides addresses and ``localhost``.
+        folder: Folder with runs below it.
+        token: Token that every request must carry, in a cookie or as a bearer; None requires none.
+        hosts: Host names that requests may use, besides addresses and ``localhost``.
     """
     pages = _Pages(Runs(folder))
     routes = [
@@ -194,11 +194,11 @@ class _Guard:
         return PlainTextResponse("open the address that `genlight serve` wrote, with its token", 401)
 
     def _welcome(self, request: Request, given: str) -> Response:
-        """Move the token from the address, which stays in browser histories, into a cookie."""
+        """Move the token from the address into a cookie, since addresses stay in browser histories."""
         if not self._is_token(given):
             return PlainTextResponse("the token is another one; `genlight serve` wrote it", 401)
         rest = urlencode([pair for pair in parse_qsl(request.url.query) if pair[0] != "token"])
-        # Relative, so that nothing in the request decides where it leads.
+        # A relative redirect, so that the request cannot choose its destination.
         answer = RedirectResponse(f"?{rest}" if rest else "?", 303)
         answer.set_cookie(COOKIE, given, httponly=True, samesite="strict")
         return answer
@@ -234,7 +234,7 @@ class _Pages:
         self._runs = runs
 
     def shell(self, live: str, title: str) -> Callable[[Request], Response]:
-        """A page without data, which fetches it from `live`."""
+        """A page that fetches its data from `live`."""
         text = page_of({"live": live}, title=title, sources=_SOURCES)
         return lambda _: HTMLResponse(text)
 
@@ -243,7 +243,7 @@ class _Pages:
         return _json(request, {"list": self._runs.listing(), "folder": str(self._runs.folder), **stamp()})
 
     def data(self, request: Request) -> Response:
-        """The runs that are asked for, in full."""
+        """The requested runs, in full."""
         addresses = list(dict.fromkeys(request.query_params.getlist("run")))
         if not 1 <= len(addresses) <= MOST_AT_ONCE:
             return PlainTextResponse(f"choose 1 to {MOST_AT_ONCE} runs", 400)
@@ -342,7 +342,7 @@ class _Files(StreamingResponse):
 
 
 def _pieces(descriptor: int, size: int) -> Iterator[bytes]:
-    """The first `size` bytes of a file, which may grow or shrink meanwhile."""
+    """The first `size` bytes of a file that may grow or shrink meanwhile."""
     while size > 0:
         piece = os.read(descriptor, min(size, _PIECE_BYTES))
         if not piece:

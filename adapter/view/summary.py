@@ -63,26 +63,26 @@ class RunSummary:
     Attributes:
         path: The run's folder.
         log: Its event log, which may be absent.
-        run_id: Its id; the folder's name where nothing says.
-        state: ``lost`` where the process of an attempt that has no end is gone.
+        run_id: Its id; the folder's name if nothing gives one.
+        state: ``lost`` if an attempt has no end and its process is gone.
         detail: How the last attempt that trained ended, according to its event; empty if it did not end.
         later_failure: Error of a later start that trained nothing, or of a later evaluation; empty if there is none.
         resumable: Whether the run can be expected to go on when it is started again.
         step: Completed steps.
-        max_steps: How many there may be; None where nothing says.
-        last_step: How many there will be, where its data may end sooner; None where that is not known.
-        ranks: How many processes train; None where nothing says.
+        max_steps: Step limit; None if unknown.
+        last_step: Expected last step, since the data may end before the limit; None if unknown.
+        ranks: How many processes train; None if unknown.
         attempts: How many have started; 0 before the first.
         started_at_ms: When the newest attempt started, in milliseconds since 1970; None before that.
         alive_at_ms: Its last sign of life.
-        steps_per_s: Over the last steps of the newest attempt; None where too few are logged.
+        steps_per_s: Speed over the last steps of the newest attempt; None if too few are logged.
         loss: The last one; may be nan.
-        score: Name and value of the best score among the checkpoints that are left; None where the job names no
-            `monitor`, by which alone one is better than another.
-        size_bytes: Of all its files.
+        score: Name and value of the best score among the remaining checkpoints; None if the job names no `monitor`,
+            which says what is better.
+        size_bytes: Size of all its files.
         waiting_uploads: How many uploads have not been delivered yet.
         host: Where the newest attempt ran.
-        metadata: How the newest attempt came to be, of its ``started``.
+        metadata: How the newest attempt came to be, from its ``started``.
     """
 
     path: Path
@@ -164,7 +164,7 @@ def figures_of(run: Mapping[str, Any]) -> dict[str, str]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether `folder` is that of a run: it has an event log, or a lock and checkpoints."""
+    """Whether `folder` belongs to a run: it has an event log, or a lock and checkpoints."""
     if log_of_run(folder) != folder:
         return True
     return (folder / LOCK_NAME).is_file() and (folder / "checkpoints").is_dir()
@@ -194,10 +194,10 @@ def summary_of(
     """The summary of the run in `folder` now.
 
     Args:
-        folder: As `find_runs` gives them.
+        folder: A folder from `find_runs`.
         now_ms: The time, in milliseconds since 1970; None takes the clock.
-        sizes: Whether files and uploads are counted and scores of checkpoints read, which takes longer than the rest.
-        starts: Remembers how each log's newest attempt started, for those who look at a log again.
+        sizes: Whether to count files and uploads and to read scores of checkpoints. It takes longer than the rest.
+        starts: Cache of how each log's newest attempt started, for callers that read a log again.
     """
     now_ms = int(time.time() * 1000) if now_ms is None else now_ms
     log = log_of_run(folder)
@@ -374,7 +374,7 @@ def _step(tail: list[Event]) -> int:
 
 
 def _speed(tail: list[Event]) -> float | None:
-    """Steps a second over the tail, which is of one attempt."""
+    """Steps per second over the tail of one attempt."""
     metrics = [event for event in tail if isinstance(event, Metric)]
     if not metrics or metrics[-1].timestamp_ms <= metrics[0].timestamp_ms or metrics[-1].step <= metrics[0].step:
         return None
@@ -389,7 +389,7 @@ def loss_among(events: list[Event]) -> float | None:
 
 
 def _best_score(records: list[CheckpointRecord]) -> tuple[str, float] | None:
-    """The best score among checkpoints, by the job's ``monitor`` and ``mode``; None where it names no monitor."""
+    """The best score among checkpoints, by the job's ``monitor`` and ``mode``; None if it names no monitor."""
     monitor, mode = monitored(records)
     best = [] if monitor is None or mode is None else best_first(records, monitor, mode)
     value = best[0].metrics[str(monitor)] if best else None
@@ -408,7 +408,7 @@ def _size(folder: Path) -> int:
 
 
 def modified_ms(path: Path) -> int:
-    """When the file at `path` was changed last, in milliseconds since 1970; 0 where there is none."""
+    """When the file at `path` was last changed, in milliseconds since 1970; 0 if there is none."""
     try:
         return int(path.stat().st_mtime * 1000)
     except OSError:

@@ -38,10 +38,10 @@ STYLES = {"running": "cyan", "completed": "green", "stopped": "yellow", "failed"
 
 
 class WatchRuns(App[None]):
-    """Shows `folders`, each that of a run, or of one that has not started yet.
+    """Shows the runs in `folders`; one may not have started yet.
 
     Args:
-        folders: Of the runs, whose curves lie over each other.
+        folders: Folders of the runs. Their curves share one plot.
     """
 
     CSS = """

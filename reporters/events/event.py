@@ -48,8 +48,8 @@ _Step = Annotated[int, Meta(ge=0, le=MAX_STEP, description="Completed steps.")]
 _Attempt = Annotated[int, Meta(ge=2, description="Which attempt of the run; absent on the first.")]
 _Stopped = Annotated[str, Meta(min_length=1, description="What ended it before its last step, such as should_stop.")]
 _ValueText = Annotated[Literal["nan", "inf", "-inf"], Meta(description="Names the value that JSON has no number for.")]
-_Finite = Annotated[bool, Meta(description="False where a final weight is nan or infinite; else absent.")]
-_Resumable = Annotated[bool, Meta(description="Whether a restart can be expected to go on where this attempt ended.")]
+_Finite = Annotated[bool, Meta(description="False if a final weight is nan or infinite; otherwise absent.")]
+_Resumable = Annotated[bool, Meta(description="Whether a restart can be expected to resume where this attempt ended.")]
 _Seq = Annotated[int, Meta(ge=1, description="1 at the first line of the file, then one more, also over restarts.")]
 
 
@@ -120,7 +120,7 @@ class Metric(_Common):
 
     @property
     def number(self) -> float:
-        """The value as a float, also where it is not finite."""
+        """The value as a float, even if it is not finite."""
         return float(self.value_text) if self.value is None else self.value  # type: ignore[arg-type]
 
 
@@ -208,7 +208,7 @@ def event_schema() -> dict[str, Any]:
 def event_faults(event: object) -> list[str]:
     """The reasons why `event_schema` refuses an event, in words; empty for a sound one.
 
-    JSON Schema takes 1.0 for an integer, which no writer writes; here it is a fault.
+    JSON Schema takes 1.0 for an integer. No writer writes that, so here it is a fault.
     """
     try:
         kind = type(msgspec.convert(event, Event))

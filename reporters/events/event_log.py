@@ -110,7 +110,7 @@ class EventLog:
         """Training begins.
 
         Args:
-            run_id: May repeat the run of this log, as a `TrainingReporter` is given it.
+            run_id: May repeat the run of this log, since the protocol `TrainingReporter` passes it.
             metadata: How the attempt came to be, as `run_metadata` says it; without secrets.
 
         Raises:
@@ -123,7 +123,7 @@ class EventLog:
         self._file.sync()
 
     def metric(self, *, name: str, value: Any, step: int) -> None:
-        """One scalar: a number, a numpy scalar or a tensor of one element, which is read from its device.
+        """One scalar: a number, a numpy scalar or a tensor of one element (it is copied from its device).
 
         Raises:
             TypeError: The value is not one real number, the name is not a string, or the step is not an integer.

@@ -33,7 +33,7 @@ __all__ = ["EventLogger", "RecordEvents", "has_stock_checkpoint", "last_step"]
 log = logging.getLogger(__name__)
 
 _LIVES_ON = "finished"
-"""Status by which Lightning flushes its loggers from a signal handler; training goes on after it."""
+"""Status with which Lightning flushes its loggers from a signal handler; training continues afterwards."""
 
 
 class EventLogger(Logger):
@@ -98,7 +98,7 @@ class EventLogger(Logger):
         self._log, self._owns_log, self._ends_log = event_log, False, False
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy opens its own log at its first use; that of a session is closed in a copy.
+        # A copy opens its own log at its first use, because the log of a session is closed in a copy.
         own_log, owns = None if self._owns_log else self._log, self._owns_log
         return {**vars(self), "_log": own_log, "_ends_log": owns, "_trainer": None, "_recorder": None}
 
@@ -144,7 +144,7 @@ class EventLogger(Logger):
 
     @override
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        if getattr(rank_zero_only, "rank", 0):  # what the decorator does, less a call in every step of some runs
+        if getattr(rank_zero_only, "rank", 0):  # like the decorator, but without another call in each step
             return
         at = self._completed_steps() if step is None else step
         event_log = self._started_log()
@@ -200,7 +200,7 @@ class EventLogger(Logger):
         return event_log
 
     def _warn_of(self, names: Iterable[str], why: str) -> None:
-        """Warn of metrics that are left out, of each name once."""
+        """Warn about skipped metrics, once for each name."""
         new = [name for name in names if name not in self._left_out]
         if new:
             self._left_out.update(new)
@@ -230,7 +230,7 @@ class _HasEventLog(Protocol):
 
 
 def last_step(trainer: pl.Trainer) -> int | None:
-    """The step after which a fit ends, by ``max_steps`` and by the length of its data; None where neither is known.
+    """The step after which a fit ends, by ``max_steps`` and by the length of its data; None if neither is known.
 
     Data without a length counts as data without an end.
     """
@@ -284,7 +284,7 @@ class RecordEvents(Callback):
             _warn_of_other_numerics(self.event_log)
             self.event_log.metric(name=RESUMED_METRIC, value=trainer.global_step, step=trainer.global_step)
 
-    # Events of genlight's own callbacks, which they deliver to every callback that has a method of that name.
+    # Events of genlight's own callbacks. They call every callback that has a method of that name.
 
     def on_checkpoint_durable(self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: Any) -> None:
         """A checkpoint can no longer be lost."""

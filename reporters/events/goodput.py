@@ -1,4 +1,4 @@
-"""Where the wall time of a run went, over all of its attempts, by its event log."""
+"""Account of the wall time of a run over all of its attempts, from its event log."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Span:
     Attributes:
         began_s: When its process started, in seconds since 1970.
         ended_s: Its last event.
-        resumed_from: The step after which it went on; 0 where it began.
+        resumed_from: The step from which it resumed; 0 if it began anew.
         last_step: The last one that it reported.
         ended: Whether it said how it ended.
-        seconds: By part, of `PARTS`.
+        seconds: Seconds by part, as in `PARTS`.
     """
 
     began_s: float
@@ -57,7 +57,7 @@ class Account:
     """The wall time of a run.
 
     Attributes:
-        seconds: By part, of `PARTS`; they sum to `wall_s`.
+        seconds: Seconds by part, as in `PARTS`; they sum to `wall_s`.
         attempts: How many attempts have started.
         wall_s: From the start of the first process to the last event; if the clock was set back, the sum of the parts.
         is_measured: Whether an attempt has said what it spent; if none has, ``steps`` holds what is not ``idle``.
@@ -105,10 +105,10 @@ class _Attempt:
 
 
 def account_of(path: str | os.PathLike[str]) -> Account | None:
-    """Add up the event log at `path`; None where no attempt has started.
+    """Add up the event log at `path`; None if no attempt has started.
 
-    Where an attempt was killed, what it did since its last event is counted as ``idle``: nothing says when it ended.
-    A last line without its newline is left out, as by `read_events`.
+    If an attempt was killed, the time since its last event counts as ``idle``: nothing says when it ended.
+    A last line without its newline is skipped, as by `read_events`.
 
     Raises:
         EventLogError: The file cannot be read, or a line is not an event with the keys of its kind; names the line.
@@ -120,7 +120,7 @@ def account_of(path: str | os.PathLike[str]) -> Account | None:
 
 
 class Ledger:
-    """Adds up events as they come; `account` is asked for whenever it is wanted."""
+    """Adds up events as they come; `account` can be called at any time."""
 
     def __init__(self) -> None:
         self._attempts: list[_Attempt] = []
@@ -146,7 +146,7 @@ class Ledger:
             attempt.newest = event
 
     def account(self) -> Account | None:
-        """Where the time of what was taken went; None where no attempt has started."""
+        """The account of the events so far; None if no attempt has started."""
         attempts = self._attempts
         if not attempts:
             return None
@@ -184,7 +184,7 @@ def _spent(attempt: _Attempt, kept_until: int) -> dict[str, float]:
 
 
 def _upload_wait_s(before: Event, terminal: Completed | Failed) -> float:
-    """The time to the terminal event, which waits for uploads, from a checkpoint or sample of the same step."""
+    """Seconds from a checkpoint or sample to the terminal event of the same step, which waits for uploads."""
     if not isinstance(before, Checkpoint | Sample) or before.step != terminal.step:
         return 0.0
     return max(terminal.timestamp_ms - before.timestamp_ms, 0) / 1000

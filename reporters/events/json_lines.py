@@ -1,4 +1,4 @@
-"""Files of JSON lines, which one process writes at a time and any may read: whole lines only.
+"""Files of JSON lines. One process writes at a time, any may read, and readers see complete lines only.
 
 The lock is on the file itself, so there is no lock file to go stale. A line reaches the kernel in one ``write``:
 a killed process leaves either all of it or nothing. What a full disk or a power cut tore is cut off, never continued,
@@ -54,7 +54,7 @@ def encode_json(value: object) -> bytes:
 
 
 def storable(value: Any) -> Any:
-    """Texts, lists and objects with half surrogate pairs, which UTF-8 has no bytes for, spelled out."""
+    """The value with lone surrogates in its texts escaped, since UTF-8 cannot encode them."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
@@ -78,7 +78,7 @@ def decode_line(path: StrPath, number: int, line: bytes, decode: Callable[[bytes
 
 
 class Position(msgspec.Struct):
-    """How far a follower has read: which file, whole lines, and where the last of them ends."""
+    """How far a follower has read: the file, the complete lines, and the offset of their end."""
 
     file: tuple[int, int] | None = None
     """Device and inode; None before the first line was read."""
@@ -168,7 +168,7 @@ class LineFile:
     """
 
     def __init__(self, path: StrPath, decode: Callable[[bytes], Any] = decode_object, *, tries: int = 1) -> None:
-        # Here, so that files are read where no locks are, as on another system.
+        # Imported here, so that files can be read on systems without such locks.
         from ...adapter.plumbing.file_lock import FileLock, LockHeldError, NoLocksError, holding_process
 
         self.path = Path(path)
@@ -273,7 +273,7 @@ def _make_folder(directory: Path) -> None:
 
 
 def _last_whole_line(descriptor: int) -> tuple[bytes | None, int]:
-    """The last line that was written whole, and where it ends."""
+    """The last complete line, and the offset of its end."""
     if not os.fstat(descriptor).st_size:
         return None, 0
     with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content:

@@ -33,7 +33,7 @@ def log_of_run(run: str | os.PathLike[str]) -> Path:
 def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """The events of a log, oldest first, as dictionaries.
 
-    A last line without its newline is not an event yet (it is being written, or was torn) and is left out.
+    A last line without its newline is not an event yet (it is being written, or was torn) and is skipped.
 
     Raises:
         EventLogError: The log is absent or unreadable, or a line within it is not a JSON object.
@@ -48,7 +48,7 @@ def typed_events(
 ) -> Iterator[Event]:
     """The events of a log, oldest first, as structs: five times as fast as `read_events`.
 
-    A last line without its newline is left out, as by `read_events`.
+    A last line without its newline is skipped, as by `read_events`.
 
     Args:
         path: The log.
@@ -80,7 +80,7 @@ def typed_events(
 
 
 def _decoded(line: bytes) -> Event | None:
-    """The event of a line; None where it is none."""
+    """The event of a line; None if it is not one."""
     try:
         return decode_event(line)
     except (ValueError, RecursionError):

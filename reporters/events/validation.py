@@ -52,7 +52,7 @@ class Rules:
         self._has_resumed = False
 
     def fault(self, event: Event) -> Fault | None:
-        """The rule that `event` would break as the next one; None where it may come.
+        """The rule that `event` would break as the next one; None if it may come.
 
         An attempt that was killed has no end, so ``started`` may always come, and a ``failed`` that is none of this
         attempt's is that of one that never started.
@@ -112,7 +112,7 @@ class Violation:
         line: Number of the line, from 1.
         rule: ``json``, ``compact``, ``sorted``, ``schema``, ``seq``, ``started``, ``run_id``, ``attempt``,
             ``terminal``, ``order``, ``resumed`` or ``rolled_back``.
-        message: What was found, in words.
+        message: The fault, in words.
     """
 
     line: int
@@ -151,7 +151,7 @@ def validate_events(path: str | os.PathLike[str]) -> list[Violation]:
 
 
 def iter_violations(path: str | os.PathLike[str]) -> Iterator[Violation]:
-    """As `validate_events`, one by one: for a log that is larger than memory."""
+    """Like `validate_events`, but one at a time, for a log that is larger than memory."""
     log, position = _Log(), Position()
     for line in whole_lines(path, position):
         event = _metric_as_written(line)
@@ -173,7 +173,7 @@ def _metric_as_written(line: bytes) -> Metric | None:
 
 
 def _faults(line: bytes, log: _Log) -> Iterator[Fault]:
-    """Every fault of a line: how it is written, what is in it, and where it stands."""
+    """Every fault of a line: its form, its content and its position."""
     try:
         found = decode_object(line[:-1])
     except (ValueError, RecursionError) as error:
@@ -207,7 +207,7 @@ class _Log:
         self._attempts = Counter[str]()
 
     def check(self, event: Event) -> Iterator[Fault]:
-        """The faults of the place of a sound event, which is the next one."""
+        """Faults in the position of `event`, a sound event, as the next one."""
         if self._seq is not None and event.seq != self._seq + 1:
             yield "seq", f"expected {self._seq + 1}, found {event.seq}"
         self._seq = event.seq

@@ -1,4 +1,4 @@
-"""Where the artifacts of a run go and with which patience."""
+"""Destinations and limits of a run's uploads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 QUEUE_DIRECTORY = "uploads"
 """Name of the queue within a run's artifacts directory."""
 FILE_STORE, ENDPOINT = "file store", "endpoint"
-"""Names of destinations, besides those of targets."""
+"""Names of the destinations that are not targets."""
 
 _TARGET = re.compile(r"hf://[^/@]+/[^/@]+/?(@.*)?|(?!hf:)[^:/]+://.+")
 _TOKEN = Rule(
@@ -98,9 +98,9 @@ class UploadConfig(UploadUrls, frozen=True):
     owner: str = ""
     token: CapabilityToken | None = None
     file_store_url: FileStore | None = None
-    """Base of the file store; used where `owner` and `token` are set too."""
+    """Base of the file store; used if `owner` and `token` are also set."""
     token_origins: TokenOrigins = frozenset()
-    """Further origins that may be sent the token, besides those of the URLs above."""
+    """More origins that may receive the token, besides the origins of the URLs above."""
     roots: Sequence[str | Path] = ()
     """Folders that files of an earlier process may lie in, besides the parent of the queue; files that an
     entry names elsewhere are not sent."""
@@ -115,7 +115,7 @@ class UploadConfig(UploadUrls, frozen=True):
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], **given: Any) -> UploadConfig:
-        """The configuration that `environ` holds; what is `given` and not None wins.
+        """Configuration from `environ`; values in `given` that are not None win.
 
         Raises:
             ValueError: As the constructor.
@@ -125,7 +125,7 @@ class UploadConfig(UploadUrls, frozen=True):
         return cls(**{**found, **{name: value for name, value in given.items() if value is not None}})
 
     def origins(self) -> frozenset[str]:
-        """Origins that may be sent the token."""
+        """Origins that may receive the token."""
         return trusted_origins(self.urls().values(), self.token_origins)
 
     def url_of(self, kind: str) -> str | None:
@@ -137,7 +137,7 @@ class UploadConfig(UploadUrls, frozen=True):
         return bool(self.file_store_url and self.owner and self.token)
 
     def lacks_for_files(self) -> str | None:
-        """Why no bytes go to the file store that is set, and what to do about it; None where they do."""
+        """Why no bytes go to the configured file store, and what to do about it; None if they do."""
         needed = {"`owner`": self.owner, "`TRAINER_CAPABILITY_TOKEN`": self.token}
         lacking = " and ".join(name for name, value in needed.items() if not value)
         if not self.file_store_url or not lacking:
@@ -146,7 +146,7 @@ class UploadConfig(UploadUrls, frozen=True):
         return f"no files are sent to the file store {store}: set {lacking}, or leave the store out"
 
     def destinations(self, kind: str) -> tuple[str, ...]:
-        """Names of all that gets ``metrics``, a ``checkpoint``, a ``sample`` or the ``terminal``, in order."""
+        """Names of all destinations of ``metrics``, a ``checkpoint``, a ``sample`` or the ``terminal``, in order."""
         is_artifact = kind in ("checkpoint", "sample")
         store = [FILE_STORE] if is_artifact and self.stores_files() else []
         targets = map(safe_url, self.targets) if is_artifact else []

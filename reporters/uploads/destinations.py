@@ -48,7 +48,7 @@ Target = Callable[[Iterable[tuple[str, Path]], str], None]
 title. Doing it again must leave the target as after the first time. Credentials are the target's own (``HF_TOKEN``,
 ``AWS_…``); a run's token never reaches it."""
 Send = Callable[[], UploadedFile | None]
-"""Makes one transfer and returns the file store's answer, where it has one."""
+"""Makes one transfer and returns the file store's answer, if there is one."""
 CHUNK_BYTES = 256 * 1024
 ANSWER_LIMIT_BYTES = 1 << 20
 MOST_TRIES = 8
@@ -83,7 +83,7 @@ class Refused(Exception):
 
 
 class Interrupted(Exception):
-    """The uploader is closing; the transfer goes on at the next start."""
+    """The uploader is closing; the transfer continues at the next start."""
 
 
 class Delivery:
@@ -132,7 +132,7 @@ class Delivery:
         return parts
 
     def facts(self, entry: Entry, index: int | None) -> UploadedFile:
-        """The facts about a file of an artifact, by the store where it has it; about the folder it reports for None.
+        """Facts about a file of an artifact, from the store if it has them; for None, about the reported folder.
 
         Raises:
             Refused: The file is gone, or may not be read.
@@ -168,7 +168,7 @@ class Delivery:
             raise
 
     def _copy(self, entry: Entry, name: str) -> None:
-        """Copy all files to the target of that name, where they keep their layout."""
+        """Copy all files to the target of that name, in the same layout."""
         paths = [(file.layout, self._queue.location(entry, file)) for file in entry.files]
 
         def files() -> Iterator[tuple[str, Path]]:
@@ -189,7 +189,7 @@ class Delivery:
         del self._failures[name]
 
     def _outcome_of(self, error: Exception, name: str) -> TransientError | Refused:
-        """Whether to try the target `name` again after `error`: what may be its settings is tried a few times only."""
+        """Whether to try a target again after `error`. One that may come from its settings is tried a few times."""
         kinds = " ".join(kind.__name__ for kind in type(error).__mro__)
         is_auth = isinstance(error, PermissionError) or _OF_CREDENTIALS.search(kinds) is not None
         why = f"{name} cannot be used: {getattr(error, 'strerror', None) or safe_text(error)}"
@@ -295,7 +295,7 @@ def _open(path: Path) -> Any:
 
 
 def _facts_of(path: Path) -> UploadedFile:
-    """Size and digest of a file, which is read only where it has changed since."""
+    """Size and digest of a file; it is read again only if it has changed."""
     try:
         found = os.stat(path)
     except OSError as error:
@@ -311,7 +311,7 @@ def _sha256_of(path: Path, _size: int, _mtime_ns: int) -> str:
 
 
 def _checked_answer(content: bytes, facts: UploadedFile, where: str) -> UploadedFile:
-    """The store's answer about a file; what it leaves out is taken from our `facts`.
+    """The store's answer about a file, completed from our `facts`.
 
     An empty answer says nothing, and a page of some proxy is not an acknowledgement. A store that names no digest
     proves nothing, and the contract does not ask it to.
@@ -332,7 +332,7 @@ def _checked_answer(content: bytes, facts: UploadedFile, where: str) -> Uploaded
 def outcome_of_status(
     status: int, headers: Mapping[str, str], where: str, *, advice: str = ""
 ) -> TransientError | Refused | None:
-    """None for success, else what to raise.
+    """None for success, otherwise the exception to raise.
 
     Args:
         status: The status of the answer.
@@ -344,7 +344,7 @@ def outcome_of_status(
         return None
     reason = f"HTTP {status} from {where}"
     if is_transient(status):
-        # By the server's own clock where it sends the time: ours may be hours off.
+        # By the server's own clock if it sends the time: ours may be hours off.
         now = parsed_date(headers.get("Date", "")) or datetime.now(UTC)
         asked_s = retry_after_s(headers.get("Retry-After"), now)
         return TransientError(f"{reason}, which asks to wait {asked_s:.0f} s" if asked_s else reason, asked_s)
@@ -354,7 +354,7 @@ def outcome_of_status(
 
 
 def idempotency_key(run_id: str, kind: str, step: int, name: str, digest: str) -> str:
-    """A key that depends on what is sent alone, so that it stays the same over retries and restarts."""
+    """A key that depends only on the content, so that it stays the same over retries and restarts."""
     identity = encode_json([run_id, kind, step, name, digest])
     return hashlib.sha256(identity).hexdigest()[:40]
 

@@ -58,9 +58,9 @@ class File(msgspec.Struct, frozen=True):
     """One file of a checkpoint or sample, as it was queued."""
 
     path: str
-    """Where it lies (relative to the run's folder where it is inside)."""
+    """Its path (relative to the run's folder if it is inside)."""
     layout: str
-    """Its path relative to the folder of the last file, which makes the others count."""
+    """Its path relative to the folder of the last file, the commit record."""
     size_bytes: int
     mtime_ns: int
 
@@ -141,7 +141,7 @@ class Entry(msgspec.Struct, kw_only=True):
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What it is about; the same again where neither step nor files have changed."""
+        """Key for deduplication: equal if step and files are equal."""
         return self.step, self.final, self.local_path, self.files
 
 
@@ -177,7 +177,7 @@ def stored_path(path: str | os.PathLike[str], root: Path) -> str:
 
 
 def _files_in(given: str | os.PathLike[str]) -> Iterator[Path]:
-    """`given`, or all files in it where it is a directory, as absolute paths in a stable order."""
+    """`given`, or all files in it if it is a directory, as absolute paths in a stable order."""
     path = Path(os.path.abspath(given))
     yield from sorted(each for each in path.rglob("*") if not each.is_dir()) if path.is_dir() else [path]
 
@@ -186,10 +186,10 @@ class Queue:
     """The queue at `directory`, open for change by one process; its methods may be called from several threads.
 
     Attributes:
-        directory: Where it lies.
+        directory: Its directory.
         root: The run's folder, to which the paths of files are relative.
         changed: Guards the entries, and is notified when they change.
-        left_alone: The entries that are none of ours.
+        left_alone: Entries of other runs, or for other destinations.
 
     Args:
         directory: Where it lies; it is made when absent.
@@ -239,7 +239,7 @@ class Queue:
             if entry.files and not (self.root / entry.files[-1].path).exists():  # so it can't be queued once more
                 self._path(entry.seq, DELIVERED).unlink()
                 del self._delivered[entry.seq]
-        for seq in self._delivered:  # where a process was killed between the two
+        for seq in self._delivered:  # a process may have been killed between the two
             self._path(seq).unlink(missing_ok=True)
         waiting = read_entries(self.directory)
         self._entries = {entry.seq: entry for entry in waiting if is_ours(entry)}
@@ -296,7 +296,7 @@ class Queue:
         self._delivered[entry.seq] = entry
 
     def remove(self, entry: Entry) -> None:
-        """Forget `entry`, which was delivered or is given up for good."""
+        """Forget `entry`, after it was delivered or given up for good."""
         with self.changed:
             if self._entries.pop(entry.seq, None) is not None:
                 self._unlink(self._path(entry.seq))
@@ -304,7 +304,7 @@ class Queue:
             self.changed.notify_all()
 
     def entries(self, *kinds: Kind) -> list[Entry]:
-        """The entries of `kinds` that wait and are ours, oldest first; of all kinds where none is given."""
+        """Waiting entries of `kinds` that are ours, oldest first; of all kinds if none is given."""
         with self.changed:
             entries = list(self._entries.values())
         return [entry for entry in entries if not kinds or entry.kind in kinds]
@@ -325,7 +325,7 @@ class Queue:
         return next((entry for entry in self.entries(*kinds) if not entry.refused), None)
 
     def location(self, entry: Entry, file: File) -> Path:
-        """Where a file is sent from: its link, or where it lies itself."""
+        """Path that a file is sent from: its link, or the file itself."""
         link = self._links(entry) / file.layout
         return link if link.exists() else self.root / file.path
 
@@ -344,7 +344,7 @@ class Queue:
         return {self.root / file.path for entry in waiting for file in entry.files}
 
     def catch_up(self) -> OSError | None:
-        """Write what the disk has refused so far; returns why that cannot be done, None where nothing is missing."""
+        """Write what the disk has refused so far; return why that fails, or None if nothing is missing."""
         with self.changed:
             if self._refusal is not None and not self._closed:
                 self._refusal = None
@@ -364,7 +364,7 @@ class Queue:
                 self.save(entry)
 
     def close(self) -> None:
-        """Release the queue to other processes; what waits stays on disk."""
+        """Release the queue to other processes; waiting entries stay on disk."""
         if self._closed:
             return
         if (refusal := self.catch_up()) is not None:
@@ -379,7 +379,7 @@ class Queue:
         return self.directory / LINKS / f"{entry.seq:09d}"
 
     def _link_files(self, entry: Entry) -> None:
-        """Make hard links to the files of a checkpoint, which keep the bytes at no cost.
+        """Make hard links to the files of a checkpoint. They keep the bytes at no cost.
 
         Retention deletes checkpoints whether they have arrived or not.
         """
@@ -409,7 +409,7 @@ class Queue:
 
     @contextlib.contextmanager
     def _noting_refusal(self) -> Iterator[None]:
-        """What the disk refuses stays in memory until `catch_up`."""
+        """Writes that the disk refuses stay in memory until `catch_up`."""
         try:
             yield
         except OSError as error:
@@ -444,7 +444,7 @@ def read_entries(directory: str | os.PathLike[str]) -> list[Entry]:
 
 
 def count_waiting(run: str | os.PathLike[str]) -> int:
-    """How many uploads wait in the queue of the run whose folder is `run`, by their names alone."""
+    """How many uploads wait in the queue of the run in folder `run`; reads only file names."""
     return len(_entry_files(Path(run, QUEUE_DIRECTORY)))
 
 

@@ -38,15 +38,15 @@ StrPath = str | os.PathLike[str]
 Lane = tuple[str, ...]
 """Destinations that one thread serves, as `UploadConfig.lanes` has them."""
 RETRIES = RetryPolicy(sys.maxsize, first_delay_s=0.5, longest_delay_s=10.0, longest_retry_after_s=LONGEST_RETRY_AFTER_S)
-"""A pause is short beside the deadline of a run's end, unless the server asks for a longer one."""
+"""A pause is short compared with the deadline of a run's end, unless the server asks for a longer one."""
 MOST_WAITING_METRICS = 2000
 """Metrics entries that are kept while the endpoint is away; the oldest are dropped first."""
 CLOSE_WAIT_S = 2.0
 METRICS_GRACE_S = 5.0
 SHORTEST_TERMINAL_WAIT_S = 0.25
-"""Where other uploads have used up the time."""
+"""Minimum wait in seconds, after other uploads have used up the time."""
 PROGRESS_EVERY_S = 5.0
-"""How far apart lines about what is left are."""
+"""Seconds between progress lines."""
 
 
 class Uploader:
@@ -92,7 +92,7 @@ class Uploader:
             )
 
     def _can_deliver(self, entry: Entry) -> bool:
-        """Whether an entry is of this run, and all of its destinations are those of this start."""
+        """Whether an entry belongs to this run and this start has all of its destinations."""
         if entry.run_id != self.config.run_id:
             return False
         return entry.kind == "terminal" or set(entry.to) <= set(self.config.destinations(entry.kind))
@@ -164,7 +164,7 @@ class Uploader:
                     return
                 queue.remove(other)
         for other in self._delivered(kind):
-            if other.identity == entry.identity:  # a resumed run queues once more what it goes on from
+            if other.identity == entry.identity:  # a resumed run queues its first checkpoint again
                 entry.parts = dict(other.parts)
         queue.add(entry)
         refusal = queue.catch_up()
@@ -178,10 +178,10 @@ class Uploader:
     def _entry(self, kind: Kind, step: int, **fields: object) -> Entry:
         return Entry(run_id=self.config.run_id, kind=kind, step=step, to=self.config.destinations(kind), **fields)  # type: ignore[arg-type]
 
-    # what waits and what has arrived
+    # waiting and delivered entries
 
     def _delivered(self, kind: Kind) -> list[Entry]:
-        """What was delivered of this run, also by an earlier process."""
+        """Delivered entries of this run, also those of an earlier process."""
         return [entry for entry in self.queue.delivered(kind) if entry.run_id == self.config.run_id]
 
     def delivered(self, path: StrPath) -> UploadedFile | None:
@@ -312,17 +312,17 @@ class Uploader:
     # life
 
     def start(self) -> None:
-        """Begin to deliver, what an earlier process left behind first. Calling it again has no effect.
+        """Begin to deliver, oldest entries first, also those of an earlier process. Calling it again has no effect.
 
         Raises:
             ThreadLimitError: The system has no room for its threads; the terminal message can be delivered without.
         """
-        for kind in ("metrics", "sample", "checkpoint"):  # the terminal message is sent when it is asked for
+        for kind in ("metrics", "sample", "checkpoint"):  # the terminal message is sent on request
             if self.config.wants(kind):
                 self._start(kind)
 
     def close(self) -> None:
-        """Stop delivering and release the queue; what waits stays there for the next start."""
+        """Stop delivering and release the queue; waiting entries stay there for the next start."""
         self._closing.set()
         with self.queue.changed:
             self.queue.changed.notify_all()
@@ -370,7 +370,7 @@ class Uploader:
         return {part: send for part, send in parts.items() if part not in entry.parts}
 
     def _deliver(self, entry: Entry, lane: Lane, policy: RetryPolicy) -> None:
-        """Deliver what is left of an entry in parts; each that arrived is noted, so that nothing sends it again.
+        """Deliver the remaining parts of an entry. Each part that arrives is noted, so that nothing sends it again.
 
         Raises:
             TransientError: The tries of `policy` are used up.
@@ -395,7 +395,7 @@ class Uploader:
                 self.queue.finish(entry)
 
     def _try(self, entry: Entry, send: Send) -> UploadedFile | None:
-        """The result of `send`, whose errors are told apart: worth another try, final, or of a closing uploader."""
+        """The result of `send`. Its errors are sorted: worth another try, final, or caused by closing."""
         if not self.queue.holds(entry):  # and its files may be those of the one that replaced it
             raise Refused("it is out of date")
         try:
