@@ -97,9 +97,9 @@ class Started(_Common):
             Meta(
                 description="How the attempt came to be: `command`, `git` (`commit`, `dirty`), `host`, `packages` "
                 "(versions by name), the job's `tags`, `notes` and `seed`, and its settings by dotted name (`job`); "
-                "settings that decide bits (`numerics`: threads, deterministic algorithms, TF32, versions of Python and "
-                "CUDA); how many `ranks` train, and the `last_step` by its limits and its data, if both are known; the "
-                "`stage` (`validate`, `test`) of an attempt that does not train. Without secrets."
+                "settings that decide bits (`numerics`: threads, deterministic algorithms, TF32, versions of Python "
+                "and CUDA); how many `ranks` train, and the `last_step` by its limits and its data, if both are known; "
+                "the `stage` (`validate`, `test`) of an attempt that does not train. Without secrets."
             ),
         ]
         | UnsetType
