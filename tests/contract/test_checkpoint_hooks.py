@@ -44,7 +44,7 @@ def test_save_checkpoint_is_called_inside_each_checkpoint_with_a_folder_that_is_
 
 
 @pytest.mark.parametrize("as_given", ["absolute", "relative", "path"])
-def test_the_primary_path_is_what_is_reported_wherever_it_was_named(project: Any, as_given: str) -> None:
+def test_the_primary_path_is_reported_wherever_it_was_named(project: Any, as_given: str) -> None:
     """Of the `checkpoint` event, and of `completed` as its final checkpoint; it exists and lies in its checkpoint."""
     returned = {
         "absolute": 'output_dir + "/weights.txt"',
@@ -86,7 +86,7 @@ def test_a_run_that_had_ended_before_reports_the_same_final_checkpoint(project: 
         ({"elsewhere": "/data/base"}, {"elsewhere": "/data/base"}),
     ],
 )
-def test_what_save_checkpoint_may_return(tmp_path: Path, returned: Any, expected: Any) -> None:
+def test_allowed_results_of_save_checkpoint(tmp_path: Path, returned: Any, expected: Any) -> None:
     """A mapping or None; paths below the folder become relative, because it gets another name and may be moved."""
     (tmp_path / "sub").mkdir()
     for name in ("a.bin", "sub/b.bin"):
@@ -119,7 +119,7 @@ def test_a_path_below_a_folder_that_was_reached_by_a_link_is_below_it(tmp_path: 
         ({"primary_path": "/etc/hostname"}, "lies outside of its output_dir"),
     ],
 )
-def test_what_save_checkpoint_must_not_return_ends_the_run_and_leaves_no_checkpoint(
+def test_a_wrong_result_of_save_checkpoint_ends_the_run_and_leaves_no_checkpoint(
     project: Any, returned: Any, message: str
 ) -> None:
     """It would be reported and uploaded, and is not part of the checkpoint."""
@@ -274,7 +274,7 @@ def test_an_older_final_record_is_the_end_of_its_run_whatever_the_job_asks_for(
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_an_older_final_record_that_names_what_is_gone_is_uploaded_all_the_same(project: Any) -> None:
+def test_an_older_final_record_that_names_missing_files_is_still_uploaded(project: Any) -> None:
     """Its record stands for it."""
     older_run(project.out / "checkpoints", final=True, primary="gone.txt")
     target = (project.folder / "store").as_uri()

@@ -163,7 +163,7 @@ def older_checkpoint(folder: Path, module: nn.Module, optimizer: Any, *, as_torc
 
 
 @pytest.mark.parametrize("as_torch", [False, True], ids=["safetensors", "torch"])
-def test_what_the_older_runtime_saved_is_loaded_with_its_optimizer(tmp_path: Path, as_torch: bool) -> None:
+def test_a_checkpoint_of_the_older_runtime_is_loaded_with_its_optimizer(tmp_path: Path, as_torch: bool) -> None:
     """Weights and moments are equal afterwards."""
     module, optimizer = trained()
     folder = older_checkpoint(tmp_path / "old", module, optimizer, as_torch=as_torch)
@@ -211,7 +211,7 @@ def test_code_in_an_older_optimizer_file_is_not_run(tmp_path: Path) -> None:
     ],
     ids=["no optimizer", "no weights", "torn", "a list", "no groups"],
 )
-def test_an_older_checkpoint_that_is_not_whole_is_an_error_and_never_a_silent_return(
+def test_an_incomplete_older_checkpoint_is_an_error_and_never_a_silent_return(
     tmp_path: Path, spoil: Any, error: type[Exception], message: str
 ) -> None:
     """The older runtime returned, and training went on from fresh weights."""

@@ -57,7 +57,7 @@ def read(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("field", DEFAULTS)
-def test_an_absent_field_of_a_request_is_what_it_was(sample: Any, field: str) -> None:
+def test_an_absent_field_of_a_request_has_its_old_default(sample: Any, field: str) -> None:
     """In the request, as an argument, and in the JSON of the sample, which has all fields."""
     drawn = sample([{}])
     request = drawn.got[0]["request"]
@@ -95,7 +95,7 @@ def test_the_seed_is_the_requests_else_the_jobs(sample: Any) -> None:
     assert [call["request"].seed for call in drawn.got] == [5, None]
 
 
-def test_a_generator_gets_what_its_signature_names(fit: Any, counting_trainer: Any, tmp_path: Path) -> None:
+def test_a_generator_gets_the_arguments_in_its_signature(fit: Any, counting_trainer: Any, tmp_path: Path) -> None:
     """`mode`, the name of `task` in some releases, too; the folder is a text."""
     got = []
 
@@ -118,7 +118,7 @@ def test_a_generator_gets_what_its_signature_names(fit: Any, counting_trainer: A
 @pytest.mark.parametrize(
     ("returned", "merged"), [(None, {}), ({}, {}), ({"image": "a.png", "prompt": "as sung"}, {"image": "a.png"})]
 )
-def test_what_a_generator_returns_is_merged_into_the_json(sample: Any, returned: Any, merged: dict[str, Any]) -> None:
+def test_the_result_of_a_generator_is_merged_into_the_json(sample: Any, returned: Any, merged: dict[str, Any]) -> None:
     """A mapping, whose entries win over the request's; or None."""
     drawn = sample([{"prompt": "a cat"}], returned)
     facts = drawn.json[0]

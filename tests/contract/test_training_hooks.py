@@ -54,7 +54,7 @@ def test_the_context_names_the_job_under_both_of_its_names_and_answers_whether_i
     assert ctx.is_canceled() is False
 
 
-def test_the_dataset_of_the_context_is_what_feeds_the_run(project: Any) -> None:
+def test_the_dataset_of_the_context_feeds_the_run(project: Any) -> None:
     """It has the batches already when `setup` looks, and a look does not take any away."""
     source = project.source(
         in_setup="assert [list(ctx.dataset), len(ctx.dataset), ctx.dataset[1]] == [[1, 2, 3, 4], 4, 2]"

@@ -162,7 +162,7 @@ def test_two_nodes_train_are_preempted_requeued_and_end_as_if_nothing_had_been(j
     assert [event["event"] for event in jobs.events("straight")[before:]] == ["started", "completed"]
 
 
-def test_a_task_of_an_array_trains_in_its_own_folder_and_is_requeued_alone(jobs):
+def test_a_task_of_an_array_trains_in_its_own_folder_and_is_requeued_without_the_others(jobs):
     """The task that is preempted has the number of the whole array, by which Slurm would requeue all."""
     slurm = jobs.slurm
     array = jobs.submit(jobs.write("array", hyperparams={"hold": "go"}), "--sbatch", "array=0-1")
@@ -225,7 +225,7 @@ def test_a_rank_that_is_killed_while_its_job_is_requeued_changes_nothing(jobs, r
     assert [event["event"] for event in jobs.events("requeued")].count("completed") == 1
 
 
-def test_uneven_tasks_per_node_train_what_as_many_on_one_node_do(uneven):
+def test_uneven_tasks_per_node_train_like_the_same_number_on_one_node(uneven):
     jobs, apart, together = uneven
     assert [jobs.slurm.wait(job) for job in (apart, together)] == [("COMPLETED", 0)] * 2, jobs.output("uneven")
 
