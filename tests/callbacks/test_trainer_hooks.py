@@ -1,4 +1,4 @@
-"""Trainer hooks of the other style: all seven events, one state, order by what is read and written, and a policy."""
+"""Trainer hooks of the other style: all seven events, one state, order by the fields read and written, and a policy."""
 
 from __future__ import annotations
 
@@ -435,7 +435,7 @@ class Manager:
 
 
 class Run:
-    """What ``wandb.init`` gives, as far as hooks use it."""
+    """The part of the result of ``wandb.init`` that hooks use."""
 
     def __init__(self):
         self.summary, self.logged, self.defined = {}, [], []

@@ -1,4 +1,4 @@
-"""What trainer classes of the older runtime import to build AdamW and to save a LoRA: same call, same result."""
+"""Helpers that trainer classes of the older runtime import for AdamW and LoRA checkpoints: same call, same result."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_learning_rate_of_each_step(hyperparams: dict[str, Any], expected: l
 
 @pytest.mark.parametrize("warmup", [0, 2])
 def test_the_figures_are_those_of_torchs_own_schedulers_but_for_rounding(warmup: int) -> None:
-    """Which the older runtime built, so that a resumed run trains at the rates of one that was not interrupted."""
+    """It comes from the older runtime; a resumed run then trains at the rates of an uninterrupted one."""
     bundle = build_default_adamw_bundle(nn.Linear(1, 1), {"learning_rate": 1.0, "max_steps": 9, "warmup_steps": warmup})
     theirs = torch.optim.AdamW(nn.Linear(1, 1).parameters(), lr=1.0, weight_decay=0.0)
     scheduler = older_scheduler(theirs, warmup, 9)
@@ -140,7 +140,7 @@ def test_a_fact_by_which_the_checkpoint_is_read_is_refused_and_others_stand_in_f
 
 
 def older_checkpoint(folder: Path, module: nn.Module, optimizer: Any, *, as_torch: bool = False) -> Path:
-    """A folder as the older runtime wrote it, with paths of the machine where it did."""
+    """A folder as the older runtime wrote it, with paths of another machine."""
     from safetensors.torch import save_file
 
     folder.mkdir()

@@ -83,7 +83,7 @@ STOPPED = """printf '%s\\n' '{"category":"REASON","event":"failed"}' >> "$events
 
 @pytest.fixture
 def ends(job, tmp_path, capsys, monkeypatch):
-    """What the script says and its exit code, with srun and scontrol in its own shell."""
+    """The output and exit code of the script, with srun and scontrol as functions of its shell."""
     monkeypatch.setenv("TRAINER_ARTIFACTS_DIR", str(tmp_path))
     (tmp_path / "metrics").mkdir()
     (tmp_path / "metrics" / "events.jsonl").touch()

@@ -1,4 +1,4 @@
-"""What torchrun decides about a Lightning trainer."""
+"""The decisions of torchrun about a Lightning trainer."""
 
 import os
 

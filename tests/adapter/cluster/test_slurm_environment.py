@@ -1,4 +1,4 @@
-"""Slurm under Lightning: which environment a trainer gets, and what does not fit is told before training."""
+"""Slurm under Lightning: the environment that a trainer gets, and the refusal of a mismatch before training."""
 
 import lightning.pytorch as pl
 import pytest

@@ -1,4 +1,4 @@
-"""Model components from safetensors, in the device and precision that was asked for."""
+"""Model components from safetensors, on the requested device and in the requested precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which functions get the context, and how."""
+"""Injection of the context into functions of all kinds."""
 
 import functools
 import typing
@@ -13,7 +13,7 @@ CONTEXT = JobContext(job_id="1")
 
 
 def called(function, *args, **kwargs):
-    """What `function` returns, called as the runner calls it."""
+    """Call `function` as the runner calls it."""
     args, kwargs = bind_job_context(function, args, kwargs, CONTEXT)
     return function(*args, **kwargs)
 

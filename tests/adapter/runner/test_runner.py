@@ -288,7 +288,7 @@ def test_each_rank_keeps_its_failure_and_the_client_reads_the_first(submitter):
     with pytest.raises(FunctionFailedError, match="ValueError: no such thing"):
         read_result(submitter.result)
 
-    prepare_output(submitter.result)  # one rank, where there were two
+    prepare_output(submitter.result)  # now one rank instead of two
     with pytest.raises(FileNotFoundError):
         read_result(submitter.result)
 
@@ -416,7 +416,7 @@ def test_a_file_of_the_user_s_own_group_and_a_pickle_that_is_no_base64_are_read(
     path = tmp_path / "args"
     path.write_bytes(pickle.dumps(("hello", 2)))
     os.chown(path, -1, group.gr_gid)
-    path.chmod(0o664)  # what a umask of 002 leaves
+    path.chmod(0o664)  # the permissions under a umask of 002
 
     assert read_pickle(path) == ("hello", 2)
 

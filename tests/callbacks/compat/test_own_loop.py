@@ -1,4 +1,4 @@
-"""The callbacks of the six-hook style act in a loop of one's own, which has a trainer object of any class."""
+"""Six-hook callbacks work in a user's own loop, with a trainer object of any class."""
 
 from __future__ import annotations
 

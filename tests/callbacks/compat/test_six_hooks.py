@@ -69,7 +69,7 @@ class Trains:
 
 
 class Notes(Callback):
-    """Notes each of the six hooks, and what the trainer was in it."""
+    """Notes each of the six hooks, and the trainer that it got."""
 
     def __init__(self):
         self.calls, self.steps = [], []
@@ -475,7 +475,7 @@ LOSSES = [5.0, 4.0, 3.0, 2.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0]
 
 
 class Returns(pl.LightningModule):
-    """Its losses are those of the list, and are logged by nobody."""
+    """Returns the losses of the list, and logs none of them."""
 
     def __init__(self, as_mapping: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A ``.pt`` checkpoint is whole or absent, proven before it is renamed, and read without running code."""
+"""A ``.pt`` checkpoint is complete or absent, proven before it is renamed, and read without running code."""
 
 from __future__ import annotations
 
