@@ -1,4 +1,4 @@
-"""``gen_worker.trainer`` is importable where the real package is not, and stays out of the way where it is."""
+"""``gen_worker.trainer`` is importable if the real package is not installed, and hides nothing if it is."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_real_package_wins_wherever_it_lies(tmp_path, layout):
 
 
 def test_a_real_package_on_a_path_that_is_added_later_wins(clean, tmp_path, monkeypatch):
-    """A job's folder, which may hold it, is put on the path long after genlight was imported."""
+    """A job's folder may hold it, and is put on the path long after genlight was imported."""
     compat.install()
     install_real(tmp_path, "first")
     monkeypatch.syspath_prepend(str(tmp_path))

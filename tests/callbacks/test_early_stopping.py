@@ -88,7 +88,7 @@ def test_it_works_with_a_module_that_logs_by_itself(quiet) -> None:
     assert trainer.global_step == stopping.best_step + 20
 
 
-def test_a_resumed_run_goes_on_counting(fit, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_the_count(fit, tmp_path: Path) -> None:
     callbacks = [LogMetrics(5), EarlyStopping("loss", 20), Checkpoint(tmp_path / "c")]
     fit(Falls(floor=90.0), callbacks, steps=20, enable_checkpointing=True)
 

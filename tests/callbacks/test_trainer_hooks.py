@@ -1,4 +1,4 @@
-"""Trainer hooks of the other style: all seven events, one state, order by what is read and written, and a policy."""
+"""Trainer hooks of the other style: all seven events, one state, order by the fields read and written, and a policy."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_plain_loop_counts_an_epoch_after_its_training_phase() -> None:
     assert hook.seen == EPOCHS
 
 
-def test_the_state_is_a_view_of_the_run_state_and_of_what_lives() -> None:
+def test_trainer_state_shows_the_run_state_and_live_objects() -> None:
     seen = {}
 
     class Looks(TrainerHook):
@@ -178,7 +178,7 @@ def test_the_state_is_a_view_of_the_run_state_and_of_what_lives() -> None:
     assert facts.latest_wandb_uri == "wandb://x"
 
 
-def test_a_field_that_there_is_not_is_an_error_that_offers_the_nearest(fit_plain) -> None:
+def test_an_unknown_field_is_an_error_that_suggests_the_closest_name(fit_plain) -> None:
     trainer = fit_plain()
     state = trainer_state_of(trainer, trainer.lightning_module)
 
@@ -208,14 +208,14 @@ class Evaluates(TrainerHook):
         state.eval_scores = {"score": state.epoch}
 
 
-def test_an_evaluation_runs_before_what_reports_its_scores_in_whatever_order_they_are_registered() -> None:
+def test_an_evaluation_runs_before_the_report_of_its_scores_in_any_order_of_registration() -> None:
     reports = Reports()
     run(Collects(), [reports, Evaluates()])
 
     assert reports.seen == [{"score": 1}, {"score": 2}]
 
 
-def test_it_reads_what_a_callback_of_ours_writes() -> None:
+def test_a_hook_reads_a_field_that_a_callback_of_genlight_writes() -> None:
     reports = Reports()
     run(Collects(), [reports], callbacks=[Evaluate(1)])
 
@@ -232,7 +232,7 @@ class Fails(TrainerHook):
         raise ValueError("no such file")
 
 
-def test_a_failure_is_counted_and_that_of_a_critical_hook_ends_the_run(caplog) -> None:
+def test_failures_are_counted_and_a_critical_hook_ends_the_run(caplog) -> None:
     run(Collects(), [Fails()])
     assert "Fails failed: on_mb_end 4 times" in caplog.text
 
@@ -288,13 +288,13 @@ def test_a_class_of_elsewhere_needs_no_base() -> None:
         (lambda: TrainerHookAdapter(Callback()), r"CallbackList\(\[Callback\("),
     ],
 )
-def test_a_hook_where_another_style_belongs_is_refused_with_its_place(place, text) -> None:
+def test_a_hook_in_the_list_of_another_style_is_refused_and_told_its_place(place, text) -> None:
     with pytest.raises(TypeError, match=text):
         place()
 
 
 @pytest.mark.parametrize("hook", [Notes, object()])
-def test_what_is_no_trainer_hook_is_refused(hook) -> None:
+def test_an_object_without_events_is_refused(hook) -> None:
     with pytest.raises(TypeError, match="Expected an object with one of the events on_new_training_run"):
         TrainerHookAdapter(hook)
 
@@ -385,7 +385,7 @@ def test_a_checkpoint_an_evaluation_and_metrics_of_each_epoch_follow_each_other(
     assert "epoch 4  train/loss" in caplog.text
 
 
-def test_a_run_goes_on_exactly_from_what_the_checkpoint_hook_saved(tmp_path) -> None:
+def test_a_run_resumes_exactly_from_a_checkpoint_of_the_hook(tmp_path) -> None:
     def final(folder, steps, resume=None):
         torch.manual_seed(3)
         _, module = run(Learns(), [CheckpointHook()], steps=steps, callbacks=[Checkpoint(folder)], resume=resume)
@@ -399,7 +399,7 @@ def test_a_run_goes_on_exactly_from_what_the_checkpoint_hook_saved(tmp_path) -> 
     assert all(torch.equal(left, right) for left, right in zip(straight, resumed, strict=True))
 
 
-def test_a_checkpoint_hook_without_a_checkpoint_callback_says_what_is_missing() -> None:
+def test_a_checkpoint_hook_asks_for_a_missing_checkpoint_callback() -> None:
     with pytest.raises(Exception, match="give the trainer a Checkpoint callback"):
         run(Learns(), [CheckpointHook()])
 
@@ -435,7 +435,7 @@ class Manager:
 
 
 class Run:
-    """What ``wandb.init`` gives, as far as hooks use it."""
+    """The part of the result of ``wandb.init`` that hooks use."""
 
     def __init__(self):
         self.summary, self.logged, self.defined = {}, [], []

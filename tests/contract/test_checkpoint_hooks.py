@@ -1,4 +1,4 @@
-"""`state_dict`, `save_checkpoint`, `load_state_dict`, `load_checkpoint`: when, with what, what they return, errors."""
+"""`state_dict`, `save_checkpoint`, `load_state_dict`, `load_checkpoint`: times, arguments, results and errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from support.upload_server import TOKEN
 
 
 def test_save_checkpoint_is_called_inside_each_checkpoint_with_a_folder_that_is_a_text(project: Any) -> None:
-    """At the cadence and at the end; the folder exists, and `/` and `+` work on its name as on any text."""
+    """It is called at the cadence and at the end; the folder exists, and `/` and `+` work on its name."""
     assert project.run(checkpoint_every=2) == 0
     calls = project.calls("save_checkpoint")
     assert [(call["step"], call["final"], call["type"]) for call in calls] == [(2, False, str), (3, True, str)]
@@ -44,8 +44,8 @@ def test_save_checkpoint_is_called_inside_each_checkpoint_with_a_folder_that_is_
 
 
 @pytest.mark.parametrize("as_given", ["absolute", "relative", "path"])
-def test_the_primary_path_is_what_is_reported_wherever_it_was_named(project: Any, as_given: str) -> None:
-    """Of the `checkpoint` event, and of `completed` as its final checkpoint; it exists and lies in its checkpoint."""
+def test_the_primary_path_is_reported_wherever_it_was_named(project: Any, as_given: str) -> None:
+    """The `checkpoint` event has it, and `completed` as its final checkpoint; it exists inside its checkpoint."""
     returned = {
         "absolute": 'output_dir + "/weights.txt"',
         "relative": '"weights.txt"',
@@ -63,7 +63,7 @@ def test_the_primary_path_is_what_is_reported_wherever_it_was_named(project: Any
 
 
 def test_a_run_that_had_ended_before_reports_the_same_final_checkpoint(project: Any) -> None:
-    """Also where nothing is trained any more."""
+    """This also holds if nothing is left to train."""
     project.run()
     first = project.events[-1]["final_checkpoint"]
     assert project.run(resume_from_latest=True) == 0
@@ -86,7 +86,7 @@ def test_a_run_that_had_ended_before_reports_the_same_final_checkpoint(project: 
         ({"elsewhere": "/data/base"}, {"elsewhere": "/data/base"}),
     ],
 )
-def test_what_save_checkpoint_may_return(tmp_path: Path, returned: Any, expected: Any) -> None:
+def test_allowed_results_of_save_checkpoint(tmp_path: Path, returned: Any, expected: Any) -> None:
     """A mapping or None; paths below the folder become relative, because it gets another name and may be moved."""
     (tmp_path / "sub").mkdir()
     for name in ("a.bin", "sub/b.bin"):
@@ -119,7 +119,7 @@ def test_a_path_below_a_folder_that_was_reached_by_a_link_is_below_it(tmp_path: 
         ({"primary_path": "/etc/hostname"}, "lies outside of its output_dir"),
     ],
 )
-def test_what_save_checkpoint_must_not_return_ends_the_run_and_leaves_no_checkpoint(
+def test_a_wrong_result_of_save_checkpoint_ends_the_run_and_leaves_no_checkpoint(
     project: Any, returned: Any, message: str
 ) -> None:
     """It would be reported and uploaded, and is not part of the checkpoint."""
@@ -156,7 +156,7 @@ def test_a_state_that_is_not_a_dict_is_a_type_error(project: Any, returned: Any,
 
 
 def test_a_resume_calls_load_state_dict_and_then_load_checkpoint_with_its_folder(project: Any) -> None:
-    """After `configure`, before the first batch; the folder is a text and has the files of that step."""
+    """It is called after `configure`, before the first batch; the folder is a text and has the files of that step."""
     assert project.run(max_steps=2) == 0
     assert project.run(max_steps=3, resume_from_latest=True) == 0
     names = [name for name, _ in project.notes]
@@ -170,7 +170,7 @@ def test_a_resume_calls_load_state_dict_and_then_load_checkpoint_with_its_folder
 
 @pytest.mark.parametrize("hook", ["load_state_dict", "load_checkpoint"])
 def test_an_error_of_a_loading_hook_ends_the_run_before_it_starts(project: Any, hook: str) -> None:
-    """As `model-load`, without a `started`."""
+    """The category is `model-load`, and there is no `started`."""
     assert project.run(max_steps=2) == 0
     project.out = project.folder / "new"
     named = {"hyperparams": {"fails_in": [hook]}, "resume_checkpoint_path": "out/checkpoints/final"}
@@ -179,7 +179,7 @@ def test_an_error_of_a_loading_hook_ends_the_run_before_it_starts(project: Any, 
     assert (failed["event"], failed["category"]) == ("failed", "model-load")
 
 
-# what the older runtime wrote
+# as the older runtime wrote it
 
 
 def older_run(folder: Path, *, final: bool = False, primary: str | None = "absent", files: bool = True) -> Path:
@@ -222,7 +222,7 @@ def test_a_resume_from_an_older_record_calls_load_checkpoint_with_the_folder_bes
 
 
 def test_an_older_record_that_was_named_is_resumed_from_likewise(project: Any) -> None:
-    """By its path, in another folder than the run's."""
+    """The path names a record in another folder than the run's."""
     folder = older_run(project.folder / "moved")
     assert project.run(max_steps=4, resume_checkpoint_path="moved/step-00000002.json") == 0
     assert project.calls("load_checkpoint")[0]["checkpoint_dir"] == str(folder / "step-00000002")
@@ -238,7 +238,7 @@ def test_a_resume_that_finds_no_folder_for_files_that_were_written_is_refused(pr
 
 
 def test_a_resume_of_a_class_that_cannot_read_the_files_of_an_older_record_is_refused(project: Any) -> None:
-    """And the way out is named."""
+    """The error names the way out."""
     older_run(project.out / "checkpoints")
     assert project.run(project.source(checkpoints=False), max_steps=4, resume_from_latest=True) == 1
     assert "Trainer has no load_checkpoint to read them" in project.events[-1]["error"]
@@ -274,7 +274,7 @@ def test_an_older_final_record_is_the_end_of_its_run_whatever_the_job_asks_for(
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_an_older_final_record_that_names_what_is_gone_is_uploaded_all_the_same(project: Any) -> None:
+def test_an_older_final_record_that_names_missing_files_is_still_uploaded(project: Any) -> None:
     """Its record stands for it."""
     older_run(project.out / "checkpoints", final=True, primary="gone.txt")
     target = (project.folder / "store").as_uri()
@@ -292,7 +292,7 @@ def test_an_older_final_record_posts_nothing_again(project: Any, chaos: Any) -> 
 
 
 def test_the_primary_path_of_an_older_record_moves_with_its_folder(tmp_path: Path) -> None:
-    """A name of the hook's that has the folder's name in it is followed below the folder where it lies now."""
+    """If the hook's path contains the old folder's name, it is looked up below the folder's present place."""
     folder = older_run(tmp_path / "c", primary="/old/{name}/x/{name}/weights.txt")
     record = read_record(folder / "step-00000002.json")
     assert record.trainer_folder == folder / "step-00000002"
@@ -308,7 +308,7 @@ def test_a_primary_path_outside_of_its_folder_is_not_reported(tmp_path: Path, pr
 
 
 class Adapts:
-    """A LoRA-like trainer of the older runtime, which restores its weights from its own files alone."""
+    """A LoRA-like trainer of the older runtime that restores its weights only from its own files."""
 
     def setup(self, ctx: StepContext) -> None:
         torch.manual_seed(len(ctx.job.run_id))
@@ -425,7 +425,7 @@ def loop(trainer: Any, **options: Any) -> Calls:
 
 
 def test_the_final_artifact_is_left_to_the_caller_who_uploads_it_once() -> None:
-    """As the older runtime did itself after its loop had returned."""
+    """The older runtime did the same after its loop had returned."""
     calls = loop(Counts())
     uploaded = [path for name, path in calls.names if name == "upload_checkpoint"]
     assert uploaded == ["step", "step"]
@@ -468,7 +468,7 @@ def test_load_checkpoint_gets_the_folder_that_belongs_to_the_path(
 def test_a_plain_trainer_reports_the_primary_path_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chaos: Any
 ) -> None:
-    """In the events of an `EventLogger`, in each upload of a checkpoint, and as the final one of the terminal."""
+    """It is in the events of an `EventLogger`, in each upload of a checkpoint, and in the terminal payload."""
 
     class Exports:
         def setup(self, ctx: Any) -> None: ...

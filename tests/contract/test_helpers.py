@@ -1,4 +1,4 @@
-"""What trainer classes of the older runtime import to build AdamW and to save a LoRA: same call, same result."""
+"""Helpers that trainer classes of the older runtime import for AdamW and LoRA checkpoints: same call, same result."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_learning_rate_of_each_step(hyperparams: dict[str, Any], expected: l
 
 @pytest.mark.parametrize("warmup", [0, 2])
 def test_the_figures_are_those_of_torchs_own_schedulers_but_for_rounding(warmup: int) -> None:
-    """Which the older runtime built, so that a resumed run trains at the rates of one that was not interrupted."""
+    """It comes from the older runtime; a resumed run then trains at the rates of an uninterrupted one."""
     bundle = build_default_adamw_bundle(nn.Linear(1, 1), {"learning_rate": 1.0, "max_steps": 9, "warmup_steps": warmup})
     theirs = torch.optim.AdamW(nn.Linear(1, 1).parameters(), lr=1.0, weight_decay=0.0)
     scheduler = older_scheduler(theirs, warmup, 9)
@@ -140,7 +140,7 @@ def test_a_fact_by_which_the_checkpoint_is_read_is_refused_and_others_stand_in_f
 
 
 def older_checkpoint(folder: Path, module: nn.Module, optimizer: Any, *, as_torch: bool = False) -> Path:
-    """A folder as the older runtime wrote it, with paths of the machine where it did."""
+    """A folder as the older runtime wrote it, with paths of another machine."""
     from safetensors.torch import save_file
 
     folder.mkdir()
@@ -163,7 +163,7 @@ def older_checkpoint(folder: Path, module: nn.Module, optimizer: Any, *, as_torc
 
 
 @pytest.mark.parametrize("as_torch", [False, True], ids=["safetensors", "torch"])
-def test_what_the_older_runtime_saved_is_loaded_with_its_optimizer(tmp_path: Path, as_torch: bool) -> None:
+def test_a_checkpoint_of_the_older_runtime_is_loaded_with_its_optimizer(tmp_path: Path, as_torch: bool) -> None:
     """Weights and moments are equal afterwards."""
     module, optimizer = trained()
     folder = older_checkpoint(tmp_path / "old", module, optimizer, as_torch=as_torch)
@@ -211,7 +211,7 @@ def test_code_in_an_older_optimizer_file_is_not_run(tmp_path: Path) -> None:
     ],
     ids=["no optimizer", "no weights", "torn", "a list", "no groups"],
 )
-def test_an_older_checkpoint_that_is_not_whole_is_an_error_and_never_a_silent_return(
+def test_an_incomplete_older_checkpoint_is_an_error_and_never_a_silent_return(
     tmp_path: Path, spoil: Any, error: type[Exception], message: str
 ) -> None:
     """The older runtime returned, and training went on from fresh weights."""

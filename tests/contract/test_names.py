@@ -1,4 +1,4 @@
-"""Every name and module of the older runtime's import path, and what loads a trainer by a path."""
+"""Every name and module of the older runtime's import path, and loading a trainer by its path."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ PAIRS = [(module, name) for module, names in OLD.items() for name in names.split
 
 @pytest.fixture(autouse=True)
 def _alias() -> Iterator[None]:
-    """The alias, made for this test alone."""
+    """The alias, made only for this test."""
     forget()
     compat.install()
     yield
@@ -73,7 +73,7 @@ def forget() -> None:
 
 @pytest.mark.parametrize(("module", "name"), PAIRS, ids=[f"{module}.{name}" for module, name in PAIRS])
 def test_a_name_is_importable_from_the_module_that_had_it(module: str, name: str) -> None:
-    """By `from … import …`; names of `genlight.adapter` are its very objects."""
+    """The import is `from … import …`; names of `genlight.adapter` are the same objects."""
     namespace: dict[str, Any] = {}
     exec(f"from gen_worker.trainer{module} import {name} as it", namespace)
     assert namespace["it"] is not None
@@ -141,7 +141,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_class_that_inherits_from_the_generic_base_is_a_trainer(module: Any) -> None:
-    """Found by the module alone, as the only one that has every hook."""
+    """Only the module is named; the class is found because no other one has every hook."""
     name = module(GENERIC.partition("class WithFiles")[0])
     assert type(load_trainer_plugin(name)).__name__ == "Typed"
 
@@ -161,7 +161,7 @@ def test_a_hook_that_only_a_protocol_has_counts_as_missing(
 
 
 def test_a_class_that_inherits_from_the_generic_base_trains_and_resumes(project: Any) -> None:
-    """Without files of its own, of which the base only has the names."""
+    """The class has no files: the base only declares the hooks for them."""
     source = GENERIC + "\n\nTrainer = Typed\n"
     assert project.run(source, max_steps=2, checkpoint_every=1) == 0
     assert project.run(source, max_steps=3, resume_from_latest=True) == 0
@@ -237,7 +237,7 @@ NAMED = sorted(
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_name_of_the_reference_imports(name: str) -> None:
-    """From the older path; and where the table says "same", it is genlight's own."""
+    """It is importable from the older path; if the table says "same", it is the object of genlight."""
     module = importlib.import_module("gen_worker.trainer")
     assert getattr(module, name) is not None
     (row,) = [row for row in OLD_NAMES.splitlines() if row.startswith("| `") and f"`{name}`" in row.split("|")[1]]

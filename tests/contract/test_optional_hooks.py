@@ -1,4 +1,4 @@
-"""`generate_sample`, `rollout`, `evaluate`: when each is called, with what, what it may return, its errors."""
+"""`generate_sample`, `rollout`, `evaluate`: times, arguments, results and errors."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def read(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("field", DEFAULTS)
-def test_an_absent_field_of_a_request_is_what_it_was(sample: Any, field: str) -> None:
-    """In the request, as an argument, and in the JSON of the sample, which has all fields."""
+def test_an_absent_field_of_a_request_has_its_old_default(sample: Any, field: str) -> None:
+    """This holds in the request, for the argument, and in the JSON of the sample; that has all fields."""
     drawn = sample([{}])
     request = drawn.got[0]["request"]
     assert getattr(request, field) == request[field] == drawn.json[0][field] == DEFAULTS[field]
@@ -67,7 +67,7 @@ def test_an_absent_field_of_a_request_is_what_it_was(sample: Any, field: str) ->
 
 
 def test_a_request_has_attributes_and_reads_as_a_mapping(sample: Any) -> None:
-    """Fields of the caller's own among them; a name that it lacks is an error of its own kind either way."""
+    """The caller's own fields are included; a missing name is a KeyError or an AttributeError."""
     given = {"name": "cat", "prompt": "a cat", "negative_prompt": "blurry", "seed": 3, "style": "ink"}
     request = sample([given]).got[0]["request"]
     assert isinstance(request, Mapping)
@@ -89,13 +89,13 @@ def test_samples_without_a_name_are_numbered(sample: Any) -> None:
 
 
 def test_the_seed_is_the_requests_else_the_jobs(sample: Any) -> None:
-    """As an argument and in the JSON; the request keeps what it was given."""
+    """This holds for the argument and in the JSON; the request keeps its value."""
     drawn = sample([{"seed": 5}, {}], seed=9)
     assert [call["seed"] for call in drawn.got] == [facts["seed"] for facts in drawn.json] == [5, 9]
     assert [call["request"].seed for call in drawn.got] == [5, None]
 
 
-def test_a_generator_gets_what_its_signature_names(fit: Any, counting_trainer: Any, tmp_path: Path) -> None:
+def test_a_generator_gets_the_arguments_in_its_signature(fit: Any, counting_trainer: Any, tmp_path: Path) -> None:
     """`mode`, the name of `task` in some releases, too; the folder is a text."""
     got = []
 
@@ -118,7 +118,7 @@ def test_a_generator_gets_what_its_signature_names(fit: Any, counting_trainer: A
 @pytest.mark.parametrize(
     ("returned", "merged"), [(None, {}), ({}, {}), ({"image": "a.png", "prompt": "as sung"}, {"image": "a.png"})]
 )
-def test_what_a_generator_returns_is_merged_into_the_json(sample: Any, returned: Any, merged: dict[str, Any]) -> None:
+def test_the_result_of_a_generator_is_merged_into_the_json(sample: Any, returned: Any, merged: dict[str, Any]) -> None:
     """A mapping, whose entries win over the request's; or None."""
     drawn = sample([{"prompt": "a cat"}], returned)
     facts = drawn.json[0]
@@ -128,7 +128,7 @@ def test_what_a_generator_returns_is_merged_into_the_json(sample: Any, returned:
 
 
 def test_without_a_generator_each_request_gives_a_file_all_the_same(sample: Any) -> None:
-    """The request, with null where nothing was said."""
+    """The JSON has the request, with null for absent fields."""
     drawn = sample([{"prompt": "a"}, {"seed": 1}], generator=False)
     assert drawn.names == ["step-00000002-00.json", "step-00000002-01.json"]
     own = {"step": 2, "run_id": "r", "files": []}
@@ -170,7 +170,7 @@ EVALUATE = """
 
 
 def test_a_rollout_is_called_before_each_training_phase_and_feeds_it(project: Any) -> None:
-    """With the state and the context, whose dataset is None: nothing else feeds the run."""
+    """It gets the state and the context; the dataset is None, because nothing else feeds the run."""
     assert project.run(project.source() + ROLLOUT, max_steps=3, mock_batches=None) == 0
     assert [name for name, _ in project.notes if name in ("rollout", "train_step")] == [
         *("rollout", "train_step", "train_step"),
@@ -200,7 +200,7 @@ def test_a_rollout_returns_batches_or_a_pair_of_them_and_statistics(project: Any
 
 
 def test_evaluate_is_called_at_its_cadence_and_its_scores_are_metrics(project: Any) -> None:
-    """With the state and the context; reported at the step that it looked at."""
+    """It gets the state and the context; scores are reported at the step that was evaluated."""
     assert project.run(project.source() + EVALUATE, max_steps=4, validate={"every_n_steps": 2}) == 0
     assert [facts["state"]["steps"] for facts in project.calls("evaluate")] == [4, 4]  # one object, at its end by now
     scores = [(event["step"], event["value"]) for event in project.events if event.get("name", "").endswith("score")]

@@ -1,4 +1,4 @@
-"""`setup`, `configure`, `prepare_batch`, `train_step`: when, with what, what they may return, their errors."""
+"""`setup`, `configure`, `prepare_batch`, `train_step`: times, arguments, results and errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_each_hook_gets_the_very_objects_of_the_run(project: Any) -> None:
     ],
 )
 def test_a_field_of_the_context(project: Any, field: str, expected: Any) -> None:
-    """As `setup` sees it, and as every later hook does."""
+    """`setup` and every later hook see the same values."""
     assert project.run(max_steps=1) == 0
     for name in ("setup", "configure", "train_step"):
         (facts,) = project.calls(name)
@@ -46,7 +46,7 @@ def test_a_field_of_the_context(project: Any, field: str, expected: Any) -> None
 
 
 def test_the_context_names_the_job_under_both_of_its_names_and_answers_whether_it_is_canceled(project: Any) -> None:
-    """`run_id`, which some releases called `request_id`."""
+    """`run_id`; some releases called it `request_id`."""
     assert project.run(max_steps=1, hyperparams={"rank": 8}) == 0
     ctx = project.calls("configure")[0]["ctx"]
     assert (ctx.job.run_id, ctx.job.request_id) == ("r", "r")
@@ -54,7 +54,7 @@ def test_the_context_names_the_job_under_both_of_its_names_and_answers_whether_i
     assert ctx.is_canceled() is False
 
 
-def test_the_dataset_of_the_context_is_what_feeds_the_run(project: Any) -> None:
+def test_the_dataset_of_the_context_feeds_the_run(project: Any) -> None:
     """It has the batches already when `setup` looks, and a look does not take any away."""
     source = project.source(
         in_setup="assert [list(ctx.dataset), len(ctx.dataset), ctx.dataset[1]] == [[1, 2, 3, 4], 4, 2]"

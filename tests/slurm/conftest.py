@@ -29,14 +29,14 @@ def slurm():
 
 @pytest.fixture(scope="session")
 def scontrol(tmp_path_factory):
-    """``scontrol show``, which needs a configuration but no cluster."""
+    """``scontrol show``; it needs a configuration but no cluster."""
     if shutil.which("scontrol") is None:
         pytest.skip("scontrol is not installed; `apt-get install slurm-client` brings it")
     path = tmp_path_factory.mktemp("scontrol") / "slurm.conf"
     path.write_text("ClusterName=test\nSlurmctldHost=localhost\nNodeName=n1\nPartitionName=main Nodes=n1\n")
 
     def show(what, text):
-        """What it says, or None where it refuses the text."""
+        """Its output, or None if it refuses the text."""
         done = subprocess.run(
             ["scontrol", "show", what, text], env={"SLURM_CONF": str(path), "PATH": "/usr/bin:/bin"},
             capture_output=True, text=True, check=True,

@@ -1,4 +1,4 @@
-"""What a real Slurm tells its tasks is read as it is meant."""
+"""The variables that a real Slurm gives its tasks are read correctly."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ print(json.dumps(fields, default=str))
 
 @pytest.fixture(scope="module")
 def reported(slurm, tmp_path_factory):
-    """What each process of a job says, as the job was submitted with these options, from its batch script or srun."""
+    """The output of each process of a job with these options, in its batch script or under srun."""
     folder = tmp_path_factory.mktemp("contexts")
     (folder / "report.py").write_text(PROGRAM)
 

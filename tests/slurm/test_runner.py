@@ -1,4 +1,4 @@
-"""The runner as the program of a job: a function with its context, what it returns, and how it ends."""
+"""The runner as the program of a job: a function with its context, its result and its end."""
 
 import json
 import os
@@ -40,7 +40,7 @@ class Note:
 
 @pytest.fixture
 def submit(slurm, tmp_path, monkeypatch):
-    """Submits a function of the module above, which two tasks call, one on each node."""
+    """Submits a function of the module above; two tasks call it, one on each node."""
     (tmp_path / "slurm_tasks.py").write_text(TASKS)
     monkeypatch.syspath_prepend(tmp_path)
     import slurm_tasks

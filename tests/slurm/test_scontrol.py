@@ -24,14 +24,14 @@ WORDS = st.tuples(PREFIXES, st.lists(st.tuples(BRACKETS, st.sampled_from(["", "n
 
 @settings(max_examples=EXAMPLES)
 @given(st.lists(WORDS, min_size=1, max_size=3).map(",".join))
-def test_what_scontrol_expands_is_expanded_to_the_same_hosts_in_the_same_order(scontrol, text):
+def test_hostlists_expand_to_the_same_hosts_as_with_scontrol_in_the_same_order(scontrol, text):
     hosts = scontrol("hostnames", text)
     if hosts:  # 22.05 refuses a suffix after the last bracket
         assert expand_hostlist(text) == hosts
 
 
 @pytest.mark.parametrize("text", ["n[3-1]", "n[]", "n[1,,2]", "n[-1]", "n[a-b]", "n[1-2-3]", "n[1-65537]", "n[1-2];n3"])
-def test_what_scontrol_refuses_is_refused(scontrol, text):
+def test_hostlists_that_scontrol_refuses_are_refused(scontrol, text):
     assert scontrol("hostnames", text) is None
     with pytest.raises(ValueError, match="Invalid hostlist"):
         expand_hostlist(text)

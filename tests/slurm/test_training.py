@@ -94,13 +94,13 @@ class Jobs:
 def jobs(slurm, tmp_path):
     made = Jobs(slurm, tmp_path)
     yield made
-    for path in tmp_path.glob("*.out"):  # shown where a test fails
+    for path in tmp_path.glob("*.out"):  # shown if a test fails
         print(path.name, path.read_text()[-3000:])
 
 
 @pytest.fixture(scope="module", autouse=True)
 def limited(slurm, tmp_path_factory):
-    """A job that trains until its time is over, which is long after everything else here."""
+    """A job that trains until its time is over, long after everything else here."""
     jobs = Jobs(slurm, tmp_path_factory.mktemp("limited"))
     path = jobs.write("limited", hyperparams={"hold": "never"})
     return jobs, jobs.submit(path, "--sbatch", "time=2", "--grace=30", "--no-requeue")
@@ -120,7 +120,7 @@ def uneven(slurm, tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def apart(slurm, tmp_path_factory):
-    """A job of which each node has a folder and a code of its own."""
+    """A job whose nodes have separate folders and separate code."""
     jobs = Jobs(slurm, tmp_path_factory.mktemp("apart"))
     jobs.write("apart")
     for rank in range(2):
@@ -162,8 +162,8 @@ def test_two_nodes_train_are_preempted_requeued_and_end_as_if_nothing_had_been(j
     assert [event["event"] for event in jobs.events("straight")[before:]] == ["started", "completed"]
 
 
-def test_a_task_of_an_array_trains_in_its_own_folder_and_is_requeued_alone(jobs):
-    """The task that is preempted has the number of the whole array, by which Slurm would requeue all."""
+def test_a_task_of_an_array_trains_in_its_own_folder_and_is_requeued_without_the_others(jobs):
+    """The preempted task has the number of the array; with that number, Slurm would requeue all tasks."""
     slurm = jobs.slurm
     array = jobs.submit(jobs.write("array", hyperparams={"hold": "go"}), "--sbatch", "array=0-1")
     runs = [f"array-{task}" for task in range(2)]
@@ -225,7 +225,7 @@ def test_a_rank_that_is_killed_while_its_job_is_requeued_changes_nothing(jobs, r
     assert [event["event"] for event in jobs.events("requeued")].count("completed") == 1
 
 
-def test_uneven_tasks_per_node_train_what_as_many_on_one_node_do(uneven):
+def test_uneven_tasks_per_node_train_like_the_same_number_on_one_node(uneven):
     jobs, apart, together = uneven
     assert [jobs.slurm.wait(job) for job in (apart, together)] == [("COMPLETED", 0)] * 2, jobs.output("uneven")
 

@@ -31,7 +31,7 @@ def lines(capsys, *words):
     return script.splitlines()
 
 
-def test_what_is_asked_for_stands_in_directives(job, capsys):
+def test_options_become_directives(job, capsys):
     words = ["--nodes=2", "--tasks-per-node=8", "--gpus-per-node=h100:8", "--cpus-per-task=4", "--grace=90"]
     said = lines(capsys, *words, "--sbatch=exclusive", "--sbatch=mail-type=END", "--sbatch=time=1-00:00:00")
     assert said[0] == "#!/bin/bash"
@@ -43,7 +43,7 @@ def test_what_is_asked_for_stands_in_directives(job, capsys):
     assert any("--cpus-per-task=4 " in line for line in said if line.startswith("srun"))
 
 
-def test_what_is_not_asked_for_is_left_to_slurm(job, capsys):
+def test_options_that_are_not_given_are_left_to_slurm(job, capsys):
     names = {line.split("=")[0] for line in lines(capsys) if line.startswith("#SBATCH")}
     assert not names & {"#SBATCH --time", "#SBATCH --gpus-per-node", "#SBATCH --partition", "#SBATCH --array"}
 
@@ -83,7 +83,7 @@ STOPPED = """printf '%s\\n' '{"category":"REASON","event":"failed"}' >> "$events
 
 @pytest.fixture
 def ends(job, tmp_path, capsys, monkeypatch):
-    """What the script says and its exit code, with srun and scontrol in its own shell."""
+    """The output and exit code of the script, with srun and scontrol as functions of its shell."""
     monkeypatch.setenv("TRAINER_ARTIFACTS_DIR", str(tmp_path))
     (tmp_path / "metrics").mkdir()
     (tmp_path / "metrics" / "events.jsonl").touch()
@@ -112,7 +112,7 @@ def ends(job, tmp_path, capsys, monkeypatch):
         ("""echo '{"event":"checkpoint"}' >> "$events"; return 137""", True),
     ],
 )
-def test_a_run_that_can_go_on_is_requeued(ends, srun, requeues):
+def test_a_run_that_can_continue_is_requeued(ends, srun, requeues):
     said, code = ends(srun)
     assert said == ("requeued 7" if requeues else "")
     if not requeues:
@@ -123,7 +123,9 @@ ARRAY = "SLURM_ARRAY_JOB_ID=5 SLURM_ARRAY_TASK_ID=3\n"
 
 
 @pytest.mark.parametrize("python", ["", "PY_EXEC=/env/python\n"])
-def test_a_task_of_an_array_is_a_run_of_its_own_and_is_requeued_alone(job, tmp_path, capsys, monkeypatch, python):
+def test_a_task_of_an_array_is_a_separate_run_and_is_requeued_without_the_others(
+    job, tmp_path, capsys, monkeypatch, python
+):
     monkeypatch.setenv("TRAINER_ARTIFACTS_DIR", f"{tmp_path}/a b")
     _, script, _ = rendered(capsys)
     (tmp_path / "a b-3" / "metrics").mkdir(parents=True)
@@ -269,14 +271,14 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("words", "text"), FAULTS)
-def test_what_cannot_be_used_is_told_and_nothing_is_printed(job, capsys, words, text):
+def test_an_unusable_argument_is_named_and_nothing_is_printed(job, capsys, words, text):
     code, script, errors = rendered(capsys, *words)
     assert (code, script) == (2, "")
     assert text in errors
     assert "s3cret" not in errors
 
 
-def test_all_that_cannot_be_used_is_told_at_once(job, capsys):
+def test_all_unusable_arguments_are_named_at_once(job, capsys):
     words = ["--gpus-per-node", "-1", "--sbatch", "mem=a lot", "--mount", "/a:/b"]
     code, _, errors = rendered(capsys, *words)
     assert code == 2
@@ -369,7 +371,7 @@ def test_a_keyword_argument_without_a_value_is_refused(sbatch, capsys):
     assert "Expected --set NAME=VALUE, but received 'text'" in capsys.readouterr().err
 
 
-def test_a_machine_without_slurm_is_told(job):
+def test_a_machine_without_slurm_gets_a_clear_message(job):
     environ = {**os.environ, "PATH": os.path.dirname(sys.executable)}
     command = [sys.executable, "-m", "genlight.adapter.cli", "slurm", "submit", "job.json"]
     done = subprocess.run(command, cwd=job.parent, env=environ, capture_output=True, text=True, check=False)

@@ -54,7 +54,7 @@ def test_a_task_of_a_step_knows_its_place():
     }
 
 
-def test_its_environment_is_what_slurm_says_without_the_token_and_the_rest():
+def test_its_environment_has_only_variables_of_slurm_without_the_token():
     environment = build_job_context(TASK).environment
     assert environment["SLURM_PROCID"] == "4"
     assert not {"SLURM_JWT", "HOME"} & set(environment)
@@ -74,7 +74,7 @@ def test_outside_of_a_job_nothing_is_known_and_nothing_is_made_up():
     assert context.torch_distributed_env() == {}
 
 
-def test_the_current_context_is_that_of_the_process(monkeypatch):
+def test_the_current_context_describes_the_process(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert current_job_context().job_id == "7"
 

@@ -1,4 +1,4 @@
-"""What torchrun decides about a Lightning trainer."""
+"""The decisions of torchrun about a Lightning trainer."""
 
 import os
 
@@ -22,7 +22,7 @@ def test_devices_and_nodes_are_those_that_torchrun_has_started(torchrun, devices
     assert placed_by_launcher({"devices": devices, "num_nodes": 1}) == {"devices": 2, "num_nodes": 3}
 
 
-def test_what_the_job_says_of_them_stays(torchrun):
+def test_settings_of_the_job_are_kept(torchrun):
     assert placed_by_launcher({"devices": 4, "num_nodes": 2}) == {}
     assert placed_by_launcher({"devices": 2}) == {"num_nodes": 3}
 
@@ -31,7 +31,7 @@ def test_without_a_launcher_nothing_changes():
     assert placed_by_launcher({"devices": "auto"}) == {}
 
 
-def test_each_start_has_a_port_of_its_own_whatever_earlier_ones_left_in_the_store_of_the_agent(torchrun, monkeypatch):
+def test_each_start_has_its_own_port_whatever_earlier_starts_left_in_the_agents_store(torchrun, monkeypatch):
     ports = []
     for count in range(3):
         shared = {"MASTER_PORT": "29400", AGENT_STORE: "True", "TORCHELASTIC_RESTART_COUNT": str(count)}

@@ -1,4 +1,4 @@
-"""Slurm under Lightning: which environment a trainer gets, and what does not fit is told before training."""
+"""Slurm under Lightning: the environment that a trainer gets, and the refusal of a mismatch before training."""
 
 import lightning.pytorch as pl
 import pytest
@@ -116,7 +116,7 @@ def test_an_environment_of_the_callers_own_stays(within):
 
 
 @pytest.mark.parametrize(("devices", "num_nodes"), [(2, 2), (1, 1), (1, 3)])
-def test_devices_and_nodes_that_are_not_the_tasks_are_told(within, devices, num_nodes):
+def test_devices_and_nodes_that_do_not_match_the_tasks_are_refused(within, devices, num_nodes):
     within(TASK)
     placed = placed_by_launcher({"devices": devices, "num_nodes": num_nodes})
     fault = placement_fault(trainer(**{"devices": devices, "num_nodes": num_nodes, **placed}))
@@ -127,7 +127,7 @@ def test_devices_and_nodes_that_are_not_the_tasks_are_told(within, devices, num_
         assert f"`srun --nodes={num_nodes} --ntasks-per-node={devices}`" in fault
 
 
-def test_several_nodes_without_srun_are_told(within):
+def test_several_nodes_without_srun_are_refused(within):
     within(BATCH)
     made = trainer(devices=1, num_nodes=2, **placed_by_launcher({}))
     assert "is not a task of srun" in placement_fault(made)

@@ -72,12 +72,12 @@ def test_an_exception_keeps_text_and_facts_when_it_is_pickled(error):
         (exceptions.AuthError("x"), exceptions.InputError),
     ],
 )
-def test_an_exception_is_caught_as_what_python_would_call_it(error, caught_as):
+def test_an_exception_is_caught_as_its_python_counterpart(error, caught_as):
     with pytest.raises(caught_as):
         raise error
 
 
-def test_an_unwritten_checkpoint_says_what_helps():
+def test_an_unwritten_checkpoint_names_the_way_out():
     error = exceptions.UnwrittenCheckpointError("final", "/c", 2_500_000, 28, "it went wrong", None)
 
     assert str(error).startswith("checkpoint final (2.5 MB) could not be written to /c: it went wrong; free some space")
@@ -96,7 +96,7 @@ def test_an_exception_says_its_facts(error, text):
     assert str(error) == text
 
 
-def test_an_unstorable_value_is_named_with_its_path_and_the_hint_only_if_there_is_one():
+def test_an_unstorable_value_is_named_with_its_path_and_any_hint():
     plain = exceptions.UnstorableStateError('state["rng"]', "random.Random")
     hinted = exceptions.UnstorableStateError('state["rng"]', "random.Random", "store its getstate()")
 

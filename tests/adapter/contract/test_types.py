@@ -170,7 +170,7 @@ def test_the_required_hooks_are_those_of_the_protocol():
     ],
     ids=["reporter", "writer", "uploader"],
 )
-def test_what_a_caller_brings_is_called_with_these_keywords(protocol, methods):
+def test_protocols_of_the_caller_take_these_keywords(protocol, methods):
     found = {}
     for name, value in vars(protocol).items():
         if inspect.isfunction(value) and not name.startswith("_"):

@@ -1,4 +1,4 @@
-"""Model components from safetensors, in the device and precision that was asked for."""
+"""Model components from safetensors, on the requested device and in the requested precision."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_tensor_in_two_files_is_an_error_that_names_it(tmp_path, save):
         load_components(tmp_path, "cpu", "fp32")
 
 
-def test_what_cannot_be_read_is_an_input_error_that_names_the_file(tmp_path, save):
+def test_an_unreadable_file_is_an_input_error_that_names_it(tmp_path, save):
     with pytest.raises(InputError, match="no model folder"):
         load_components(tmp_path / "none", "cpu", "fp32")
     with pytest.raises(InputError, match=r"holds no \.safetensors file"):

@@ -111,7 +111,7 @@ def test_numbers_and_single_elements_become_a_float(value):
         *((value, TypeError, "Expected a number") for value in ("2", None, [2.0], {"loss": 1}, b"2", 1j)),
     ],
 )
-def test_what_is_no_single_number_is_no_scalar(value, error, said):
+def test_a_value_that_is_not_one_number_is_refused(value, error, said):
     with pytest.raises(error, match=said):
         to_float_scalar(value)
 
@@ -168,7 +168,7 @@ def test_a_schedule_that_cannot_work_is_refused_by_name(name):
 # the checkpoint of trainable parameters
 
 
-def test_training_goes_on_from_a_checkpoint_bit_for_bit(trained, tmp_path):
+def test_training_continues_from_a_checkpoint_bit_for_bit(trained, tmp_path):
     module, bundle = trained
     save_trainable_module_checkpoint(
         module, tmp_path, step=3, optimizer=bundle.optimizer, scheduler=bundle.scheduler, metadata={"base": "sd"}
@@ -188,7 +188,7 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(trained, tmp_path):
         assert torch.equal(value, other.state_dict()[name]), name
 
 
-def test_frozen_parameters_are_left_out_and_left_alone(trained, tmp_path):
+def test_frozen_parameters_are_neither_saved_nor_changed(trained, tmp_path):
     module, _ = trained
     save_trainable_module_checkpoint(module, tmp_path, step=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_meta.json", "lora.safetensors"]

@@ -1,4 +1,4 @@
-"""Which functions get the context, and how."""
+"""Injection of the context into functions of all kinds."""
 
 import functools
 import typing
@@ -13,7 +13,7 @@ CONTEXT = JobContext(job_id="1")
 
 
 def called(function, *args, **kwargs):
-    """What `function` returns, called as the runner calls it."""
+    """Call `function` as the runner calls it."""
     args, kwargs = bind_job_context(function, args, kwargs, CONTEXT)
     return function(*args, **kwargs)
 
@@ -122,7 +122,7 @@ ASK = {
 
 
 @pytest.mark.parametrize("what", ASK)
-def test_what_asks_for_the_context_gets_it(what):
+def test_a_parameter_that_asks_for_the_context_gets_it(what):
     assert called(ASK[what]) is CONTEXT
 
 
@@ -163,7 +163,7 @@ def variadic(*job, **jobs):
         lambda: "mine",
     ],
 )
-def test_what_does_not_ask_is_called_as_it_is(function):
+def test_a_function_that_does_not_ask_is_called_unchanged(function):
     assert called(function) == "mine"
 
 
@@ -178,7 +178,7 @@ def test_a_call_that_cannot_be_bound_is_left_to_python():
     assert bind_job_context(other_name, (), {}, CONTEXT) == ((), {})
 
 
-def test_what_the_caller_gives_stays():
+def test_arguments_of_the_caller_are_kept():
     assert called(by_name, "mine") == "mine"
     assert called(by_name, job="mine") == "mine"
     assert called(with_default, None) is None
@@ -204,7 +204,7 @@ def test_it_stands_in_its_place_among_other_arguments():
     assert called(functools.partial(three, a=1), b=2) == (1, CONTEXT, 2)
 
 
-def test_what_was_given_is_handed_on_as_it_was_given():
+def test_given_arguments_are_passed_on_unchanged():
     args, kwargs = bind_job_context(three, (1,), {"b": 2}, CONTEXT)
     assert (args, kwargs) == ((1, CONTEXT), {"b": 2})
     args, kwargs = bind_job_context(three, (), {"b": 2, "a": 1}, CONTEXT)
@@ -221,7 +221,7 @@ def test_each_parameter_that_asks_gets_it_unless_it_was_given():
     assert called(two_that_ask, place="mine") == (CONTEXT, "mine", CONTEXT)
 
 
-def test_what_python_refuses_is_refused_in_its_words():
+def test_a_call_that_python_refuses_fails_with_its_message():
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'a'"):
         called(three, b=2)
     assert typing.get_type_hints(by_annotation) == {"place": JobContext}

@@ -254,7 +254,7 @@ def test_a_failure_before_the_call_is_reported_with_its_beginning_and_end(submit
     assert words in failure.value.error_message
 
 
-def test_the_beginning_has_the_environment_without_secrets_and_what_the_job_was_given(submitter):
+def test_the_begin_context_has_the_redacted_environment_and_the_argument_files(submitter):
     task = {"SLURM_JOB_ID": "7", "HF_TOKEN": "hf_0123456789abcdef", "PLAIN": "yes"}
     assert submitter.run("bad_module", "f", args=(1,), kwargs={}, **task)[0] == 1
     begin, end, _ = submitter.noted()
@@ -288,7 +288,7 @@ def test_each_rank_keeps_its_failure_and_the_client_reads_the_first(submitter):
     with pytest.raises(FunctionFailedError, match="ValueError: no such thing"):
         read_result(submitter.result)
 
-    prepare_output(submitter.result)  # one rank, where there were two
+    prepare_output(submitter.result)  # now one rank instead of two
     with pytest.raises(FileNotFoundError):
         read_result(submitter.result)
 
@@ -352,7 +352,7 @@ def test_a_function_of_a_class_is_found_by_its_dotted_name(submitter):
     assert json.loads(submitter.result.read_text()) == "static"
 
 
-def test_wrong_usage_is_told_and_ends_with_2(submitter):
+def test_wrong_usage_is_explained_and_ends_with_2(submitter):
     done = subprocess.run(
         [sys.executable, "-m", "genlight.adapter.runner", "--module", "m"], capture_output=True, text=True, check=False
     )
@@ -400,7 +400,7 @@ def test_no_pickle_is_loaded_from_a_file_that_another_user_could_have_written(tm
     assert not (tmp_path / "loaded").exists()
 
 
-def test_what_a_submitter_writes_is_for_this_user_alone_and_is_read_again(tmp_path):
+def test_files_of_a_submitter_are_private_and_readable(tmp_path):
     path = tmp_path / "args"
     write_pickle(path, ((1, "two"), {"three": 3.0}))
     assert path.stat().st_mode & 0o777 == 0o600
@@ -416,7 +416,7 @@ def test_a_file_of_the_user_s_own_group_and_a_pickle_that_is_no_base64_are_read(
     path = tmp_path / "args"
     path.write_bytes(pickle.dumps(("hello", 2)))
     os.chown(path, -1, group.gr_gid)
-    path.chmod(0o664)  # what a umask of 002 leaves
+    path.chmod(0o664)  # the permissions under a umask of 002
 
     assert read_pickle(path) == ("hello", 2)
 

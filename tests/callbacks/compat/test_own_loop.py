@@ -1,4 +1,4 @@
-"""The callbacks of the six-hook style act in a loop of one's own, which has a trainer object of any class."""
+"""Six-hook callbacks work in a user's own loop, with a trainer object of any class."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_early_stopping_asks_the_loop_to_end(tmp_path):
     assert (loop.should_stop, loop.global_step) == (True, 6)
 
 
-def test_steps_are_counted_where_the_loop_does_not_and_a_loop_that_cannot_save_is_told(tmp_path):
+def test_steps_are_counted_for_a_loop_that_does_not_and_a_loop_without_save_checkpoint_is_refused(tmp_path):
     trainer = SimpleNamespace(loss=torch.tensor(1.0))
     callbacks = CallbackList([EarlyStoppingCallback(patience=3)])
     for _ in range(4):
@@ -115,7 +115,7 @@ def test_steps_are_counted_where_the_loop_does_not_and_a_loop_that_cannot_save_i
         CallbackList([CheckpointCallback(1, output_dir=tmp_path)]).on_step_end(trainer)
 
 
-def test_what_a_callback_raises_reaches_the_loop(tmp_path):
+def test_an_exception_of_a_callback_reaches_the_loop(tmp_path):
     class EndsEarly(Callback):
         def on_step_end(self, trainer):
             raise KeyError("enough")

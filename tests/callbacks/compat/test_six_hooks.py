@@ -69,7 +69,7 @@ class Trains:
 
 
 class Notes(Callback):
-    """Notes each of the six hooks, and what the trainer was in it."""
+    """Notes each of the six hooks, and the trainer that it got."""
 
     def __init__(self):
         self.calls, self.steps = [], []
@@ -126,7 +126,7 @@ def test_they_are_called_under_lightnings_own_loop_as_well(fit_plain) -> None:
     assert all(loss >= 0 for _, loss in notes.steps)
 
 
-def test_the_trainer_has_what_such_callbacks_use(run) -> None:
+def test_the_trainer_has_the_attributes_that_six_hook_callbacks_use(run) -> None:
     seen = {}
 
     class Looks(Callback):
@@ -145,7 +145,7 @@ def test_the_trainer_has_what_such_callbacks_use(run) -> None:
     assert seen["device"] == torch.device("cpu")
 
 
-def test_an_attribute_that_there_is_not_is_named(run) -> None:
+def test_an_unknown_attribute_is_named(run) -> None:
     class Asks(Callback):
         critical = True
 
@@ -167,7 +167,7 @@ def test_should_stop_ends_the_run(run) -> None:
     assert module.stopped == "should_stop"
 
 
-def test_a_failure_is_counted_and_the_others_go_on_and_that_of_a_critical_one_ends_the_run(run, caplog) -> None:
+def test_failures_are_counted_other_callbacks_continue_and_a_critical_one_ends_the_run(run, caplog) -> None:
     class Fails(Callback):
         def on_step_end(self, trainer):
             raise OSError("no such disk")
@@ -211,7 +211,7 @@ def test_the_list_can_be_called_by_a_loop_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize("callback", [Notes, 3])
-def test_what_is_no_such_callback_is_refused(callback) -> None:
+def test_an_object_without_any_of_the_six_hooks_is_refused(callback) -> None:
     with pytest.raises(TypeError, match="Expected an object"):
         CallbackList([callback])
 
@@ -225,7 +225,7 @@ def test_a_lightning_callback_in_the_list_joins_those_of_the_trainer_and_a_secon
     assert stays_out not in trainer.callbacks
 
 
-def test_one_that_is_given_to_the_trainer_directly_is_told_where_it_belongs(quiet) -> None:
+def test_a_six_hook_callback_passed_to_the_trainer_is_refused_with_the_way_out(quiet) -> None:
     def train():
         pl.Trainer(**quiet, max_steps=1, callbacks=[Notes()]).fit(ContractModule(Trains(), None), BatchStream([1]))
 
@@ -256,7 +256,7 @@ def test_default_callbacks_are_there_in_a_second_fit_too(run, tmp_path: Path) ->
     assert [listed.record.step for listed in list_checkpoints(tmp_path / "checkpoints")][-1] == 6
 
 
-def test_a_copy_has_callbacks_of_its_own(run) -> None:
+def test_a_copy_has_separate_callbacks(run) -> None:
     notes = Notes()
     run(copy.deepcopy(CallbackList([notes], defaults=False)))
 
@@ -415,7 +415,7 @@ def test_a_report_is_written_at_the_end_without_secrets(run, tmp_path: Path) -> 
         (lambda: DiagnosisCallback(-1), "`check_interval`"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(make, words) -> None:
+def test_invalid_arguments_are_refused_by_name(make, words) -> None:
     with pytest.raises(ValueError, match=words):
         make()
 
@@ -456,7 +456,7 @@ def test_best_loss_is_infinite_before_any_loss_was_read(run) -> None:
     assert seen == [math.inf]
 
 
-def test_wandb_that_is_not_installed_is_said_with_what_to_install(monkeypatch) -> None:
+def test_a_missing_wandb_is_an_error_that_names_the_package(monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
     with pytest.raises(ModuleNotFoundError, match="pip install wandb"):
@@ -475,7 +475,7 @@ LOSSES = [5.0, 4.0, 3.0, 2.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0]
 
 
 class Returns(pl.LightningModule):
-    """Its losses are those of the list, and are logged by nobody."""
+    """Returns the losses of the list, and logs none of them."""
 
     def __init__(self, as_mapping: bool = False) -> None:
         super().__init__()
@@ -541,7 +541,7 @@ class Writes(Callback):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_best_loss_is_that_of_all_steps_though_nobody_reads_it_also_after_a_resume(kind, quiet, tmp_path) -> None:
+def test_the_best_loss_covers_all_steps_without_readers_and_after_a_resume(kind, quiet, tmp_path) -> None:
     def best(steps, resume=None):
         callbacks = [
             Checkpoint(tmp_path / "c", every_n_steps=6),

@@ -1,4 +1,4 @@
-"""A ``.pt`` checkpoint is whole or absent, proven before it is renamed, and read without running code."""
+"""A ``.pt`` checkpoint is complete or absent, proven before it is renamed, and read without running code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Kind(enum.StrEnum):
     SMALL = "small"
 
 
-def test_what_is_written_is_read_again_without_pickle(tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_again_without_pickle(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2)).sum().backward()
