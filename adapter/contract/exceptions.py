@@ -60,6 +60,7 @@ __all__ = [
     "TrainerPathError",
     "TrainingCanceled",
     "TrainingHungError",
+    "UnloadableCheckpointError",
     "UnstorableStateError",
     "UnwrittenCheckpointError",
     "UploadError",
@@ -141,6 +142,14 @@ class BrokenCheckpointError(CheckpointError):
 
     def __str__(self) -> str:
         return f"checkpoint {self.checkpoint} is broken: {self.reason}"
+
+
+class UnloadableCheckpointError(BrokenCheckpointError):
+    """The files of a checkpoint are intact, but it names a type that this process does not know."""
+
+    @override
+    def __str__(self) -> str:
+        return f"checkpoint {self.checkpoint} is intact, but cannot be loaded here: {self.reason}"
 
 
 class UnstorableStateError(CheckpointError, TypeError):

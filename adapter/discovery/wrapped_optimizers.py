@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -79,7 +79,7 @@ class KeptByWrapper:
             self.optimizer.param_groups = self.wrapper.param_groups
         for at in self.shared_groups:
             self.optimizer.param_groups[at] = self.wrapper.param_groups[at]
-        if self.shares_state and (other := self.wrapper.state) is not state:
+        if self.shares_state and (other := cast("dict[Any, Any]", self.wrapper.state)) is not state:
             for key in [key for key in other if isinstance(key, str) and key not in state]:
                 state[key] = other[key]
             self.wrapper.state = self.optimizer.state

@@ -276,10 +276,15 @@ class ArrowFeed(FeedOptions):
         assert self._position is not None
         return replace(self._position, step=self._step)
 
+    @property
+    def _extent(self) -> list[int]:
+        """Numbers of rows and of row groups."""
+        return [sum(self._source.group_rows), len(self._source.group_rows)]
+
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch handed out, as JSON values; the same on every rank."""
         position = Position.start_of(0, self._layout.order) if self._position is None else self._at()
-        return {**position.state(self._layout), "data": self._source.fingerprint}
+        return {**position.state(self._layout), "data": self._source.fingerprint, "extent": self._extent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the position of `state`, also on another number of ranks, batch size or sharding.
@@ -288,9 +293,13 @@ class ArrowFeed(FeedOptions):
             InputError: The data, or its order, is not that of the state.
         """
         if state.get("data", self._source.fingerprint) != self._source.fingerprint:
+            now, before = self._extent, state.get("extent", self._extent)
+            changed = "files, their sizes or row groups have changed"
+            if now != before:
+                changed = f"it had {before[0]:,} rows in {before[1]:,} row groups, and has {now[0]:,} in {now[1]:,} now"
             raise InputError(
-                "The position belongs to other data: files, their sizes or row groups have changed. Resume "
-                "with the data of the checkpoint, or start a new run."
+                f"The position belongs to other data: {changed}. Resume with the data of the checkpoint, or start a "
+                "new run."
             )
         self.close()
         self._position = Position.restored(state, self._layout)

@@ -39,6 +39,7 @@ from ..gradients.step import StepRouter, step_router
 from ..plumbing.counted_dict import CountedDict, uncounted
 from ..plumbing.redaction import without_secrets
 from .evaluation import host_evaluation
+from .first_updates import FirstUpdates
 from .loop import install_loop, own_epoch_loop, start_after
 from .own_hooks import attach_own_hooks
 from .plugin_loading import (
@@ -116,6 +117,7 @@ class ContractModule(pl.LightningModule):
         self._state: TrainerState | None = None
         self._cancel_checks: list[Callable[[], bool]] = [] if ctx.is_canceled is None else [ctx.is_canceled]
         self._router: StepRouter | None = None
+        self._first_updates: FirstUpdates | None = None
         self._start_step = 0
         self._restored_step = 0
         self._to_restore: ToRestore | None = None
@@ -251,7 +253,8 @@ class ContractModule(pl.LightningModule):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_router": None}  # it patches torch while this process trains
+        # Both have hooks in torch while this process trains.
+        return {**super().__getstate__(), "_router": None, "_first_updates": None}
 
     def train_raw_batch(self, raw: Any) -> Mapping[str, Any]:
         """One step of the trainer on a raw batch; its metrics as they are.
@@ -432,9 +435,16 @@ class ContractModule(pl.LightningModule):
         self._router = step_router(self.trainer, self, discovered, rank_local, before)
         if self._router is not None:
             self._router.open()
+        # Not under FSDP 2, which refuses hooks of shards; not twice in a module that is fitted again.
+        if not self._state.is_sharded and self._first_updates is None:
+            says = self.trainer.is_global_zero
+            self._first_updates = FirstUpdates(discovered, says=says, at_end=self._name_unread_hyperparams)
 
     def close_router(self) -> None:
         """Leave torch as it was before the training, which has ended or failed."""
+        if self._first_updates is not None:
+            self._first_updates.close()
+            self._first_updates = None
         if self._router is not None:
             self._router.close()
 

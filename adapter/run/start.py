@@ -153,7 +153,7 @@ def newest_start(directory: Path, ways: WaysOut, *, knows_types: bool) -> Start:
         broken = "; ".join(warning.removesuffix(FALLS_BACK) for warning in warnings)
         raise StartupContractError(
             IN_USE,
-            f"no checkpoint in {str(directory)!r} is whole: {broken}. Restore one, or {ways.anew}.",
+            f"no checkpoint in {str(directory)!r} can be resumed from: {broken}. Restore one, or {ways.anew}.",
         )
     return Start(record, warnings=tuple(warnings))
 

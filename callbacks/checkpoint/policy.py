@@ -455,10 +455,15 @@ class Checkpoint(Hook, LightningCheckpoint):
             return {}
         if self._is_scored:
             return {name: self._scores[step]} if step in self._scores else {}
-        for source in (trainer.callback_metrics, run_state_of(trainer).loss_stats or {}):
-            if name in source:
-                return {name: float(source[name])}
-        log.warning("The metric %r by which checkpoints are kept had not been logged by step %d", name, step)
+        logged: dict[str, Any] = {**(run_state_of(trainer).loss_stats or {}), **trainer.callback_metrics}
+        if name in logged:
+            return {name: float(logged[name])}
+        log.warning(
+            "The metric %r by which checkpoints are kept had not been logged by step %d; there were: %s",
+            name,
+            step,
+            ", ".join(sorted(logged)) or "none",
+        )
         return {}
 
     def _note_end(self, ended: Future[CheckpointRecord | None], began_s: float) -> None:

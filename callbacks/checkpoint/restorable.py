@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
-from .codec.state_tree import check
+from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, UnloadableCheckpointError
+from .codec.state_tree import UnknownTypeError, check
 from .contents import TypedShape, check_tensor, read_contents
 from .format.record import CheckpointRecord
 
@@ -108,6 +108,8 @@ def check_contents(record: CheckpointRecord, *, knows_types: bool = False) -> No
                 raise ValueError("it is not a dictionary")
         except (BrokenCheckpointError, OSError, MemoryError):
             raise
+        except UnknownTypeError as error:
+            raise UnloadableCheckpointError(record.name, error.problem) from error
         except CheckpointError as error:
             raise BrokenCheckpointError(record.name, str(error)) from error
         except Exception as error:

@@ -268,6 +268,7 @@ class UnknownTypeError(CheckpointError):
 
     def __init__(self, problem: str, *, may_be_imported: bool = False) -> None:
         super().__init__(f"the checkpoint cannot be loaded here: {problem}")
+        self.problem = problem
         self.may_be_imported = may_be_imported
         """Whether its module is not imported, so that it may still come to be known."""
 
@@ -281,7 +282,7 @@ def find_type(name: str) -> type:
     module_name, _, qualified = name.partition(":")
     found: Any = sys.modules.get(module_name)
     if found is None:
-        text = f"{name} is not imported; import {module_name} before loading this checkpoint"
+        text = f"{name} is not imported; import {module_name} before it is loaded, at the top of your trainer's module"
         raise UnknownTypeError(text, may_be_imported=True)
     for part in qualified.split("."):
         # `vars`, not `getattr`: a module's or class's own `__getattr__` could import or run anything.

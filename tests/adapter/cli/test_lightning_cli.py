@@ -522,7 +522,7 @@ def test_a_resumed_fit_says_what_it_goes_on_from_and_what_it_passed_over(genligh
         cut_off(record)
     code, words = genlight("fit", "--resume", "auto", **works)
     assert code == 2
-    assert "no checkpoint in 'c' is whole: checkpoint final is broken" in words
+    assert "no checkpoint in 'c' can be resumed from: checkpoint final is broken" in words
     assert "Restore one, or move them aside and start at step 0 with `--resume never`." in words
     assert genlight("fit", "--resume", "never", **works)[0] == 0
 
@@ -617,7 +617,7 @@ def test_nothing_is_evaluated_where_no_checkpoint_is_whole(genlight, tmp_path):
 
     code, words = genlight("test", "--resume", "auto", **counts)
     assert code == 2
-    assert "no checkpoint in 'c' is whole: checkpoint final is broken" in words
+    assert "no checkpoint in 'c' can be resumed from: checkpoint final is broken" in words
     assert "Restore one, or name another by `--ckpt_path`." in words
 
 

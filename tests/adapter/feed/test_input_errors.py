@@ -162,8 +162,12 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(rows_file, ids):
 
 def test_a_position_is_refused_on_other_data(rows_file):
     state = ArrowFeed(rows_file(8, 8)).state_dict()
-    with pytest.raises(InputError, match="other data"):
+    with pytest.raises(InputError, match=r"it had 16 rows in 2 row groups, and has 17 in 2 now"):
         ArrowFeed(rows_file(8, 9)).load_state_dict(state)
+    with pytest.raises(InputError, match=r"and has 24 in 3 now"):
+        ArrowFeed(rows_file(8, 8, 8)).load_state_dict(state)
+    with pytest.raises(InputError, match=r"files, their sizes or row groups have changed"):
+        ArrowFeed(rows_file(7, 9)).load_state_dict(state)
 
 
 def test_a_position_survives_a_move_of_the_data(rows_file, tmp_path, ids):

@@ -238,6 +238,14 @@ def test_the_best_stays_whatever_comes_after(tmp_path, make_trainer, make_net, m
     assert checkpoint.best_model_path == str(tmp_path / "c" / "step-00000002.json")
 
 
+def test_a_monitor_that_was_never_logged_is_named_with_what_was(tmp_path, make_trainer, make_net, make_loader, caplog):
+    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=1, monitor="scores")
+    make_trainer(Scored(), checkpoint, max_steps=1).fit(make_net(), make_loader(1))
+    assert (
+        "'scores' by which checkpoints are kept had not been logged by step 1; there were: loss, score" in caplog.text
+    )
+
+
 class Listener(Hook):
     """Notes what it hears, and where."""
 
