@@ -137,6 +137,13 @@ class ArrowFeed(FeedOptions):
         if not share.steps:
             needed = f"the {share.step_rows} of a full step (`drop_last` is on)" if self.drop_last else "one a rank"
             raise InputError(f"The data has {order.rows} rows for {self.world_size} ranks, fewer than {needed}.")
+        partitions = getattr(self._source, "partitions", ())
+        if partitions and self.columns is None and self.rank == 0:
+            log.warning(
+                "The data has folders named by columns (%s), which are not read: write the columns into the files if "
+                "the training needs them, or name `columns`.",
+                ", ".join(f"{name}=…" for name in partitions),
+            )
         rest = share.total - share.full_steps * share.step_rows
         if rest and self.rank == 0 and not self.drop_last:
             # Where the batch size that was asked for is not the one that is trained with.

@@ -104,6 +104,10 @@ def feed_of(function: Callable[..., Any], ctx: StepContext, options: Mapping[str
         return _dataset_feed(given, {**options, **ranks})
     if isinstance(given, DataLoader) and not isinstance(given.dataset, IterableDataset):
         return given if ctx.world_size == 1 else _shared_loader(given, name, {"seed": options.get("seed", 0), **ranks})
+    if type(given) is DataLoader and given.persistent_workers:
+        # What workers drew in earlier epochs could not be read again.
+        log.info("`persistent_workers` of the DataLoader of `%s` has no effect: a resume reads its epoch again", name)
+        vars(given).update(persistent_workers=False)
     if hasattr(given, "state_dict") and hasattr(given, "load_state_dict") and hasattr(given, "__iter__"):
         return given
     if is_batch or not (hasattr(given, "__iter__") or callable(given)):

@@ -7,6 +7,8 @@ the position arithmetic, and lets a resume go straight to its row group.
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -24,6 +26,8 @@ from .files import DataFile, expand
 __all__ = ["Source", "open_source"]
 
 _MOST_ERRORS = 40
+_JOINED_BITS = 32
+"""Narrower indices of dictionaries may not have room for the values of several row groups together."""
 
 
 class Source(Protocol):
@@ -91,25 +95,74 @@ def _input_error(errors: Sequence[str]) -> InputError:
 
 
 def _project(named: Iterable[tuple[str, pa.Schema]], columns: Sequence[str] | None) -> tuple[pa.Schema, list[str]]:
-    """The one schema of `columns` (None: all of the first) in all files, and every error that stands against it.
+    """The one schema of `columns` (None: all of the first) in all files, and every error against it.
 
-    The order of columns may differ between files, and so may nullability and metadata; names and types may not.
+    Between files the order of columns may differ, and so may nullability, metadata, and types that have a common one
+    without loss; see `_common_type`.
     """
     schemas = [(name, _plain(schema)) for name, schema in named]
     first_name, first = schemas[0]
     wanted = list(dict.fromkeys(first.names if columns is None else columns))
-    errors = [error for name, schema in schemas for error in _missing(name, schema, wanted)] or [
-        error
-        for name, schema in schemas[1:]
-        for error in _differences(first_name, first, name, schema, wanted, all_columns=columns is None)
-    ]
+    errors = [error for name, schema in schemas for error in _missing(name, schema, wanted)]
     if errors:
         return first, errors
-    fields = [
-        first.field(column).with_nullable(any(schema.field(column).nullable for _, schema in schemas))
-        for column in wanted
-    ]
-    return pa.schema(fields, metadata=first.metadata), []
+    fields = []
+    for column in wanted:
+        kind, given_by = first.field(column).type, first_name
+        for name, schema in schemas[1:]:
+            other = schema.field(column).type
+            common = _common_type(kind, other)
+            if common is None:
+                errors.append(
+                    f"{name}: column {column!r} is {other}, but {kind} in {given_by}; write the files again with one "
+                    "type for it, or leave it out by `columns`"
+                )
+                continue
+            given_by = given_by if common.equals(kind) else name
+            kind = common
+        nullable = any(schema.field(column).nullable for _, schema in schemas)
+        fields.append(first.field(column).with_type(kind).with_nullable(nullable))
+    for name, schema in schemas[1:] if columns is None else ():
+        extra = [column for column in schema.names if column not in wanted]
+        if extra:
+            errors.append(f"{name}: columns {_in_words(extra)} are not in {first_name}; name `columns` to skip them")
+    return pa.schema(fields, metadata=first.metadata), errors
+
+
+_WIDER = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
+
+
+def _common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """The type that holds the values of both without loss; None if there is none.
+
+    Writers choose null for a column without values, large offsets for much text, and dictionaries by the number of
+    different values.
+    """
+    if one.equals(other) or pa.types.is_null(other):
+        return one
+    if pa.types.is_null(one):
+        return other
+    if pa.types.is_dictionary(one) or pa.types.is_dictionary(other):
+        dictionaries = [kind for kind in (one, other) if pa.types.is_dictionary(kind)]
+        values = _common_type(*(kind.value_type if kind in dictionaries else kind for kind in (one, other)))
+        if values is None or len(dictionaries) < 2 or one.ordered != other.ordered:
+            return values
+        return pa.dictionary(one.index_type if one.index_type == other.index_type else pa.int64(), values, one.ordered)
+    if _WIDER.get(one) == other or _WIDER.get(other) == one:
+        return _WIDER.get(one, one)
+    lists = [kind for kind in (one, other) if pa.types.is_list(kind) or pa.types.is_large_list(kind)]
+    if len(lists) == 2:
+        item = _common_type(one.value_type, other.value_type)
+        make = pa.large_list if any(map(pa.types.is_large_list, lists)) else pa.list_
+        return None if item is None else make(one.value_field.with_type(item))
+    if pa.types.is_struct(one) and pa.types.is_struct(other) and one.names == other.names:
+        members = [_common_type(*pair) for pair in zip(_types_in(one), _types_in(other), strict=True)]
+        return None if None in members else pa.struct(list(zip(one.names, members, strict=True)))
+    return None
+
+
+def _types_in(struct: pa.StructType) -> list[pa.DataType]:
+    return [struct.field(index).type for index in range(struct.num_fields)]
 
 
 def _conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
@@ -121,13 +174,15 @@ def _conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def _decoded(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    if pa.types.is_null(column.type):
+        return pa.nulls(len(column), kind)
     if pa.types.is_run_end_encoded(column.type):
-        return pc.run_end_decode(column)
+        column = pc.run_end_decode(column)
     return column if column.type.equals(kind) else column.cast(kind)
 
 
 def _plain(schema: pa.Schema) -> pa.Schema:
-    """The schema without encodings whose rows Arrow can neither reorder nor filter."""
+    """The schema without encodings whose rows Arrow cannot reorder, filter or join."""
     return pa.schema([field.with_type(_plain_type(field.type)) for field in schema], metadata=schema.metadata)
 
 
@@ -136,6 +191,8 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
         return kind.value_type
     if pa.types.is_string_view(kind):
         return pa.string()
+    if pa.types.is_dictionary(kind) and kind.index_type.bit_width < _JOINED_BITS:
+        return pa.dictionary(pa.int32(), kind.value_type, kind.ordered)
     return pa.binary() if pa.types.is_binary_view(kind) else kind
 
 
@@ -146,6 +203,8 @@ def _missing(name: str, schema: pa.Schema, wanted: Sequence[str]) -> Iterator[st
         if count == 0:
             near = closest(column, known, alike=0.5)
             hint = f"did you mean {near!r}?" if near else f"it has {_in_words(known)}"
+            if f"{column}=" in name:
+                hint = f"it is part of the path alone, which is not read; write it into the files, or drop {column!r}"
             yield f"{name}: no column {column!r}; {hint}"
         elif count > 1:
             yield f"{name}: {count} columns are named {column!r}"
@@ -156,18 +215,7 @@ def _in_words(names: Sequence[str], most: int = 12) -> str:
     return shown + (f" and {len(names) - most} more" if len(names) > most else "") if names else "no columns"
 
 
-def _differences(
-    first_name: str, first: pa.Schema, name: str, schema: pa.Schema, wanted: Sequence[str], *, all_columns: bool
-) -> Iterator[str]:
-    for column in wanted:
-        kind, expected = schema.field(column).type, first.field(column).type
-        if not kind.equals(expected):
-            yield f"{name}: column {column!r} is {kind}, but {expected} in {first_name}"
-    extra = [column for column in schema.names if column not in wanted] if all_columns else []
-    if extra:
-        yield f"{name}: columns {_in_words(extra)} are not in {first_name}; name `columns` to leave them out"
-
-
+_PARTITION = re.compile(r"(?:^|/)([^/=]+)=([^/]*)(?=/)")
 _FOOTER_THREADS = 16
 _CACHED_FOOTERS = 16
 _SKIPPED_BYTES = 32 << 20
@@ -220,6 +268,9 @@ class ParquetSource:
         self._open: tuple[_Footer, pq.ParquetFile] | None = None
         self._row_bytes = 0.0
         """Of the rows that were decoded last."""
+        pairs = {pair for f in footers for pair in _PARTITION.findall(f.file.path) if pair[0] not in self.schema.names}
+        self.partitions = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        """Columns that only the folders have, as in ``year=2024/part-0.parquet``."""
         sizes = [f"{os.path.basename(f.file.path)}:{f.stamp[0]}:{f.group_rows}" for f in footers]
         self.fingerprint = xxhash.xxh3_64_hexdigest("\0".join(sizes).encode())
 

@@ -1,8 +1,8 @@
 """One rank of a data-parallel run of plain Lightning; started twice by ``test_two_ranks.py``.
 
 Arguments: rank, world size, folder of the store, directory of checkpoints, what to do. Every rank draws its own dropout
-and its own data, so that a resume is exact only if each gets its own random state back. An update takes two batches;
-rank 1 uses one of the layers only in the second of them, and the run is left between the two.
+and its own data, also in its data workers, so that a resume is exact only if each gets its own random states back. An
+update takes two batches; rank 1 uses one of the layers only in the second, and the run is left between the two.
 """
 
 import contextlib
@@ -11,6 +11,8 @@ import sys
 
 import lightning.pytorch as pl
 import torch
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
 
 from genlight.callbacks.checkpoint import Checkpoint, newest_valid
 from support.rank import Rank
@@ -26,13 +28,21 @@ class Net(pl.LightningModule):
         self.late = torch.nn.Linear(4, 1)
 
     def training_step(self, batch, batch_idx):
-        rows = torch.randn(4, 4)
+        rows = torch.randn(4, 4) + batch
         loss = (self.body(rows) * random.random()).pow(2).mean()
         is_unused = self.global_rank == 1 and batch_idx % BATCHES_A_STEP == 0
         return loss if is_unused else loss + self.late(rows).pow(2).mean()
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Noise(Dataset):
+    def __len__(self):
+        return 48  # six batches an epoch, so that no window is cut
+
+    def __getitem__(self, index):
+        return torch.rand(4) + random.random()
 
 
 class Killed(Exception):
@@ -57,11 +67,13 @@ def main(rank, directory, what):
     checkpoint = Checkpoint(directory, save_final=False)
     others = [KillAfterSave(checkpoint)] if what == "kill" else []
     resume_from = newest_valid(directory)[0].path if what == "resume" else None
+    sampler = DistributedSampler(Noise(), 2, rank.number)  # one rank alone takes its half
+    loader = DataLoader(Noise(), 4, sampler=sampler, num_workers=2, persistent_workers=True)
     with contextlib.suppress(Killed):
         strategy = rank.strategy(find_unused_parameters=True)
         settings = {"max_steps": STEPS, "accumulate_grad_batches": BATCHES_A_STEP, "strategy": strategy}
         trainer = rank.trainer(*others, checkpoint, **settings)
-        trainer.fit(net, [0] * STEPS * BATCHES_A_STEP, ckpt_path=resume_from)
+        trainer.fit(net, loader, ckpt_path=resume_from)
     torch.save(net.state_dict(), rank.folder / f"rank{rank.number}.pt")
 
 

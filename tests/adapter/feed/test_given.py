@@ -62,6 +62,12 @@ class Stream(IterableDataset):
     def __iter__(self): return iter(torch.randperm(9).split(2))
 
 
+class NoisyStream(IterableDataset):
+    """Each worker draws other numbers in each pass."""
+
+    def __iter__(self): return (torch.rand(1) + np.random.rand() for _ in range(6))
+
+
 class Chunks:
     """Reads on, as those who train on one large file do."""
 
@@ -74,6 +80,8 @@ class Chunks:
 def dataset(ctx): return Noisy()
 def loader(): return DataLoader(Noisy(), 3, shuffle=True)
 def iterable_loader(): return DataLoader(Stream(), batch_size=None)
+def worker_loader(): return DataLoader(Noisy(), 3, shuffle=True, num_workers=2, persistent_workers=True)
+def worker_stream(): return DataLoader(NoisyStream(), batch_size=2, num_workers=2, persistent_workers=True)
 def random_stream(ctx): return lambda: torch.randint(ctx.job.hyperparams["rows"], (2,)) + np.random.randint(9)
 def counting_stream(ctx): return Chunks().next_batch
 def batches(): return [[1.0, 2.0], [3.0], [4.0, 5.0]]
@@ -113,6 +121,8 @@ KINDS = {
     "dataset": ("dataset", SHUFFLED),
     "workers": ("dataset", {**SHUFFLED, "workers": 2}),
     "loader": ("loader", None),
+    "worker_loader": ("worker_loader", None),
+    "worker_stream": ("worker_stream", None),
     "iterable_loader": ("iterable_loader", None),
     "random_stream": ("random_stream", None),
     "counting_stream": ("counting_stream", None),
@@ -133,7 +143,7 @@ def test_a_run_that_was_interrupted_sees_what_one_without_a_break_sees(kind, tmp
 
     assert seen(job, "r") == seen(job, "whole")
     assert len(seen(job, "r")) == 9
-    assert "begins with its first batch again" not in caplog.text
+    assert "begins with its first batch" not in caplog.text
 
 
 def test_the_class_itself_brings_its_loader_after_its_setup(tmp_path, monkeypatch, capsys):

@@ -164,6 +164,54 @@ class DataFrame:
         return self.table.__arrow_c_stream__(requested_schema)
 
 
+def words(prefix: str, count: int, index: pa.DataType) -> pa.Array:
+    return pa.array([f"{prefix}{i}" for i in range(count)]).dictionary_encode().cast(pa.dictionary(index, pa.string()))
+
+
+@pytest.mark.parametrize(
+    ("columns", "kind"),
+    [
+        ([pa.nulls(2), pa.array(["a", None])], pa.string()),
+        ([pa.array([1.0]), pa.nulls(1), pa.array([2.0])], pa.float64()),
+        ([pa.array(["a"]), pa.array(["b"], pa.large_string())], pa.large_string()),
+        ([pa.array([[None]]), pa.array([[2, 3]], pa.large_list(pa.int32()))], pa.large_list(pa.int32())),
+        ([pa.array([{"a": None}]), pa.array([{"a": "x"}])], pa.struct({"a": pa.string()})),
+        ([words("a", 100, pa.int8()), words("b", 100, pa.int8())], pa.dictionary(pa.int32(), pa.string())),
+        ([words("a", 9, pa.int8()), words("b", 9, pa.int64())], pa.dictionary(pa.int64(), pa.string())),
+        ([words("a", 3, pa.int8()), pa.array(["x"]), pa.nulls(2)], pa.string()),
+    ],
+)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_types_that_writers_choose_by_the_values_of_a_file_are_widened(columns, kind, shuffle, tmp_path):
+    for number, column in enumerate(columns):
+        pq.write_table(pa.table({"x": column}), tmp_path / f"{number}.parquet")
+    expected = [value for column in columns for value in column.to_pylist()]
+    feed = ArrowFeed(tmp_path, batch_size=7, epochs=1, shuffle=shuffle)
+    found = [value for batch in feed for value in batch.column("x").to_pylist()]
+    assert feed.schema.field("x").type == kind
+    assert found == expected if not shuffle else sorted(map(repr, found)) == sorted(map(repr, expected))
+    assert ArrowFeed([pa.table({"x": column}) for column in columns]).schema == feed.schema
+
+
+@pytest.mark.parametrize(("one", "other"), [(pa.int32(), pa.int64()), (pa.timestamp("us"), pa.timestamp("ns"))])
+def test_types_that_may_lose_values_or_change_batches_are_refused_with_the_way_out(one, other, tmp_path):
+    for kind in (one, other):
+        pq.write_table(pa.table({"x": pa.array([1], kind), "y": [1]}), tmp_path / f"{kind}.parquet")
+    with pytest.raises(InputError, match=r"column 'x' is .*with one type for it, or leave it out by `columns`"):
+        ArrowFeed(tmp_path).check()
+    ArrowFeed(tmp_path, columns=["y"]).check()
+
+
+def test_columns_that_are_only_in_the_names_of_folders_are_named(rows_file, tmp_path, caplog):
+    for year in (2024, 2025):
+        (tmp_path / f"year={year}").mkdir()
+        rows_file(3, name=f"year={year}/part-0")
+    ArrowFeed(tmp_path).check()
+    assert "(year=…), which are not read" in caplog.text
+    with pytest.raises(InputError, match="no column 'year'; it is part of the path"):
+        ArrowFeed(tmp_path, columns=["id", "year"]).check()
+
+
 def test_a_data_frame_is_read_like_a_table():
     assert all_ids(DataFrame(pa.table({"id": range(5)}))) == list(range(5))
 
