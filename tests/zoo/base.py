@@ -79,6 +79,8 @@ class Base:
     """Adam on a small network, the state a dict; others change what they are about."""
 
     rows: Callable[[int], dict[str, torch.Tensor]] = staticmethod(regression)
+    loader: Callable[[int, int], Any] | None = None
+    """Makes the loader for a rank and a world size; None reads `rows`."""
     differs: str = ""
     """Why data-parallel training cannot give what one process gives."""
     per_rank: tuple[str, ...] = ()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import functools
+import multiprocessing
+import random
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy, linear, logsigmoid, mse_loss, normalize
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from genlight.adapter.contract.types import StepResult
 
-from .base import Base, labelled, mlp, tokens
+from .base import ROWS, STEPS, Base, labelled, mlp, regression, tokens
 
 
 class AdaptedLinear(nn.Module):
@@ -199,3 +204,60 @@ class EnsembleOnASkeleton(Base):
 
         out = torch.vmap(output, in_dims=(0, None))(state["weights"], batch["x"])
         return (state["scale"](out) - batch["y"]).square().mean()
+
+
+class RestartsItsSchedule(Base):
+    """Warm restarts: a step makes its schedule anew, with another length."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "schedule": self.schedule(state["optimizer"], 2), "steps": 0}
+
+    def schedule(self, optimizer, length):
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] = 0.01 * length
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, length)
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        state["schedule"].step()
+        state["steps"] += 1
+        if state["steps"] == 2:
+            state["schedule"] = self.schedule(state["optimizer"], 5)
+        return result
+
+    def state_dict(self, state):
+        return {"steps": state["steps"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["steps"] = payload["steps"]
+
+
+class Noisy(Dataset):
+    """All rows of a run, to which the worker that makes one adds noise from every generator."""
+
+    def __len__(self):
+        return STEPS * ROWS
+
+    def __getitem__(self, index):
+        row = {name: column[index % ROWS] for name, column in regression(index // ROWS).items()}
+        noise = random.random() + torch.rand(6) + torch.from_numpy(np.random.rand(6)).float()
+        return {**row, "x": row["x"] + 0.1 * noise}
+
+
+def part_of(rank, world_size, rows):
+    count = len(rows) // world_size
+    return default_collate(rows[rank * count : (rank + 1) * count])
+
+
+class DrawsInWorkers(Base):
+    """Rows are augmented by random numbers in two worker processes; each rank takes its part of the batch."""
+
+    @staticmethod
+    def loader(rank, world_size):
+        # From a server: a fork of this process would have the process groups of its former jobs too.
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload([__name__])
+        settings = {"generator": torch.Generator().manual_seed(5), "multiprocessing_context": server}
+        collate = functools.partial(part_of, rank, world_size)
+        return DataLoader(Noisy(), batch_size=ROWS, num_workers=2, collate_fn=collate, **settings)

@@ -91,8 +91,8 @@ def _plain_loop(name: str, precision: str, device: str, *, moves: bool = False, 
     if moves:
         _move(state, trainer, device)
     half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
-    for step in range(STEPS):
-        rows = cls.rows(step)
+    loaded = iter(cls.loader(0, 1)) if cls.loader is not None else map(cls.rows, range(STEPS))
+    for rows in loaded:
         if reverses:
             rows = tree_map_only(torch.Tensor, lambda tensor: tensor.flip(0) if tensor.dim() else tensor, rows)
         batch = trainer.prepare_batch(rows, state, ctx)
@@ -197,7 +197,8 @@ def hosted(
     )
     module = ContractModule(cls(), TrainingJobSpec(run_id=name, max_steps=STEPS, metric_every=0))
     saved = str(list_checkpoints(folder)[0].path) if resume else None
-    trainer.fit(module, Shares(cls.rows, rank, size, STEPS), ckpt_path=saved)
+    loader = Shares(cls.rows, rank, size, STEPS) if cls.loader is None else cls.loader(rank, size)
+    trainer.fit(module, loader, ckpt_path=saved)
     return module
 
 
