@@ -113,8 +113,8 @@ def explained(error: BaseException, what: str = "`train_step`") -> ContractError
         f"{what} does what FSDP 2 cannot: torch has no such operation on sharded parameters, optimizer states or "
         "gradients. A part of a module that has a type of its own is made a unit by `units` of FSDP2Strategy, a method "
         "that computes with parameters by `forward_methods`; parameters that `ignored` names stay whole on every rank. "
-        "A penalty on weights belongs into the loss, and an average of weights into a copy of the module, a list or a "
-        f"dict; {WITH_DDP}. torch says: {type(error).__name__}: {first}"
+        "A penalty on weights is added by `loss = loss + penalty`, not `penalty += loss`; an average of weights is "
+        f"kept in a copy of the module, a list or a dict; {WITH_DDP}. torch says: {type(error).__name__}: {first}"
     )
 
 

@@ -23,6 +23,7 @@ must read or gather a value together, so nothing is gathered outside of a step; 
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -48,6 +49,8 @@ __all__ = [
     "release",
     "whole_numbers",
 ]
+
+log = logging.getLogger(__name__)
 
 _READS = frozenset({"item", "tolist", "__format__", "__float__", "__int__", "__bool__", "__index__", "__complex__"})
 _READS |= {"is_nonzero", "numpy", "__array__"}
@@ -310,6 +313,13 @@ def _gathered(name: str, tensor: DTensor) -> Tensor:
     if _agree is not None and not all(placement.is_replicate() for placement in tensor.placements):
         _agree(f"compute `{name}` of a sharded tensor of shape {tuple(tensor.shape)}")
     if torch.is_grad_enabled() and tensor.requires_grad and name not in _READS:
+        if tensor.is_leaf and not _Gather.count:
+            log.warning(
+                "`train_step` gathers a sharded parameter of shape %s for `%s`, outside of its module's calls, and "
+                "keeps it until backward; name the part in `units` of FSDP2Strategy if it is called by itself",
+                tuple(tensor.shape),
+                name,
+            )
         return cast("Tensor", _Gather.apply(tensor, name))  # type: ignore[no-untyped-call]
     whole: Tensor = cast("DTensor", tensor.detach()).full_tensor()
     return whole
@@ -372,7 +382,8 @@ def _placed(value: Any, target: DTensor, *, takes_whole: bool = True) -> Any:
     if isinstance(value, DTensor):
         fits = value.shape == target.shape and value.placements != target.placements
         return value.redistribute(placements=target.placements) if fits else value
-    if not takes_whole or not isinstance(value, Tensor) or not value.dim():
+    is_constant = isinstance(value, Tensor) and not _has_gradient([value])
+    if not takes_whole or not is_constant or not value.dim():
         return value
     if _agree is not None and _compares_values:
         digest = int(digest_of_all([value.detach()], value.device))
