@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from genlight.adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, UnwrittenCheckpointError
-from genlight.callbacks.checkpoint import Checkpoint, DurableCheckpointIO, save, verify
+from genlight.callbacks.checkpoint import Checkpoint, DurableCheckpointIO, find_checkpoint, save, verify
 
 
 @pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])
@@ -80,6 +80,32 @@ def test_model_checkpoint_may_name_its_files_by_another_extension(
     second = trainer(4)
     second.fit(make_net(3), make_loader(2), ckpt_path=keeper.last_model_path)
     assert second.global_step == 8
+
+
+@pytest.mark.parametrize("extension", [".ckpt", ".pth", ".json"])
+def test_each_start_finds_the_last_checkpoint_by_whatever_extension(
+    tmp_path, plugin, make_trainer, make_net, make_loader, monkeypatch, extension
+):
+    """The name of the last one is taken at each further save, and its data gets another."""
+    monkeypatch.setattr(ModelCheckpoint, "FILE_EXTENSION", extension)
+    began = []
+
+    class Notes(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            began.append(trainer.global_step)
+
+    for start in range(4):
+        keeper = ModelCheckpoint(tmp_path / "c", save_last=True, every_n_train_steps=2, save_top_k=1)
+        trainer = make_trainer(keeper, Notes(), plugins=[plugin], max_steps=2 * (start + 1))
+        trainer.fit(make_net(), make_loader(20), ckpt_path="last" if start else None)
+    assert began == [0, 2, 4, 6]
+
+
+def test_a_checkpoint_is_found_by_its_data_folder(tmp_path):
+    for step in (1, 2):
+        save(tmp_path / "last.pth", {"global_step": step})
+    assert find_checkpoint(tmp_path / "last~1.pth") == tmp_path / "last.pth.json"
+    assert DurableCheckpointIO().load_checkpoint(tmp_path / "last~1.pth")["global_step"] == 2
 
 
 def test_weights_alone_can_be_saved(tmp_path, plugin, make_trainer, make_net, make_loader):
@@ -233,7 +259,9 @@ def test_a_url_is_refused_with_the_way_out(tmp_path, make_trainer, make_net, mak
     for use in (DurableCheckpointIO().load_checkpoint, lambda path: DurableCheckpointIO().save_checkpoint({}, path)):
         with pytest.raises(ValueError, match=r"received 'memory://a\.ckpt'.*`targets` of UploadArtifacts"):
             use("memory://a.ckpt")
-    trainer = make_trainer(ModelCheckpoint("memory://kept"), Checkpoint(tmp_path), max_epochs=1)
+    trainer = make_trainer(
+        ModelCheckpoint("memory://kept"), Checkpoint(tmp_path), plugins=[DurableCheckpointIO()], max_epochs=1
+    )
     with pytest.raises(ValueError, match=r"ModelCheckpoint: Invalid `dirpath`.*received 'memory://kept'.*`targets`"):
         trainer.fit(make_net(), make_loader(2))
     with pytest.raises(ValueError, match=r"Invalid `dirpath`.*received 's3://bucket/c'"):
@@ -264,3 +292,30 @@ def test_tensors_are_loaded_to_the_host_and_another_place_is_refused(tmp_path):
     assert plugin.load_checkpoint(tmp_path / "a.ckpt", map_location="cpu")["w"].is_cpu
     with pytest.raises(TypeError, match=r"Invalid `map_location`. DurableCheckpointIO loads tensors to the host"):
         plugin.load_checkpoint(tmp_path / "a.ckpt", map_location="cuda:0")
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # without those callbacks
+def test_files_of_other_callbacks_stay_lightnings_own(tmp_path, make_trainer, make_net, make_loader):
+    """`Checkpoint` alone changes no file that others read: stock Lightning loads and resumes from them."""
+    keeper = ModelCheckpoint(tmp_path / "stock", save_last=True, every_n_train_steps=2, save_top_k=1)
+    trainer = make_trainer(keeper, Checkpoint(tmp_path / "own", every_n_steps=2), max_steps=6)
+    trainer.fit(make_net(), make_loader(20))
+    trainer.save_checkpoint(tmp_path / "by-hand.ckpt")
+    assert len(os.listdir(tmp_path / "stock")) == 2, "older ones are removed"
+    for path in (keeper.best_model_path, keeper.last_model_path, tmp_path / "by-hand.ckpt"):
+        assert "genlight" not in torch.load(path, weights_only=True)
+        type(make_net()).load_from_checkpoint(path)
+        again = make_trainer(max_steps=8, enable_checkpointing=False)
+        again.fit(make_net(1), make_loader(20), ckpt_path=path)
+        assert again.global_step == 8
+        with_genlight = make_trainer(Checkpoint(tmp_path / "further", replace_existing=True), max_steps=8)
+        with_genlight.fit(make_net(1), make_loader(20), ckpt_path=path)
+        assert with_genlight.global_step == 8
+    assert verify(tmp_path / "own" / "step-00000006.json").step == 6
+
+
+def test_a_plugin_that_the_user_installs_writes_every_file(tmp_path, make_trainer, make_net, make_loader):
+    keeper = ModelCheckpoint(tmp_path / "all", every_n_train_steps=2)
+    callbacks = [keeper, Checkpoint(tmp_path / "own", every_n_steps=2)]
+    make_trainer(*callbacks, plugins=[DurableCheckpointIO()], max_steps=4).fit(make_net(), make_loader(20))
+    assert verify(keeper.best_model_path).step == 4
