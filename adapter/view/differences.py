@@ -82,6 +82,9 @@ def _facts(run: Mapping[str, Any], *, is_whole: bool) -> Iterator[tuple[tuple[Ab
     yield ("versions", "host"), run["host"]
     for name in (*_FIRST_PACKAGES, *packages):
         yield ("versions", name), packages.get(name)
+    numerics = metadata.get("numerics")
+    for name, value in (numerics if isinstance(numerics, dict) else {}).items():
+        yield ("versions", name), value
     score = run["score"] or {}
     yield ("results", "state"), run["state"]
     yield ("results", "steps"), run["step"]

@@ -69,6 +69,7 @@ class Metadata(TypedDict, total=False):
     job: dict[str, Any]
     last_step: Annotated[int, Meta(ge=0)]
     notes: str
+    numerics: dict[str, Any]
     packages: dict[str, str]
     ranks: Annotated[int, Meta(ge=1)]
     seed: int
@@ -96,6 +97,7 @@ class Started(_Common):
             Meta(
                 description="How the attempt came to be: `command`, `git` (`commit`, `dirty`), `host`, `packages` "
                 "(versions by name), the job's `tags`, `notes` and `seed`, and its settings by dotted name (`job`); "
+                "what decides bits (`numerics`: threads, deterministic algorithms, TF32, versions of Python and CUDA); "
                 "how many `ranks` train, and the `last_step` by its limits and its data, if both are known; the "
                 "`stage` (`validate`, `test`) of an attempt that does not train. Without secrets."
             ),

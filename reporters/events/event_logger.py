@@ -25,7 +25,8 @@ from ...adapter.plumbing.failures import describe_failure
 from ...adapter.plumbing.redaction import secrets_of_module
 from .event import RESUMED_METRIC
 from .event_log import EventLog, checked_text, finite_float
-from .run_metadata import metadata_of_module
+from .reader import starts_of
+from .run_metadata import changed_numerics, metadata_of_module, numerics
 
 __all__ = ["EventLogger", "RecordEvents", "has_stock_checkpoint", "last_step"]
 
@@ -245,10 +246,18 @@ def last_step(trainer: pl.Trainer) -> int | None:
     return int(steps) if 0 <= steps < math.inf else None
 
 
-def _extent(trainer: pl.Trainer) -> dict[str, int]:
-    """The keys of ``started`` that say how large a fit is."""
+def _extent(trainer: pl.Trainer) -> dict[str, Any]:
+    """The keys of ``started`` that only a fit knows: how large it is, and the settings that decide its bits."""
     last = last_step(trainer)
-    return {"ranks": trainer.world_size, **({} if last is None else {"last_step": last})}
+    extent = {"ranks": trainer.world_size, **({} if last is None else {"last_step": last})}
+    return {**extent, "numerics": numerics()}
+
+
+def _warn_of_other_numerics(event_log: EventLog) -> None:
+    before, *now = [start.metadata for start in starts_of(event_log.path, event_log.run_id)[-2:]]
+    if now and before and now[0] and (changed := changed_numerics(before, now[0])):
+        text = "The resumed run may not have the same bits as an unbroken one. Since the attempt before: %s"
+        log.warning(text, "; ".join(changed))
 
 
 class RecordEvents(Callback):
@@ -272,6 +281,7 @@ class RecordEvents(Callback):
         if self.event_log.phase == "new":
             self.event_log.started(metadata={**(self.metadata or {}), **_extent(trainer)})
         if trainer.global_step:  # Lightning restores it after it last speaks to loggers
+            _warn_of_other_numerics(self.event_log)
             self.event_log.metric(name=RESUMED_METRIC, value=trainer.global_step, step=trainer.global_step)
 
     # Events of genlight's own callbacks, which they deliver to every callback that has a method of that name.

@@ -18,7 +18,7 @@ from .json_lines import LONGEST_LINE, Position, decode_line, whole_lines
 if TYPE_CHECKING:
     import pyarrow
 
-__all__ = ["count_started", "follow", "log_of_run", "read_events", "read_metrics", "typed_events"]
+__all__ = ["count_started", "follow", "log_of_run", "read_events", "read_metrics", "starts_of", "typed_events"]
 
 _LINES_AT_ONCE = 4096
 
@@ -188,8 +188,13 @@ def follow(path: str | os.PathLike[str], *, poll_every_s: float = 0.2) -> Iterat
 
 
 def count_started(path: str | os.PathLike[str], run_id: str) -> int:
-    """How many attempts of a run the log has seen start; of a long log hardly a line is parsed."""
+    """How many attempts of a run the log has seen start."""
+    return len(starts_of(path, run_id))
+
+
+def starts_of(path: str | os.PathLike[str], run_id: str) -> list[Started]:
+    """The ``started`` events of a run, oldest first; of a long log hardly a line is parsed."""
     with os.fdopen(open_regular(path), "rb") as file:
         lines = iter(lambda: file.readline(LONGEST_LINE), b"")  # a longer one is no event, and takes no memory
         events = [_decoded(line) for line in lines if b"started" in line and line.endswith(b"\n")]
-    return sum(isinstance(event, Started) and event.run_id == run_id for event in events)
+    return [event for event in events if isinstance(event, Started) and event.run_id == run_id]

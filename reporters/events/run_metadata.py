@@ -6,15 +6,18 @@ free of secrets: of those that are known, of values under secret names, and of v
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
+import platform
 import re
 import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,18 @@ from typing import Any
 from ...adapter.plumbing.redaction import HIDDEN, hide_environment, hide_secrets, is_secret_name, secrets_of_module
 from ...adapter.plumbing.text import shortened
 
-__all__ = ["command_line", "git_state", "installed_packages", "metadata_of_module", "run_metadata"]
+__all__ = [
+    "changed_numerics",
+    "command_line",
+    "git_state",
+    "installed_packages",
+    "metadata_of_module",
+    "numerics",
+    "run_metadata",
+]
+
+PACKAGES_OF_NUMBERS = ("genlight", "torch", "lightning", "numpy")
+"""Packages whose versions may decide bits."""
 
 GIT_SECONDS = 2.0
 """How long git may take. The state of a working tree on a slow network disk is not worth more."""
@@ -67,6 +81,51 @@ def run_metadata(
         "tags": [hide_secrets(tag, secrets=known) for tag in tags],
     }
     return {name: value for name, value in found.items() if value}
+
+
+def numerics() -> dict[str, Any]:
+    """The settings of this process that decide the bits of a training, as far as they are known."""
+    found: dict[str, Any] = {"python": platform.python_version()}
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return found
+    backends = torch.backends
+    reads: dict[str, Callable[[], Any]] = {
+        "threads": torch.get_num_threads,
+        "deterministic": torch.are_deterministic_algorithms_enabled,
+        "matmul_precision": torch.get_float32_matmul_precision,
+        "tf32_matmul": lambda: backends.cuda.matmul.allow_tf32,
+        "tf32_convolutions": lambda: backends.cudnn.allow_tf32,
+        "cudnn_benchmark": lambda: backends.cudnn.benchmark,
+        "cudnn_deterministic": lambda: backends.cudnn.deterministic,
+        "cudnn": lambda: backends.cudnn.version() if torch.cuda.is_initialized() else None,
+        "cuda": lambda: torch.version.cuda,
+        "device": lambda: torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, read in reads.items():
+            # Torch refuses to read the older settings of TF32 once its newer ones were set.
+            with contextlib.suppress(RuntimeError, AttributeError):
+                found[name] = read()
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def changed_numerics(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Whatever decides bits and differs between the ``metadata`` of two attempts, a phrase each."""
+
+    def facts(metadata: Mapping[str, Any]) -> dict[str, Any]:
+        packages = metadata.get("packages", {})
+        return {**metadata["numerics"], **{name: packages.get(name) for name in PACKAGES_OF_NUMBERS}}
+
+    if "numerics" not in before or "numerics" not in now:  # an older release did not know
+        return []
+    old, new = facts(before), facts(now)
+    return [
+        f"{name} is {new.get(name)}, was {old.get(name)}"
+        for name in dict.fromkeys((*old, *new))
+        if old.get(name) != new.get(name)
+    ]
 
 
 def metadata_of_module(module: object) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from genlight.adapter.cli import main
@@ -15,7 +17,7 @@ from genlight.adapter.run.run import RunOptions, run_job
 from genlight.callbacks import Checkpoint
 from genlight.callbacks.checkpoint import read_record
 from genlight.reporters import EventLogger, read_events
-from genlight.reporters.events.run_metadata import git_state
+from genlight.reporters.events.run_metadata import git_state, installed_packages, numerics
 from genlight.reporters.events.validation import validate_events
 from support.saving_trainer import SAVING_TRAINER
 
@@ -117,6 +119,60 @@ def test_a_plain_fit_says_it_too(tmp_path, quiet):
 
     started = next(read_events(tmp_path / "events.jsonl"))
     record = read_record(tmp_path / "checkpoints" / "final.json")
-    assert started["metadata"] == {**record.metadata, "ranks": 1, "last_step": 2}
+    assert started["metadata"] == {**record.metadata, "ranks": 1, "last_step": 2, "numerics": numerics()}
     assert record.metadata["packages"]["lightning"]
     assert record.metadata["host"]
+
+
+# what decides bits
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def attempt(project, steps, *overrides):
+    resumes = [f"max_steps={steps}", "resume_from_latest=true", *overrides]
+    return run_job(RunOptions(spec_path=project / "job.json", overrides=resumes, allow_changed=True))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("threads", "threads is 3, was 2"),
+        ("deterministic", "deterministic is True, was False"),
+        ("matmul_precision", "matmul_precision is high, was highest"),
+        ("torch", "torch is 2.0, was "),
+        (None, None),
+    ],
+)
+def test_a_resume_names_what_may_change_its_bits(project, monkeypatch, caplog, capsys, change, said):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which Lightning would set and leave
+    torch.set_num_threads(2)
+    assert attempt(project, 1) == 0
+    first = next(iter(read_events(project / "runs" / "told" / "metrics" / "events.jsonl")))["metadata"]["numerics"]
+    assert (first["threads"], first["deterministic"], first["matmul_precision"]) == (2, False, "highest")
+    shutil.copytree(project / "runs" / "told", project / "copy")
+
+    overrides = ["lightning.deterministic=true"] if change == "deterministic" else []
+    if change == "threads":
+        torch.set_num_threads(3)
+    elif change == "matmul_precision":
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    elif change == "torch":
+        packages = {**installed_packages(), "torch": "2.0"}
+        monkeypatch.setattr("genlight.reporters.events.run_metadata.installed_packages", lambda: packages)
+    try:
+        assert attempt(project, 2, *overrides) == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+    warned = [text for text in caplog.messages if "may not have the same bits" in text]
+    assert [said in text for text in warned] == ([] if said is None else [True])
+    capsys.readouterr()
+    assert main(["diff", str(project / "copy"), str(project / "runs" / "told")]) == 0
+    assert (f"  {change} " in capsys.readouterr().out) is (change is not None)
