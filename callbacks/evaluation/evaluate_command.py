@@ -18,7 +18,7 @@ import msgspec
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import EvaluationError
-from ...adapter.plumbing.redaction import hide_secrets
+from ...adapter.plumbing.redaction import hide_secrets, secrets_of_environment
 from ..checkpoint.format.record import CheckpointRecord
 from ..checkpoint.policy import savers_of
 from ..hook.cadence import NEVER, Pace, crossed, step_cadence
@@ -53,13 +53,15 @@ class EvaluateCommand(Hook):
     scored. Scores are reported for their checkpoint's step, once the current step has finished. The end of a fit waits
     for them, unless a stop was asked for; a stop or a failure ends the command.
 
-    It runs on rank zero's machine, in a process group of its own, without the variables that make a process a rank.
+    It runs on rank zero's machine, in a separate process group. It does not get the variables that make a process a
+    rank, nor those that hold secrets, such as ``HF_TOKEN``: name in `secrets` the ones that it needs.
 
     Args:
         command: Program and arguments, as a list or as one string that is split as a shell splits it. No shell runs it.
         every_n_steps: Score the first checkpoint after every so many steps, and the final one; 1 scores each, 0 none.
         time_limit_s: After how many seconds a command is killed, between two steps.
         critical: Whether a failure ends the run.
+        secrets: Names of variables that hold secrets and that the command gets nevertheless.
 
     Raises:
         ValueError: An argument makes no sense.
@@ -81,6 +83,7 @@ class EvaluateCommand(Hook):
         every_n_steps: int = 1,
         time_limit_s: float = 300.0,
         critical: bool = False,
+        secrets: Sequence[str] = (),
     ) -> None:
         try:
             arguments = shlex.split(command) if isinstance(command, str) else [str(part) for part in command]
@@ -94,6 +97,7 @@ class EvaluateCommand(Hook):
         self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
         self.time_limit_s = time_limit_s
         self.critical = critical
+        self.secrets = tuple(secrets)
         self._step = 0
         self._begun_step: int | None = None
         self._pace = Pace(POLL_S)
@@ -158,7 +162,7 @@ class EvaluateCommand(Hook):
         if self._running is None and self._waiting is not None:
             record, self._waiting = self._waiting, None
             self._begun_step = record.step
-            self._running = ScoreCommand(self.command, record, time_limit_s=self.time_limit_s)
+            self._running = ScoreCommand(self.command, record, time_limit_s=self.time_limit_s, secrets=self.secrets)
             self.next_due_step = 0
 
     def _report(self, trainer: pl.Trainer) -> None:
@@ -187,18 +191,21 @@ class EvaluateCommand(Hook):
 class ScoreCommand:
     """A command that prints scores, in a process group of its own, which is killed when it ends or is ended.
 
-    It gets no standard input, and none of the variables that make a process a rank of this run.
+    It gets no standard input, and only the variables that `_environment` leaves.
 
     Args:
         command: Program and arguments; no shell reads them.
         record: The checkpoint to score, whose path is the last argument.
         time_limit_s: After how many seconds it is over.
+        secrets: Names of variables with secrets that it gets.
 
     Raises:
         EvaluationError: It could not be started.
     """
 
-    def __init__(self, command: Sequence[str], record: CheckpointRecord, *, time_limit_s: float) -> None:
+    def __init__(
+        self, command: Sequence[str], record: CheckpointRecord, *, time_limit_s: float, secrets: Sequence[str] = ()
+    ) -> None:
         self.record = record
         self._time_limit_s = time_limit_s
         self._ends_at = time.monotonic() + time_limit_s
@@ -210,7 +217,7 @@ class ScoreCommand:
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._errors,
-                env={name: value for name, value in os.environ.items() if not name.startswith(_OF_A_RANK)},
+                env=_environment(secrets),
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
@@ -266,6 +273,21 @@ class ScoreCommand:
     def _close(self) -> None:
         self._output.close()
         self._errors.close()
+
+
+def _environment(allowed: Sequence[str]) -> dict[str, str]:
+    """The environment without what makes a process a rank, and without secrets but for those of the `allowed` names."""
+    secrets = secrets_of_environment()
+
+    def is_withheld(name: str, value: str) -> bool:
+        holds_url = name.startswith(("TRAINER_", "TENSORHUB_"))  # whose credentials are a part of the value
+        return any(value == secret or (holds_url and secret in value) for secret in secrets)
+
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_OF_A_RANK) and (name in allowed or not is_withheld(name, value))
+    }
 
 
 def _end_of(file: IO[bytes]) -> str:

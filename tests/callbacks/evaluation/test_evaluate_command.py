@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import os
 import sys
 import textwrap
 import threading
@@ -16,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from genlight.adapter import EvaluationError
 from genlight.callbacks import Checkpoint, EvaluateCommand, Hook, LogMetrics
-from genlight.callbacks.evaluation.evaluate_command import ScoreCommand
+from genlight.callbacks.evaluation.evaluate_command import ScoreCommand, _environment
 from genlight.callbacks.hook.events import run_state_of
 from support.score_waiting import WaitsForScores
 
@@ -255,3 +256,21 @@ def _lives(pid: int) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+SECRETS = {
+    "HF_TOKEN": "hf_canary_token",
+    "AWS_SECRET_ACCESS_KEY": "canary/secret",
+    "TRAINER_CAPABILITY_TOKEN": "canary-capability",
+    "TRAINER_UPLOAD_CHECKPOINT_URL": "https://host/put?sig=canarysignature123",
+}
+
+
+@pytest.mark.parametrize("allowed", [[], ["HF_TOKEN"]])
+def test_a_command_gets_the_secrets_alone_that_are_named(monkeypatch, allowed):
+    for name, value in {**SECRETS, "MY_SETTING": "plain-value"}.items():
+        monkeypatch.setenv(name, value)
+    given = _environment(allowed)
+    assert [name for name in SECRETS if name in given] == allowed
+    assert given["MY_SETTING"] == "plain-value"
+    assert given["PATH"] == os.environ["PATH"]
