@@ -32,6 +32,16 @@ Number = TypeVar("Number", int, float)
 LONGEST_USAGE = 10
 """Lines. The usage of `genlight fit` has forty, and would hide the error."""
 
+_MEANT = {
+    **dict.fromkeys(("train", "start", "resume", "launch", "execute"), "run"),
+    **dict.fromkeys(("submit", "sbatch", "srun"), "slurm"),
+    **dict.fromkeys(("list", "ps", "status"), "ls"),
+    **dict.fromkeys(("cancel", "kill", "abort"), "stop"),
+    **dict.fromkeys(("logs", "log", "tail"), "events"),
+    **dict.fromkeys(("eval", "evaluate"), "validate"),
+    **dict.fromkeys(("new", "create"), "init"),
+}
+"""Commands of other tools, and ours for the same."""
 _UNKNOWN = re.compile(r"unrecognized arguments: (?:.* )?(?P<given>--?\w[\w-]*)")
 _CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<choices>.*)\)")
 
@@ -92,7 +102,9 @@ def refuse(parser: argparse.ArgumentParser, message: str, offer: str) -> NoRetur
 def offered_name(parser: argparse.ArgumentParser, message: str) -> str:
     """A sentence that suggests the known name nearest to a misspelled option or choice; empty if none is near."""
     choice, unknown = _CHOICE.search(message), _UNKNOWN.search(message)
-    if choice is not None:
+    if choice is not None and (command := _MEANT.get(choice["given"].lower())) in re.findall(r"\w+", choice["choices"]):
+        offered = f" Did you mean `{command}`?"
+    elif choice is not None:
         offered = nearest(choice["given"], re.findall(r"[\w-]+", choice["choices"]), alike=0.6)
     elif unknown is not None:
         options = [option for action in parser._actions for option in action.option_strings]

@@ -192,7 +192,7 @@ class Sources:
         shown = f"{prefix}{_shown(name)}"
         meant = closest(name, keys)
         if meant is None:
-            self.errors.warn(f"Unknown key `{shown}` is ignored.")
+            self.errors.warn(f"Unknown key `{shown}` is ignored.{'' if prefix else _offer_within_blocks(name)}")
         else:
             self.errors.add(f"Unknown key `{shown}`. Did you mean `{meant}`?", name=shown)
         return meant
@@ -377,12 +377,21 @@ def _override(text: str, sources: Sources, errors: ConfigErrors) -> None:
         known = keys_at(path[:depth])
         path = (*path[:depth], _canonical(path[depth], known), *path[depth + 1 :])
         if known and path[depth] not in known:
-            errors.add(f"Unknown key `{'.'.join(path[: depth + 1])}` in `--set`.{nearest(path[depth], known)}")
+            offer = nearest(path[depth], known) or ("" if depth else _offer_within_blocks(path[0]))
+            errors.add(f"Unknown key `{'.'.join(path[: depth + 1])}` in `--set`.{offer}")
             return
     given = {path[-1]: value_of(key_at(path), value)}
     (decoded,) = _respelled(given, keys_at(path[:-1]), errors, "".join(f"{part}." for part in path[:-1])).values()
     if not sources.put(path, decoded, COMMAND_LINE):
         errors.add(f"`--set {'.'.join(path)}` cannot be applied: `{path[0]}` is not an object.")
+
+
+def _offer_within_blocks(name: str) -> str:
+    """A sentence that offers keys of blocks, such as `dataset.batch_size` for ``batchsize``; empty if none is near."""
+    dotted = [known for known, _ in all_keys() if "." in known]
+    if (inner := closest(name, [known.partition(".")[2] for known in dotted], alike=0.85)) is None:
+        return ""
+    return f" Did you mean {' or '.join(f'`{known}`' for known in dotted if known.partition('.')[2] == inner)}?"
 
 
 def _texts(value: Any, name: str = "", levels: int = DEEPEST) -> Iterator[tuple[str, str]]:

@@ -51,6 +51,7 @@ from .ranks import (
     kill_paused,
     paused_ranks,
     stopped_before_meeting,
+    told_to_wait,
 )
 from .report import explained
 from .session import Session
@@ -129,7 +130,8 @@ def _watched_ranks(session: Session, trainer: pl.Trainer) -> Iterator[None]:
     processes = session.processes = RankProcesses(trainer)
     session.stop.signals.before_exit = processes.kill
     files = session.rank_files if session.is_rank_zero else None
-    checks = [stopped_before_meeting(session.stop), failed_ranks(files, processes)]
+    waits = told_to_wait(trainer.global_rank, trainer.world_size)
+    checks = [stopped_before_meeting(session.stop), failed_ranks(files, processes), waits]
     if files is not None:
         checks.append(paused_ranks(lambda: files.processes, session.stop))
         session.before_exit.append(lambda: kill_paused(files.processes))

@@ -14,6 +14,7 @@ check                              finds                                        
 `failed_ranks`                     a record of a failure; a rank that was killed         rank zero, each node
 `paused_ranks`                     a stop that a paused process does not answer          all
 `stopped_before_meeting`           a stop while not all ranks have come                  all
+`told_to_wait`                     nothing; says that not all ranks have come            all
 `RankZero.check`                   the end of rank zero                                  all but zero
 =================================  ====================================================  ===============
 """
@@ -36,6 +37,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from ...callbacks.stop.sources import StopSources, process_age_s
+from ..cluster.job_context import in_srun_task
 from ..contract.exceptions import FailureCategory, RankFailedError, StopReason, TrainingCanceled
 from ..plumbing.durable import make_directory, write_bytes_durably
 from ..plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
@@ -65,6 +67,7 @@ __all__ = [
     "lasting",
     "paused_ranks",
     "stopped_before_meeting",
+    "told_to_wait",
 ]
 
 log = logging.getLogger(__name__)
@@ -248,6 +251,8 @@ ASK_FOR_LOCKS_EVERY_S = 1.0
 """A lock of another machine is asked for over the network."""
 HEARD_WITHIN_S = 2.0
 """How long rank zero, when it fails, waits to hear of a failure that came before its own."""
+WAITS_SILENTLY_S = 10.0
+"""How long a rank waits for the others to join before it says so."""
 MEETING_PATIENCE_S = 2.0
 """How long after a stop was asked for the others may still come, so that all end in the usual way."""
 PAUSE_PATIENCE_S = 15.0
@@ -539,6 +544,24 @@ def stopped_before_meeting(stop: StopSources) -> Check:
         return None if reason is None else TrainingCanceled(reason)
 
     return lasting(MEETING_PATIENCE_S, check)
+
+
+def told_to_wait(rank: int, ranks: int) -> Check:
+    """Finds nothing, but says once that this rank still waits for the others to join."""
+    began_at: float | None = time.monotonic()
+
+    def check() -> Exception | None:
+        nonlocal began_at
+        if began_at is None or have_met():
+            began_at = None
+        elif time.monotonic() - began_at >= WAITS_SILENTLY_S:
+            began_at = None
+            hint = "; inside of `srun --pty` start it with srun again, or name `lightning.devices`" * in_srun_task()
+            text = "rank %d has waited %g s for the other ranks: all %d have to be started, and to reach each other%s"
+            log.warning(text, rank, WAITS_SILENTLY_S, ranks, hint)
+        return None
+
+    return check
 
 
 def have_met() -> bool:

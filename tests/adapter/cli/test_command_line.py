@@ -229,6 +229,9 @@ def test_a_completion_script_knows_commands_and_their_options():
     [
         (["rnu"], "invalid choice: 'rnu' (choose from 'init', 'doctor', "),
         (["rnu"], ". Did you mean `run`?"),
+        (["train"], ". Did you mean `run`?"),
+        (["submit", "job.json"], ". Did you mean `slurm`?"),
+        (["kill", "runs/a"], ". Did you mean `stop`?"),
         (["--no-such-option"], "--no-such-option"),
         (["check", "m:T", "--steps", "0"], "argument --steps: expected a number >= 1, but received 0"),
         (["compare", "job.json", "--rtol", "nan"], "argument --rtol: expected a number >= 0, but received nan"),

@@ -471,6 +471,8 @@ def test_any_file_gives_a_config_or_one_startup_error(tmp_path, content):
     ("override", "message"),
     [
         ("artefacts_dir=x", "Unknown key `artefacts_dir` in `--set`. Did you mean `artifacts_dir`?"),
+        ("batchsize=3", "Unknown key `batchsize` in `--set`. Did you mean `dataset.batch_size`?"),
+        ("shufle=true", "Unknown key `shufle` in `--set`. Did you mean `dataset.shuffle`?"),
         ("dataset.batchsize=3", "Unknown key `dataset.batchsize` in `--set`. Did you mean `batch_size`?"),
         ("validate.every_n_step=3", "Unknown key `validate.every_n_step` in `--set`. Did you mean `every_n_steps`?"),
         ("max_steps", "Invalid `--set max_steps`. Expected key=value or key.sub=value."),

@@ -26,6 +26,7 @@ from genlight.adapter.run.ranks import (
     lasting,
     paused_ranks,
     stopped_before_meeting,
+    told_to_wait,
 )
 from genlight.callbacks.stop.sources import StopSources
 
@@ -143,6 +144,19 @@ def test_a_rank_ends_when_rank_zero_that_was_there_is_gone(tmp_path, monkeypatch
     found = first_found(RankZero(tmp_path, RankFiles(tmp_path)).check)
     assert "rank 0 has ended" in str(found)
     assert len(there) - len(left) == looks
+
+
+@pytest.mark.parametrize(("waited_s", "has_met", "says"), [(9.0, False, 0), (11.0, False, 1), (11.0, True, 0)])
+@pytest.mark.parametrize("under_srun", [False, True])
+def test_a_rank_that_waits_for_others_says_so_once(monkeypatch, caplog, waited_s, has_met, says, under_srun):
+    monkeypatch.setattr(ranks, "have_met", lambda: has_met)
+    monkeypatch.setattr(ranks, "in_srun_task", lambda: under_srun)
+    check = told_to_wait(0, 2)
+    now = time.monotonic()
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: now + waited_s))
+    assert [check() for _ in range(3)] == [None] * 3
+    assert caplog.text.count("rank 0 has waited 10 s for the other ranks: all 2") == says
+    assert ("srun --pty" in caplog.text) is (under_srun and says == 1)
 
 
 def test_ranks_that_wait_for_rank_zero_do_not_keep_it_from_its_lock(tmp_path, notes):
