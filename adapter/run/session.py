@@ -200,11 +200,17 @@ class Session:
 
         Raises:
             UploadError: Something required did not arrive by the deadline, and nothing was reported.
+            EventLogError: The log was removed while the attempt ran, and nothing was reported.
             TrainingCanceled: A stop was asked for first, and nothing was reported.
         """
         self._reporting.acquire()
         if completion is not None:
             self._completes = True
+            if self.event_log is not None and not self.event_log.is_in_place:
+                raise EventLogError(
+                    f"{shown_path(self.event_log.path)} was removed or replaced while the run wrote it, so that nobody "
+                    "can read how it went. If its checkpoints are still there, start it again with resume_from_latest"
+                )
             final = None if completion.final_checkpoint is None else str(completion.final_checkpoint)
             send = functools.partial(self._send_end, "completed", completion.step, final)
             if self.uploader is not None:

@@ -102,6 +102,11 @@ class EventLog:
         """Whether the file was given up; always so in a forked child."""
         return self._file.closed
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether `path` still names the file that is written; False once that was removed or replaced."""
+        return self._file.is_in_place
+
     def takes_metrics_of(self, step: int) -> bool:
         """Whether `metric` would accept that step: none may follow a checkpoint of its step."""
         return step not in self._rules.checkpointed

@@ -216,6 +216,14 @@ class LineFile:
         """Whether `append` would be refused."""
         return self._lock is None or self._lock.descriptor < 0
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether `path` still names the file that is written, which may have been removed or replaced meanwhile."""
+        try:
+            return not self.closed and os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
+        except OSError:
+            return False
+
     def append(self, line: bytes) -> None:
         """Write a line, which ends with its newline, whole or not at all.
 

@@ -337,6 +337,38 @@ def test_a_log_that_is_no_event_log(job):
     assert job.events_path.read_text() == "what is this\n"
 
 
+REMOVES = """
+import os, shutil
+from fault_trainer import Faulty
+
+class Removes(Faulty):
+    def state_dict(self, state):
+        how, path = os.environ["REMOVES"].split(":")
+        if os.path.exists(path):
+            shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
+            if how == "replace":
+                open(path, "w").close()
+        return super().state_dict(state)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "name"), [("remove", "metrics/events.jsonl"), ("replace", "metrics/events.jsonl"), ("remove", "metrics")]
+)
+def test_a_log_that_is_removed_while_the_run_writes_it_is_no_completed_run(job, monkeypatch, caplog, how, name):
+    (job.folder / "removes.py").write_text(REMOVES)
+    monkeypatch.syspath_prepend(job.folder)
+    monkeypatch.setenv("REMOVES", f"{how}:{job.out / name}")
+    job.write(trainer="removes:Removes", checkpoint_every=0)
+    assert job.run() == 1
+    assert "was removed or replaced while the run wrote it" in caplog.text
+    assert [posted["status"] for posted in job.server.posted("/terminal")] == ["failed"]
+
+    monkeypatch.setenv("REMOVES", "remove:/nonexistent")
+    assert job.run("resume_from_latest=true") == 0  # its final checkpoint was saved
+    assert job.terminal_event()["event"] == "completed"
+
+
 def test_no_spec_at_all(job, monkeypatch):
     from genlight.adapter.run.run import RunOptions, run_job
 
