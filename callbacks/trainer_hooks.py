@@ -19,8 +19,8 @@ from ..adapter.plumbing.text import nearest
 from .checkpoint.format.record import read_record
 from .checkpoint.policy import savers_of
 from .hook.cadence import crossed, step_cadence
-from .hook.events import entry_of, is_own_loop, log_to_loggers, model_of, numbers_of, run_state_of, step_metrics
-from .hook.hook import Hook, judge, telling
+from .hook.events import get_entry, is_own_loop, log_to_loggers, model_of, numbers_of, run_state_of, step_metrics
+from .hook.hook import Hook, forwarding_hook, judge
 from .log_metrics import rollout_means
 
 __all__ = [
@@ -211,13 +211,13 @@ class TrainerHookAdapter(Hook):
             except Exception as error:  # noqa: BLE001  # the policy raises it again
                 judge(self, event, error)
 
-    on_new_training_run = telling("on_new_training_run")
-    on_rollout_start = telling("on_rollout_start")
-    on_rollout_end = telling("on_rollout_end")
-    on_mb_end = telling("on_mb_end")
-    on_train_phase_end = telling("on_train_phase_end")
-    on_epoch_end = telling("on_epoch_end")
-    on_training_end = telling("on_training_end")
+    on_new_training_run = forwarding_hook("on_new_training_run")
+    on_rollout_start = forwarding_hook("on_rollout_start")
+    on_rollout_end = forwarding_hook("on_rollout_end")
+    on_mb_end = forwarding_hook("on_mb_end")
+    on_train_phase_end = forwarding_hook("on_train_phase_end")
+    on_epoch_end = forwarding_hook("on_epoch_end")
+    on_training_end = forwarding_hook("on_training_end")
 
     # Lightning's own loop
 
@@ -274,7 +274,7 @@ def _live(name: str, trainer: pl.Trainer | None, pl_module: pl.LightningModule |
         return None
     if name == "optimizer":
         return next(iter(trainer.optimizers), None)
-    found = entry_of(getattr(pl_module, "contract_state", None), name)
+    found = get_entry(getattr(pl_module, "contract_state", None), name)
     return model_of(pl_module) if name == "policy" and found is None else found
 
 
@@ -317,7 +317,7 @@ def _interval(name: str, given: int | None, holder: Any, path: str) -> int | Non
     Raises:
         ValueError: It is not a whole number from 0 on.
     """
-    value = functools.reduce(entry_of, path.split("."), holder) if given is None else given
+    value = functools.reduce(get_entry, path.split("."), holder) if given is None else given
     return None if value is None else step_cadence(name, value)
 
 
@@ -385,7 +385,7 @@ class CheckpointHook(TrainerHook):
         if manager is not None and trainer is not None and trainer.global_step == 0:
             loaded = manager.load_trainer_state()
             if loaded:
-                trainer_state.agent_step = int(entry_of(loaded, "agent_step"))
+                trainer_state.agent_step = int(get_entry(loaded, "agent_step"))
 
     @override
     def on_epoch_end(self, trainer_state: TrainerState) -> None:

@@ -26,7 +26,7 @@ from ..adapter.plumbing.durable import (
 )
 from .checkpoint.capture import CONTRACT_KEY
 from .hook.cadence import Boundaries, step_cadence, suppressed
-from .hook.events import entry_of, fire, run_state_of, timed
+from .hook.events import fire, get_entry, run_state_of, timed
 from .hook.hook import Hook, skippable
 from .module_modes import keep_modes
 
@@ -228,7 +228,7 @@ class WriteSamples(Hook):
 
 def find_generator(state: Any) -> Callable[..., Any] | None:
     """The ``generate_sample`` of a trainer's state, as an attribute or a key."""
-    generate = entry_of(state, "generate_sample")
+    generate = get_entry(state, "generate_sample")
     return generate if callable(generate) else None
 
 

@@ -15,7 +15,7 @@ from ..contract.exceptions import InputError
 from ..job.config import RunConfig
 from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path
 from ..plumbing.devices import isolated_random_numbers
-from ..plumbing.redaction import text_of
+from ..plumbing.redaction import safe_str
 from .batches import job_batches
 from .finding import Finding, Level
 from .isolation import quiet, where_raised
@@ -40,7 +40,7 @@ def one_step(config: RunConfig) -> Iterator[Finding]:
         try:
             yield from _findings(config, stack)
         except Exception as error:  # noqa: BLE001  # whatever the class or its data raises is the finding
-            yield Finding("step", "fail", f"{type(error).__name__}: {text_of(error)}{where_raised(error)}")
+            yield Finding("step", "fail", f"{type(error).__name__}: {safe_str(error)}{where_raised(error)}")
 
 
 def _findings(config: RunConfig, stack: contextlib.ExitStack) -> Iterator[Finding]:

@@ -24,7 +24,7 @@ from ..module.plugin_loading import make_trainer, optional_hook
 from ..module.rollout import RolloutBatches
 from ..module.step_metrics import named_scalars, validated_result
 from ..plumbing.devices import accelerator
-from ..plumbing.redaction import text_of
+from ..plumbing.redaction import safe_str
 from .batches import NO_DATA
 from .snapshot import KINDS, Snapshot, snapshot
 
@@ -135,7 +135,7 @@ def another_trainer(target: Any) -> TrainerPlugin:
     except Exception as error:
         raise ContractError(
             f"The trainer is one instance of {type(target).__qualname__} and cannot be copied for a second loop "
-            f"({type(error).__name__}: {text_of(error)}). Name its class instead, or give it a `__deepcopy__`."
+            f"({type(error).__name__}: {safe_str(error)}). Name its class instead, or give it a `__deepcopy__`."
         ) from error
     return copied
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, get_args
 from ..check.finding import Level
 from ..contract.exceptions import ContractError
 from .parser import add_json, add_overrides, at_least
-from .terminal import complain, say_finding, say_json
+from .terminal import print_error, say_finding, say_json
 
 if TYPE_CHECKING:
     from ..check.subject import Subject
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if any(finding.level == "fail" for finding in findings):
         return 1
     if any(finding.check == "steps" and finding.level == "skip" for finding in findings):
-        return complain("check", "training was not checked, since no data was given")
+        return print_error("check", "training was not checked, since no data was given")
     return 0
 
 

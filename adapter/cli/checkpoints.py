@@ -30,7 +30,7 @@ from ..contract.exceptions import BrokenCheckpointError, UsageError
 from ..plumbing.text import size_text
 from ..view.checkpoints import checkpoint_facts
 from .parser import add_json
-from .terminal import aligned, brief, complain, say, say_json
+from .terminal import aligned, brief, print_error, say, say_json
 
 __all__ = ["add_arguments", "run"]
 
@@ -90,7 +90,7 @@ def _list(args: argparse.Namespace) -> int:
     found = _listed(args.path)
     if not found:
         text = f"no checkpoint in {args.path}; name the folder of a run, its checkpoints, or one of them"
-        return complain("checkpoints", text, 2 if proves else 0)
+        return print_error("checkpoints", text, 2 if proves else 0)
     records = [each.record for each in found if each.record is not None]
     monitor, mode = monitored(records)
     best = best_first(records, monitor, mode)[:1] if mode is not None else []

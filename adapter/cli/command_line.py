@@ -29,11 +29,11 @@ from . import INTERRUPTED
 from .parser import CommandParser
 from .terminal import (
     VisibleFormatter,
-    complain,
+    escape_unencodable,
+    exit_on_broken_pipe,
     fill_closed_descriptors,
-    for_any_character,
-    outliving_readers,
-    until_the_reader_leaves,
+    ignoring_broken_pipe,
+    print_error,
 )
 
 __all__ = ["main"]
@@ -111,11 +111,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     fill_closed_descriptors()
-    for_any_character()
+    escape_unencodable()
     prints = any(word.partition("=")[0] == "--print_config" for word in words)
     trains = bool(words) and words[0] in ("run", *LIGHTNING_COMMANDS) and not prints
     code = 0
-    with outliving_readers() if trains else until_the_reader_leaves():
+    with ignoring_broken_pipe() if trains else exit_on_broken_pipe():
         try:
             code = _run(words)
         except KeyboardInterrupt:
@@ -128,10 +128,10 @@ def _run(words: list[str]) -> int:
     name = words[0] if words else ""
     fault = unsupported_system(f"genlight {name}") if name in COMMANDS and name not in ANYWHERE else None
     if fault:
-        return complain("", f"{fault} These commands work here: {', '.join(ANYWHERE)}.")
+        return print_error("", f"{fault} These commands work here: {', '.join(ANYWHERE)}.")
     if name in LIGHTNING_COMMANDS:
         faults = rank_errors(os.environ)
-        return complain("", "\n".join(faults)) if faults else _run_lightning(words)
+        return print_error("", "\n".join(faults)) if faults else _run_lightning(words)
     if name not in COMMANDS:
         parser = program_parser()
         parser.parse_args(words)
@@ -142,20 +142,20 @@ def _run(words: list[str]) -> int:
     try:
         code: int = _module_of(name).run(arguments)
     except (BrokenCheckpointError, EventLogError) as error:
-        return complain(name, error, EXIT_FAILED)
+        return print_error(name, error, EXIT_FAILED)
     except GenlightError as error:
-        return complain(name, error)
+        return print_error(name, error)
     except ModuleNotFoundError as error:
         if (extra := _EXTRAS.get(error.name or "")) is None:
             raise
-        return complain(name, f"{error.name} is not installed: {_installing(extra)}")
+        return print_error(name, f"{error.name} is not installed: {_installing(extra)}")
     except OSError as error:
         if error.errno is None:  # an error of our own, which says all
-            return complain(name, error)
+            return print_error(name, error)
         if error.filename is None:  # of the output, which is looked after where that is
             raise
         path = os.fsdecode(error.filename)
-        return complain(name, f"{path}: {error.strerror}; name a path that can be used")
+        return print_error(name, f"{path}: {error.strerror}; name a path that can be used")
     return code
 
 

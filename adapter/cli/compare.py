@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .parser import add_json, add_overrides, at_least
-from .terminal import aligned, complain, say
+from .terminal import aligned, print_error, say
 
 if TYPE_CHECKING:
     from ..check.compare import Comparison
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         raise
     except Exception as error:  # noqa: BLE001  # whatever the class raises is the outcome
         text = str(error) if isinstance(error, GenlightError) else f"{type(error).__name__}: {error}"
-        return complain("compare", f"training failed: {text}", 1)
+        return print_error("compare", f"training failed: {text}", 1)
     if args.json:
         say(comparison.as_json())
     else:

@@ -12,7 +12,7 @@ from itertools import groupby
 from ..view.differences import Difference, differences, facts_of_run
 from ..view.summary import summary_of
 from .parser import add_json, run_folder
-from .terminal import aligned, brief, complain, say, say_json
+from .terminal import aligned, brief, print_error, say, say_json
 
 __all__ = ["add_arguments", "run"]
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for folder, each in zip(folders, runs, strict=True):
         if each["job"] is None:
-            complain("diff", f"{folder} has no job.json: of hyperparameters, only numbers are compared")
+            print_error("diff", f"{folder} has no job.json: of hyperparameters, only numbers are compared")
     say(*_lines(found, [str(each["run_id"]) for each in runs]))
     return 0
 

@@ -20,7 +20,7 @@ from ...reporters.events.reader import follow, log_of_run, read_events, read_met
 from ...reporters.events.validation import iter_violations
 from ..contract.exceptions import UsageError
 from .parser import add_json
-from .terminal import brief, complain, say, say_json
+from .terminal import brief, print_error, say, say_json
 
 __all__ = ["add_arguments", "run"]
 
@@ -109,7 +109,7 @@ def _metrics(path: Path, form: str) -> None:
 
 def _show(path: Path, args: argparse.Namespace) -> None:
     if args.follow and not path.exists():
-        complain("events", f"waiting for {path}")
+        print_error("events", f"waiting for {path}")
     events = follow(path) if args.follow else read_events(path)
     if args.json:
         say_json(events)

@@ -39,9 +39,9 @@ from ..plumbing.redaction import secrets_in, without_secrets
 from ..plumbing.text import as_list
 from ..run.fit import continue_runs, fit, join
 from ..run.folder import directory_fault, lock_directory
-from ..run.report import is_about_what_was_given, show_results, shown_path
+from ..run.report import is_input_error, show_results, shown_path
 from ..run.session import Completion, FollowerSession, Session
-from ..run.start import WaysOut, move_checkpoints_aside, newest_start, refuse_to_overwrite
+from ..run.start import ExitHints, move_checkpoints_aside, newest_start, refuse_to_overwrite
 from ..run.this_rank import is_rank_zero
 from .parser import offered_name, refuse
 
@@ -53,12 +53,12 @@ MOST_VALUES = 100_000
 """Values of a configuration. Nested anchors can stand for billions in a few lines, and each would be built."""
 _WORDS_OF_LIGHTNING = ("best", "hpc", "last")
 """Words that ``--ckpt_path`` takes besides a path."""
-_FIT = WaysOut(
+_FIT = ExitHints(
     go_on="go on from them with `--resume auto`",
     anew="move them aside and start at step 0 with `--resume never`",
     elsewhere="choose another `dirpath`",
 )
-_EVALUATION = WaysOut(anew="name another by `--ckpt_path`")
+_EVALUATION = ExitHints(anew="name another by `--ckpt_path`")
 _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 # The options of a feed have their texts below each field.
@@ -213,7 +213,7 @@ class GenlightCLI(LightningCLI):
             super().instantiate_classes()
         except (ValueError, TypeError, MisconfigurationException) as error:
             cause = root_cause(error)
-            if not isinstance(cause, GenlightError | UnusableValueError) and not is_about_what_was_given(cause):
+            if not isinstance(cause, GenlightError | UnusableValueError) and not is_input_error(cause):
                 raise cause from None  # Without jsonargparse's own errors about it, which are long.
             raise UsageError(str(cause)) from error
 
@@ -242,7 +242,7 @@ class GenlightCLI(LightningCLI):
             except MonitorError:
                 raise
             except (ValueError, MisconfigurationException, *_WRONG_PATH) as error:
-                if not is_about_what_was_given(error):
+                if not is_input_error(error):
                     raise
                 raise UsageError(_text_of_error(error)) from error
             except EventLogError as error:
@@ -253,13 +253,15 @@ class GenlightCLI(LightningCLI):
     def _say_how_to_go_on(self, checkpoints: Path | None) -> None:
         session = self._session
         if checkpoints is None:
-            session.way_on = "The callback genlight.callbacks.Checkpoint would have saved a checkpoint to go on from."
+            session.resume_hint = (
+                "The callback genlight.callbacks.Checkpoint would have saved a checkpoint to go on from."
+            )
             return
         words = ["genlight", *self._arguments]
         # What comes last wins.
         words += ["--ckpt_path", "null"] if self.config["fit"].get("ckpt_path") is not None else []
         words += ["--resume", "auto"] if self.config["fit"]["resume"] != "auto" else []
-        session.way_on = f"To go on:\n  {shlex.join(words)}"
+        session.resume_hint = f"To go on:\n  {shlex.join(words)}"
 
     @override
     def _parse_ckpt_path(self) -> None:

@@ -17,7 +17,7 @@ from typing import NoReturn
 from ..plumbing.text import size_text
 from ..view.summary import RunSummary, figures_of, find_runs, summary_of
 from .parser import folder_of_runs
-from .terminal import aligned, complain, say, say_json, styled
+from .terminal import aligned, print_error, say, say_json, styled
 
 __all__ = ["add_arguments", "run"]
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         say_json(each.as_json() for each in runs)
     elif not runs:
-        complain("ls", f"no run below {args.dir}; the folder of a run has metrics/events.jsonl")
+        print_error("ls", f"no run below {args.dir}; the folder of a run has metrics/events.jsonl")
     else:
         for line, style in _lines(runs, args.dir):
             say(line, style=style)

@@ -14,7 +14,7 @@ import os
 from ...callbacks.checkpoint.selection import Listed, best_first, folder_of_checkpoints, list_checkpoints, monitored
 from ..contract.exceptions import UsageError
 from ..view.checkpoints import checkpoint_facts
-from .terminal import complain, say
+from .terminal import print_error, say
 
 __all__ = ["add_arguments", "run"]
 
@@ -48,5 +48,5 @@ def run(args: argparse.Namespace) -> int:
         if not facts["problem"]:
             say(os.path.abspath(each.path))
             return 0
-        complain("path", f"{facts['name']} is {facts['state']}; skipping it")
-    return complain("path", f"no whole checkpoint in {folder}", 1)
+        print_error("path", f"{facts['name']} is {facts['state']}; skipping it")
+    return print_error("path", f"no whole checkpoint in {folder}", 1)

@@ -31,7 +31,7 @@ from ..plumbing.safe_open import PRIVATE_FILE
 from ..runner.contexts import CompletedContext, emit
 from ..runner.transport import FunctionFailedError, read_pickle, read_result, travelling, write_pickle
 from .parser import add_overrides
-from .terminal import complain, say, visible
+from .terminal import print_error, say, visible
 
 __all__ = ["add_arguments", "run"]
 
@@ -332,7 +332,7 @@ def _submit(script: str, artifacts: Path) -> int:
     write_bytes_durably(path, script.encode(), mode=PRIVATE_FILE)
     done = _slurm("sbatch", "--parsable", str(path))
     if done.returncode:
-        return complain("slurm", done.stderr.strip(), 1)
+        return print_error("slurm", done.stderr.strip(), 1)
     say(done.stdout.strip().partition(";")[0])  # of a federation the cluster follows
     return 0
 
@@ -355,7 +355,7 @@ def _wait(job_id: str, callbacks_file: Path | None, output_file: Path | None) ->
                 sys.stderr.write(visible(f"{tasks}; scontrol is asked again") + "\n")
                 fault = tasks
             if time.monotonic() - answered > UNREACHABLE_S:
-                return complain("slurm", f"scontrol has failed for {UNREACHABLE_S:.0f} s: {tasks}", 1)
+                return print_error("slurm", f"scontrol has failed for {UNREACHABLE_S:.0f} s: {tasks}", 1)
         elif all(state in _ENDED for _, state, _ in tasks):
             break
         else:

@@ -13,7 +13,7 @@ import time
 from ..run.folder import request_stop, withdraw_stop
 from ..view.summary import summary_of
 from .parser import run_folder
-from .terminal import complain, say
+from .terminal import print_error, say
 
 __all__ = ["add_arguments", "run"]
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     while summary.state == "running":
         if time.monotonic() >= give_up_at:
             text = f"{folder} still runs after {args.wait:g} s; it stops once its step, checkpoint and uploads are done"
-            return complain("stop", text, 1)
+            return print_error("stop", text, 1)
         time.sleep(_LOOK_EVERY_S)
         summary = summary_of(folder, sizes=False)
     withdraw_stop(folder)

@@ -1,6 +1,6 @@
 """Output of the command line: any character is made visible, and a reader may leave before the end.
 
-`say` and `complain` write every line that a command writes. Names, notes and errors come from files of others, so no
+`say` and `print_error` write every line that a command writes. Names, notes and errors come from files of others, so no
 character that could command a terminal (ESC, BEL, bidirectional controls, C1) passes them.
 
 A run must not end because its log is no longer read (a closed pipe, a full disk), and a listing must end quietly when
@@ -30,15 +30,15 @@ __all__ = [
     "VisibleFormatter",
     "aligned",
     "brief",
-    "complain",
+    "print_error",
     "fill_closed_descriptors",
-    "for_any_character",
-    "outliving_readers",
+    "escape_unencodable",
+    "ignoring_broken_pipe",
     "say",
     "say_finding",
     "say_json",
     "styled",
-    "until_the_reader_leaves",
+    "exit_on_broken_pipe",
     "visible",
 ]
 
@@ -95,7 +95,7 @@ def say_finding(finding: Finding, *, width: int = 17, secrets: Sequence[str] = (
         say(redact(f"{'':7}  {'':{width}}  → {finding.remedy}", secrets))
 
 
-def complain(command: str, text: object, code: int = EXIT_STARTUP) -> int:
+def print_error(command: str, text: object, code: int = EXIT_STARTUP) -> int:
     """Write what is wrong to standard error, and return `code`; an empty `command` stands for how it was called."""
     sys.stderr.write(f"{f'genlight {command}' if command else 'error'}: {visible(text)}\n")
     return code
@@ -133,7 +133,7 @@ def fill_closed_descriptors() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for as long as the process
 
 
-def for_any_character() -> None:
+def escape_unencodable() -> None:
     """Escape characters that the terminal's encoding lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -141,7 +141,7 @@ def for_any_character() -> None:
 
 
 @contextlib.contextmanager
-def outliving_readers() -> Iterator[None]:
+def ignoring_broken_pipe() -> Iterator[None]:
     """Standard output and error drop what nobody reads, instead of raising `BrokenPipeError`."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _lossy(sys.stdout, 1), _lossy(sys.stderr, 2)
@@ -168,7 +168,7 @@ def _lossy(stream: TextIO, descriptor: int) -> TextIO:
 
 
 @contextlib.contextmanager
-def until_the_reader_leaves() -> Iterator[None]:
+def exit_on_broken_pipe() -> Iterator[None]:
     """End quietly when the reader of the output has gone, as after ``| head``.
 
     Raises:

@@ -21,7 +21,7 @@ from ..job.sources import JOB_VARIABLE
 from ..plumbing.redaction import redact
 from ..plumbing.text import size_text
 from .parser import add_json, add_overrides
-from .terminal import aligned, complain, say, say_json
+from .terminal import aligned, print_error, say, say_json
 
 __all__ = ["add_arguments", "run"]
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         problem = f"{queue} is not a directory" if queue.exists() else f"there is no directory {queue}"
         raise UsageError(f"{problem}; name the folder of a run")
     if not (queue / LOCK).exists():
-        return complain("uploads", f"nothing is waiting: {queue} has no upload queue", 0)
+        return print_error("uploads", f"nothing is waiting: {queue} has no upload queue", 0)
     entries = read_entries(queue)
     if args.action == "retry":
         return _retry(args, queue, entries)
@@ -89,7 +89,7 @@ def _retry(args: argparse.Namespace, queue: Path, entries: Sequence[Entry]) -> i
         with uploader:
             failure = uploader.settle(progress=_show_progress) or uploader.deliver_waiting_terminal()
         if failure is not None:
-            complain("uploads", str(failure))
+            print_error("uploads", str(failure))
     left = len(read_entries(queue))
     say(f"{len(entries) - left} delivered, {left} left")
     return 1 if left else 0
@@ -140,4 +140,4 @@ def _settings(args: argparse.Namespace) -> RunConfig:
 
 
 def _show_progress(line: str) -> None:
-    complain("uploads", line)
+    print_error("uploads", line)

@@ -20,7 +20,7 @@ from .fp16 import TrueUnitScaler
 
 __all__ = [
     "StepPrecision",
-    "about_types",
+    "explain_dtype_error",
     "cast_inputs",
     "contract_dtype",
     "step_precision",
@@ -131,7 +131,7 @@ def _insists_on_its_type(module: nn.Module) -> bool:
     )
 
 
-def about_types(error: BaseException, precision: StepPrecision) -> ContractError | None:
+def explain_dtype_error(error: BaseException, precision: StepPrecision) -> ContractError | None:
     """An error that says what to do about `error` in half precision; None where it is about something else."""
     if precision.context is None or not isinstance(error, RuntimeError) or isinstance(error, ContractError):
         return None

@@ -20,7 +20,7 @@ from ..contract.exceptions import ContractError
 __all__ = [
     "REFUSED",
     "REFUSED_ON_RANKS",
-    "about_sharded_update",
+    "explain_sharded_update_error",
     "explained",
     "needs",
     "refusal",
@@ -118,7 +118,7 @@ def explained(error: BaseException, what: str = "`train_step`") -> ContractError
     )
 
 
-def about_sharded_update(error: BaseException, optimizer: Optimizer) -> ContractError | None:
+def explain_sharded_update_error(error: BaseException, optimizer: Optimizer) -> ContractError | None:
     """The same for an error of ``optimizer.step``; None where its parameters are not sharded."""
     if not any(isinstance(p, DTensor) for p in parameters_of(optimizer)):
         return None

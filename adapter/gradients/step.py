@@ -51,9 +51,9 @@ from .ddp.buckets import wire_type
 from .ddp.buffers import BufferSync, broadcast_from_zero
 from .fp16 import Fp16
 from .fsdp.step import ShardedStep, fsdp_modules
-from .precision import StepPrecision, about_types, cast_inputs, step_precision
+from .precision import StepPrecision, cast_inputs, explain_dtype_error, step_precision
 from .rank_check import check_same_on_all_ranks
-from .refused import about_sharded_update, refused_on_ranks
+from .refused import explain_sharded_update_error, refused_on_ranks
 from .step_part import BackwardCall, StepPart
 from .torch_internals import outside_of_graphs, warn_of_untested_torch
 from .update_guard import UpdateGuard, update_guard
@@ -285,7 +285,7 @@ class StepRouter:
         if replaced is not None:
             exc.add_note(str(replaced))
         explained = next(filter(None, (part.explained(exc) for part in self.parts)), None)
-        explained = explained or about_types(exc, self._precision)
+        explained = explained or explain_dtype_error(exc, self._precision)
         if explained is not None:
             raise explained from exc
 
@@ -487,7 +487,7 @@ class StepRouter:
         try:
             return self._outside_autocast(step, *args, **kwargs)
         except Exception as error:
-            explained = about_sharded_update(error, optimizer)
+            explained = explain_sharded_update_error(error, optimizer)
             if explained is None:
                 raise
             raise explained from error

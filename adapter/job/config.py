@@ -26,7 +26,7 @@ from typing_extensions import override
 from ...reporters.uploads.config import QUEUE_DIRECTORY, UploadConfig
 from ..contract.types import TrainingJobSpec
 from ..plumbing.durable import write_bytes_durably
-from ..plumbing.redaction import HIDDEN, secrets_of_environment, with_texts, without_secrets
+from ..plumbing.redaction import HIDDEN, map_strings, secrets_of_environment, without_secrets
 from ..plumbing.safe_open import read_regular
 from ..plumbing.settings import Block, render_value, value_of
 from ..plumbing.text import HUB_LOGIN, folder_name
@@ -286,7 +286,7 @@ def job_file(config: RunConfig, environ: Mapping[str, str] | None = None) -> dic
             return safe
         return text if plain == safe and _DIGEST.fullmatch(fragment) else f"{safe}{HIDDEN}"
 
-    return {COMMENT: _COMMENT, **with_texts(job, marked)}
+    return {COMMENT: _COMMENT, **map_strings(job, marked)}
 
 
 def write_job(config: RunConfig, environ: Mapping[str, str] | None = None) -> bool:

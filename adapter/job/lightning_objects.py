@@ -20,7 +20,7 @@ from ...reporters.events.event_logger import EventLogger
 from ..cluster.placement import placed_by_launcher
 from ..contract.exceptions import StartupContractError
 from ..plumbing.devices import accelerator
-from ..plumbing.redaction import text_of
+from ..plumbing.redaction import safe_str
 from ..plumbing.text import as_list, nearest
 from .config import RunConfig
 from .parser_errors import root_cause, shortened
@@ -134,7 +134,7 @@ def _errors_of(what: str) -> Iterator[None]:
     try:
         yield
     except (ArgumentError, ValueError, TypeError, ImportError, MisconfigurationException) as error:
-        text = f"{what} of the job cannot be used: {text_of(root_cause(error))}"
+        text = f"{what} of the job cannot be used: {safe_str(root_cause(error))}"
         raise StartupContractError("startup.invalid_job_spec", text) from error
 
 

@@ -228,13 +228,13 @@ class ContractFitLoop(FitLoop):
     @override
     def on_advance_start(self) -> None:
         super().on_advance_start()
-        self._leave_what_is_left_of_earlier_epochs()
+        self._skip_to_current_epoch()
         # A feed that was resumed on another number of ranks within an epoch has another length in that epoch.
         length = None if self._combined_loader is None else sized_len(self._combined_loader)
         if length is not None:
             self.max_batches = length
 
-    def _leave_what_is_left_of_earlier_epochs(self) -> None:
+    def _skip_to_current_epoch(self) -> None:
         # After a resume a feed cannot tell whether the rest of its epoch is to come, or was cut by
         # `limit_train_batches`; Lightning's loop does not know it either, since it ends an epoch at the step limit too.
         if self.restarts_within_epoch or self._combined_loader is None:
@@ -362,7 +362,7 @@ class ContractEpochLoop(TrainingEpochLoop):
         trainer, module, progress = self.trainer, self.module, self.batch_progress
         run_state = run_state_of(trainer)
         if self.restarting:
-            self._make_up_for_what_the_checkpoint_preceded(data_fetcher)
+            self._run_overdue_validation(data_fetcher)
         step = Step(self, data_fetcher)
         current, batches = step.current, step.batches
         signals = signal_connector(trainer)
@@ -421,7 +421,7 @@ class ContractEpochLoop(TrainingEpochLoop):
         if received_sigterm(self.trainer) and not self._is_training_done:
             raise SIGTERMException
 
-    def _make_up_for_what_the_checkpoint_preceded(self, data_fetcher: DataFetcher) -> None:
+    def _run_overdue_validation(self, data_fetcher: DataFetcher) -> None:
         """Validate after the last step of the attempt before, if that is due and was not begun."""
         self.module.feed_callback_metrics()
         if self.owes_validation and self.validates:

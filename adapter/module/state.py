@@ -74,10 +74,10 @@ _BUILT = "built"
 """The member that holds the settings of optimizers, schedulers and scalers as they were built."""
 _RESIZED = "resized"
 """The member that names the buffers whose shape changed while training."""
-_OF_RANKS = "of_ranks"
+_RANK_DIFFERENCES = "of_ranks"
 """The member that holds, for each rank, what it has otherwise than rank zero."""
-_OF_THE_DUMP = ("state_dict", "optimizer_states", "lr_schedulers")
-_OF_THE_CONTRACT = (STATE, _ON_DEVICE, _UNMANAGED, _GENERATORS, PHASE)
+_LIGHTNING_KEYS = ("state_dict", "optimizer_states", "lr_schedulers")
+_CONTRACT_KEYS = (STATE, _ON_DEVICE, _UNMANAGED, _GENERATORS, PHASE)
 _NAMED_AT_MOST = 8
 
 
@@ -246,7 +246,7 @@ class TrainerState:
         own_weights, parts = _named_as_in(self.module, own_weights), checkpoint[CONTRACT_KEY]
         _check_optimizers(self.discovered.optimizers, checkpoint.get("optimizer_states", ()))
         _fit_buffers(self.module, checkpoint["state_dict"], parts.get(_RESIZED, ()))
-        kept = {name: part for name, part in parts.items() if name != _OF_RANKS}
+        kept = {name: part for name, part in parts.items() if name != _RANK_DIFFERENCES}
         directory = trainer_directory(trainer.ckpt_path, self.plugin)
         return ToRestore(kept, directory, own_weights, checkpoint.get("optimizer_states", ()))
 
@@ -479,8 +479,8 @@ def collect_from_ranks(checkpoint: dict[str, Any], trainer: pl.Trainer, channel:
     if channel.size == 1:
         return
     own = checkpoint[CONTRACT_KEY]
-    compared = {name: own[name] for name in _OF_THE_CONTRACT if name in own}
-    compared |= {name: checkpoint[name] for name in _OF_THE_DUMP if name in checkpoint}
+    compared = {name: own[name] for name in _CONTRACT_KEYS if name in own}
+    compared |= {name: checkpoint[name] for name in _LIGHTNING_KEYS if name in checkpoint}
     if "optimizer_states" in compared:
         # One that is consolidated, rank zero alone has: as Lightning does, all get it back whole.
         compared["optimizer_states"] = [
@@ -489,14 +489,14 @@ def collect_from_ranks(checkpoint: dict[str, Any], trainer: pl.Trainer, channel:
         ]
     found = differences_of_ranks(compared, channel)
     if any(found):
-        checkpoint[CONTRACT_KEY][_OF_RANKS] = [
+        checkpoint[CONTRACT_KEY][_RANK_DIFFERENCES] = [
             [{"path": list(differing.path), "value": differing.value} for differing in of_rank] for of_rank in found
         ]
 
 
 def _of_ranks(contract: Mapping[str, Any]) -> list[list[Differing]]:
     """The values that `collect_from_ranks` has added to a checkpoint's contract part, by rank."""
-    stored = contract.get(_OF_RANKS, [])
+    stored = contract.get(_RANK_DIFFERENCES, [])
     return [[Differing(tuple(entry["path"]), entry["value"]) for entry in of_rank] for of_rank in stored]
 
 
@@ -528,10 +528,10 @@ def take_own_part(checkpoint: dict[str, Any], rank: int, world_size: int) -> dic
     if parts and len(parts) != world_size and rank == 0:
         log.warning("%s", _what_is_lost(parts, world_size))
     own = parts[rank] if rank < len(parts) else []
-    tree = {**checkpoint, **{name: contract[name] for name in _OF_THE_CONTRACT if name in contract}}
+    tree = {**checkpoint, **{name: contract[name] for name in _CONTRACT_KEYS if name in contract}}
     apply_differences(tree, own)
-    checkpoint |= {name: tree[name] for name in _OF_THE_DUMP if name in tree}
-    contract |= {name: tree[name] for name in _OF_THE_CONTRACT if name in tree}
+    checkpoint |= {name: tree[name] for name in _LIGHTNING_KEYS if name in tree}
+    contract |= {name: tree[name] for name in _CONTRACT_KEYS if name in tree}
     if any(differing.path == ("state_dict",) for differing in own):
         return dict(tree["state_dict"])
     return {differing.path[1]: differing.value for differing in own if differing.path[0] == "state_dict"}

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from .redaction import text_of
+from .redaction import safe_str
 
 __all__ = [
     "LateCopy",
@@ -141,7 +141,7 @@ def gather_results(
         result = act()
     except Exception as error:  # noqa: BLE001 - raised below
         failure = error
-    said = None if failure is None else f"{type(failure).__qualname__}: {text_of(failure)}"
+    said = None if failure is None else f"{type(failure).__qualname__}: {safe_str(failure)}"
     gathered = gather_objects((result, said), group)
     if failure is not None:
         raise failure

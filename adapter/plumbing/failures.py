@@ -24,7 +24,7 @@ from ..contract.exceptions import (
     UploadError,
     UsageError,
 )
-from .redaction import hide_environment, text_of
+from .redaction import hide_environment, safe_str
 from .text import shortened
 
 __all__ = [
@@ -102,7 +102,7 @@ def safe_text(
     genlight's own exceptions give all their lines, joined; others give their type and first line.
     """
     # Hide first, while values of several lines are intact.
-    said = hide_environment(text_of(error), secrets=tuple(secrets), environ=environ)
+    said = hide_environment(safe_str(error), secrets=tuple(secrets), environ=environ)
     lines = [line.strip() for line in said.strip().splitlines()]
     if lines and isinstance(error, GenlightError):
         text = "; ".join(line.removeprefix("- ") for line in lines)

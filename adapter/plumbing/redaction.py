@@ -34,9 +34,9 @@ __all__ = [
     "secrets_in",
     "secrets_of_environment",
     "secrets_of_module",
-    "text_of",
+    "safe_str",
     "traceback_of",
-    "with_texts",
+    "map_strings",
     "without_secrets",
 ]
 
@@ -167,7 +167,7 @@ def secrets_in(value: Any) -> list[str]:
             found[text] = None
         found.update(dict.fromkeys([*_secrets_of_url(text), *(match[0] for match in _TOKEN.finditer(text))]))
 
-    with_texts(value, note)
+    map_strings(value, note)
     return list(found)
 
 
@@ -185,15 +185,15 @@ def without_secrets(value: Any, *, secrets: Iterable[str | None] = ()) -> Any:
     def shown(text: str, is_secret: bool) -> str:
         return HIDDEN if is_secret else _without_known_forms(hide_urls(redact(text, known)))
 
-    return with_texts(value, shown)
+    return map_strings(value, shown)
 
 
-def with_texts(value: Any, act: Callable[[str, bool], Any], is_secret: bool = False) -> Any:
+def map_strings(value: Any, act: Callable[[str, bool], Any], is_secret: bool = False) -> Any:
     """Replace each text in `value` by ``act(text, is_secret)``; `is_secret` is true under a secret name."""
     if isinstance(value, Mapping):
-        return {name: with_texts(inner, act, is_secret or is_secret_name(str(name))) for name, inner in value.items()}
+        return {name: map_strings(inner, act, is_secret or is_secret_name(str(name))) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [with_texts(inner, act, is_secret) for inner in value]
+        return [map_strings(inner, act, is_secret) for inner in value]
     return act(value, is_secret) if isinstance(value, str) else value
 
 
@@ -202,7 +202,7 @@ def secrets_of_environment(environ: Mapping[str, str] | None = None) -> list[str
     return list(_values_of(environ, ""))
 
 
-def text_of(error: BaseException) -> str:
+def safe_str(error: BaseException) -> str:
     """Return `str(error)`, truncated; a placeholder if `str` itself fails."""
     try:
         return _cut(str(error))

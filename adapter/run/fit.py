@@ -40,7 +40,7 @@ from ...callbacks.logged_steps import keep_logged_steps
 from ...reporters.events.event_logger import has_stock_checkpoint
 from ..contract.exceptions import StartupContractError, TrainingCanceled
 from ..plumbing.durable import make_directory, write_bytes_durably
-from ..plumbing.redaction import text_of, without_secrets
+from ..plumbing.redaction import safe_str, without_secrets
 from ..plumbing.safe_open import PRIVATE_FILE, read_own
 from .ranks import (
     FOLDER,
@@ -167,7 +167,9 @@ def continue_runs(trainer: pl.Trainer, directory: Path, *, resumes: bool) -> Non
             try:
                 _run_of(logger)
             except Exception as error:  # noqa: BLE001  # of the backend, whose classes only its package has
-                log.warning("%s begins a new run, since it cannot go on with %s: %s", name, known[name], text_of(error))
+                log.warning(
+                    "%s begins a new run, since it cannot go on with %s: %s", name, known[name], safe_str(error)
+                )
                 set_run_of_logger(logger, None)
         runs[name] = _run_of(logger)
     write_bytes_durably(path, msgspec.json.encode(runs) + b"\n", mode=PRIVATE_FILE)
@@ -179,7 +181,7 @@ def _read(path: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        log.warning("loggers begin new runs, because %s cannot be read: %s", path, text_of(error))
+        log.warning("loggers begin new runs, because %s cannot be read: %s", path, safe_str(error))
         return {}
 
 

@@ -28,13 +28,13 @@ from ..contract.exceptions import (
 )
 from ..plumbing.durable import make_directory, write_bytes_durably
 from ..plumbing.failures import Failure, modules_of
-from ..plumbing.redaction import hide_secrets, text_of, traceback_of
+from ..plumbing.redaction import hide_secrets, safe_str, traceback_of
 from ..plumbing.reference_page import reference
 from .this_rank import host_name, this_rank
 
 __all__ = [
     "explained",
-    "is_about_what_was_given",
+    "is_input_error",
     "log_failure",
     "show_results",
     "shown_path",
@@ -63,7 +63,7 @@ _MOST_OF_THEM = 600
 """Characters; a model of another architecture differs in every name."""
 
 
-def is_about_what_was_given(error: Exception, *, by: tuple[str, ...] = ("genlight.", "lightning.")) -> bool:
+def is_input_error(error: Exception, *, by: tuple[str, ...] = ("genlight.", "lightning.")) -> bool:
     """Whether genlight or Lightning refused something before any other code was called; its message then says all.
 
     Args:
@@ -82,7 +82,7 @@ def explained(error: Exception) -> GenlightError | None:
     ``EarlyStopping`` or ``ModelCheckpoint``, a port at which the ranks were to meet and something else listens, a data
     worker that died, and a device that the user's code names and that is not there.
     """
-    text = text_of(error)
+    text = safe_str(error)
     if "".join(modules_of(error)[-1:]) in _MONITORS:
         return MonitorError(text)
     if text.startswith(_OTHER_WEIGHTS):
@@ -135,7 +135,7 @@ def log_failure(
     """
     # Ours say all, and a traceback would bury it; but of a write from a wrong thread, where that was.
     if isinstance(error, GenlightError) and not isinstance(error, ReplayWriterError):
-        text = hide_secrets(text_of(error), secrets=secrets, environ=environ)
+        text = hide_secrets(safe_str(error), secrets=secrets, environ=environ)
     else:
         text = hide_secrets(traceback_of(error), secrets=secrets, environ=environ)
         users = None if folder is None else _users_part(error)

@@ -126,7 +126,7 @@ def _session(config: RunConfig, options: RunOptions, signals: StopSignals) -> Se
         secrets=config.secrets,
         environ=options.environ,
         deadline_s=config.upload_deadline_seconds,
-        way_on=_way_on(config, options, environ),
+        resume_hint=_way_on(config, options, environ),
         preparing="startup",
     )
 

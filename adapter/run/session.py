@@ -35,7 +35,7 @@ from ..plumbing.failures import (
     causes_of,
     describe_failure,
 )
-from ..plumbing.redaction import text_of, traceback_of
+from ..plumbing.redaction import safe_str, traceback_of
 from .attempts import Attempt, last_attempts
 from .folder import STOP_NAME, withdraw_stop
 from .ranks import FailedElsewhere, RankFiles, RankProcesses, RankWatch, RankZero, first_cause, paused_ranks
@@ -109,7 +109,7 @@ class Session:
     """Environment whose values no report may show; None takes the process's own."""
     deadline_s: float = 60.0
     """How long the end waits for uploads and messages."""
-    way_on: str = "Start it again to go on."
+    resume_hint: str = "Start it again to go on."
     """What a user does to go on after a stop or a failure."""
     requires_uploads: bool = True
     """Whether an attempt that completes, but for an upload that did not arrive, fails."""
@@ -246,7 +246,7 @@ class Session:
         """Report what ended the attempt; returns the exit code, whatever goes wrong here."""
         self._reporting.acquire()
         try:
-            error = self.cause = self._stop_behind(error) or error
+            error = self.cause = self._stop_that_caused(error) or error
             own = self._without_false_hope(self._describe(error))
             first = self._first_cause(own)
             if first != own:
@@ -278,7 +278,7 @@ class Session:
         finally:
             os._exit(code)
 
-    def _stop_behind(self, error: BaseException) -> TrainingCanceled | None:
+    def _stop_that_caused(self, error: BaseException) -> TrainingCanceled | None:
         """The stop as which a failure is reported that would not have been without it, or came after its checkpoint."""
         causes, reason = list(causes_of(error)), self.stop.signals.reason
         stop = next((cause for cause in causes if isinstance(cause, TrainingCanceled)), None)
@@ -286,7 +286,7 @@ class Session:
             log.error("after the run had stopped: %s", self._describe(error).text)
             return stop
         # Torch says in words alone that its loader lost a worker.
-        lost_worker = any("DataLoader worker (pid" in text_of(cause) for cause in causes)
+        lost_worker = any("DataLoader worker (pid" in safe_str(cause) for cause in causes)
         if stop is not None or reason is None or not lost_worker:
             return None
         log.warning("the stop signal ended a data worker first, so no checkpoint of this step was saved")
@@ -358,11 +358,11 @@ class Session:
             if self._ends_again:
                 log.error("stopped: %s.%s %s%s", error.reason, idle, STOPPED_AGAIN, first)
             else:
-                log.warning("stopped: %s.%s%s%s %s", error.reason, idle, self._goes_on_from(), first, self.way_on)
+                log.warning("stopped: %s.%s%s%s %s", error.reason, idle, self._goes_on_from(), first, self.resume_hint)
             return
         log_failure(error, failure, secrets=self.secrets, environ=self.environ, folder=self.folder)
         if self.is_rank_zero and failure.category == "train-step" and self.step:
-            hint = FAILS_AGAIN if self._ends_again else f"{self._goes_on_from()} {self.way_on}"
+            hint = FAILS_AGAIN if self._ends_again else f"{self._goes_on_from()} {self.resume_hint}"
             log.error("it failed in step %d.%s", self.step, hint)
 
     def _goes_on_from(self) -> str:

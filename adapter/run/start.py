@@ -27,7 +27,7 @@ from ..plumbing.safe_open import read_regular
 __all__ = [
     "RUNS_FILE",
     "Start",
-    "WaysOut",
+    "ExitHints",
     "decide_start",
     "move_checkpoints_aside",
     "move_old_artifacts_aside",
@@ -59,7 +59,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class WaysOut:
+class ExitHints:
     """What a user does where checkpoints are in the way of a start, in the words of the command."""
 
     go_on: str = "go on from them with `--set resume_from_latest=true`"
@@ -99,14 +99,14 @@ def decide_start(
         if not config.resume_from_latest:
             if may_have_completed and (finished := _finished_unchanged(config)) is not None:
                 return finished
-            refuse_to_overwrite(config.checkpoints_dir, WaysOut())
+            refuse_to_overwrite(config.checkpoints_dir, ExitHints())
             return Start()
         finished = _finished(config, allow_changed)
         if finished is not None:
             return finished
         if import_types is not None:
             import_types()
-        start = newest_start(config.checkpoints_dir, WaysOut(), knows_types=import_types is not None)
+        start = newest_start(config.checkpoints_dir, ExitHints(), knows_types=import_types is not None)
         if start.record is not None:
             _check_is_ours(start.record, config, allow_changed)
         return _going_on(start, config)
@@ -136,7 +136,7 @@ def _finished_unchanged(config: RunConfig) -> Start | None:
         return None
 
 
-def newest_start(directory: Path, ways: WaysOut, *, knows_types: bool) -> Start:
+def newest_start(directory: Path, ways: ExitHints, *, knows_types: bool) -> Start:
     """The start from the newest whole checkpoint of `directory`, from nothing where there is none.
 
     Args:
@@ -158,7 +158,7 @@ def newest_start(directory: Path, ways: WaysOut, *, knows_types: bool) -> Start:
     return Start(record, warnings=tuple(warnings))
 
 
-def refuse_to_overwrite(directory: Path, ways: WaysOut) -> None:
+def refuse_to_overwrite(directory: Path, ways: ExitHints) -> None:
     """Refuse a start from nothing where it would overwrite checkpoints, or files of their names.
 
     Args:

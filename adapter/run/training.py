@@ -28,8 +28,8 @@ from ..module.plugin_loading import (
     optional_hook,
     signature_faults,
 )
-from ..plumbing.redaction import text_of
-from .report import is_about_what_was_given, shown_path, working_directory
+from ..plumbing.redaction import safe_str
+from .report import is_input_error, shown_path, working_directory
 from .session import Completion, Session
 from .start import Start, decide_start
 
@@ -141,9 +141,9 @@ def _fit(
     try:
         fit(session, trainer, module, datamodule=data, ckpt_path=ckpt_path)
     except (ValueError, MisconfigurationException) as error:
-        if session.stage == "train-step" or not is_about_what_was_given(error, by=("lightning.",)):
+        if session.stage == "train-step" or not is_input_error(error, by=("lightning.",)):
             raise
-        text = f"The `lightning` block of the job cannot be used: {text_of(error).strip()}"
+        text = f"The `lightning` block of the job cannot be used: {safe_str(error).strip()}"
         raise StartupContractError("startup.invalid_job_spec", text) from error
     return _completion(config, module.completed_steps, module.stopped)
 
@@ -207,7 +207,7 @@ def imported_trainer(config: RunConfig) -> Any:
         context = (
             "" if isinstance(error, ContractError) else f"importing {config.trainer!r} raised {type(error).__name__}: "
         )
-        raise StartupContractError("startup.invalid_trainer", f"{context}{text_of(error)}") from error
+        raise StartupContractError("startup.invalid_trainer", f"{context}{safe_str(error)}") from error
 
 
 def prepare_training(

@@ -44,7 +44,7 @@ __all__ = [
     "header_from",
     "is_dense",
     "is_of_tensors",
-    "make_whole",
+    "tile_exactly",
     "part_folder",
     "rank_of",
     "read_contents",
@@ -196,7 +196,7 @@ class Box:
         return tuple(begin + size for begin, size in zip(self.offset, self.shape, strict=True))
 
 
-def make_whole(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
+def tile_exactly(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
     """Whether `boxes` fill a tensor of `shape` without gap and overlap; none of them is empty."""
     found = list(boxes)
     whole = Box((0,) * len(shape), tuple(shape))
@@ -285,7 +285,7 @@ def parse_slices(data: bytes, sizes: Mapping[str, int]) -> list[SlicedTensor]:
         ranks = {each.rank for each in tensor.slices}
         if element is None or len(dimensions) > 1 or dimensions == {0} or len(ranks) < len(boxes):
             raise ValueError(f"it does not say what {tensor.key!r} is")
-        if not make_whole(tensor.shape, boxes):
+        if not tile_exactly(tensor.shape, boxes):
             raise ValueError(f"the slices of {tensor.key!r} do not make it whole")
         for each in tensor.slices:
             size = each.box.size * element

@@ -28,7 +28,7 @@ from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointErro
 from ...adapter.plumbing.devices import random_states, restore_random_states
 from ..optimizer_state import has_state_of_its_own, restore_as_stored, unusual_devices
 from .codec.state_tree import Path, decode, encode, format_path
-from .codec.tensors import TensorTable, as_referred, content_digests
+from .codec.tensors import TensorTable, content_digests, restore_flags
 from .format.record import digest_of
 from .loader_position import generators_of, warn_of_lost_positions
 from .sharded.rank_channel import Channel
@@ -437,4 +437,4 @@ def _packed(path: Path, value: Any) -> tuple[Path, Any, Sources]:
 
 def _unpacked(path: Path, stored: Any, sources: Sources) -> Differing:
     """A value that another rank has packed."""
-    return Differing(path, decode(stored, lambda of: as_referred(sources[of["file"], of["key"]], of)))
+    return Differing(path, decode(stored, lambda of: restore_flags(sources[of["file"], of["key"]], of)))

@@ -438,7 +438,7 @@ def _is_data_folder(path: Path) -> bool:
         return False
 
 
-def _goes_with_its_data(record: Path, named: Counter[str] | None = None) -> CheckpointRecord | None:
+def _sole_owner_of_its_folder(record: Path, named: Counter[str] | None = None) -> CheckpointRecord | None:
     """The checkpoint at `record` if its data folder is its own alone.
 
     None of a link, whose target is another checkpoint, and of a broken record, which does not say what it named.
@@ -545,7 +545,7 @@ def commit(staging: Staging, record: CheckpointRecord) -> None:
     folder = next(name for name in names if not os.path.lexists(directory / name))
     files = tuple(replace(file, path=f"{folder}/{file.path}") for file in record.files)
     target, name = directory / folder, temporary_name(staging.record.name)
-    replaced = _goes_with_its_data(staging.record)
+    replaced = _sole_owner_of_its_folder(staging.record)
     write_file(staging.path / name, [serialise_record(replace(record, folder=folder, files=files))])
     for path, _, _ in os.walk(staging.path, topdown=False):
         fsync_directory(path)
@@ -630,7 +630,7 @@ def delete_checkpoint(path: str | os.PathLike[str], named: Counter[str] | None =
     target = Path(os.path.realpath(record))
     if target.exists() and not is_checkpoint_file(target):
         raise CheckpointError(f"{record} is not a checkpoint, and is not removed")
-    whole = _goes_with_its_data(record, named)
+    whole = _sole_owner_of_its_folder(record, named)
     if whole is None or whole.data_path is None:
         record.unlink(missing_ok=True)
     else:

@@ -54,7 +54,7 @@ from ...adapter.plumbing.safe_open import open_regular
 from ...adapter.plumbing.threads import carry_out, started
 from .capture import CONTRACT_KEY, Captured, Frozen, HostBuffer, capture, described, tensor_files
 from .codec.state_tree import decode, dtype_of
-from .codec.tensors import Entry, as_referred, as_uint8, bytes_of
+from .codec.tensors import Entry, as_uint8, bytes_of, restore_flags
 from .contents import (
     RAW,
     SLICES_FILE,
@@ -66,11 +66,11 @@ from .contents import (
     check_tensor,
     header_from,
     is_of_tensors,
-    make_whole,
     part_folder,
     rank_of,
     read_contents,
     sliced_tensors,
+    tile_exactly,
 )
 from .format.record import (
     FROZEN_FILE,
@@ -607,7 +607,7 @@ def _index_of(captured: Captured, parts: Sequence[Part]) -> list[SlicedTensor]:
         found.setdefault(msgspec.structs.replace(sliced, slices=()), []).extend(sliced.slices)
     for tensor, slices in found.items():
         is_known = captured.sharded_tensors.get((tensor.file, tensor.key)) == tensor
-        if not is_known or not make_whole(tensor.shape, [each.box for each in slices]):
+        if not is_known or not tile_exactly(tensor.shape, [each.box for each in slices]):
             raise CheckpointError(
                 f"the ranks do not hold the same sharded tensors: their slices of {tensor.key} do not make one whole; "
                 "every rank has to put the same sharded tensors into its state"
@@ -742,7 +742,7 @@ class _Source:
             return WholeTensor(self._sliced[place])
         if place not in self._given:
             self._given[place] = self._read(reference)
-        return as_referred(self._given[place], reference)
+        return restore_flags(self._given[place], reference)
 
     def _read(self, reference: dict[str, Any]) -> torch.Tensor:
         """The stored tensor behind a reference, with its own type and strides; for all references to it."""

@@ -12,7 +12,7 @@ import torch
 from typing_extensions import override
 
 from ..hook.events import callbacks_of, fire, is_number, run_state_of
-from ..hook.hook import Hook, order_callbacks, telling
+from ..hook.hook import Hook, forwarding_hook, order_callbacks
 from ..job_progress import JobProgress
 from .named import HOOKS, Callback, CheckpointCallback, LoggingCallback, TakesView
 from .trainer_view import TrainerView, view_of
@@ -195,12 +195,12 @@ class _Adapter(Hook):
             view = view_of(trainer, pl_module)
             method(view if view.own is None or isinstance(self.callback, TakesView) else view.own)
 
-    on_train_start = telling("on_train_begin")
-    on_train_end = telling("on_train_end")
-    on_train_epoch_start = telling("on_epoch_begin")
-    on_train_epoch_end = telling("on_epoch_end")
-    on_train_batch_start = telling("on_step_begin")
-    on_train_batch_end = telling("on_step_end")
+    on_train_start = forwarding_hook("on_train_begin")
+    on_train_end = forwarding_hook("on_train_end")
+    on_train_epoch_start = forwarding_hook("on_epoch_begin")
+    on_train_epoch_end = forwarding_hook("on_epoch_end")
+    on_train_batch_start = forwarding_hook("on_step_begin")
+    on_train_batch_end = forwarding_hook("on_step_end")
 
 
 class _Module(pl.LightningModule):

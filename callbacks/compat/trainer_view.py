@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ...adapter.plumbing.durable import create_file, fsync_directory, fsync_file, make_directory, temporary_name
-from ...adapter.plumbing.redaction import text_of
+from ...adapter.plumbing.redaction import safe_str
 from ...adapter.plumbing.safe_open import open_regular
 from ..early_stopping import StopVote
 from ..hook.events import is_number, model_of, run_state_of, step_metrics
@@ -278,7 +278,7 @@ def save_checkpoint(path: str | os.PathLike[str], checkpoint: Mapping[str, Any])
         os.replace(temporary, target)
         fsync_directory(target.parent)
     except (OSError, RuntimeError) as error:  # torch says in a RuntimeError that a disk is full
-        raise CheckpointError(f"the checkpoint {target} could not be written: {text_of(error)}") from error
+        raise CheckpointError(f"the checkpoint {target} could not be written: {safe_str(error)}") from error
     finally:
         temporary.unlink(missing_ok=True)
     return target
@@ -302,9 +302,9 @@ def load_checkpoint(path: str | os.PathLike[str], *, map_location: Any = "cpu") 
         raise
     except pickle.UnpicklingError as error:
         reason = "it holds more than tensors and plain values, and loading that could run code"
-        raise BrokenCheckpointError(str(path), f"{reason} ({text_of(error).splitlines()[0]})") from error
+        raise BrokenCheckpointError(str(path), f"{reason} ({safe_str(error).splitlines()[0]})") from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise BrokenCheckpointError(str(path), f"it cannot be read: {text_of(error)}") from error
+        raise BrokenCheckpointError(str(path), f"it cannot be read: {safe_str(error)}") from error
     missing = [name for name in ESSENTIAL if not isinstance(checkpoint, dict) or name not in checkpoint]
     if missing:
         raise BrokenCheckpointError(str(path), f"it lacks {', '.join(missing)}")

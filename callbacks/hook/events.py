@@ -18,7 +18,7 @@ __all__ = [
     "FIGURES_FIELD",
     "awaits_module_hook",
     "callbacks_of",
-    "entry_of",
+    "get_entry",
     "facts_to_store",
     "fire",
     "is_number",
@@ -83,14 +83,14 @@ def is_own_loop(trainer: pl.Trainer) -> bool:
 
 def model_of(pl_module: Any) -> Any:
     """Return the ``model`` of a hosted trainer, or its only module, or `pl_module`."""
-    model = entry_of(getattr(pl_module, "contract_state", None), "model")
+    model = get_entry(getattr(pl_module, "contract_state", None), "model")
     if model is not None:
         return model
     modules = list(getattr(getattr(pl_module, "discovered", None), "modules", ()))
     return modules[0].value if len(modules) == 1 else pl_module
 
 
-def entry_of(state: Any, name: str) -> Any:
+def get_entry(state: Any, name: str) -> Any:
     """Return an entry of a trainer's state: a mapping's value or an object's attribute; None if it has none."""
     entry = state.get(name) if isinstance(state, Mapping) else None
     return getattr(state, name, None) if entry is None else entry

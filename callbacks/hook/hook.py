@@ -49,7 +49,7 @@ __all__ = [
     "report_failures",
     "skippable",
     "skipping_hook",
-    "telling",
+    "forwarding_hook",
 ]
 
 log = logging.getLogger(__name__)
@@ -275,7 +275,7 @@ def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return event
 
 
-def telling(event: str) -> Any:
+def forwarding_hook(event: str) -> Any:
     """Make a hook that forwards `event` to ``self.tell(event, trainer, pl_module)``, for adapters of other styles."""
 
     def tell(self: Any, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:

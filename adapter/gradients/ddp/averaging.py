@@ -215,7 +215,7 @@ class Averaging(StepPart):
     def before_update(self, optimizer: Optimizer) -> bool:
         self._update_line = users_line()
         first = next(parameters_of(optimizer), "nothing")
-        self._wanted(Trigger.UPDATE, first)
+        self._require_averaged(Trigger.UPDATE, first)
         if id(optimizer) in self._updated:  # what is in its gradients now was written in place
             self._average(Trigger.UPDATE, first)
         self._guard.unguard()  # gradients are read without a detour
@@ -256,7 +256,7 @@ class Averaging(StepPart):
     @override
     def end(self) -> None:
         """Average what the step has left, and find out about ranks that are elsewhere."""
-        self._wanted(Trigger.END_OF_STEP)
+        self._require_averaged(Trigger.END_OF_STEP)
         self._guard.unguard()
         if self._may_be_apart:
             self._may_be_apart = False
@@ -307,7 +307,7 @@ class Averaging(StepPart):
         if self._in_backward or not (self._calls or id(parameter) in self._written):
             return
         if threading.get_ident() == self._thread:
-            self._wanted(Trigger.READ, parameter)
+            self._require_averaged(Trigger.READ, parameter)
         elif not self._has_warned:  # the other ranks do not know of this thread
             self._has_warned = True
             log.warning(_READ_ELSEWHERE, self._named(ExchangePoint(what=parameter)).what, self._step)
@@ -320,7 +320,7 @@ class Averaging(StepPart):
         else:
             self._written.add(id(parameter))
 
-    def _wanted(self, trigger: Trigger, what: Tensor | str = "") -> None:
+    def _require_averaged(self, trigger: Trigger, what: Tensor | str = "") -> None:
         """Gradients are wanted: learn after how many calls, and make them those of all ranks."""
         if self._calls:
             self._expected[self._place()] = self._calls
@@ -362,7 +362,7 @@ class Averaging(StepPart):
                 early, trigger = None, Trigger.AGAIN
         if trigger is not Trigger.BACKWARD:
             self._refresh()
-        self._take_on()
+        self._include_new_parameters()
         plan = self._plan()
         if early is None or plan is not early.plan:  # what is trained has changed since that call
             self._agree_on(plan)
@@ -467,7 +467,7 @@ class Averaging(StepPart):
             self._plans.clear()
             self._unwatch()
 
-    def _take_on(self) -> None:
+    def _include_new_parameters(self) -> None:
         """Have tensors that no optimizer holds take part once they have a gradient."""
         new = [key for key, p in self._managed.waiting.items() if read_gradient(p) is not None]
         for key in new:

@@ -33,7 +33,7 @@ from .state_tree import Path, format_path
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["WEIGHTS", "Entry", "TensorTable", "as_referred", "as_uint8", "bytes_of", "content_digests", "is_plain"]
+__all__ = ["WEIGHTS", "Entry", "TensorTable", "restore_flags", "as_uint8", "bytes_of", "content_digests", "is_plain"]
 
 WEIGHTS = ("checkpoint", "state_dict")
 """Where a checkpoint has the model's tensors, by their names."""
@@ -120,7 +120,7 @@ class TensorTable:
         return candidate
 
 
-def as_referred(tensor: torch.Tensor, reference: dict[str, Any]) -> torch.Tensor:
+def restore_flags(tensor: torch.Tensor, reference: dict[str, Any]) -> torch.Tensor:
     """What a reference is to, with the values of the stored `tensor`: a parameter, or one that requires a gradient."""
     requires_grad = reference.get("requires_grad", False)
     if reference.get("parameter"):

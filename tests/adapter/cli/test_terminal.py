@@ -15,9 +15,9 @@ from genlight.adapter.cli import command_line, main
 
 LOOKS = """
 import os, sys
-from genlight.adapter.cli.terminal import fill_closed_descriptors, outliving_readers
+from genlight.adapter.cli.terminal import fill_closed_descriptors, ignoring_broken_pipe
 fill_closed_descriptors()
-with outliving_readers():
+with ignoring_broken_pipe():
     for number in range(1000):
         print("to output", number)
         print("to error", number, file=sys.stderr)

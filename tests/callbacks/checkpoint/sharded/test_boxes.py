@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from genlight.adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from genlight.callbacks.checkpoint import CheckpointStore, load, read_record, save, verify
 from genlight.callbacks.checkpoint.capture import capture
-from genlight.callbacks.checkpoint.contents import Box, SlicedTensor, StoredSlice, make_whole
+from genlight.callbacks.checkpoint.contents import Box, SlicedTensor, StoredSlice, tile_exactly
 from genlight.callbacks.checkpoint.format.record import CheckpointRecord, RecordMeta, digest_of
 from genlight.callbacks.checkpoint.sharded.rank_channel import Channel, RankGroups
 from genlight.callbacks.checkpoint.sharded.slices import WholeTensor, keep_sharded, whole, within
@@ -49,7 +49,7 @@ def mesh(tmp_path):
     ],
 )
 def test_slices_make_a_whole_without_gap_and_overlap(boxes, expected):
-    assert make_whole((4, 6), boxes) is expected
+    assert tile_exactly((4, 6), boxes) is expected
 
 
 @pytest.fixture
