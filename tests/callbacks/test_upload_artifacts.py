@@ -28,6 +28,7 @@ from genlight.callbacks.hook.hook import Hook
 from genlight.callbacks.upload_artifacts import UploadArtifacts
 from genlight.reporters import EventLogger, read_events
 from genlight.reporters.uploads import UploadConfig, Uploader
+from support.messages import refusal
 from support.upload_server import TOKEN
 
 
@@ -164,7 +165,7 @@ def test_a_refused_upload_is_told_in_the_event_as_in_the_terminal_message(fit, c
 
 def test_refused_credentials_end_the_run_and_the_next_one_delivers_what_is_left(fit, chaos, tmp_path):
     chaos.control(tokens=["another"])
-    with pytest.raises(UploadError, match="HTTP 401"):
+    with refusal(UploadError):
         fit()
     assert chaos.state["applied"] == []
     chaos.control(tokens=None)
@@ -176,7 +177,7 @@ def test_refused_credentials_end_the_run_and_the_next_one_delivers_what_is_left(
 
 def test_what_another_run_left_in_the_shared_folder_waits_beside_the_next_run(fit, chaos, tmp_path, caplog):
     chaos.control(tokens=["another"])
-    with pytest.raises(UploadError, match="HTTP 401"):
+    with refusal(UploadError):
         fit()
     chaos.control(tokens=None)
     fit(run_id="run-2")
@@ -198,7 +199,7 @@ def test_a_checkpoint_that_is_refused_ends_the_run_early_and_is_told_in_the_term
                     return
                 time.sleep(0.01)
 
-    with pytest.raises(UploadError, match="HTTP 422"):
+    with refusal(UploadError):
         fit(callbacks=[Patient()], checkpoint_url=f"{chaos.url}/checkpoint?")
     (terminal,) = chaos.messages("/terminal")
     assert terminal["status"] == "failed"
@@ -209,13 +210,13 @@ def test_a_checkpoint_that_is_refused_ends_the_run_early_and_is_told_in_the_term
 
 def test_an_outage_of_the_terminal_endpoint_alone_fails_the_run(fit, chaos):
     chaos.control(script=["503"] * 1000, script_paths="/terminal", retry_after="900")  # which is after the deadline
-    with pytest.raises(UploadError, match="terminal of step 6"):
+    with refusal(UploadError):
         fit(deadline_s=5.0)
 
 
 def test_an_outage_at_the_end_fails_the_run_after_the_deadline(fit, chaos):
     chaos.control(outage=True)
-    with pytest.raises(UploadError, match="kept for the next start"):
+    with refusal(UploadError):
         fit(deadline_s=0.3)
 
 
@@ -237,9 +238,9 @@ def test_nothing_of_the_token_is_in_logs_or_files_of_the_run(fit, chaos, tmp_pat
 
 
 def test_settings_out_of_range_are_refused():
-    with pytest.raises(ValueError, match="Invalid `run_id`"):
+    with refusal(ValueError):
         UploadArtifacts()
-    with pytest.raises(ValueError, match="Invalid `metric_every`"):
+    with refusal(ValueError):
         UploadArtifacts(run_id="r", metric_every=-1)
 
 
@@ -248,19 +249,19 @@ def test_destinations_that_cannot_be_used_are_refused_together_before_a_fit(monk
     with monkeypatch.context() as environment:
         environment.setenv("TRAINER_UPLOAD_METRICS_URL", "nope?signature=s3cret")
         environment.setenv("TRAINER_UPLOAD_CHECKPOINT_URL", "https://")
-        with pytest.raises(ValueError, match=r"`metrics_url`.*http://.*length.*`checkpoint_url`.*http://"):
+        with refusal(ValueError):
             UploadArtifacts(run_id="r")
-    with pytest.raises(ValueError, match=r"`targets`. Expected a list, each a URL"):
+    with refusal(ValueError):
         UploadArtifacts(run_id="r", targets="s3://bucket")
-    with pytest.raises(ValueError, match=r"'abacus://a'.*Protocol not known"):
+    with refusal(ValueError):
         UploadArtifacts(run_id="r", targets=["abacus://a"])
-    with pytest.raises(ValueError, match=r"Expected of each entry a URL such as hf://owner/name"):
+    with refusal(ValueError):
         UploadArtifacts(run_id="r", targets=["memory://a", "hf://b"])
 
 
 def test_a_queue_that_cannot_be_written_is_refused_before_training(fit, tmp_path):
     (tmp_path / "run").write_text("")
-    with pytest.raises(StartupContractError, match=r"Not a directory\. Choose another folder: `default_root_dir`"):
+    with refusal(StartupContractError):
         fit(every=0)
 
 
@@ -400,7 +401,7 @@ def test_a_checkpoint_that_was_deleted_before_it_could_be_queued_is_named(fit, c
 
 def test_a_checkpoint_in_flight_when_training_fails_arrives_before_the_terminal_message(fit, chaos, tmp_path):
     own = Checkpoint(tmp_path / "run" / "own", every_n_steps=2)
-    with pytest.raises(RuntimeError, match="secret"):
+    with refusal(RuntimeError):
         fit(Line(fail_at=2), every=0, callbacks=[own])
     assert [message["step"] for message in chaos.messages("/checkpoint")] == [2]
     assert chaos.state["applied"][-1]["path"] == "/terminal"

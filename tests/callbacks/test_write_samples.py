@@ -17,6 +17,7 @@ from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.contract.types import StepControlHints, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint, Hook, WriteSamples
 from genlight.callbacks.hook.events import run_state_of
+from support.messages import refusal
 
 JOB = TrainingJobSpec(run_id="run-7", max_steps=4)
 
@@ -305,7 +306,7 @@ def test_a_failing_generator_ends_the_run_and_leaves_no_record(fit, sampling, tm
         (output_dir / "half.png").write_bytes(b"half")
         raise RuntimeError("out of memory")
 
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with refusal(RuntimeError):
         fit(sampling(generate), [WriteSamples(tmp_path, 2, requests=[{}])])
 
     assert list(tmp_path.iterdir()) == []

@@ -17,6 +17,7 @@ from genlight.adapter import (
     load_trainable_module_checkpoint,
     save_trainable_module_checkpoint,
 )
+from support.messages import refusal
 
 
 def rates(hyperparams: dict[str, Any], steps: int = 6) -> list[float]:
@@ -135,7 +136,7 @@ def test_a_fact_by_which_the_checkpoint_is_read_is_refused_and_others_stand_in_f
     """`metadata` wins over `step`, as it did, and may not name the files."""
     module, _ = trained()
     assert save_trainable_module_checkpoint(module, tmp_path, step=4, metadata={"step": 40})["step"] == 40
-    with pytest.raises(ValueError, match="'primary_path' is an entry that loading needs"):
+    with refusal(ValueError):
         save_trainable_module_checkpoint(module, tmp_path, step=4, metadata={"primary_path": "x"})
 
 
@@ -194,7 +195,7 @@ def test_code_in_an_older_optimizer_file_is_not_run(tmp_path: Path) -> None:
     torch.save({"state": {}, "param_groups": [], "x": Runs(tmp_path / "ran")}, folder / "optimizer.pt")
     other, other_optimizer = trained()
     before = other[1].weight.clone()
-    with pytest.raises(BrokenCheckpointError, match=r"optimizer\.pt cannot be read"):
+    with refusal(BrokenCheckpointError):
         load_trainable_module_checkpoint(other, folder, optimizer=other_optimizer)
     assert not (tmp_path / "ran").exists()
     assert torch.equal(other[1].weight, before)

@@ -16,6 +16,7 @@ import genlight.adapter
 from genlight.adapter import ContractError, StepContext, TrainerPathError, compat, load_trainer_plugin
 from genlight.adapter.contract.types import REQUIRED_HOOKS
 from genlight.adapter.module.plugin_loading import missing_hooks, optional_hook
+from support.messages import refusal
 
 OLD = {
     "": """
@@ -213,12 +214,12 @@ def test_a_subprocess_contract_survives_its_file(tmp_path: Path) -> None:
     contract = TrainerSubprocessContractV1(trainer_plugin="m:C", job_spec_path="/j.json", extra_env={"A": "1"})
     write_subprocess_contract(tmp_path / "new" / "c.json", contract)
     assert read_subprocess_contract(tmp_path / "new" / "c.json") == contract
-    with pytest.raises(ValueError, match="Invalid `job_spec_path`"):
+    with refusal(ValueError):
         TrainerSubprocessContractV1(trainer_plugin="m:C")
-    with pytest.raises(ValueError, match=r"Invalid `contract_version`.*'v2'"):
+    with refusal(ValueError):
         TrainerSubprocessContractV1.from_json({"contract_version": "v2"})
     (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(ValueError, match="does not hold a JSON object"):
+    with refusal(ValueError):
         read_subprocess_contract(tmp_path / "list.json")
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from genlight.adapter import TrainingJobSpec
 from genlight.callbacks import WriteSamples
+from support.messages import refusal
 
 JOB = TrainingJobSpec("r", max_steps=2)
 
@@ -75,7 +76,7 @@ def test_a_request_has_attributes_and_reads_as_a_mapping(sample: Any) -> None:
     assert (request.task, request.mode, request.style) == ("t2i", "t2i", "ink")
     assert dict(request) == {**DEFAULTS, **given}
     assert {**request}["prompt"] == request.get("prompt") == "a cat"
-    with pytest.raises(AttributeError, match="a sample request has no 'promt'"):
+    with refusal(AttributeError):
         request.promt
     with pytest.raises(KeyError):
         request["promt"]
@@ -152,7 +153,7 @@ def test_a_job_without_a_generator_reports_a_sample_for_each_prompt(project: Any
 
 def test_a_result_that_is_not_a_mapping_is_an_error(sample: Any) -> None:
     """The older runtime dropped it in silence."""
-    with pytest.raises(TypeError, match="generate_sample returned a str; it must be a mapping or None"):
+    with refusal(TypeError):
         sample([{}], "a.png")
 
 

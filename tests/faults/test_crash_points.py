@@ -28,6 +28,7 @@ from genlight.callbacks.checkpoint.capture import Frozen
 from genlight.callbacks.checkpoint.sharded.rank_channel import RankGroups
 from genlight.callbacks.checkpoint.storage import stage
 from genlight.reporters.events.event_log import EventLog
+from support.messages import refusal
 
 
 def state(step):
@@ -361,7 +362,7 @@ def test_a_file_that_reads_back_otherwise_is_never_committed(tmp_path, monkeypat
         return real(descriptor, data)
 
     monkeypatch.setattr(os, "write", flip)
-    with pytest.raises(BrokenCheckpointError, match="reads back differently"):
+    with refusal(BrokenCheckpointError):
         save_step(tmp_path / "c", 2)
     monkeypatch.undo()
     assert sorted(os.listdir(tmp_path / "c")) == ["step-00000001", "step-00000001.json"]

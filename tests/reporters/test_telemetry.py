@@ -17,6 +17,7 @@ from genlight.adapter.contract.exceptions import EventLogError
 from genlight.reporters import telemetry
 from genlight.reporters.events.json_lines import LineFile
 from genlight.reporters.telemetry import make_run_id, read_events, telemetry_path, write_event
+from support.messages import refusal
 
 KEYS = {
     *("event", "scenario", "success", "duration_sec", "ttfi_sec", "artifacts", "error", "run_id", "epoch", "step"),
@@ -165,14 +166,14 @@ def test_a_disk_that_refuses_a_line_leaves_no_part_of_it(path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
-    with pytest.raises(EventLogError, match=r"cannot open .*file/metrics.jsonl: .*/file is not a directory"):
+    with refusal(EventLogError):
         write_event(**HEARTBEAT, path=tmp_path / "file" / "metrics.jsonl")
 
 
 def test_a_file_that_holds_something_else_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine\n")
 
-    with pytest.raises(EventLogError, match="holds something else"):
+    with refusal(EventLogError):
         write_event(**HEARTBEAT, path=tmp_path / "notes.txt")
     assert (tmp_path / "notes.txt").read_text() == "mine\n"
 

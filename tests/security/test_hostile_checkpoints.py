@@ -28,6 +28,7 @@ from genlight.callbacks.checkpoint.format import record as record_module
 from genlight.callbacks.checkpoint.format.record import digest_of, read_record
 from genlight.callbacks.checkpoint.selection import find_final
 from genlight.callbacks.checkpoint.storage import hash_file
+from support.messages import refusal
 
 STATE = {
     "weights": torch.arange(6.0).reshape(2, 3),
@@ -179,13 +180,13 @@ def test_a_record_with_very_many_names_is_neither_read_nor_written(checkpoints, 
     _sign(checkpoints, _content(checkpoints) | {"files": [entry] * (record_module.MOST_NAMES + 1)})
     assert "names more than 250,000 files" in _passed_over(checkpoints)
     monkeypatch.setattr(record_module, "MOST_NAMES", 1)
-    with pytest.raises(UnstorableStateError, match="at most 1 files"):
+    with refusal(UnstorableStateError):
         save(tmp_path / "step-00000001", {"global_step": 1, "state_dict": {"w": torch.ones(2)}})
 
 
 def test_a_state_that_would_make_it_too_large_is_refused_when_it_is_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(record_module, "LARGEST_RECORD_BYTES", 10_000)
-    with pytest.raises(UnstorableStateError, match="use tensors"):
+    with refusal(UnstorableStateError):
         save(tmp_path / "step-00000001", {"global_step": 1, "genlight": {"state": list(range(10_000))}})
 
 
@@ -199,7 +200,7 @@ def test_a_pipe_or_device_in_place_of_a_file_is_not_read(checkpoints, place, kin
     else:
         path.symlink_to("/dev/zero")
     if place == "final.json":
-        with pytest.raises(BrokenCheckpointError, match="not a regular file"):
+        with refusal(BrokenCheckpointError):
             find_final(checkpoints)
         assert newest_valid(checkpoints)[0].step == 2
     else:
@@ -247,7 +248,7 @@ def test_of_an_older_runtimes_record_the_folder_beside_it_counts_whatever_it_nam
     """A path that leads elsewhere is not followed, and the trainer does not continue with fresh weights instead."""
     path = _old_record(tmp_path, "/gone/step-00000003/lora.safetensors")
     reader = SimpleNamespace(load_checkpoint=print)
-    with pytest.raises(CheckpointError, match=r"there is no folder .*step-00000003\. Put them there"):
+    with refusal(CheckpointError):
         trainer_directory(path, reader)
     (tmp_path / "step-00000003").mkdir()
     assert trainer_directory(path, reader) == tmp_path / "step-00000003"

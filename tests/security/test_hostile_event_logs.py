@@ -21,6 +21,7 @@ from genlight.reporters.events.event import Metric
 from genlight.reporters.events.json_lines import encode_json
 from genlight.reporters.events.reader import count_started, follow, typed_events
 from genlight.reporters.events.validation import validate_events
+from support.messages import refusal
 
 STARTED = b'{"event":"started","run_id":"r","schema_version":"trainer_event.v1","seq":1,"timestamp_ms":1}\n'
 METRIC = {
@@ -53,7 +54,7 @@ def test_a_last_line_that_is_nested_without_end_is_named(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_bytes(STARTED + HUGE["nested"])
 
-    with pytest.raises(EventLogError, match="maximum recursion depth"):
+    with refusal(EventLogError):
         EventLog(path, run_id="r")
 
 
@@ -113,7 +114,7 @@ READS = {
 
 @pytest.mark.parametrize("reads", READS.values(), ids=READS)
 def test_a_line_of_more_bytes_than_any_run_writes_is_named_before_it_takes_memory(endless, reads):
-    with pytest.raises(EventLogError, match=r"line 2 of event log .* has more than 2 MiB"):
+    with refusal(EventLogError):
         reads(endless)
 
 
@@ -146,7 +147,7 @@ def sparse(request, tmp_path):
 
 @pytest.mark.parametrize("reads", READS.values(), ids=READS)
 def test_a_log_with_holes_that_no_run_leaves_is_named_before_it_is_read(sparse, reads):
-    with pytest.raises(EventLogError, match=r"event log .* has 4,398,046,511,104 bytes"):
+    with refusal(EventLogError):
         reads(sparse)
 
 
@@ -160,7 +161,7 @@ def test_a_log_with_long_holes_is_listed_reported_and_compared_by_its_beginning(
 
 
 def test_a_log_with_long_holes_is_not_continued(sparse):
-    with pytest.raises(EventLogError, match="were never written"):
+    with refusal(EventLogError):
         EventLog(sparse, run_id="r")
 
 

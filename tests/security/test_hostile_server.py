@@ -22,6 +22,7 @@ from genlight.adapter.inputs.refs import parse_ref
 from genlight.adapter.inputs.transfer import HttpResolveClient, Manifest
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.retry import retry_after_s
+from support.messages import refusal
 
 GOOD, EVIL = b"good" * 1000, b"evil" * 1000
 
@@ -94,7 +95,7 @@ def _all_files(folder):
 )
 def test_an_answer_about_another_repository_is_refused(publish, fetch_repository, tmp_path, answer):
     publish([], **answer)
-    with pytest.raises(InputError, match="cozy:owner/repo"):
+    with refusal(InputError):
         fetch_repository()
     assert _nothing_was_fetched(tmp_path)
 
@@ -141,14 +142,14 @@ def test_names_that_files_have_are_taken(publish, fetch_repository, server, sha2
 )
 def test_facts_of_a_file_that_cannot_be_are_refused(publish, fetch_repository, change):
     publish([{"path": "a", "sha256": "0" * 64, "size_bytes": 1, **change}])
-    with pytest.raises(InputError, match="malformed"):
+    with refusal(InputError):
         fetch_repository()
 
 
 @pytest.mark.parametrize("paths", [("a", "a"), ("a", "a/b"), ("a/b/c", "a/b")])
 def test_two_files_of_one_place_are_refused(publish, fetch_repository, paths):
     publish([{"path": path, "sha256": "0" * 64, "size_bytes": 1} for path in paths])
-    with pytest.raises(InputError, match="lists the same path twice"):
+    with refusal(InputError):
         fetch_repository()
 
 
@@ -166,7 +167,7 @@ def test_whatever_a_manifest_is_it_is_read_or_malformed(data):
 
 def test_a_deeply_nested_answer_is_malformed(publish, fetch_repository):
     publish(b'{"files":' + b"[" * 1_000_000)
-    with pytest.raises(InputError, match="malformed"):
+    with refusal(InputError):
         fetch_repository()
 
 
@@ -198,7 +199,7 @@ def test_a_link_in_the_cache_is_not_written_through(server, transport, tmp_path,
     (tmp_path / "victim").write_text("precious")
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / name).symlink_to(tmp_path / "victim")
-    with pytest.raises(OSError, match="symbolic link"):
+    with refusal(OSError):
         download(Download(server.put("/a", GOOD), tmp_path / "cache" / "file"), transport)
     assert (tmp_path / "victim").read_text() == "precious"
 
@@ -216,7 +217,7 @@ def test_a_note_of_another_user_does_not_count(server, transport, tmp_path, stra
 @pytest.mark.parametrize("known", [{"size_bytes": 7}, {"most_bytes": 7}])
 def test_a_transfer_ends_when_it_brings_more_than_there_is(server, transport, tmp_path, known):
     request = Download(server.put("/a", bytes(20_000_000)), tmp_path / "cache" / "file", **known)
-    with pytest.raises(InputError, match="20,000,000 bytes or more, but 7 were expected"):
+    with refusal(InputError):
         download(request, transport)
     assert sum(path.stat().st_size for path in (tmp_path / "cache").iterdir()) < 1000
 
@@ -238,7 +239,7 @@ def test_so_does_one_whose_length_is_not_announced(tmp_path, client, transport):
         thread = threading.Thread(target=serve)
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/a"
-        with pytest.raises(InputError, match="7 were expected"):
+        with refusal(InputError):
             download(Download(url, tmp_path / "cache" / "file", size_bytes=7), transport)
         client.close()
         thread.join()
@@ -259,7 +260,7 @@ def test_no_cookie_is_kept(server, other_server, client):
 
 def test_a_redirect_loop_is_an_ordinary_failure(server, transport, tmp_path):
     url = server.put("/loop", location=f"{server.url}/loop")
-    with pytest.raises(InputError, match="TooManyRedirects"):
+    with refusal(InputError):
         download(Download(url, tmp_path / "file"), transport)
 
 
@@ -320,7 +321,7 @@ def test_others_are_not(address):
 def test_a_connection_to_a_private_address_is_refused_before_a_byte_is_sent(server, client, transport, tmp_path):
     url = server.put("/a", GOOD)
     AddressGuard().attach(client)
-    with pytest.raises(InputError, match=r"127\.0\.0\.1, which is a private address.*`TRAINER_PRIVATE_HOSTS`"):
+    with refusal(InputError):
         download(Download(url, tmp_path / "file"), transport)
     assert server.requests == []
 
@@ -328,7 +329,7 @@ def test_a_connection_to_a_private_address_is_refused_before_a_byte_is_sent(serv
 def test_a_name_that_leads_to_one_is_refused_as_well(server, client, transport, tmp_path):
     url = server.put("/a", GOOD).replace("127.0.0.1", "localhost")
     AddressGuard().attach(client)
-    with pytest.raises(InputError, match="localhost is at"):
+    with refusal(InputError):
         download(Download(url, tmp_path / "file"), transport)
     assert server.requests == []
 
@@ -348,7 +349,7 @@ def test_a_name_server_that_answers_otherwise_the_second_time_leads_nowhere(
     monkeypatch.setattr(socket, "getaddrinfo", rebinding)
     url = server.put("/a", GOOD).replace("127.0.0.1", "rebinding.example")
     AddressGuard().attach(client)
-    with pytest.raises(InputError, match=r"rebinding\.example is at 127\.0\.0\.1"):
+    with refusal(InputError):
         download(Download(url, tmp_path / "file"), transport)
     assert server.requests == []
     assert ("rebinding.example", None) not in asked  # only the address of the connection counts
@@ -359,7 +360,7 @@ def test_so_is_a_redirect_to_one(server, other_server, client, transport, tmp_pa
     secret = other_server.put("/secret", b"credentials").replace("127.0.0.1", "127.0.0.2")
     url = server.put("/a", location=secret)
     AddressGuard(["127.0.0.1"]).attach(client)
-    with pytest.raises(InputError, match=r"127\.0\.0\.2"):
+    with refusal(InputError):
         download(Download(url, tmp_path / "file"), transport)
     assert other_server.requests == []
 
@@ -377,7 +378,7 @@ def test_behind_a_proxy_the_name_is_judged(server, tmp_path, retry, monkeypatch)
     with build_client(None, ()) as client:
         AddressGuard().attach(client)
         metadata = Download("http://169.254.169.254/latest/meta-data", tmp_path / "file")
-        with pytest.raises(InputError, match=r"169\.254\.169\.254, which is a private address"):
+        with refusal(InputError):
             download(metadata, Transport(client, retry))
     assert server.requests == []
 
@@ -385,7 +386,7 @@ def test_behind_a_proxy_the_name_is_judged(server, tmp_path, retry, monkeypatch)
 @pytest.mark.usefixtures("own_cache")
 def test_an_orchestrated_run_keeps_its_references_from_private_addresses(server, config_of):
     job = {"orchestrated": True, "capability_token": "t", "inputs": {"base_model_ref": server.put("/a.bin", GOOD)}}
-    with pytest.raises(InputError, match="private address"):
+    with refusal(InputError):
         materialize_inputs(config_of(**job))
     assert server.requests == []
     for environ in (
@@ -399,7 +400,7 @@ def test_an_orchestrated_run_keeps_its_references_from_private_addresses(server,
 @pytest.mark.usefixtures("own_cache")
 def test_so_the_data_files_that_it_names_by_url(server, config_of):
     job = {"orchestrated": True, "capability_token": "t", "dataset": {"parquet_paths": [f"{server.url}/a.parquet"]}}
-    with pytest.raises(InputError, match="private address"):
+    with refusal(InputError):
         materialize_inputs(config_of(**job))
 
 
@@ -407,7 +408,7 @@ def test_so_the_data_files_that_it_names_by_url(server, config_of):
 def test_a_run_by_hand_may_reach_them_unless_told_otherwise(server, config_of):
     job = {"inputs": {"base_model_ref": server.put("/a.bin", GOOD)}}
     assert materialize_inputs(config_of(**job)).model_dir is not None
-    with pytest.raises(InputError, match="private address"):
+    with refusal(InputError):
         materialize_inputs(config_of(environ={"TRAINER_PRIVATE_HOSTS": "10.0.0.1"}, **job))
 
 
@@ -417,5 +418,5 @@ def test_the_job_spec_cannot_allow_itself_anything(config_of):
 
 @pytest.mark.parametrize("text", ["http://h/", "10.0.0.0/99", "a b/c", "-x"])
 def test_a_list_that_holds_something_else_is_a_fault(config_of, text):
-    with pytest.raises(StartupContractError, match=r"`TRAINER_PRIVATE_HOSTS`.* host names, addresses or networks"):
+    with refusal(StartupContractError):
         config_of(environ={"TRAINER_PRIVATE_HOSTS": text})

@@ -29,6 +29,7 @@ from genlight.adapter.run.run import log_of_failed_start
 from genlight.callbacks.stop.sources import cancel_file_is_set
 from genlight.reporters.events.event_log import EventLog
 from genlight.reporters.uploads.queue import Queue, read_entries
+from support.messages import refusal
 
 NOT_REGULAR = "it is not a regular file"
 
@@ -64,7 +65,7 @@ def irregular(request, tmp_path):
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR | os.O_CREAT, os.O_WRONLY | os.O_CREAT | os.O_APPEND])
 def test_a_link_is_not_followed_to_a_file_of_ours(tmp_path, victim, flags):
     (tmp_path / "link").symlink_to(victim)
-    with pytest.raises(OSError, match="symbolic link, which is not followed here; remove it"):
+    with refusal(OSError):
         open_own(tmp_path / "link", flags)
 
 
@@ -137,7 +138,7 @@ def test_what_is_no_regular_file_is_neither_waited_for_nor_read(irregular):
 def test_a_file_that_is_larger_than_may_be_read_is_refused_before_memory_is_taken(tmp_path):
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(1 << 43)  # a sparse file of 8 TiB
-    with pytest.raises(OSError, match="8,796,093,022,208 bytes, and at most 1,000 are read"):
+    with refusal(OSError):
         read_regular(tmp_path / "huge", limit=1000)
 
 
@@ -161,7 +162,7 @@ def test_a_second_name_of_a_file_is_refused_in_a_folder_of_somebody_else(tmp_pat
     (tmp_path / "theirs").mkdir()
     os.link(victim, tmp_path / "theirs" / ".lock")
     os.chown(tmp_path / "theirs", stranger, -1)
-    with pytest.raises(OSError, match="second link to a file elsewhere"):
+    with refusal(OSError):
         open_own(tmp_path / "theirs" / ".lock", os.O_RDWR | os.O_CREAT)
 
 
@@ -298,7 +299,7 @@ def test_a_planted_folder_of_samples_is_refused(config_of, tmp_path, stranger):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "out" / "samples").symlink_to(tmp_path / "elsewhere")
     os.lchown(tmp_path / "out" / "samples", stranger, -1)
-    with pytest.raises(StartupContractError, match=r"`samples_dir`.*a link that belongs to another user"):
+    with refusal(StartupContractError):
         prepare_artifact_dirs(config_of())
 
 
@@ -334,7 +335,7 @@ def test_a_planted_link_is_never_written_through(config_of, tmp_path, victim, na
     link = tmp_path / "out" / name
     link.parent.mkdir(exist_ok=True)
     link.symlink_to(victim)
-    with pytest.raises((StartupContractError, EventLogError, UploadError, OSError), match="symbolic link"):
+    with refusal(StartupContractError, EventLogError, UploadError, OSError):
         _begin(config)
 
 

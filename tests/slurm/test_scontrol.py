@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.cluster.job_context import expand_hostlist
+from support.messages import refusal
 
 pytestmark = pytest.mark.slurm
 
@@ -33,5 +34,5 @@ def test_hostlists_expand_to_the_same_hosts_as_with_scontrol_in_the_same_order(s
 @pytest.mark.parametrize("text", ["n[3-1]", "n[]", "n[1,,2]", "n[-1]", "n[a-b]", "n[1-2-3]", "n[1-65537]", "n[1-2];n3"])
 def test_hostlists_that_scontrol_refuses_are_refused(scontrol, text):
     assert scontrol("hostnames", text) is None
-    with pytest.raises(ValueError, match="Invalid hostlist"):
+    with refusal(ValueError):
         expand_hostlist(text)

@@ -15,6 +15,7 @@ from genlight.adapter.cli import main
 from genlight.adapter.contract.exceptions import CheckpointError
 from genlight.callbacks.checkpoint import DurableCheckpointIO, RecordMeta, save
 from genlight.callbacks.checkpoint.export import export_lightning
+from support.messages import refusal
 
 
 def call(*arguments):
@@ -182,7 +183,7 @@ def test_an_export_is_without_what_stock_torch_refuses_and_names_it(tmp_path, ca
 def test_an_export_that_torch_would_refuse_is_not_made(tmp_path, part):
     held = {"w": np.arange(3)} if part == "state_dict" else [{"w": np.arange(3)}]
     save(tmp_path / "c" / "final", {"global_step": 3, "state_dict": {"w": torch.ones(2)}, part: held})
-    with pytest.raises(CheckpointError, match=r"would refuse the file, which holds .*FILE\.safetensors"):
+    with refusal(CheckpointError):
         export_lightning(tmp_path / "c" / "final", tmp_path / "x.ckpt")
     assert not list(tmp_path.glob("*x.ckpt*"))
 
@@ -235,5 +236,5 @@ def test_a_pipe_is_not_waited_for_as_a_base_or_a_checkpoint_of_torch(checkpoints
     for name in ("base.safetensors", "a.ckpt"):
         os.mkfifo(tmp_path / name)
     assert call("export", checkpoints, "--to", tmp_path / "x.safetensors", "--base", tmp_path / "base.safetensors") == 2
-    with pytest.raises(FileNotFoundError, match="is not a checkpoint"):
+    with refusal(FileNotFoundError):
         DurableCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from genlight.adapter.cluster.job_context import expand_hostlist
+from support.messages import refusal
 
 EXPANDED = {
     "n[9-11]": "n9 n10 n11",
@@ -47,7 +48,7 @@ def test_an_expression_stands_for_these_hosts(text):
 
 @pytest.mark.parametrize("text", MALFORMED)
 def test_malformed_text_is_refused_and_quoted(text):
-    with pytest.raises(ValueError, match="Invalid hostlist") as caught:
+    with refusal(ValueError) as caught:
         expand_hostlist(text)
     assert repr(text) in str(caught.value)
 
@@ -55,7 +56,7 @@ def test_malformed_text_is_refused_and_quoted(text):
 def test_65536_hosts_are_the_most_and_more_are_not_even_counted_out():
     assert len(expand_hostlist("n[1-65536]")) == 65_536
     for text in ("n[1-65537]", "n[0-255][0-256]", "n[1-65536],m", "n[1-999999999999999999][1-999999999999999999]"):
-        with pytest.raises(ValueError, match="more than 65,536"):
+        with refusal(ValueError):
             expand_hostlist(text)
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 
 from genlight.adapter import JobContext, build_job_context, current_job_context
 from genlight.adapter.cluster.job_context import in_srun_task
+from support.messages import refusal
 
 TASK = {
     "SLURM_JOB_ID": "1042",
@@ -131,20 +132,20 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_variables_that_contradict_each_other_or_are_malformed_are_refused(fault):
     changed, words = FAULTS[fault]
-    with pytest.raises(ValueError, match="cannot be used") as caught:
+    with refusal(ValueError) as caught:
         build_job_context(TASK | changed)
     assert words in str(caught.value)
 
 
 def test_every_fault_is_listed():
-    with pytest.raises(ValueError, match="cannot be used") as caught:
+    with refusal(ValueError) as caught:
         build_job_context(TASK | {"SLURM_PROCID": "9", "SLURM_LOCALID": "x"})
     assert "`SLURM_PROCID` is 9" in str(caught.value)
     assert "`SLURM_LOCALID`: Expected" in str(caught.value)
 
 
 def test_where_the_host_of_rank_0_is_not_known_it_is_not_taken_for_this_one():
-    with pytest.raises(ValueError, match="Set `MASTER_ADDR`"):
+    with refusal(ValueError):
         build_job_context({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_NNODES": "2"})
 
 

@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from genlight.adapter import SlurmEnvironment
 from genlight.adapter.cluster.placement import placed_by_launcher, placement_fault
 from genlight.adapter.run.this_rank import this_rank
+from support.messages import refusal
 
 BATCH = {
     "SLURM_JOB_ID": "1042",
@@ -134,5 +135,5 @@ def test_several_nodes_without_srun_are_refused(within):
 
 
 def test_it_is_refused_where_srun_did_not_start_the_process():
-    with pytest.raises(ValueError, match=r"Slurm does not provide rank, local_rank.*Start this program with srun"):
+    with refusal(ValueError):
         SlurmEnvironment()

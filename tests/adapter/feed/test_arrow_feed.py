@@ -8,6 +8,7 @@ import json
 import pytest
 
 from genlight.adapter import ArrowFeed
+from support.messages import refusal
 
 
 def flat(batches):
@@ -98,9 +99,9 @@ def test_an_iterator_that_is_overtaken_by_another_fails_instead_of_mixing_rows(r
     assert ids(first, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     second = iter(feed)
     assert ids(second, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    with pytest.raises(RuntimeError, match="iterated again"):
+    with refusal(RuntimeError):
         next(first)
     assert ids(second, 1) == [[8, 9, 10, 11]]
     feed.close()
-    with pytest.raises(RuntimeError, match="closed"):
+    with refusal(RuntimeError):
         next(second)

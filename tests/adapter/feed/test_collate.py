@@ -11,6 +11,7 @@ import torch
 
 from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed.collate import to_torch
+from support.messages import refusal
 
 
 def address(array: pa.Array) -> int:
@@ -89,7 +90,7 @@ def test_lists_of_equal_length_share_memory_with_arrow():
 
 
 def test_a_column_named_as_the_lengths_of_another_is_refused():
-    with pytest.raises(InputError, match="column 'x' would be named as column 'x_lengths'"):
+    with refusal(InputError):
         to_torch(pa.record_batch({"x": [[1], [2]], "x_lengths": [1, 2]}))
 
 
@@ -105,7 +106,7 @@ def test_structs_become_dictionaries_and_other_values_lists():
     "array", [pa.array([1, None]), pa.array([[1, 2], None], pa.list_(pa.int32(), 2)), pa.array([[1, 2], None])]
 )
 def test_nulls_among_numbers_are_refused_with_the_columns_name(array):
-    with pytest.raises(InputError, match="Column 'x' has 1 nulls"):
+    with refusal(InputError):
         to_torch(pa.record_batch({"x": array}))
 
 

@@ -15,6 +15,7 @@ from genlight.adapter.cli import main
 from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed.given import RepeatedRead, feed_of
 from support.forked import run_forked
+from support.messages import refusal
 
 MODULE = '''
 import random
@@ -276,11 +277,11 @@ def test_what_cannot_resume_exactly_or_has_no_effect_is_said_by_name(caplog):
 
     short = feed_of(lambda: iter([[1]]), context(), {})
     short.load_state_dict(first.state_dict())
-    with pytest.raises(InputError, match=r"gave 1 batches; 4 were taken of this pass"):
+    with refusal(InputError):
         take(short, 1)
 
     shared = feed_of(lambda ctx: iter([[1], [2]]), context(world_size=2), {})
-    with pytest.raises(InputError, match="a position within a pass on 1 ranks is none on 2"):
+    with refusal(InputError):
         shared.load_state_dict(first.state_dict())
 
 

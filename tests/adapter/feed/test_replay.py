@@ -15,6 +15,7 @@ import torch
 from genlight.adapter import ReplayBuffer, ReplayFeed
 from genlight.adapter.contract.exceptions import BrokenCheckpointError, InputError, ReplayWriterError
 from genlight.adapter.feed.replay_buffer import SumTree
+from support.messages import refusal
 
 ROW = {
     "observation": torch.zeros(2),
@@ -301,9 +302,9 @@ def test_a_save_of_another_buffer_is_refused(tmp_path):
     buffer.extend(rows(0, 10))
     buffer.save(tmp_path)
     other = ReplayBuffer(50, {**ROW, "reward": torch.tensor(0.0, dtype=torch.float64)}, priority_exponent=1.0)
-    with pytest.raises(ValueError, match=r"has .*: 100, .*: False, .*, and this one .*: 50, .*: True, .*float64"):
+    with refusal(ValueError):
         other.load(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"it has no replay\.bin"):
+    with refusal(FileNotFoundError):
         other.load(tmp_path / "nowhere")
 
 
@@ -358,12 +359,12 @@ def test_rows_that_were_computed_with_gradients_keep_no_graph():
 def test_numbers_of_rows_and_priorities_that_cannot_be_are_refused():
     """More than there are, none, NaN, negative, infinite, unknown."""
     buffer = ReplayBuffer(10, ROW, priority_exponent=1.0)
-    with pytest.raises(ValueError, match=r"expected from 1 to 10 rows of .*, but received 12 rows"):
+    with refusal(ValueError):
         buffer.extend(rows(0, 12))
-    with pytest.raises(ValueError, match="Expected a number from 1 to the 0 rows of the buffer, but received 1"):
+    with refusal(ValueError):
         buffer.sample(1)
     buffer.extend(rows(0, 4))
-    with pytest.raises(ValueError, match="Expected a number from 1 to the 4 rows of the buffer, but received 5"):
+    with refusal(ValueError):
         buffer.sample(5)
     for index, priorities in (
         (torch.arange(3), [1.0, float("nan"), -1.0]),
@@ -373,20 +374,20 @@ def test_numbers_of_rows_and_priorities_that_cannot_be_are_refused():
         ([2], [1.0, 1.0]),
         (torch.ones(1), [1.0]),
     ):
-        with pytest.raises(ValueError, match="of rows below 4, and a finite priority >= 0 for each of them"):
+        with refusal(ValueError):
             buffer.update_priorities(index, priorities)
     assert buffer._tree.total == 4.0
     buffer.update_priorities(torch.arange(4), torch.zeros(4))
-    with pytest.raises(ValueError, match="all rows of the buffer have priority 0"):
+    with refusal(ValueError):
         buffer.sample(1)
-    with pytest.raises(ValueError, match="give it a `priority_exponent`"):
+    with refusal(ValueError):
         ReplayBuffer(10, ROW).update_priorities([0], [1.0])
 
 
 def test_a_feed_waits_for_its_writer():
     """Or says that nobody writes."""
     buffer = ReplayBuffer(100, ROW)
-    with pytest.raises(InputError, match=r"has 0 rows after 0\.01 s, and training starts after 20"):
+    with refusal(InputError):
         next(iter(ReplayFeed(buffer, 10, start_after=20, wait_s=0.01)))
     writer = threading.Thread(target=lambda: [buffer.extend(rows(first, 5)) for first in range(0, 40, 5)])
     feed = iter(ReplayFeed(buffer, 10, start_after=20))
@@ -394,5 +395,5 @@ def test_a_feed_waits_for_its_writer():
     batches = [next(feed) for _ in range(3)]
     writer.join()
     assert [len(batch["index"]) for batch in batches] == [10, 10, 10]
-    with pytest.raises(ValueError, match="but received 0, 200 and 100"):
+    with refusal(ValueError):
         ReplayFeed(buffer, 0, start_after=200)

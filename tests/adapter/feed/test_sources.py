@@ -18,6 +18,7 @@ from genlight.adapter import ArrowFeed
 from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed import batching
 from genlight.adapter.feed.files import expand
+from support.messages import refusal
 
 
 def all_ids(source, **options):
@@ -45,7 +46,7 @@ def test_any_fsspec_file_system_can_hold_the_files(rows_file):
         assert all_ids("memory://feed/a.parquet") == [0, 1, 2]
         assert all_ids("memory://feed") == all_ids("memory://feed/*.parquet") == [0, 1, 2] * 2
         assert all_ids("/feed/b.parquet", filesystem=memory) == [0, 1, 2]
-        with pytest.raises(InputError, match=r"memory://feed/c\.parquet does not exist"):
+        with refusal(InputError):
             all_ids("memory://feed/c.parquet")
     finally:
         memory.rm("/feed", recursive=True)
@@ -57,7 +58,7 @@ def test_the_hub_is_a_file_system_that_is_known_without_asking_it():
 
 
 def test_an_unknown_scheme_is_an_input_error():
-    with pytest.raises(InputError, match="no file system for nonsense://"):
+    with refusal(InputError):
         expand("nonsense://bucket/data.parquet")
 
 
@@ -197,7 +198,7 @@ def test_types_that_writers_choose_by_the_values_of_a_file_are_widened(columns, 
 def test_types_that_may_lose_values_or_change_batches_are_refused_with_the_way_out(one, other, tmp_path):
     for kind in (one, other):
         pq.write_table(pa.table({"x": pa.array([1], kind), "y": [1]}), tmp_path / f"{kind}.parquet")
-    with pytest.raises(InputError, match=r"column 'x' is .*with one type for it, or leave it out by `columns`"):
+    with refusal(InputError):
         ArrowFeed(tmp_path).check()
     ArrowFeed(tmp_path, columns=["y"]).check()
 
@@ -208,7 +209,7 @@ def test_columns_that_are_only_in_the_names_of_folders_are_named(rows_file, tmp_
         rows_file(3, name=f"year={year}/part-0")
     ArrowFeed(tmp_path).check()
     assert "(year=…), which are not read" in caplog.text
-    with pytest.raises(InputError, match="no column 'year'; it is part of the path"):
+    with refusal(InputError):
         ArrowFeed(tmp_path, columns=["id", "year"]).check()
 
 
@@ -220,10 +221,10 @@ def test_a_data_frame_is_read_like_a_table():
     "source", [None, 3, b"data.parquet", {"id": [1]}, [["a.parquet"]], [pa.table({"id": [1]}), "a"]]
 )
 def test_what_is_no_source_is_a_type_error_that_says_what_is(source):
-    with pytest.raises(TypeError, match=r"Invalid `source`\. Expected paths, URLs, Arrow tables"):
+    with refusal(TypeError):
         ArrowFeed(source).check()
 
 
 def test_an_endless_stream_of_rows_is_refused_at_its_first_row():
-    with pytest.raises(TypeError, match=r"but received \{'id': 0\}.*ready-made batches are given to the Trainer"):
+    with refusal(TypeError):
         ArrowFeed({"id": i} for i in itertools.count()).check()

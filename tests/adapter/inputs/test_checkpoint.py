@@ -13,6 +13,7 @@ from genlight.adapter.inputs.transfer import fetch_checkpoint
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.urls import origin_of
 from genlight.callbacks.checkpoint.format.record import CheckpointRecord, FileEntry, digest_of, serialise_record
+from support.messages import refusal
 
 FILES = {"step-00000200/model.safetensors": b"weights" * 999, "step-00000200/trainer/lora.safetensors": b"lora"}
 
@@ -83,12 +84,12 @@ def test_a_file_that_is_not_what_the_record_says_is_refused(server, fetch):
 
 @pytest.mark.parametrize("content", [b"not json", b"[]", record().replace(b'"step":200', b'"step":201')])
 def test_a_broken_record_is_an_input_error_that_says_why(server, fetch, content):
-    with pytest.raises(InputError, match="cannot be resumed from: "):
+    with refusal(InputError):
         fetch(server.put("/c.json", content))
 
 
 def test_a_record_cannot_write_outside_of_its_folder(server, fetch, tmp_path):
-    with pytest.raises(InputError, match="outside of its folder"):
+    with refusal(InputError):
         fetch(server.put("/c.json", record({"../../outside": b"x"})))
     assert not (tmp_path / "outside").exists()
 
@@ -112,5 +113,5 @@ def test_a_local_checkpoint_is_named_by_its_record_its_folder_or_its_name(tmp_pa
     written.write_bytes(record())
     assert local_checkpoint(written) == written
     assert local_checkpoint(tmp_path / "step-00000200") == written
-    with pytest.raises(InputError, match="there is nothing at"):
+    with refusal(InputError):
         local_checkpoint(tmp_path / "step-00000300")

@@ -16,6 +16,7 @@ from genlight.adapter.inputs import http
 from genlight.adapter.inputs.http import Download, Transport, download
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.urls import origin_of
+from support.messages import refusal
 
 CONTENT = bytes(range(256)) * 40_000
 
@@ -84,7 +85,7 @@ def test_a_copy_of_an_older_version_is_not_confirmed_after_a_transfer_that_was_r
     url = server.put("/a", b"old")
     fetch(url)
     new = server.put("/a", CONTENT, etag='"v2"')
-    with pytest.raises(InputError, match="3 were expected"):
+    with refusal(InputError):
         fetch(new, most_bytes=3)
     assert fetch(url).read_bytes() == CONTENT
 
@@ -112,7 +113,7 @@ def test_a_broken_transfer_goes_on_where_it_broke(server, fetch):
 
 def test_a_later_process_goes_on_where_an_earlier_one_broke(server, fetch, retry):
     url = server.put("/a", CONTENT, break_after=[4_000_000, 0, 0, 0])
-    with pytest.raises(InputError, match="without progress"):
+    with refusal(InputError):
         fetch(url)
     server.requests.clear()
     server.resources["/a"].break_after = []
@@ -195,7 +196,7 @@ def test_an_answer_with_another_range_than_the_asked_is_not_taken(server, fetch,
     with pytest.raises(InputError):
         fetch(url)
     server.put("/a", CONTENT, headers={"Content-Range": content_range}, status=206, ranges=False)
-    with pytest.raises(InputError, match="different range"):
+    with refusal(InputError):
         fetch(url)
 
 
@@ -257,7 +258,7 @@ def test_a_passing_failure_is_retried(server, fetch, status):
 
 
 def test_a_failure_that_stays_ends_after_the_given_attempts(server, fetch):
-    with pytest.raises(InputError, match="status 503, after 3 attempts"):
+    with refusal(InputError):
         fetch(server.put("/a", CONTENT, fail_first=[503] * 9))
     assert len(server.requests) == 3
 
@@ -272,15 +273,15 @@ def test_a_final_refusal_is_not_retried(server, fetch, status):
 @pytest.mark.parametrize("status", [401, 403])
 def test_refused_credentials_are_an_auth_error_with_the_way_out(server, fetch, status):
     url = server.put("/a", CONTENT, fail_first=[status])
-    with pytest.raises(AuthError, match=r"got no credentials: .*`TRAINER_TOKEN_ORIGINS`"):
+    with refusal(AuthError):
         fetch(url)
     server.put("/a", CONTENT, fail_first=[status])
-    with pytest.raises(AuthError, match=r"refuses the credentials that were sent: .*`TRAINER_CAPABILITY_TOKEN`"):
+    with refusal(AuthError):
         fetch(url, token="canary", origins=[url])
 
 
 def test_a_server_that_is_not_there_is_an_input_error(fetch):
-    with pytest.raises(InputError, match=r"http://127\.0\.0\.1:1/a could not be fetched"):
+    with refusal(InputError):
         fetch("http://127.0.0.1:1/a")
 
 
@@ -311,7 +312,7 @@ def test_a_redirect_that_leads_nowhere_is_an_input_error(server, fetch, location
 
 
 def test_a_content_encoding_that_was_not_asked_for_is_refused(server, fetch):
-    with pytest.raises(InputError, match="content encoding"):
+    with refusal(InputError):
         fetch(server.put("/a", CONTENT, headers={"Content-Encoding": "gzip"}))
     assert server.requests[0].headers["accept-encoding"] == "identity"
 

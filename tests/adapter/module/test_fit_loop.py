@@ -22,6 +22,7 @@ from genlight.adapter import (
     TrainingJobSpec,
 )
 from genlight.callbacks import Checkpoint
+from support.messages import refusal
 from support.trainers import quiet_trainer
 
 
@@ -127,7 +128,7 @@ def test_a_one_pass_source_is_not_asked_for_ever(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Total length of:UserWarning")
 def test_an_empty_source_is_an_input_error(tmp_path: Path, source: Any) -> None:
     """A run that cannot train one step does not complete."""
-    with pytest.raises(InputError, match="empty"):
+    with refusal(InputError):
         trainer_of(tmp_path, max_steps=10).fit(ContractModule(Counting()), source)
 
 
@@ -214,9 +215,7 @@ class SizedResumable(Resumable):
 def test_a_list_of_batches_that_lightning_would_take_for_loaders_is_refused(batches):
     """Each step got a list of columns, or of rows of all batches, which a class may even train on."""
     trainer = pl.Trainer(max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False)
-    with pytest.raises(
-        InputError, match=r"list of batches .* Give `torch.utils.data.DataLoader\(batches, batch_size=None"
-    ):
+    with refusal(InputError):
         trainer.fit(ContractModule(Counting(), TrainingJobSpec("r", 1)), batches)
 
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from genlight.adapter import ContractModule, MockDataModule, StepResult, TrainingCanceled, TrainingJobSpec
 from genlight.callbacks import Checkpoint, Hook
 from genlight.callbacks.hook.events import run_state_of
+from support.messages import refusal
 
 BATCHES = 2
 """In an epoch."""
@@ -311,7 +312,7 @@ def test_stop_iteration_of_a_hook_is_an_error(tmp_path: Path, event: str) -> Non
         next(iter(()))
 
     setattr(Stops, event, stop)
-    with pytest.raises(RuntimeError, match="StopIteration"):
+    with refusal(RuntimeError):
         fit(tmp_path, numbers(), saving(tmp_path), Stops())
 
 

@@ -14,6 +14,7 @@ import torch
 from genlight.adapter import ContractError, ContractModule, Minibatches, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint, Hook
 from genlight.callbacks.hook.events import run_state_of
+from support.messages import refusal
 from support.rank_processes import run_ranks
 from support.trainers import quiet_trainer
 
@@ -305,7 +306,7 @@ def test_a_rollout_that_gives_nothing_is_an_error(tmp_path: Path, returned: Any)
     actor = Actor("list")
     collect = actor.rollout
     actor.rollout = lambda state, ctx: returned if actor.rollouts else collect(state, ctx)  # type: ignore[method-assign]
-    with pytest.raises(ContractError, match="the rollout after step 6 gave no batches"):
+    with refusal(ContractError):
         fit(tmp_path, actor, steps=9)
 
 
@@ -319,7 +320,7 @@ def test_what_a_generator_raises_in_the_middle_is_the_error_of_the_run(tmp_path:
         raise OSError("the simulator is gone")
 
     actor.rollout = collect  # type: ignore[method-assign]
-    with pytest.raises(OSError, match="the simulator is gone"):
+    with refusal(OSError):
         fit(tmp_path, actor, steps=9)
 
 
@@ -348,18 +349,18 @@ def test_a_state_of_environments_must_be_a_dict(tmp_path: Path) -> None:
     """As that of the trainer."""
     actor = Placed()
     actor.rollout_state = lambda state: [1.0]  # type: ignore[method-assign,return-value,assignment]
-    with pytest.raises(ContractError, match="rollout_state returned a list; it must be a dict"):
+    with refusal(ContractError):
         fit(tmp_path, actor, Checkpoint(tmp_path / "c"), steps=2)
 
 
 def test_minibatches_that_cannot_be_made_are_refused() -> None:
     """With what was received."""
     for columns in ({"a": torch.ones(3), "b": torch.ones(2)}, {}, {"a": torch.tensor(1.0)}, {"a": torch.ones(0)}):
-        with pytest.raises(ValueError, match="expected columns of one length"):
+        with refusal(ValueError):
             Minibatches(columns, 1)
-    with pytest.raises(ValueError, match=r"a `batch_size` >= 1, .* and a `batch_size` of 0"):
+    with refusal(ValueError):
         Minibatches({"a": torch.ones(3)}, 0)
-    with pytest.raises(ValueError, match="and a `batch_size` of 4"):
+    with refusal(ValueError):
         Minibatches({"a": torch.ones(3)}, 4, drop_last=True)
     assert [len(batch["a"]) for batch in Minibatches({"a": torch.ones(5)}, 2, drop_last=True)] == [2, 2]
     (whole,) = Minibatches({"a": torch.arange(3)}, 3, shuffle=False)

@@ -11,6 +11,7 @@ from torch import nn
 
 from genlight.adapter import ContractError, ContractModule, TrainingJobSpec
 from genlight.adapter.contract.exceptions import CheckpointError
+from support.messages import refusal
 from support.resumed_fit import STEPS, ChangesAtStepThree, Trains, fit
 
 
@@ -175,5 +176,5 @@ def test_a_weight_that_did_not_change_while_training_must_fit(tmp_path: Path) ->
             return {"net": net, "optimizer": torch.optim.Adam(net[2].parameters(), lr=0.1), "step": 0}
 
     fit(tmp_path, Unfreezes(), 2)
-    with pytest.raises(RuntimeError, match="size mismatch"):
+    with refusal(RuntimeError):
         fit(tmp_path, Wider(), STEPS, ckpt_path=str(tmp_path / "final.json"))

@@ -18,6 +18,7 @@ from genlight.adapter.plumbing.urls import (
     trusted_origins,
     url_fault,
 )
+from support.messages import refusal
 
 TOKEN = "t0ken-that-must-not-leak"
 ODD = [
@@ -144,7 +145,7 @@ def test_the_token_goes_nowhere_but_to_the_approved_origin_however_a_url_is_writ
 )
 def test_what_programs_read_differently_or_cannot_request_is_refused_with_a_reason(url, reason):
     assert reason in url_fault(url)
-    with pytest.raises(ValueError, match="Invalid URL"):
+    with refusal(ValueError):
         origin_of(url)
 
 
@@ -164,7 +165,7 @@ def test_an_origin_has_one_spelling(url, origin):
 
 
 def test_the_fault_of_a_url_does_not_show_its_secrets():
-    with pytest.raises(ValueError, match="Invalid URL 'ftp://host/path': it does not begin") as caught:
+    with refusal(ValueError) as caught:
         origin_of("ftp://user:s3cret@host/path?sig=s3cret")
     assert "s3cret" not in str(caught.value)
 
@@ -173,7 +174,7 @@ def test_trusted_origins_pass_over_what_is_not_set_and_other_schemes():
     given_urls = [None, "", "hf://me/model", "https://a.example/x", "HTTPS://c.example"]
     origins = {"https://a.example:443", "https://c.example:443", "http://b.example:80"}
     assert trusted_origins(given_urls, ["http://b.example"]) == origins
-    with pytest.raises(ValueError, match="Invalid URL"):
+    with refusal(ValueError):
         trusted_origins([], ["ftp://b"])
     assert trusted_origins([], ["A.example"]) == {"https://a.example:443"}
 

@@ -11,6 +11,7 @@ import pytest
 from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.job.config import resolve_run_config
 from genlight.adapter.run.folder import artifact_dir_faults, prepare_artifact_dirs
+from support.messages import refusal
 
 
 @pytest.fixture
@@ -60,27 +61,27 @@ def test_a_probe_that_cannot_be_written_is_no_name_to_be_told(config_of, tmp_pat
         return make(path, *rest)
 
     monkeypatch.setattr(os, "open", read_only)
-    with pytest.raises(StartupContractError, match=r"/out' cannot be written: Read-only file system\. Choose"):
+    with refusal(StartupContractError):
         prepare_artifact_dirs(config_of())
 
 
 def test_a_name_that_no_file_system_takes_is_refused(config_of, tmp_path):
     config = config_of(f"artifacts_dir={tmp_path / ('x' * 300)}")
-    with pytest.raises(StartupContractError, match="File name too long"):
+    with refusal(StartupContractError):
         prepare_artifact_dirs(config)
     assert len(artifact_dir_faults(config, create=False)) == 1
 
 
 def test_an_events_path_that_is_a_directory_is_refused(config_of, tmp_path):
     (tmp_path / "events").mkdir()
-    with pytest.raises(StartupContractError, match="which is a directory"):
+    with refusal(StartupContractError):
         prepare_artifact_dirs(config_of(f"events_path={tmp_path / 'events'}"))
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/version"), reason="needs a file system that nobody may write")
 def test_a_file_system_that_cannot_be_written_is_refused_also_for_root(config_of):
     for place in ("/proc/genlight", "/sys/genlight"):
-        with pytest.raises(StartupContractError, match="checkpoints_dir"):
+        with refusal(StartupContractError):
             prepare_artifact_dirs(config_of(f"checkpoints_dir={place}"))
 
 

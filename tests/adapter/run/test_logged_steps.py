@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from genlight.adapter.run.run import RunOptions, run_job
 from genlight.callbacks.logged_steps import keep_logged_steps
+from support.messages import refusal
 from support.trainers import quiet_trainer
 
 STEPS = 12
@@ -162,7 +163,7 @@ def test_a_resumed_fit_of_a_lightning_module_keeps_each_step_once(tmp_path, kind
         keep_logged_steps(trainer, module)
         trainer.fit(module, ckpt_path=ckpt_path)
 
-    with pytest.raises(RuntimeError, match="at that step"):
+    with refusal(RuntimeError):
         fit(module_class(fails_at=7))
     fit(module_class(), tmp_path / "c" / "last.ckpt")
 

@@ -14,6 +14,7 @@ import pytest
 from genlight.adapter.cli import main
 from genlight.adapter.view.summary import find_runs, summary_of
 from genlight.reporters.events.event_log import EventLog
+from support.messages import refusal
 from support.seen_runs import start, wait_for_step
 
 
@@ -189,7 +190,7 @@ def test_links_and_deep_folders_are_left_out(runs, tmp_path):
 
 def test_what_is_no_run_is_refused_by_name(tmp_path, capsys):
     for words in (["ls", str(tmp_path / "absent")], ["stop", str(tmp_path)]):
-        with pytest.raises(SystemExit, match="2"):
+        with refusal(SystemExit):
             main(words)
     said = capsys.readouterr().err
     assert "does not exist" in said

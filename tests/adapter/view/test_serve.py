@@ -18,6 +18,7 @@ from genlight.adapter.cli import main
 from genlight.adapter.plumbing.safe_open import open_below
 from genlight.adapter.view.site import Runs
 from genlight.reporters.events.event_log import EventLog
+from support.messages import refusal
 from support.seen_runs import served, serving
 
 SECRET = b"\x89PNG\r\n\x1a\nsecret"
@@ -221,7 +222,7 @@ def test_what_is_below_a_folder_is_opened_without_links(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "inside")
     os.close(open_below(tmp_path, "inside/file"))
     for path in ("link/file", "inside", "inside/../inside/file", "", "inside//file", "inside/absent"):
-        with pytest.raises(OSError, match=r"\[Errno"):
+        with refusal(OSError):
             os.close(open_below(tmp_path, path))
 
 

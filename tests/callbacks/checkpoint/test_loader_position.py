@@ -20,6 +20,7 @@ from genlight.adapter.contract.exceptions import InputError
 from genlight.callbacks import Checkpoint
 from genlight.callbacks.checkpoint import newest_valid
 from genlight.callbacks.checkpoint.loader_position import PositionedLoader, with_position
+from support.messages import refusal
 from support.resumed_fit import trainer_with_checkpoints
 from support.trainers import quiet_trainer
 
@@ -184,9 +185,9 @@ def test_other_rows_are_refused_within_an_epoch_alone():
     next(iter(first))
     other = with_position(DataLoader(Rows(11), 3, shuffle=True), 1)
 
-    with pytest.raises(InputError, match="batch_size was 3 and is 2"):
+    with refusal(InputError):
         with_position(loader("shuffled", 2), 1).load_state_dict(first.state_dict())
-    with pytest.raises(InputError, match="rows was 10 and is 11"):
+    with refusal(InputError):
         other.load_state_dict(first.state_dict())
     other.load_state_dict(between)
 

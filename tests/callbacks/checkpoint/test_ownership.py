@@ -20,6 +20,7 @@ from genlight.callbacks.checkpoint import (
     sweep,
     verify,
 )
+from support.messages import refusal
 
 
 def checkpoint_of(step):
@@ -102,7 +103,7 @@ def test_a_file_that_is_not_a_checkpoint_is_neither_replaced_nor_removed(tmp_pat
     before = tree(tmp_path)
     with pytest.raises(CheckpointError, match=f"{record.name} is not a checkpoint, and is not overwritten; move"):
         save(tmp_path / name, checkpoint_of(1))
-    with pytest.raises(CheckpointError, match="not removed"):
+    with refusal(CheckpointError):
         delete_checkpoint(record)
     DurableCheckpointIO().remove_checkpoint(record)
     assert "is not a checkpoint, and is not removed" in caplog.text

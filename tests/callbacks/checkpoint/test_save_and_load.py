@@ -10,6 +10,7 @@ from safetensors import safe_open
 from genlight.adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, UnstorableStateError
 from genlight.callbacks.checkpoint import RecordMeta, load, read_record, save, verify
 from genlight.callbacks.checkpoint.storage import stage
+from support.messages import refusal
 
 
 @pytest.fixture
@@ -116,14 +117,14 @@ def test_files_of_the_trainers_hook_belong_to_the_checkpoint(tmp_path):
     assert record.primary_path.read_bytes() == b"lora"
     assert "trainer/sub/lora.bin" in {record.file_name(file) for file in record.files}
     record.primary_path.write_bytes(b"LORA")
-    with pytest.raises(BrokenCheckpointError, match=r"sub/lora\.bin"):
+    with refusal(BrokenCheckpointError):
         verify(record.path)
 
 
 def test_a_link_of_the_trainers_hook_is_refused_by_name_and_nothing_is_written(tmp_path):
     staging = stage(tmp_path / "c" / "step-00000001.json")
     (staging.folder("trainer") / "base.bin").symlink_to(tmp_path / "base")
-    with pytest.raises(CheckpointError, match=r"save_checkpoint left a link, base\.bin -> .*; write a file instead"):
+    with refusal(CheckpointError):
         save(tmp_path / "c" / "step-00000001", {}, staging=staging)
     assert os.listdir(tmp_path / "c") == []
 

@@ -13,6 +13,7 @@ from genlight.adapter.module.module import ContractModule
 from genlight.callbacks.checkpoint import list_checkpoints, load, load_weights, read_record, verify
 from genlight.callbacks.checkpoint.restorable import check_contents
 from support.adapted_model import FROZEN_BYTES, Adapted
+from support.messages import refusal
 
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming")  # all batches are the same
 
@@ -65,10 +66,10 @@ def test_a_base_of_another_shape_or_without_a_tensor_is_refused(train, tmp_path)
     train(Adapted(), 2, weights="trained")
     path, base = tmp_path / "c" / "step-00000002.json", Adapted().state_dict()
 
-    with pytest.raises(CheckpointError, match=r"base.1.weight was F32 \[64, 64\] .*, and the module has F32 \[5\]"):
+    with refusal(CheckpointError):
         load(path, base=base | {"base.1.weight": torch.zeros(5)})
     base.pop("base.1.weight")
-    with pytest.raises(CheckpointError, match=r"base\.1\.weight was .*, and the module does not have it"):
+    with refusal(CheckpointError):
         load(path, base=base)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from genlight.callbacks.compat import (
@@ -21,6 +20,7 @@ from genlight.callbacks.compat import (
     TrainingReportCallback,
 )
 from genlight.reporters.telemetry import read_events
+from support.messages import refusal
 
 
 class Loop:
@@ -111,7 +111,7 @@ def test_steps_are_counted_for_a_loop_that_does_not_and_a_loop_without_save_chec
         callbacks.on_step_end(trainer)
     assert trainer.should_stop
 
-    with pytest.raises(AttributeError, match="object has no attribute 'save_checkpoint'"):
+    with refusal(AttributeError):
         CallbackList([CheckpointCallback(1, output_dir=tmp_path)]).on_step_end(trainer)
 
 
@@ -120,5 +120,5 @@ def test_an_exception_of_a_callback_reaches_the_loop(tmp_path):
         def on_step_end(self, trainer):
             raise KeyError("enough")
 
-    with pytest.raises(KeyError, match="enough"):
+    with refusal(KeyError):
         Loop(tmp_path, [1.0]).train(CallbackList([EndsEarly()]))

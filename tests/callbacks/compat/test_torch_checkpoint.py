@@ -15,6 +15,7 @@ import torch
 
 from genlight.adapter import BrokenCheckpointError, CheckpointError
 from genlight.callbacks.compat import load_checkpoint, save_checkpoint
+from support.messages import refusal
 
 WHOLE = {"model_state_dict": {"weight": torch.ones(3)}, "optimizer_state_dict": {}, "global_step": 3}
 
@@ -46,12 +47,12 @@ def test_a_checkpoint_is_read_again_without_pickle(tmp_path: Path) -> None:
 
 
 def test_a_file_that_lacks_something_essential_is_neither_written_nor_read(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="lacks optimizer_state_dict, global_step"):
+    with refusal(CheckpointError):
         save_checkpoint(tmp_path / "x.pt", {"model_state_dict": {}})
     assert list(tmp_path.iterdir()) == []
 
     torch.save({"model_state_dict": {}}, tmp_path / "y.pt")
-    with pytest.raises(BrokenCheckpointError, match="it lacks optimizer_state_dict, global_step"):
+    with refusal(BrokenCheckpointError):
         load_checkpoint(tmp_path / "y.pt")
 
 
@@ -74,7 +75,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     whole = (tmp_path / "x.pt").read_bytes()
     (tmp_path / "x.pt").write_bytes(whole[: len(whole) // 2])
 
-    with pytest.raises(BrokenCheckpointError, match="cannot be read"):
+    with refusal(BrokenCheckpointError):
         load_checkpoint(tmp_path / "x.pt")
     with pytest.raises(FileNotFoundError):
         load_checkpoint(tmp_path / "absent.pt")

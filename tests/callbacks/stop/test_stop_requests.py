@@ -18,6 +18,7 @@ from genlight.callbacks.hook.events import run_state_of
 from genlight.callbacks.hook.hook import skippable
 from genlight.callbacks.stop.signals import REASON_OF_SIGNAL, StopSignals
 from genlight.callbacks.stop.sources import cancel_file_is_set, process_age_s
+from support.messages import refusal
 from support.rank_processes import run_ranks
 
 
@@ -122,7 +123,7 @@ def test_a_limit_that_passes_while_training_stops_it_after_the_step(train):
     stop = Agreeable(max_runtime_s=1e6)
     seen = Doing(4, lambda: setattr(stop.sources.deadline, "at", time.monotonic()))
 
-    with pytest.raises(TrainingCanceled, match="timeout"):
+    with refusal(TrainingCanceled):
         train([seen, stop])
 
     assert seen.ended == 4
@@ -356,7 +357,7 @@ def test_a_signal_before_training_begins_stops_it_before_the_first_step(fit, cou
     module, seen = ContractModule(Told()), Doing(0, None)
     module.resume_from(step=2, payload={}, checkpoint_dir=tmp_path)
     before = {each: signal.getsignal(each) for each in REASON_OF_SIGNAL}
-    with pytest.raises(TrainingCanceled, match="preempted"):
+    with refusal(TrainingCanceled):
         fit(None, [seen, StopRequests()], module=module)
 
     assert seen.ended == 0
@@ -428,7 +429,7 @@ def test_a_validation_after_a_fit_is_not_kept_from_ending_on_a_signal(fit_plain)
 def test_two_of_these_callbacks_stop_a_run_and_leave_handlers_as_before(fit_plain):
     before = {each: signal.getsignal(each) for each in REASON_OF_SIGNAL}
     seen = Doing(2, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(TrainingCanceled, match="preempted"):
+    with refusal(TrainingCanceled):
         fit_plain([StopRequests(), seen, StopRequests()], steps=10)
     assert seen.ended == 2
     assert {each: signal.getsignal(each) for each in REASON_OF_SIGNAL} == before
@@ -468,7 +469,7 @@ def test_handlers_are_as_before_after_a_fit_that_fails_before_it_trains(fit, cou
             raise ValueError("no model")
 
     before = {each: signal.getsignal(each) for each in REASON_OF_SIGNAL}
-    with pytest.raises(ValueError, match="no model"):
+    with refusal(ValueError):
         fit(Fails(), [StopRequests()])
     assert {each: signal.getsignal(each) for each in REASON_OF_SIGNAL} == before
 

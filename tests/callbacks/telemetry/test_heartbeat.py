@@ -15,6 +15,7 @@ from genlight.callbacks import Checkpoint, Heartbeat
 from genlight.reporters import EventLogger
 from genlight.reporters.events.reader import read_events as read_log
 from genlight.reporters.telemetry import read_events
+from support.messages import refusal
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def test_counting_changes_no_bit(fit, path: Path) -> None:
 
 
 def test_a_step_that_fails_while_it_is_counted_leaves_torch_as_it_was(fit, path: Path) -> None:
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+    with refusal(RuntimeError):
         fit(Trains(), [Heartbeat(5, path=path)], steps=3, batches=[*rows(3), torch.ones(3, 5), *rows(3)])
 
     assert _get_current_dispatch_mode_stack() == []

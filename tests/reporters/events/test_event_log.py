@@ -19,6 +19,7 @@ from genlight.adapter.contract.types import TrainingReporter
 from genlight.reporters.events.event_log import EventLog
 from genlight.reporters.events.reader import read_events
 from genlight.reporters.events.validation import validate_events
+from support.messages import refusal
 
 
 @pytest.fixture
@@ -229,7 +230,7 @@ def test_a_failure_may_come_before_the_start(path):
 
 def test_a_run_without_identity_can_only_fail(path):
     with EventLog(path, run_id="") as log:
-        with pytest.raises(EventLogError, match="cannot start"):
+        with refusal(EventLogError):
             log.started()
         log.failed(step=0, error="not JSON", category="startup")
     assert validate_events(path) == []
@@ -241,9 +242,9 @@ def test_a_closed_log_refuses_every_event(path):
     log.close()
     log.close()
     assert log.closed
-    with pytest.raises(EventLogError, match="closed"):
+    with refusal(EventLogError):
         log.metric(name="a", value=1, step=1)
-    with pytest.raises(EventLogError, match="closed"):
+    with refusal(EventLogError):
         log.failed(step=1, error="boom")
 
 
@@ -270,7 +271,7 @@ def test_the_metrics_of_a_step_are_lines_in_their_order_each_written_by_itself(p
 def test_of_metrics_of_which_one_is_refused_none_is_written(path):
     with EventLog(path, run_id="r") as log:
         log.started()
-        with pytest.raises(TypeError, match="metric 'b'"):
+        with refusal(TypeError):
             log.metrics({"a": 1.0, "b": "high"}, step=1)
         log.metrics({"a": 1.0}, step=1)
 
@@ -372,7 +373,7 @@ def test_texts_with_newlines_and_controls_stay_on_one_line(path):
 
 @pytest.mark.parametrize("run_id", [None, 3, b"r"])
 def test_a_run_id_that_is_no_text_is_refused(path, run_id):
-    with pytest.raises(TypeError, match="Invalid `run_id`"):
+    with refusal(TypeError):
         EventLog(path, run_id=run_id)
     assert not path.exists()
 

@@ -23,6 +23,7 @@ from genlight.reporters.events.event_log import EventLog
 from genlight.reporters.events.json_lines import LineFile, encode_json
 from genlight.reporters.events.reader import read_events
 from genlight.reporters.events.validation import validate_events
+from support.messages import refusal
 
 WRITER = """
 import itertools, sys
@@ -144,9 +145,9 @@ def test_a_torn_line_that_cannot_be_cut_off_is_cut_off_before_the_next(path, mon
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", lambda fd, data: write(fd, bytes(data[:10])) and refuse())
             patch.setattr(os, "ftruncate", refuse)
-            with pytest.raises(EventLogError, match="cannot write"):
+            with refusal(EventLogError):
                 log.metric(name="a", value=1, step=1)
-            with pytest.raises(EventLogError, match="cannot cut a torn line"):
+            with refusal(EventLogError):
                 log.metric(name="a", value=1, step=1)
         assert os.ftruncate is truncate
         log.metric(name="b", value=1, step=1)
@@ -215,7 +216,7 @@ def test_a_forked_child_neither_writes_nor_keeps_the_lock(path):
         child_end.close()
         assert parent_end.recv(5) == b"ready"
         log.metric(name="a", value=1, step=1)
-        with pytest.raises(EventLogError, match="is being written"):
+        with refusal(EventLogError):
             EventLog(path, run_id="r")
         log.close()
         EventLog(path, run_id="r").close()
@@ -295,7 +296,7 @@ def test_a_disk_that_refuses_to_sync_is_reported_by_the_event_that_must_be_durab
         with monkeypatch.context() as patch:
             patch.setattr(os, "fdatasync", refusing(errno.EIO))
             log.metric(name="a", value=1, step=1)
-            with pytest.raises(EventLogError, match="durable: Input/output error"):
+            with refusal(EventLogError):
                 log.checkpoint(path="c", step=1)
         log.metric(name="a", value=1, step=3)
         log.completed(step=3, final_checkpoint=None)

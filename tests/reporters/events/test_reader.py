@@ -12,6 +12,7 @@ from genlight.reporters.events.event import Started
 from genlight.reporters.events.event_log import EventLog
 from genlight.reporters.events.json_lines import Position
 from genlight.reporters.events.reader import follow, read_events, typed_events
+from support.messages import refusal
 
 
 @pytest.fixture
@@ -150,5 +151,5 @@ def test_following_goes_over_to_a_file_that_took_the_place_of_the_log(path):
 
 def test_following_reports_a_broken_line(path):
     path.write_text(json.dumps({"event": "started"}) + "\nbroken\n")
-    with pytest.raises(EventLogError, match="line 2"):
+    with refusal(EventLogError):
         list(follow(path))

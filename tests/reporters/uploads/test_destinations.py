@@ -19,6 +19,7 @@ import pytest
 from genlight.adapter.contract.exceptions import UploadError
 from genlight.reporters.uploads import UploadConfig
 from genlight.reporters.uploads.destinations import MOST_TRIES, open_target
+from support.messages import refusal
 
 
 @pytest.fixture
@@ -107,18 +108,18 @@ def test_closing_stops_between_two_files(chaos, uploader_for, write_checkpoint, 
 
 
 def test_a_scheme_whose_package_is_missing_is_an_error_that_names_it():
-    with pytest.raises(UploadError, match="s3fs"):
+    with refusal(UploadError):
         open_target("s3://key:secret@bucket/prefix")
 
 
 @pytest.mark.parametrize("url", ["", "bucket", "://x", "hf://", "hf://only-a-name", "hf://a/b/c"])
 def test_what_is_no_target_is_refused(url, tmp_path):
-    with pytest.raises(ValueError, match="Invalid `targets`"):
+    with refusal(ValueError):
         UploadConfig(run_id="r", queue_dir=tmp_path, targets=[url])
 
 
 def test_a_scheme_that_nothing_knows_is_refused():
-    with pytest.raises(ValueError, match="Invalid upload target 'nothing://x'"):
+    with refusal(ValueError):
         open_target("nothing://x")
 
 

@@ -11,6 +11,7 @@ from genlight.adapter.contract.exceptions import StartupContractError, UploadErr
 from genlight.adapter.plumbing.retry import RetryPolicy
 from genlight.reporters.uploads import UploadConfig, uploader as uploader_module
 from genlight.reporters.uploads.queue import LINKS, read_entries
+from support.messages import refusal
 
 PASSING = [
     "500",
@@ -254,9 +255,7 @@ def test_what_a_full_disk_does_not_take_is_sent_all_the_same_and_once(chaos, upl
     uploader.enqueue("checkpoint", first, files, step=1)
     with full_disk():
         uploader.enqueue_metrics({"a": 1.0}, 1)
-        with pytest.raises(
-            UploadError, match=r"step-00000002.json, cannot be kept .* queue .*: File too large. Make room"
-        ):
+        with refusal(UploadError):
             uploader.enqueue("checkpoint", second, others, step=2)
         assert uploader.settle() is None
         assert uploader.deliver_terminal("failed", 1, error="upload: disk") is None
@@ -511,7 +510,7 @@ def test_proxies_and_certificates_that_cannot_be_used_are_told_without_their_val
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     for _ in range(2):  # the queue is not left locked
-        with pytest.raises(StartupContractError, match="variables of the environment cannot be used") as caught:
+        with refusal(StartupContractError) as caught:
             uploader_for(chaos)
         assert reason in str(caught.value)
         assert "canary" not in str(caught.value)
@@ -519,7 +518,7 @@ def test_proxies_and_certificates_that_cannot_be_used_are_told_without_their_val
 
 @pytest.mark.parametrize("token", ["with\nnewline", "t\u00f6ken"])
 def test_a_token_that_no_header_can_hold_is_refused_without_showing_it(chaos, config_for, token):
-    with pytest.raises(ValueError, match="Invalid `token`") as caught:
+    with refusal(ValueError) as caught:
         config_for(chaos, token=token)
     assert token not in str(caught.value)
 

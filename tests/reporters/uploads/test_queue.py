@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.contract.exceptions import StartupContractError, UploadError
 from genlight.reporters.uploads.queue import DELIVERED, LOCK, Entry, File, Queue, UploadedFile, read_entries
+from support.messages import refusal
 
 
 @pytest.fixture
@@ -240,7 +241,7 @@ def test_files_of_others_in_the_folder_of_a_queue_stay(tmp_path):
 def test_a_queue_is_open_in_one_process_at_a_time_and_free_after_a_kill(tmp_path):
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), "0"], stdout=subprocess.PIPE)
     writer.stdout.readline()
-    with pytest.raises(StartupContractError, match="in use by another run") as refused:
+    with refusal(StartupContractError) as refused:
         Queue(tmp_path)
     assert refused.value.code == "startup.artifacts_in_use"
     writer.kill()

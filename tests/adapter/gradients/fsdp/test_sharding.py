@@ -20,6 +20,7 @@ from genlight.adapter.gradients.fsdp.state import whole_metrics
 from genlight.adapter.gradients.fsdp.strategy import FSDP2Strategy
 from genlight.adapter.gradients.torch_internals import require_fsdp
 from genlight.adapter.module.supported import check_strategy
+from support.messages import refusal
 
 
 @pytest.fixture
@@ -127,7 +128,7 @@ def test_settings_that_fit_nothing_are_refused(mesh, sharding, said):
 
 
 def test_a_type_that_torch_has_not_is_refused_when_it_is_set():
-    with pytest.raises(ValueError, match=r"Invalid `param_dtype`: 'bf16'\. Expected a floating-point type of torch"):
+    with refusal(ValueError):
         Sharding(param_dtype="bf16")
 
 

@@ -20,6 +20,7 @@ from genlight.callbacks.checkpoint.sharded.rank_channel import Channel, RankGrou
 from genlight.callbacks.checkpoint.sharded.slices import WholeTensor, keep_sharded, whole, within
 from genlight.callbacks.checkpoint.storage import Staging, stage
 from genlight.callbacks.checkpoint.store import StoredSlices, _write, load_record, require_shared_directory
+from support.messages import refusal
 
 
 def load_lazily(path):
@@ -103,7 +104,7 @@ def test_a_flipped_bit_in_a_slice_is_found_by_those_who_read_it_and_not_by_other
     path.write_bytes(data)
 
     assert torch.equal(slices.read(Box((0, 0), (512, 512))), values[:512])
-    with pytest.raises(BrokenCheckpointError, match="is not what was saved for w"):
+    with refusal(BrokenCheckpointError):
         slices.read(Box((1024, 0), (1, 512)))
 
 
@@ -204,7 +205,7 @@ def test_the_same_weights_in_the_trainers_payload_are_stored_once(sharded, tmp_p
 
 
 def test_a_save_by_rank_zero_alone_refuses_sharded_tensors_by_name(sharded, tmp_path):
-    with pytest.raises(CheckpointError, match="w is sharded over several ranks, which save it together"):
+    with refusal(CheckpointError):
         save(tmp_path / "step-00000001", {"state_dict": {"w": sharded}})
     assert os.listdir(tmp_path) == ["store"]
 
@@ -215,7 +216,7 @@ def test_ranks_that_hold_other_sharded_tensors_than_rank_zero_are_refused(sharde
     weights = captured.sharded_tensors["model.safetensors", "w"]
     captured.sharded_tensors["model.safetensors", "v"] = msgspec.structs.replace(weights, key="v")
 
-    with pytest.raises(CheckpointError, match="their slices of v do not make one whole"):
+    with refusal(CheckpointError):
         _write(Channel(), captured)
     assert os.listdir(tmp_path) == ["store"]
 
@@ -239,6 +240,6 @@ def test_a_shared_directory_is_left_as_it_was(tmp_path):
 def test_space_is_checked_for_all_parts_together(sharded, tmp_path, monkeypatch):
     monkeypatch.setattr(Channel, "gather", lambda self, nbytes: [nbytes, 1 << 60])
 
-    with pytest.raises(CheckpointError, match=r"a checkpoint needs .* MB, but the file system of"):
+    with refusal(CheckpointError):
         save_in_parts(tmp_path / "c", {"state_dict": {"w": sharded}})
     assert os.listdir(tmp_path / "c") == []

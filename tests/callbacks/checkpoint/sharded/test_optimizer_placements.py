@@ -17,6 +17,7 @@ from genlight.callbacks.checkpoint.sharded.optimizer_placements import (
     with_placements,
 )
 from genlight.callbacks.checkpoint.sharded.slices import whole
+from support.messages import refusal
 
 
 @pytest.fixture
@@ -91,5 +92,5 @@ def test_state_on_another_mesh_is_refused_at_the_save(optimizer):
     other = init_device_mesh("cpu", (1, 1))
     optimizer.state[p] = {"rows": distribute_tensor(torch.ones(6), other, [Replicate(), Shard(0)])}
 
-    with pytest.raises(UnstorableStateError, match=r"SGD\.state\[0\]: DTensor of .* keep it whole"):
+    with refusal(UnstorableStateError):
         complete_state(optimizer)

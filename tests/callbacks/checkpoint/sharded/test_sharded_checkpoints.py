@@ -19,6 +19,7 @@ from genlight.callbacks.checkpoint.export import export_lightning, export_safete
 from genlight.callbacks.checkpoint.store import load_record
 from support import SUPPORT
 from support.forked import Forked
+from support.messages import refusal
 
 PROGRAM = SUPPORT / "sharded_ranks.py"
 STEPS = 7
@@ -314,7 +315,7 @@ def test_a_damaged_part_is_found_and_the_checkpoint_before_it_taken(saved, damag
 
     for use in (verify, load, load_weights):
         if use is not load_weights or damage is not flip_moment:
-            with pytest.raises(BrokenCheckpointError, match="step-00000003"):
+            with refusal(BrokenCheckpointError):
                 use(saved / "step-00000003")
     record, warnings = newest_valid(saved)
     assert record.step == 2
@@ -326,7 +327,7 @@ def test_a_slice_that_is_damaged_after_its_file_was_proven_is_found_when_it_is_r
     checkpoint = load_record(read_record(saved / "step-00000003.json"), share=slice(None))
     flip(part(saved), 0.99)
 
-    with pytest.raises(BrokenCheckpointError, match=r"rank-00001/model.safetensors is not what was saved for"):
+    with refusal(BrokenCheckpointError):
         sum(value.sum() for value in checkpoint["state_dict"].values())
 
 
