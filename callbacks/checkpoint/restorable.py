@@ -50,7 +50,7 @@ class _OwnPart(msgspec.Struct):
 
     elapsed_s: _Seconds = 0.0
     rng: list[_RandomStates] = []
-    gradients: list[dict[str, TypedShape]] = []
+    gradients: list[dict[str, TypedShape | None]] = []
     sharded_gradients: dict[str, TypedShape] = {}
 
 

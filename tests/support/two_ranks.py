@@ -39,7 +39,7 @@ class Net(pl.LightningModule):
 
 class Noise(Dataset):
     def __len__(self):
-        return 48  # six batches an epoch, so that no window is cut
+        return 64  # eight batches an epoch, so that no window is cut
 
     def __getitem__(self, index):
         return torch.rand(4) + random.random()
