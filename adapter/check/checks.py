@@ -1,8 +1,8 @@
 """The checks of ``genlight check``, in the order in which they are printed.
 
 hooks · configure, first step · devices · metrics · updates · hyperparams · gradients · evaluate · storable state ·
-state round trip · reproducible · resume · two ranks · sharded · batch size · bf16-mixed. What a fault makes meaningless
-is skipped and says so.
+state round trip · reproducible · resume · resume on ranks · two ranks · sharded · batch size · bf16-mixed. A check
+that a fault makes meaningless is skipped and says so. The resume uses the loader and the precision of the job.
 """
 
 from __future__ import annotations
