@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
@@ -165,7 +166,10 @@ def _fault(path: str, saved: Standing | None, here: Standing | None) -> str | No
 
 
 def _kind(value: Any, optimizers: Mapping[int, str]) -> str:
-    name, parts = type(value).__qualname__, [_kind(part, {}) for part in getattr(value, "_schedulers", ())]
+    kind = type(value)
+    if issubclass(kind, FSDPModule):  # it was built as the class after that
+        kind = kind.__mro__[kind.__mro__.index(FSDPModule) + 1]
+    name, parts = kind.__qualname__, [_kind(part, {}) for part in getattr(value, "_schedulers", ())]
     path = optimizers.get(id(getattr(value, "optimizer", None)))
     return name + (f"({', '.join(parts)})" if parts else "") + (f" of {path}" if path else "")
 
