@@ -24,7 +24,7 @@ from ...adapter.plumbing.durable import write_bytes_durably
 from ...adapter.plumbing.safe_open import read_own
 from .format.record import FINAL_NAME, SCORES_FILE, CheckpointRecord, name_of, read_record, record_path, step_of_name
 from .restorable import check_contents
-from .storage import Listed, missing_file, records_in, verify_files
+from .storage import Listed, missing_file, record_of_folder, records_in, verify_files
 
 if TYPE_CHECKING:
     from ...reporters.uploads import Uploader
@@ -133,6 +133,8 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     record = record_path(path)
     if record.is_file():
         return record
+    if (named := record_of_folder(Path(os.path.abspath(path)))) is not None:
+        return named
     folder = folder_of_checkpoints(path)
     listed = [] if folder is None else list_checkpoints(folder)
     for found in reversed(listed):

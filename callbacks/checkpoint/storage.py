@@ -85,6 +85,7 @@ __all__ = [
     "naming_the_checkpoint",
     "opened",
     "read_proven",
+    "record_of_folder",
     "records_in",
     "require_replaceable",
     "require_space",
@@ -99,8 +100,8 @@ log = logging.getLogger(__name__)
 
 _Parsed = TypeVar("_Parsed")
 
-_NUMBER = re.compile(r"(?<=.)~\d+\Z", re.DOTALL)
-"""What tells a data folder from another of the same checkpoint's name, as in ``last~1``."""
+_NUMBER = re.compile(r"(?<=.)~\d+(?=(\.[^.~]*)?\Z)", re.DOTALL)
+"""The number of a further data folder for the same name of a checkpoint, as in ``last~1`` or ``last~1.pth``."""
 _WRITE_CHUNK = 16 << 20
 _JOINED_BUFFER = 1 << 20
 """Smaller buffers are copied, which is cheaper than a system call for each."""
@@ -371,6 +372,13 @@ def folders_of_checkpoints(files: Sequence[Path]) -> list[Path]:
     return [*filter(_is_data_folder, data), *others]
 
 
+def record_of_folder(folder: Path) -> Path | None:
+    """The record that names the data folder `folder`; None if it is no data folder, or no record names it."""
+    listed = records_in(folder.parent) if _is_data_folder(folder) else []
+    own = (entry for entry in listed if entry.record is not None and not entry.path.is_symlink())
+    return next((entry.path for entry in own if entry.record and entry.record.folder == folder.name), None)
+
+
 def require_replaceable(record: Path) -> None:
     """Raise if a record would replace something that is not a checkpoint.
 
@@ -520,8 +528,10 @@ def commit(staging: Staging, record: CheckpointRecord) -> None:
     if record.final:
         _move_older_final(staging.record, record)
     directory = staging.record.parent
-    first = name_of(staging.record)
-    names = itertools.chain([first], (f"{first}~{number}" for number in itertools.count(1)))
+    first = Path(name_of(staging.record))
+    # Before a suffix: Lightning finds a last checkpoint by what is called ``last….pth`` if that is its extension.
+    numbered = (f"{first.stem}~{number}{first.suffix}" for number in itertools.count(1))
+    names = itertools.chain([first.name], numbered)
     folder = next(name for name in names if not os.path.lexists(directory / name))
     files = tuple(replace(file, path=f"{folder}/{file.path}") for file in record.files)
     target, name = directory / folder, temporary_name(staging.record.name)

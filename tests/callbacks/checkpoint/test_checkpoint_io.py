@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from genlight.adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, UnwrittenCheckpointError
-from genlight.callbacks.checkpoint import Checkpoint, DurableCheckpointIO, save, verify
+from genlight.callbacks.checkpoint import Checkpoint, DurableCheckpointIO, find_checkpoint, save, verify
 
 
 @pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])
@@ -80,6 +80,32 @@ def test_model_checkpoint_may_name_its_files_by_another_extension(
     second = trainer(4)
     second.fit(make_net(3), make_loader(2), ckpt_path=keeper.last_model_path)
     assert second.global_step == 8
+
+
+@pytest.mark.parametrize("extension", [".ckpt", ".pth", ".json"])
+def test_each_start_finds_the_last_checkpoint_by_whatever_extension(
+    tmp_path, plugin, make_trainer, make_net, make_loader, monkeypatch, extension
+):
+    """The name of the last one is taken at each further save, and its data gets another."""
+    monkeypatch.setattr(ModelCheckpoint, "FILE_EXTENSION", extension)
+    began = []
+
+    class Notes(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            began.append(trainer.global_step)
+
+    for start in range(4):
+        keeper = ModelCheckpoint(tmp_path / "c", save_last=True, every_n_train_steps=2, save_top_k=1)
+        trainer = make_trainer(keeper, Notes(), plugins=[plugin], max_steps=2 * (start + 1))
+        trainer.fit(make_net(), make_loader(20), ckpt_path="last" if start else None)
+    assert began == [0, 2, 4, 6]
+
+
+def test_a_checkpoint_is_found_by_its_data_folder(tmp_path):
+    for step in (1, 2):
+        save(tmp_path / "last.pth", {"global_step": step})
+    assert find_checkpoint(tmp_path / "last~1.pth") == tmp_path / "last.pth.json"
+    assert DurableCheckpointIO().load_checkpoint(tmp_path / "last~1.pth")["global_step"] == 2
 
 
 def test_weights_alone_can_be_saved(tmp_path, plugin, make_trainer, make_net, make_loader):
