@@ -7,10 +7,13 @@ syncs it may become durable before the bytes it names.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
+import re
 import secrets
+import time
 from pathlib import Path
 
 from .permissions import file_mode, folder_mode
@@ -21,6 +24,7 @@ __all__ = [
     "fsync_directory",
     "fsync_file",
     "make_directory",
+    "remove_debris",
     "start_writeback",
     "temporary_name",
     "write_all",
@@ -29,6 +33,10 @@ __all__ = [
 
 TEMPORARY_PREFIX = ".tmp-"
 """Start of every temporary name, so that debris of a killed process can be distinguished from data and removed."""
+
+
+_TEMPORARY_FILE = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}.+-\d+-[0-9a-f]{{8}}", re.DOTALL)
+_MAY_BE_WRITTEN_S = 60
 
 
 def temporary_name(name: str) -> str:
@@ -55,6 +63,22 @@ def fsync_file(path: str | os.PathLike[str]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove_debris(directory: str | os.PathLike[str]) -> list[str]:
+    """Remove the temporary files that killed processes left in `directory`; return their names.
+
+    For the process that holds the directory. A file of the last minute stays: a command may be writing it.
+    """
+    removed = []
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            if _TEMPORARY_FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                if time.time() - entry.stat(follow_symlinks=False).st_mtime < _MAY_BE_WRITTEN_S:
+                    continue
+                os.unlink(entry)
+                removed.append(entry.name)
+    return removed
 
 
 def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..contract.exceptions import StartupContractError
 from ..job.config import RunConfig
-from ..plumbing.durable import make_directory, temporary_name, write_bytes_durably
+from ..plumbing.durable import make_directory, remove_debris, temporary_name, write_bytes_durably
 from ..plumbing.file_lock import FileLock, LockHeldError, NoLocksError, is_held
 from ..plumbing.safe_open import PRIVATE_FILE, distrust, read_own
 
@@ -146,6 +146,8 @@ def lock_artifacts(config: RunConfig) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for directory in [root, *sorted(d for d in others if not d.is_relative_to(root))]:
             stack.callback(lock_directory(directory, config.run_id).release)
+        for directory in {root, *others}:
+            remove_debris(directory)
         yield
 
 
@@ -157,8 +159,15 @@ def lock_directory(directory: Path, run_id: str) -> FileLock:
             locks; ``startup.invalid_artifact_paths``: its lock cannot be opened.
     """
     path = directory / LOCK_NAME
+    me = {"pid": os.getpid(), "host": socket.gethostname(), "run_id": run_id}
     try:
         lock = FileLock(path, tries=TRIES)
+        try:
+            os.ftruncate(lock.descriptor, 0)
+            os.pwrite(lock.descriptor, json.dumps(me).encode(), 0)
+        except BaseException:
+            lock.release()
+            raise
     except LockHeldError:
         raise StartupContractError(
             IN_USE,
@@ -170,9 +179,6 @@ def lock_directory(directory: Path, run_id: str) -> FileLock:
         refused = "opened" if has_locks else "locked, since that takes a file system with locks"
         text = f"{str(path)!r} cannot be {refused}: {error.strerror}. {WAY_OUT}"
         raise StartupContractError(INVALID if has_locks else IN_USE, text) from error
-    me = {"pid": os.getpid(), "host": socket.gethostname(), "run_id": run_id}
-    os.ftruncate(lock.descriptor, 0)
-    os.pwrite(lock.descriptor, json.dumps(me).encode(), 0)
     return lock
 
 

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -266,6 +266,15 @@ def _move_aside(records: Sequence[Path], others: Sequence[Path], root: Path) -> 
     olds = [*folders_of_checkpoints(records), *records, *others]
     if not olds:
         return None
+    try:
+        return _moved_aside(olds, set(records), root)
+    except OSError as error:
+        text = f"what earlier attempts left cannot be moved aside: {error.filename or root}: {error.strerror}"
+        way_out = "Let this user write there, or choose another folder"
+        raise StartupContractError("startup.invalid_artifact_paths", f"{text}. {way_out}.") from error
+
+
+def _moved_aside(olds: Sequence[Path], records: Collection[Path], root: Path) -> Path:
     aside = root / f"before-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
     targets = [(path, aside / path.parent.name / path.name) for path in olds]
     for path, target in targets:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.job.config import resolve_run_config
-from genlight.adapter.run.folder import LOCK_NAME, lock_artifacts, prepare_artifact_dirs
+from genlight.adapter.plumbing.durable import temporary_name
+from genlight.adapter.run.folder import LOCK_NAME, lock_artifacts, lock_directory, prepare_artifact_dirs
+from genlight.adapter.run.start import move_old_artifacts_aside
+from genlight.callbacks.checkpoint import save
 
 HOLD = """
 import os, sys, time
@@ -107,3 +112,44 @@ def test_runs_that_share_only_a_checkpoints_directory_exclude_each_other(config_
             pass
         with lock_artifacts(config_of(f"artifacts_dir={tmp_path / 'b'}")):
             pass
+
+
+@pytest.mark.parametrize("call", ["ftruncate", "pwrite"])
+def test_a_lock_that_the_disk_does_not_take_is_named_and_given_back(config_of, monkeypatch, call):
+    config = config_of()
+
+    def failing(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, failing)
+        with pytest.raises(StartupContractError, match=r"\.lock' cannot be opened: Input/output error") as refused:
+            lock_directory(config.artifacts_dir, "r")
+    assert refused.value.code == "startup.invalid_artifact_paths"
+    with lock_artifacts(config):
+        pass
+
+
+def test_temporary_files_of_killed_processes_are_removed_at_the_next_start(config_of):
+    """But not what a command may be writing now, and nothing of the user's."""
+    config = config_of()
+    debris = [config.artifacts_dir / temporary_name("job.json"), config.metrics_dir / temporary_name("tracking.jsonl")]
+    kept = [config.artifacts_dir / name for name in (".tmp-mine", temporary_name(".stop"))]
+    for path in (*debris, *kept):
+        path.touch()
+    for path in debris:
+        os.utime(path, (0, 0))
+    with lock_artifacts(config):
+        assert [path for path in (*debris, *kept) if path.exists()] == kept
+
+
+def test_what_fresh_cannot_move_is_named(config_of, monkeypatch):
+    config = config_of()
+    save(config.checkpoints_dir / "step-00000001", {"global_step": 1})
+
+    def failing(self, target):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(StartupContractError, match=r"cannot be moved aside: .*step-00000001: Input/output error"):
+        move_old_artifacts_aside(config)
