@@ -26,10 +26,12 @@ from typing_extensions import override
 from ..hook.events import callbacks_of
 from ..lightning_internals import trains_in_copies
 from ..optimizer_state import parameters_of
+from .capture import CONTRACT_KEY
 from .format.record import local_path
 from .sharded.optimizer_placements import complete_state, place_state, with_placements
 from .sharded.rank_channel import RankGroups
 from .sharded.slices import keep_sharded, sharded_like
+from .storage import is_record
 from .store import CheckpointStore, wait_after_failure
 
 __all__ = ["DurableCheckpointIO", "remove_plugin", "install_plugin", "keep_sharded_for", "rank_groups_of", "url_faults"]
@@ -115,10 +117,46 @@ class DurableCheckpointIO(CheckpointIO):
             wait_after_failure(self.store.close)
 
 
-def install_plugin(strategy: Strategy) -> DurableCheckpointIO:
+class ImpliedCheckpointIO(DurableCheckpointIO):
+    """The plugin of a Trainer whose user asked for the `Checkpoint` callback only, and not for a plugin.
+
+    It loads the checkpoints of that callback. Files of others, as of ``ModelCheckpoint`` and
+    ``trainer.save_checkpoint``, are written and removed as Lightning does without genlight, so that
+    ``load_from_checkpoint`` and other programs read them. They are without what only genlight restores.
+    """
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        stock = {name: value for name, value in checkpoint.items() if name != CONTRACT_KEY}
+        TorchCheckpointIO().save_checkpoint(stock, os.fspath(path), storage_options)
+
+    @override
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if "://" in os.fspath(path):
+            return TorchCheckpointIO().load_checkpoint(os.fspath(path))
+        return super().load_checkpoint(path, map_location, weights_only)
+
+    @override
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        if is_record(path):
+            super().remove_checkpoint(path)
+        else:
+            TorchCheckpointIO().remove_checkpoint(os.fspath(path))
+
+
+def install_plugin(strategy: Strategy, *, for_others: bool = True) -> DurableCheckpointIO:
     """The `DurableCheckpointIO` of `strategy`, which replaces Lightning's own default but no other plugin.
 
     A `ModelParallelStrategy` uses it from now on as other strategies do by themselves.
+
+    Args:
+        strategy: The strategy of a Trainer.
+        for_others: Whether files of other callbacks are written in genlight's format as well, if the user installed no
+            plugin. Always so with a `ModelParallelStrategy`.
 
     Raises:
         TypeError: The trainer was given another checkpoint plugin.
@@ -130,7 +168,8 @@ def install_plugin(strategy: Strategy) -> DurableCheckpointIO:
                 "Invalid `plugins`. Checkpoints and sharded parameters are saved through DurableCheckpointIO, but the "
                 f"trainer was given {type(plugin).__name__}; leave that plugin out."
             )
-        strategy.checkpoint_io = plugin = DurableCheckpointIO()
+        writes_all = for_others or isinstance(strategy, ModelParallelStrategy)
+        strategy.checkpoint_io = plugin = DurableCheckpointIO() if writes_all else ImpliedCheckpointIO()
     if isinstance(strategy, ModelParallelStrategy) and not isinstance(strategy, _SavesThroughPlugin):
         name = f"Durable{type(strategy).__name__}"
         # The Trainer has bound this object in many places already, so it cannot be replaced by another one.
@@ -146,9 +185,9 @@ def remove_plugin(trainer: pl.Trainer) -> None:
 
 def url_faults(trainer: pl.Trainer) -> list[str]:
     """Which callbacks of `trainer` would save to a URL, which our plugin refuses, and which ranks cannot share."""
-    if not isinstance(trainer.strategy.checkpoint_io, DurableCheckpointIO) and not isinstance(
-        trainer.strategy, ModelParallelStrategy
-    ):
+    plugin, is_model_parallel = trainer.strategy.checkpoint_io, isinstance(trainer.strategy, ModelParallelStrategy)
+    writes_all = isinstance(plugin, DurableCheckpointIO) and not isinstance(plugin, ImpliedCheckpointIO)
+    if not writes_all and not is_model_parallel:
         return []
     faults = []
     for callback in (each for each in callbacks_of(trainer) if isinstance(each, ModelCheckpoint)):

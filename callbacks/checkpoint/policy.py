@@ -67,9 +67,13 @@ class WritesTrainerFiles(Protocol):
 class Checkpoint(Hook, LightningCheckpoint):
     """Saves durable checkpoints from which a run resumes bit for bit.
 
-    ``Trainer(callbacks=[Checkpoint("checkpoints", every_n_steps=200)])`` is all you need. The callback installs
-    `DurableCheckpointIO`. It also stores the random state of every rank and the gradients of an unfinished accumulation
-    window, and restores them when you pass ``ckpt_path``. When a checkpoint is durable, every callback receives
+    ``Trainer(callbacks=[Checkpoint("checkpoints", every_n_steps=200)])`` is all you need. Files of other callbacks, as
+    of ``ModelCheckpoint``, stay Lightning's own, unless you install `DurableCheckpointIO`, train a trainer class or
+    train under ``ModelParallelStrategy``: then they have this format as well, which stock Lightning cannot load
+    (``genlight checkpoints export`` converts one).
+
+    The callback also stores the random state of every rank and the gradients of an unfinished accumulation window, and
+    restores them when you pass ``ckpt_path``. When a checkpoint is durable, every callback receives
     ``on_checkpoint_durable``, in the training thread of rank zero. When the ranks agree to stop (``stop_reason`` of the
     run state), the current step is saved first.
 
@@ -169,7 +173,9 @@ class Checkpoint(Hook, LightningCheckpoint):
                 f"Checkpoint does not save under {type(trainer.strategy).__name__}, which has a format of its own that "
                 "no plugin writes. Use Lightning's ModelCheckpoint, or ModelParallelStrategy (FSDP 2) with Checkpoint."
             )
-        self._store = install_plugin(trainer.strategy).store
+        # What a trainer class stores only genlight reads anyway.
+        is_of_trainer_class = hasattr(type(pl_module), "contract_state")
+        self._store = install_plugin(trainer.strategy, for_others=is_of_trainer_class).store
         if faults := url_faults(trainer):
             raise ValueError("; ".join(faults))
         groups = rank_groups_of(trainer.strategy)

@@ -80,6 +80,7 @@ __all__ = [
     "folders_of_checkpoints",
     "folders_that_are_named",
     "hash_file",
+    "is_record",
     "missing_file",
     "move_out_of_the_way",
     "naming_the_checkpoint",
@@ -338,6 +339,15 @@ def is_checkpoint_file(path: Path) -> bool:
     try:
         return _begins_as_record(path) or read_record(path).is_old
     except BrokenCheckpointError:
+        return False
+
+
+def is_record(path: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint of this format, intact or broken, is at `path`."""
+    try:
+        record = record_path(path)
+        return record.is_file() and not is_torch_file(record) and is_checkpoint_file(record)
+    except OSError:
         return False
 
 

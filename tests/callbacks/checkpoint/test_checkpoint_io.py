@@ -259,7 +259,9 @@ def test_a_url_is_refused_with_the_way_out(tmp_path, make_trainer, make_net, mak
     for use in (DurableCheckpointIO().load_checkpoint, lambda path: DurableCheckpointIO().save_checkpoint({}, path)):
         with pytest.raises(ValueError, match=r"received 'memory://a\.ckpt'.*`targets` of UploadArtifacts"):
             use("memory://a.ckpt")
-    trainer = make_trainer(ModelCheckpoint("memory://kept"), Checkpoint(tmp_path), max_epochs=1)
+    trainer = make_trainer(
+        ModelCheckpoint("memory://kept"), Checkpoint(tmp_path), plugins=[DurableCheckpointIO()], max_epochs=1
+    )
     with pytest.raises(ValueError, match=r"ModelCheckpoint: Invalid `dirpath`.*received 'memory://kept'.*`targets`"):
         trainer.fit(make_net(), make_loader(2))
     with pytest.raises(ValueError, match=r"Invalid `dirpath`.*received 's3://bucket/c'"):
@@ -290,3 +292,30 @@ def test_tensors_are_loaded_to_the_host_and_another_place_is_refused(tmp_path):
     assert plugin.load_checkpoint(tmp_path / "a.ckpt", map_location="cpu")["w"].is_cpu
     with pytest.raises(TypeError, match=r"Invalid `map_location`. DurableCheckpointIO loads tensors to the host"):
         plugin.load_checkpoint(tmp_path / "a.ckpt", map_location="cuda:0")
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # without those callbacks
+def test_files_of_other_callbacks_stay_lightnings_own(tmp_path, make_trainer, make_net, make_loader):
+    """`Checkpoint` alone changes no file that others read: stock Lightning loads and resumes from them."""
+    keeper = ModelCheckpoint(tmp_path / "stock", save_last=True, every_n_train_steps=2, save_top_k=1)
+    trainer = make_trainer(keeper, Checkpoint(tmp_path / "own", every_n_steps=2), max_steps=6)
+    trainer.fit(make_net(), make_loader(20))
+    trainer.save_checkpoint(tmp_path / "by-hand.ckpt")
+    assert len(os.listdir(tmp_path / "stock")) == 2, "older ones are removed"
+    for path in (keeper.best_model_path, keeper.last_model_path, tmp_path / "by-hand.ckpt"):
+        assert "genlight" not in torch.load(path, weights_only=True)
+        type(make_net()).load_from_checkpoint(path)
+        again = make_trainer(max_steps=8, enable_checkpointing=False)
+        again.fit(make_net(1), make_loader(20), ckpt_path=path)
+        assert again.global_step == 8
+        with_genlight = make_trainer(Checkpoint(tmp_path / "further", replace_existing=True), max_steps=8)
+        with_genlight.fit(make_net(1), make_loader(20), ckpt_path=path)
+        assert with_genlight.global_step == 8
+    assert verify(tmp_path / "own" / "step-00000006.json").step == 6
+
+
+def test_a_plugin_that_the_user_installs_writes_every_file(tmp_path, make_trainer, make_net, make_loader):
+    keeper = ModelCheckpoint(tmp_path / "all", every_n_train_steps=2)
+    callbacks = [keeper, Checkpoint(tmp_path / "own", every_n_steps=2)]
+    make_trainer(*callbacks, plugins=[DurableCheckpointIO()], max_steps=4).fit(make_net(), make_loader(20))
+    assert verify(keeper.best_model_path).step == 4

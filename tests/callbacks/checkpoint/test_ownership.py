@@ -184,7 +184,7 @@ def test_retention_leaves_what_model_checkpoint_wrote_into_the_same_directory(
     keeper = ModelCheckpoint(tmp_path, filename="best", monitor="loss", save_last="link", every_n_train_steps=2)
     final = ModelCheckpoint(tmp_path, filename="final", every_n_train_steps=3, save_top_k=-1)
     checkpoint = Checkpoint(tmp_path, every_n_steps=3, keep_last=2)
-    trainer = make_trainer(keeper, final, checkpoint, max_epochs=2)
+    trainer = make_trainer(keeper, final, checkpoint, plugins=[DurableCheckpointIO()], max_epochs=2)
     trainer.fit(make_net(), make_loader())
 
     assert verify(keeper.best_model_path).path.suffix == ".ckpt"
