@@ -16,6 +16,7 @@ import logging
 import os
 import platform
 import secrets
+import socket
 import sys
 import time
 from argparse import Namespace
@@ -26,7 +27,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import msgspec
+import torch.distributed as dist
 import xxhash
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 from typing_extensions import override
@@ -64,6 +67,8 @@ log = logging.getLogger(__name__)
 
 LARGEST_BYTES = 1 << 20
 NODE_PACKAGES = ("genlight", "torch", "lightning", "numpy", "pyarrow", "safetensors")
+_stores: list[Any] = []
+"""The store of this process's ranks, which must live as long as its process group."""
 FOLDER_PATIENCE_S = 10.0
 """How long a network file system may take to show a new file on another node."""
 
@@ -138,10 +143,42 @@ def _watched_ranks(session: Session, trainer: pl.Trainer) -> Iterator[None]:
     session.before_exit.append(processes.kill)
     announced = RankZero.announced() if session.is_rank_zero else contextlib.nullcontext()
     try:
-        with session.watch.looking(*checks), announced:
+        with session.watch.looking(*checks), announced, _store_on_loopback(trainer):
             yield
     finally:
         session.stop.signals.before_exit = lambda: None
+
+
+@contextlib.contextmanager
+def _store_on_loopback(trainer: pl.Trainer) -> Iterator[None]:
+    """Have the ranks of one machine that Lightning starts meet in a store that no other machine reaches.
+
+    The store that torch opens by itself listens at every address, and anybody may read and write it. An agent of
+    torchrun announces a store of its own by two variables. Rank zero does the same here, and its ranks inherit them.
+    """
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    is_elsewhere = trainer.num_nodes > 1 or dist.is_initialized()
+    if is_elsewhere or not isinstance(environment, LightningEnvironment) or environment.creates_processes_externally:
+        yield
+        return
+    _stores.clear()
+    try:
+        listener = socket.create_server((environment.main_address, port := environment.main_port))
+    except OSError:  # torch will say so in its own words, which `explained` knows
+        yield
+        return
+    _stores.append(
+        dist.TCPStore(  # type: ignore[attr-defined]
+            environment.main_address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+    )
+    variables = {"TORCHELASTIC_USE_AGENT_STORE": str(True), "TORCHELASTIC_RESTART_COUNT": "0"}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
 
 
 def continue_runs(trainer: pl.Trainer, directory: Path, *, resumes: bool) -> None:

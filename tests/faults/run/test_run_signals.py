@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 
+import psutil
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -98,6 +99,16 @@ HANGS = [{"class_path": "genlight.callbacks.watch_hangs.WatchHangs", "init_args"
 
 def many(job, plan):
     job.write(plan=plan, lightning=TWO, max_steps=200, mock_batches=list(range(400)), checkpoint_every=5)
+
+
+def test_ranks_of_one_machine_listen_at_no_address_that_others_reach(job, start):
+    """Whoever reaches the store of the ranks may read and write what they agree on."""
+    many(job, {"at": "train_step:3", "holds": 60.0})
+    process = start()
+    job.wait_until(lambda: job.reached(0) and job.reached(1), process)
+    ranks = [psutil.Process(process.pid), *psutil.Process(process.pid).children()]
+    listening = {each.laddr.ip for rank in ranks for each in rank.net_connections("tcp") if each.status == "LISTEN"}
+    assert listening == {"127.0.0.1"}
 
 
 def test_a_rank_that_dies_ends_the_run_in_seconds(job, start):
