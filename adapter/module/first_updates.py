@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,11 +43,13 @@ class FirstUpdates:
     Args:
         discovered: The objects of the trainer.
         says: Whether this rank logs.
-        at_end: Called when each optimizer has made `UPDATES` updates.
+
+    Attributes:
+        is_over: Whether each optimizer has made `UPDATES` updates.
     """
 
-    def __init__(self, discovered: Discovered, *, says: bool, at_end: Callable[[], None]) -> None:
-        self._says, self._at_end = says, at_end
+    def __init__(self, discovered: Discovered, *, says: bool) -> None:
+        self._says, self.is_over = says, False
         self._names = {
             id(parameter): f"{found.path}.{name}"
             for found in discovered.modules
@@ -116,12 +118,10 @@ class FirstUpdates:
                 found.path,
                 UPDATES,
             )
-        if all(left <= 0 for left in self._left.values()):
-            self.close()
-            self._at_end()
+        self.is_over = all(left <= 0 for left in self._left.values())
 
     def close(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks. Not within an update: torch iterates over the hooks of an optimizer in its `step`."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._kept = [], {}

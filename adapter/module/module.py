@@ -270,6 +270,9 @@ class ContractModule(pl.LightningModule):
         else:
             with self._router:
                 result = self.plugin.train_step(batch, state, ctx)
+        if self._first_updates is not None and self._first_updates.is_over:
+            self._end_first_updates()
+            self._name_unread_hyperparams()
         is_first = self.step_result is None  # a wrong metric is found here, and not at a cadence much later
         if (
             is_first
@@ -438,15 +441,18 @@ class ContractModule(pl.LightningModule):
         # Not under FSDP 2, which refuses hooks of shards; not twice in a module that is fitted again.
         if not self._state.is_sharded and self._first_updates is None:
             says = self.trainer.is_global_zero
-            self._first_updates = FirstUpdates(discovered, says=says, at_end=self._name_unread_hyperparams)
+            self._first_updates = FirstUpdates(discovered, says=says)
 
     def close_router(self) -> None:
         """Leave torch as it was before the training, which has ended or failed."""
+        self._end_first_updates()
+        if self._router is not None:
+            self._router.close()
+
+    def _end_first_updates(self) -> None:
         if self._first_updates is not None:
             self._first_updates.close()
             self._first_updates = None
-        if self._router is not None:
-            self._router.close()
 
     @override
     def configure_optimizers(self) -> Any:

@@ -20,4 +20,4 @@ def test_help_says_what_a_command_does_how_it_ends_and_defaults_where_there_are_
     assert "Exit codes: 0 " in said
     for noise in ("default: None", "default: []", "default: False", "()", "``"):
         assert noise not in said
-    assert command != "check" or "default: 3" in said
+    assert command != "check" or "default: 7" in said
