@@ -68,8 +68,9 @@ class FirstUpdates:
             self._left.pop(id(found.value))
             return
         (optimizer,) = inner
-        smallest = sorted(parameters_of(found.value), key=Tensor.numel)
-        watched = [each for each in smallest if type(each) is nn.Parameter and each.requires_grad][:_WATCHED]
+        # Without the uninitialized parameters of lazy modules, which have another type and no size.
+        trainable = (each for each in parameters_of(found.value) if type(each) is nn.Parameter and each.requires_grad)
+        watched = sorted(trainable, key=Tensor.numel)[:_WATCHED]
         for parameter in watched:
             hook = functools.partial(self._before_adding, parameter)
             self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
