@@ -6,13 +6,17 @@ if it called `sys.exit`; 143 after SIGTERM; 1 for every other failure.
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # A SIGTERM during the imports waits until `_run` can report it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+
 import argparse
 import functools
 import importlib
 import logging
 import os
 import platform
-import signal
 import socket
 import sys
 import time
@@ -78,6 +82,7 @@ def _run(options: argparse.Namespace) -> int:
     begin, error, output = _begin(options), None, None
     try:
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
             context = current_job_context()
             context = context if options.job_dir is None else replace(context, output_dir=options.job_dir)
             begin = replace(begin, job_context=context)

@@ -228,6 +228,29 @@ def test_sigterm_ends_the_function_and_is_reported(submitter):
     assert completed["exit_code"] == 143
 
 
+SIGTERM_IN_AN_IMPORT = """
+import os, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "genlight.adapter.runner.transport":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+sys.meta_path.insert(0, Interrupts())
+"""
+
+
+def test_sigterm_during_the_imports_of_the_runner_is_reported(submitter):
+    (submitter.folder / "sitecustomize.py").write_text(SIGTERM_IN_AN_IMPORT)
+    path = os.pathsep.join([str(submitter.folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    assert submitter.run("tasks", "add", args=(1,), PYTHONPATH=path)[0] == 143
+
+    assert not submitter.result.exists()
+    _, end, completed = submitter.noted()
+    assert (end["status"], end["error_type"], end["exit_code"]) == ("failure", "Terminated", 143)
+    assert completed["exit_code"] == 143
+
+
 WITHOUT_A_FUNCTION = {
     "failing_import": (("bad_module", "f"), {}, "ImportError", "library is missing"),
     "import_that_exits": (("exits", "f"), {}, "SystemExit", "0"),
