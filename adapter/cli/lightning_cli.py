@@ -254,7 +254,7 @@ class GenlightCLI(LightningCLI):
         session = self._session
         if checkpoints is None:
             session.resume_hint = (
-                "The callback genlight.callbacks.Checkpoint would have saved a checkpoint to go on from."
+                "With the callback genlight.callbacks.Checkpoint there would be a checkpoint to resume."
             )
             return
         words = ["genlight", *self._arguments]

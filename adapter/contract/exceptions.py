@@ -9,6 +9,7 @@
     │   └── AuthError             a server refused our credentials (401, 403)
     ├── CheckpointError           a checkpoint could not be written or used
     │   ├── BrokenCheckpointError     its content contradicts its record
+    │   │   └── UnloadableCheckpointError  it is intact, but names a type that is not imported
     │   ├── UnstorableStateError (TypeError)  a value that the format cannot hold
     │   └── UnwrittenCheckpointError (OSError)  the disk did not take it
     ├── HookOrderError (ValueError)  hooks wait for each other, or for a field that no hook writes

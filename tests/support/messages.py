@@ -61,11 +61,15 @@ class Messages:
 
     def write(self) -> None:
         """Write the catalogue: new messages for the tests that ran, the recorded ones for those that did not."""
-        merged = {
-            file: {**self.expected.get(file, {}), **self.seen.get(file, {})} for file in {*self.expected, *self.seen}
-        }
-        existing = {file: tests for file, tests in merged.items() if (TESTS / file).exists()}
-        CATALOGUE.write_text(json.dumps(existing, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+        catalogue: Catalogue = {}
+        for file in {*self.expected, *self.seen}:
+            source = (TESTS / file).read_text() if (TESTS / file).exists() else ""
+            tests = {**self.expected.get(file, {}), **self.seen.get(file, {})}
+            catalogue[file] = {
+                name: messages for name, messages in tests.items() if f"def {name.partition('[')[0]}(" in source
+            }
+        catalogue = {file: tests for file, tests in catalogue.items() if tests}
+        CATALOGUE.write_text(json.dumps(catalogue, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 @contextmanager
@@ -87,14 +91,8 @@ def _versions() -> tuple[tuple[int, int], str, str]:
 _TEMPORARY = re.escape(os.path.realpath(tempfile.gettempdir()))
 _PLACES = (
     (re.compile(r"0x[0-9a-f]{6,}"), "0x…"),
-    (
-        re.compile(
-            re.escape(os.path.realpath(tempfile.gettempdir()))
-            + r"/pytest-of-\w+/[\w./-]*?/?\w+?\d+(?=[/\s'\"`:;,.)]|$)"
-        ),
-        "TMP",
-    ),
-    (re.compile(re.escape(os.path.realpath(tempfile.gettempdir())) + r"/tmp\w{8}"), "TMP"),
+    (re.compile(_TEMPORARY + r"/pytest-of-\w+/pytest-\d+/(?:popen-gw\d+/)?[\w.-]+?\d+(?![\w-])"), "TMP"),
+    (re.compile(_TEMPORARY + r"/tmp\w{8}"), "TMP"),
     (re.compile(re.escape(str(TESTS.parent))), "REPOSITORY"),
     (re.compile(re.escape(sys.prefix)), "PREFIX"),
     (re.compile(r"(127\.0\.0\.1|localhost|\[::1\]):\d+"), r"\1:PORT"),

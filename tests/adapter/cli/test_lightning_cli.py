@@ -307,8 +307,8 @@ def test_a_fit_leaves_its_configuration_beside_its_checkpoints_one_for_each_atte
 def test_a_fit_that_is_stopped_while_it_starts_says_what_happens_and_ends_before_it_trains(genlight, callbacks):
     code, words = genlight(plugin="refused_trainer:Signalled", **callbacks)
     assert code == 75
-    assert ("stopped: preempted. To go on:\n  genlight fit" in words) != bool(callbacks)
-    assert "genlight.callbacks.Checkpoint would have saved" in words or not callbacks
+    assert ("stopped: preempted. No step was trained. To go on:\n  genlight fit" in words) != bool(callbacks)
+    assert "With the callback genlight.callbacks.Checkpoint there would be" in words or not callbacks
     assert "fit completed" not in words
 
 

@@ -19,6 +19,7 @@ EXAMPLES = [
     exceptions.AuthError("refused"),
     exceptions.CheckpointError("disk full"),
     exceptions.BrokenCheckpointError("step-00000200", "size differs"),
+    exceptions.UnloadableCheckpointError("step-00000200", "the type package.State is not imported"),
     exceptions.UnstorableStateError('state["cache"][3]', "builtins.generator", "leave it out"),
     exceptions.UnwrittenCheckpointError("step-00000200", "c", 10**6, 28, "No space left on device", "c/.tmp/a.json"),
     exceptions.HookOrderError("a waits for b"),
