@@ -1,4 +1,4 @@
-"""The raw batches of a job, as one process has them, and cut in two for as many ranks."""
+"""The raw batches of a job in one process, and their halves for two ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["NO_DATA", "halves", "job_batches"]
 
 
 NO_DATA = "The job names no data: add `dataset.parquet_paths`, `data` or `mock_batches`."
-"""The message where a class needs some."""
+"""The message for a class that needs data."""
 
 
 class _OneRank:
-    """The attributes that our data modules ask of their trainer."""
+    """The attributes of a trainer that our data modules read."""
 
     global_rank, world_size = 0, 1
 
@@ -32,14 +32,14 @@ class _OneRank:
 def job_batches(
     config: RunConfig, plugin: Any, ctx: StepContext, stack: ExitStack, *, parquet_paths: Sequence[str] = ()
 ) -> tuple[StepContext, Iterator[Any] | None]:
-    """The raw batches of a job as one process has them, step by step; None where it names none.
+    """Return the raw batches of a job in one process, step by step; None if the job has no data.
 
     Args:
         config: The job.
-        plugin: The trainer, whose ``train_loader`` is asked once the first batch is; None where there is only the job.
-        ctx: Of a training that the data is not attached to.
+        plugin: The trainer; its ``train_loader`` is called when the first batch is read. None if there is only the job.
+        ctx: The context of a training without the data.
         stack: Closes what is opened.
-        parquet_paths: Data files that the job's inputs brought here; otherwise those that it names.
+        parquet_paths: Local copies of the data files; empty uses the paths of the job.
 
     Returns:
         The context with its ``dataset``, and the batches.
@@ -50,14 +50,14 @@ def job_batches(
     data, epochs = make_data(config, parquet_paths), epochs_of(config)
     if data is not None:
         feed = _feed_of(data, ctx, stack)
-        return replace(ctx, dataset=feed), _repeated(lambda: feed, epochs)
+        return replace(ctx, dataset=feed), _repeat(lambda: feed, epochs)
     if optional_hook(plugin, "rollout") is not None or optional_hook(plugin, "train_loader") is None:
         return ctx, None
-    return ctx, _repeated(lambda: loader_of_class(plugin, ctx), epochs)
+    return ctx, _repeat(lambda: loader_of_class(plugin, ctx), epochs)
 
 
 def _feed_of(data: pl.LightningDataModule, ctx: StepContext, stack: ExitStack) -> Any:
-    """The batches of a training of one rank that `data` is not attached to; closed with `stack`."""
+    """Return the training batches of `data` for one rank, without a trainer; `stack` closes them."""
     data.trainer = _OneRank()  # type: ignore[assignment]
     stack.callback(data.teardown, "fit")
     data.setup("fit")
@@ -66,29 +66,30 @@ def _feed_of(data: pl.LightningDataModule, ctx: StepContext, stack: ExitStack) -
     return data.train_dataloader()
 
 
-def _repeated(make_feed: Callable[[], Iterable[Any]], epochs: int) -> Iterator[Any]:
-    """The raw batches of a feed, made with the first one, in so many epochs; -1 epochs are without end."""
+def _repeat(make_feed: Callable[[], Iterable[Any]], epochs: int) -> Iterator[Any]:
+    """Yield the raw batches of a feed for `epochs` epochs, without end for -1. The first batch creates the feed."""
     feed, done, is_empty = make_feed(), 0, False
     while done != epochs and not is_empty:
         is_empty = True
         for batch in feed:
             is_empty = False
-            # A class may change the raw batch that it is given; the run gets it as it was.
+            # A class may change a raw batch in place; the run needs the original.
             yield batch if isinstance(batch, pa.RecordBatch | pa.Table) else copy.deepcopy(batch)
         done += 1
 
 
 def halves(batch: Any) -> tuple[Any, Any] | None:
-    """The first and the second half of the rows of a raw batch, or None where it has no rows that can be told apart.
+    """Return both halves of the rows of a raw batch, or None if its rows cannot be counted.
 
-    Arrow tables and batches, tensors, arrays, lists of rows, and mappings of columns are cut; an odd row is left out.
+    Works for Arrow tables and batches, tensors, arrays, lists of rows, and mappings of columns. An odd last row is
+    dropped.
     """
     middle = _rows(batch) // 2
-    return (_cut(batch, 0, middle), _cut(batch, middle, middle)) if middle else None
+    return (_slice(batch, 0, middle), _slice(batch, middle, middle)) if middle else None
 
 
 def _rows(batch: Any) -> int:
-    """How many rows a raw batch has; 0 where they cannot be told apart."""
+    """Return the number of rows of a raw batch; 0 if they cannot be counted."""
     if isinstance(batch, Mapping):
         counts = {_rows(column) for column in batch.values()}
         return counts.pop() if len(counts) == 1 else 0
@@ -99,7 +100,7 @@ def _rows(batch: Any) -> int:
     return len(batch) if isinstance(batch, Sequence) and not isinstance(batch, str | bytes) else 0
 
 
-def _cut(batch: Any, start: int, length: int) -> Any:
+def _slice(batch: Any, start: int, length: int) -> Any:
     if isinstance(batch, Mapping):
-        return {name: _cut(column, start, length) for name, column in batch.items()}
+        return {name: _slice(column, start, length) for name, column in batch.items()}
     return batch.slice(start, length) if hasattr(batch, "num_rows") else batch[start : start + length]

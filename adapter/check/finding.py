@@ -18,8 +18,8 @@ class Finding:
     level: Level
     detail: str
     remedy: str = ""
-    """The way out; empty where nothing is to be done."""
+    """Advice to the user; empty if there is nothing to do."""
 
     def as_json(self) -> dict[str, Any]:
-        """The finding as a JSON object."""
+        """Return the finding as a JSON object."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""A training that says nothing of its own and leaves the random numbers of its caller alone; where it failed."""
+"""Helpers for trainings that check something: no log lines, no effect on random numbers, the line of a failure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["quiet", "seeded", "turn_off_dropout", "where_raised"]
 
 
 def turn_off_dropout(modules: Iterable[nn.Module]) -> None:
-    """Have dropout layers, and those that have dropout inside, drop nothing."""
+    """Turn off dropout layers, and dropout inside other layers."""
     for module in modules:
         if isinstance(module, _DropoutNd):
             module.p = 0.0
@@ -32,7 +32,7 @@ def turn_off_dropout(modules: Iterable[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what Lightning says about every training; who trains to check something says what matters."""
+    """Suppress the log lines and warnings that every training produces; a check reports its findings instead."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "genlight")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -48,7 +48,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Begin with the same random numbers, and leave those of the caller as they were."""
+    """Seed the random numbers for the block; restore the caller's afterwards."""
     with isolated_random_numbers():
         random.seed(seed)
         np.random.seed(seed)
@@ -57,7 +57,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def where_raised(error: BaseException) -> str:
-    """The innermost line that is neither genlight's nor that of an installed package; empty where there is none."""
+    """Return the innermost line of the user's own code, with its place; an empty text if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not re.search(r"site-packages|/genlight/|importlib|lib/python", f.filename)]
     return f" ({Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line})" if own else ""

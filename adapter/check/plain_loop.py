@@ -1,4 +1,4 @@
-"""The loop that a trainer class would run in without genlight."""
+"""A plain training loop for a trainer class, as without genlight."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from ..plumbing.redaction import safe_str
 from .batches import NO_DATA
 from .snapshot import KINDS, Snapshot, snapshot
 
-__all__ = ["PlainLoop", "another_trainer", "plain_context", "plain_steps"]
+__all__ = ["PlainLoop", "new_trainer", "plain_context", "plain_steps"]
 
 
 class PlainLoop:
-    """A trainer class in a plain loop, set up and configured; its own hooks hear of the events of a run.
+    """A trainer class in a plain loop: sets it up, configures it, and calls its own hooks.
 
-    It stands in for the Lightning trainer and module that a `TrainerState` and `RolloutBatches` look at.
+    To a `TrainerState` and to `RolloutBatches` it is the Lightning trainer and the module.
 
     Args:
         plugin: A trainer that has not been set up.
-        ctx: What its hooks get.
+        ctx: Passed to the hooks of the class.
     """
 
     rank_channel = ALONE
@@ -59,61 +59,62 @@ class PlainLoop:
             share_run_state(stand_in, ctx.run_state)
         self._trainer_state = TrainerState(stand_in, stand_in)
 
-    def hear(self, event: str) -> None:
-        """Tell the class's own hooks of an event."""
+    def call_hooks(self, event: str) -> None:
+        """Call the method `event` of the class's own hooks."""
         for hook in self._hooks:
             getattr(hook, event, lambda _: None)(self._trainer_state)
 
     def on_rollout_start(self, *_: Any) -> None:
-        """As a callback of itself: a rollout begins."""
-        self.hear("on_rollout_start")
+        """Pass on the event; this object is its own only callback."""
+        self.call_hooks("on_rollout_start")
 
     def on_rollout_end(self, *_: Any) -> None:
-        """As a callback of itself: a rollout was collected."""
-        self.hear("on_rollout_end")
+        """Pass on the event."""
+        self.call_hooks("on_rollout_end")
 
     def begin(self, batches: Iterable[Any] | None) -> Iterator[Any]:
-        """Begin the run; its `batches`, or where there are none those that the class collects, without end."""
+        """Begin the run; return its `batches`, or if None an endless iterator over batches that the class collects."""
         if batches is None and optional_hook(self.plugin, "rollout") is None:
             raise InputError(NO_DATA)
-        self.hear("on_new_training_run")
+        self.call_hooks("on_new_training_run")
         return self._rollouts() if batches is None else iter(batches)
 
     def _rollouts(self) -> Iterator[Any]:
         run_state, batches = self._trainer_state.run_state, RolloutBatches(self.trainer)
         while True:
             yield from batches
-            self.hear("on_train_phase_end")
+            self.call_hooks("on_train_phase_end")
             run_state.epoch += 1
-            self.hear("on_epoch_end")
+            self.call_hooks("on_epoch_end")
 
     def step(self, raw_batch: Any) -> dict[str, float]:
-        """Train one step; its metrics."""
+        """Train one step; return its metrics."""
         state, ctx = self.contract_state, self.ctx
         self._result = validated_result(
             self.plugin.train_step(self.plugin.prepare_batch(raw_batch, state, ctx), state, ctx)
         )
         self.global_step += 1
-        self.hear("on_mb_end")
+        self.call_hooks("on_mb_end")
         return self.callback_metrics
 
     @property
     def callback_metrics(self) -> dict[str, float]:
-        """The metrics of the last step, which are ``loss_stats`` for hooks; empty before the first."""
-        known = self._result is not None
-        return named_scalars(self._result, self.contract_state, self.ctx, self.optimizers) if known else {}
+        """The metrics of the last step, for hooks ``loss_stats``; empty before the first step."""
+        if self._result is None:
+            return {}
+        return named_scalars(self._result, self.contract_state, self.ctx, self.optimizers)
 
 
 def plain_steps(
     trainer: TrainerPlugin, ctx: StepContext, batches: Iterable[Any] | None, *, steps: int
 ) -> Iterator[Snapshot]:
-    """Step `trainer` on its batches; a snapshot before the first step, then after each.
+    """Train `trainer` on its batches; yield a snapshot before the first step and after each step.
 
     Args:
         trainer: A trainer that has not been set up.
-        ctx: What its hooks get.
-        batches: Raw batches; None has the trainer collect its own.
-        steps: How many at most.
+        ctx: Passed to its hooks.
+        batches: Raw batches; with None the trainer collects its own.
+        steps: Maximum number of steps.
     """
     loop = PlainLoop(trainer, ctx)
     yield snapshot(loop.contract_state, trainer, kinds=KINDS)
@@ -122,8 +123,8 @@ def plain_steps(
         yield snapshot(loop.contract_state, trainer, metrics, kinds=KINDS)
 
 
-def another_trainer(target: Any) -> TrainerPlugin:
-    """A trainer for the plain loop: a new one of a class, a copy of an instance.
+def new_trainer(target: Any) -> TrainerPlugin:
+    """Return a trainer for the plain loop: a new instance of a class, or a copy of an instance.
 
     Raises:
         ContractError: The instance cannot be copied.
@@ -134,7 +135,7 @@ def another_trainer(target: Any) -> TrainerPlugin:
         copied: TrainerPlugin = copy.deepcopy(target)
     except Exception as error:
         raise ContractError(
-            f"The trainer is one instance of {type(target).__qualname__} and cannot be copied for a second loop "
+            f"The trainer is an instance of {type(target).__qualname__} and cannot be copied for a second loop "
             f"({type(error).__name__}: {safe_str(error)}). Name its class instead, or give it a `__deepcopy__`."
         ) from error
     return copied
@@ -143,13 +144,13 @@ def another_trainer(target: Any) -> TrainerPlugin:
 def plain_context(
     config: RunConfig, trainer: pl.Trainer | None = None, model_handles: Mapping[str, Any] | None = None
 ) -> StepContext:
-    """The context of a trainer class in a plain loop: one rank, fp32.
+    """Return the context of a trainer class in a plain loop: one rank, fp32.
 
     Args:
         config: The job.
-        trainer: The Lightning trainer that runs it, whose device and limit of steps count; else there is the first
-            device that the job may use.
-        model_handles: What the job's inputs brought here for the class.
+        trainer: The Lightning trainer that runs the job, for its device and its step limit. None takes the first device
+            that the job may use.
+        model_handles: The local models that the job's inputs provide.
     """
     job = config.job
     if trainer is None:

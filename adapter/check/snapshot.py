@@ -1,6 +1,6 @@
-"""Everything that a trainer class keeps, by path, with digests, and how far two such snapshots are apart.
+"""Snapshots of everything that a trainer class keeps, by path, with digests; the distance between two snapshots.
 
-``genlight check`` and ``genlight compare`` judge by it alone.
+``genlight check`` and ``genlight compare`` decide only by these.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
     "Snapshot",
     "as_numbers",
     "compare_snapshots",
-    "described",
+    "describe",
     "distance",
     "flatten",
     "leaves",
@@ -50,33 +50,33 @@ __all__ = [
 ]
 
 KINDS: Final = ("metric", "setting", "optimizer state", "weight")
-"""The kinds that two loops are compared by, in the order in which a step makes them: differences follow their cause."""
+"""Kinds compared between two loops, in the order in which a step makes them, so that a cause precedes its effects."""
 
 EVERYTHING: Final = ("weight", "optimizer state", "setting", "value")
-"""The kinds that a resume has to restore; a value is whatever else the class keeps: averages, counters, texts."""
+"""Kinds that a resume has to restore; a "value" is anything else that the class keeps: averages, counters, strings."""
 
 NOISE = 1e-5
-"""Below this share of the largest first moment, a gradient is the rounding of one that is zero."""
+"""Below this share of the largest first moment, a gradient is only rounding around zero."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a trainer class at one moment; copies, on the CPU."""
+    """Copies of the state of a trainer class at one moment, on the CPU."""
 
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """By kind, then by path: tensors, arrays, numbers, texts."""
+    """Tensors, arrays, numbers and strings, by kind and path."""
 
     def __getitem__(self, kind: str) -> Mapping[str, Any]:
-        """The values of a kind, by path."""
+        """Return the values of a kind, by path."""
         return self.values.get(kind, {})
 
     @functools.cached_property
     def digests(self) -> Mapping[str, str]:
-        """For each path a digest of the type, the shape and the bits that stand there."""
+        """Digest of type, shape and bits of each value, by path."""
         return {path: _digest(value) for values in self.values.values() for path, value in values.items()}
 
     def differences(self, other: Snapshot) -> list[str]:
-        """Paths at which two snapshots are not bit-equal, or of which only one has something; in order."""
+        """Return the paths at which the snapshots are not bit-equal, or that only one of them has, in order."""
         mine, theirs = self.digests, other.digests
         return [path for path in dict.fromkeys([*mine, *theirs]) if mine.get(path) != theirs.get(path)]
 
@@ -87,18 +87,18 @@ def snapshot(
     metrics: Mapping[str, float] | None = None,
     *,
     kinds: Iterable[str] = EVERYTHING,
-    whole: bool = False,
+    gather: bool = False,
     host: nn.Module | None = None,
 ) -> Snapshot:
-    """Copies of everything that `state` and `trainer` lead to.
+    """Return copies of everything reachable from `state` and `trainer`.
 
     Args:
-        state: What ``configure`` returned.
+        state: The state that ``configure`` returned.
         trainer: The trainer instance.
-        metrics: Of the last step, under their reported names.
-        kinds: Of `KINDS` and `EVERYTHING` those that are wanted.
-        whole: Whether sharded tensors are put together, for which every rank has to ask; else the part of this rank.
-        host: A module that hosts the trainer, and is not part of what it keeps.
+        metrics: Metrics of the last step, under their reported names.
+        kinds: The kinds to include, of `KINDS` and `EVERYTHING`.
+        gather: Whether to gather sharded tensors (collective); otherwise only this rank's part is copied.
+        host: The module that hosts the trainer; it is not part of the state.
     """
     discovered = discover(state, trainer, host=host)
     weights = live_weights(discovered)
@@ -107,7 +107,7 @@ def snapshot(
 
     def add(kind: str, path: str, value: Any) -> None:
         if kind in values:
-            for name, leaf, is_code in leaves(path, value, whole=whole):
+            for name, leaf, is_code in leaves(path, value, gather=gather):
                 values.setdefault("code" if is_code else kind, {})[name] = leaf
 
     for name, value in (metrics or {}).items():
@@ -116,7 +116,7 @@ def snapshot(
         add("weight", name, tensor)
     for found in discovered.optimizers:
         for kind, path, value in values_of_optimizer(found, names):
-            # What a wrapper calls its state may be that of the optimizer which it wrapped before a resume.
+            # The `state` of a wrapper may belong to the optimizer it wraps; its `state_dict` follows as a "value".
             if not (kind == "optimizer state" and "value" in values and _has_own_state_dict(found.value)):
                 add(kind, path, value)
     if "value" in values:
@@ -129,16 +129,16 @@ def snapshot(
 
 
 def flatten(value: Any, path: str) -> Snapshot:
-    """The leaves of a payload that could be stored, by path; of what stands at two places, those of both."""
+    """Return the leaves of a storable payload by path; a shared object appears at each of its paths."""
     return Snapshot({"value": {name: leaf for name, leaf, _ in leaves(path, value)}})
 
 
 def live_weights(discovered: Discovered) -> dict[str, Tensor]:
-    """Parameters and buffers of all modules that were found, and bare parameters, by path."""
+    """Return parameters and buffers of all discovered modules, and bare parameters, by path."""
     tensors = {
         f"{found.path}.{name}": tensor
         for found in discovered.modules
-        for module in [_unwrapped(found.value)]
+        for module in [_unwrap(found.value)]
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
     }
     bare = list(discovered.parameters)
@@ -147,13 +147,13 @@ def live_weights(discovered: Discovered) -> dict[str, Tensor]:
     return tensors | {found.path: found.value for found in bare}
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """The module in a DistributedDataParallel of the trainer's own, which has it on several ranks alone."""
+def _unwrap(module: nn.Module) -> nn.Module:
+    """Return the module inside a DistributedDataParallel of the trainer's own (it has one only on several ranks)."""
     return uncompiled(module.module if isinstance(module, DistributedDataParallel) else module)
 
 
 def values_of_optimizer(found: Found[Optimizer], names: Mapping[int, str]) -> Iterator[tuple[str, str, Any]]:
-    """Kind, path and value of settings and states; tensors are named by place where `names` has no name of their id."""
+    """Yield kind, path and value of settings and states; a tensor without an entry in `names` gets its place."""
     places: dict[int, str] = {}
     for g, group in enumerate(found.value.param_groups):
         for i, parameter in enumerate(group["params"]):
@@ -174,29 +174,29 @@ def _has_own_state_dict(node: Any) -> bool:
     return isinstance(node, Optimizer) and type(node).state_dict is not Optimizer.state_dict
 
 
-def leaves(path: str, value: Any, *, whole: bool = False) -> Iterator[tuple[str, Any, bool]]:
-    """Copies of the tensors, arrays, numbers, texts and random generators in `value`, by path.
+def leaves(path: str, value: Any, *, gather: bool = False) -> Iterator[tuple[str, Any, bool]]:
+    """Yield copies of the tensors, arrays, numbers, strings and random generators in `value`, by path.
 
-    Mappings, lists and tuples are entered at each place where they stand: two groups of an optimizer may hold one and
-    the same pair of betas.
+    A mapping, list or tuple that appears at several places is entered at each: two groups of an optimizer may share a
+    pair of betas.
 
     Yields:
-        The path, the value, and whether it is a code of a quantized tensor, which is no measure of anything.
+        The path, the value, and whether it is the code of a quantized tensor; such codes cannot be measured.
     """
     if isinstance(value, Mapping):
         for key, entry in value.items():
-            yield from leaves(f"{path}[{key_text(key)}]", entry, whole=whole)
+            yield from leaves(f"{path}[{key_text(key)}]", entry, gather=gather)
     elif isinstance(value, list | tuple | deque):
         for i, entry in enumerate(value):
-            yield from leaves(f"{path}[{i}]", entry, whole=whole)
+            yield from leaves(f"{path}[{i}]", entry, gather=gather)
     elif isinstance(value, Tensor):
-        if is_lazy(value) or value.is_meta:  # of a lazy module before its first batch, or of a skeleton
+        if is_lazy(value) or value.is_meta:  # in a lazy module before its first batch, or in a skeleton
             return
         if is_wrapper(value):
             for name, part in wrapped_tensors(path, value):
-                yield from ((n, leaf, not part.is_floating_point()) for n, leaf, _ in leaves(name, part, whole=whole))
+                yield from ((n, leaf, not part.is_floating_point()) for n, leaf, _ in leaves(name, part, gather=gather))
         else:
-            yield path, _copy(value, whole=whole), False
+            yield path, _copy(value, gather=gather), False
     elif isinstance(value, np.ndarray):
         yield path, value.copy(), False
     elif isinstance(value, np.generic):
@@ -212,16 +212,16 @@ def leaves(path: str, value: Any, *, whole: bool = False) -> Iterator[tuple[str,
         yield path, value, False
 
 
-def _copy(tensor: Tensor, *, whole: bool) -> Tensor:
+def _copy(tensor: Tensor, *, gather: bool) -> Tensor:
     """A copy on the CPU, not sparse; of a sharded tensor all of it, for which every rank has to ask, or its shard."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor() if whole else tensor.to_local()
+        tensor = tensor.full_tensor() if gather else tensor.to_local()
     return tensor.to_dense().cpu().clone() if tensor.is_sparse else tensor.cpu().clone()
 
 
 def _digest(value: Any) -> str:
-    """A text that is equal for equal types, shapes and bits: NaNs are unequal to themselves."""
+    """Return a text that is equal for equal types, shapes and bits, also for NaNs."""
     if isinstance(value, Tensor):
         return content_digests([value])[0]
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
@@ -237,21 +237,22 @@ def compare_snapshots(
     exact: bool = True,
     floor: float = 0.0,
 ) -> dict[str, dict[str, float]]:
-    """How far all values of two loops are apart, by kind and name.
+    """Return the relative distances between the values of two loops, by kind and name.
 
-    A weight, gradient, setting or metric is measured against its own size, an optimizer's state against the largest of
-    its name in that optimizer: of a gradient that is zero but for rounding, any two computations have another.
+    A weight, gradient, setting or metric is relative to its own norm. An optimizer state is relative to the largest
+    norm of this state in the optimizer, because a gradient that is zero except for rounding differs in any two
+    computations.
 
     Args:
-        plain: Of the plain loop.
-        hosted: Under genlight.
-        kinds: What is compared.
-        exact: Whether both compute in the same order and precision. Where they do not, weights whose gradient is
-            nothing but rounding are left out: Adam makes whole steps of it.
-        floor: What the size of a value is at least taken for.
+        plain: The snapshot of the plain loop.
+        hosted: The snapshot under genlight.
+        kinds: The kinds to compare.
+        exact: Whether both compute in the same order and precision. If not, weights whose gradient is nothing but
+            rounding are skipped, because Adam makes full steps of it.
+        floor: Smallest norm that a value is relative to.
     """
     scales = _scales(plain["optimizer state"])
-    noise = frozenset[str]() if exact else _moved_by_noise(plain["optimizer state"], scales)
+    noise = frozenset[str]() if exact else _noisy_weights(plain["optimizer state"], scales)
     return {
         kind: {
             name: distance(a.get(name), b.get(name), at_least=sizes.get(name, floor))
@@ -265,12 +266,12 @@ def compare_snapshots(
 
 
 def distance(a: Any, b: Any, *, at_least: float = 0.0) -> float:
-    """‖b - a‖ / ‖a‖, in double precision; infinite where only one of them is there, is finite, or has the shape.
+    """Return ‖b - a‖ / ‖a‖ in double precision; infinite if one is missing or not finite, or if shapes differ.
 
     Args:
-        a: The reference: a tensor or a number; a text, which is at no distance from its like, and far from others.
-        b: The other.
-        at_least: What ``‖a‖`` is at least taken for.
+        a: The reference: a tensor or a number, or a string, whose distance is 0 to an equal one, otherwise infinite.
+        b: The value to compare.
+        at_least: Smallest value used for ``‖a‖``.
     """
     if isinstance(a, str | bytes) or isinstance(b, str | bytes):
         return 0.0 if a == b else math.inf
@@ -295,13 +296,13 @@ def distance(a: Any, b: Any, *, at_least: float = 0.0) -> float:
 
 
 def as_numbers(value: Any) -> Tensor:
-    """A tensor or a number in double precision, on the CPU; what is complex stays so."""
+    """Return a tensor or a number in double precision on the CPU; complex values stay complex."""
     tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
     return tensor.to(torch.cdouble if tensor.is_complex() else torch.double)
 
 
-def described(value: Any) -> str:
-    """A value in a few words: a number or a text, or shape and norm of a tensor."""
+def describe(value: Any) -> str:
+    """Describe a value in a few words: a number or a string, or shape and norm of a tensor."""
     if value is None:
         return "absent"
     if isinstance(value, str | bytes):
@@ -313,7 +314,7 @@ def described(value: Any) -> str:
 
 
 def _scales(states: Mapping[str, Any]) -> dict[str, float]:
-    """For each state the largest norm of its name in the same optimizer."""
+    """Return for each state the largest norm of that state in the same optimizer."""
     largest: dict[tuple[str, str], float] = {}
     tensors = {name: as_numbers(state) for name, state in states.items() if not isinstance(state, str | bytes)}
     norms = {name: float(state.norm()) for name, state in tensors.items() if not state.is_complex()}
@@ -325,24 +326,24 @@ def _scales(states: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _optimizer_and_key(name: str) -> tuple[str, str]:
-    """``state.opt[state.model.0.weight].exp_avg`` is of ``state.opt`` and ``exp_avg``."""
+    """Split a name: ``state.opt[state.model.0.weight].exp_avg`` gives ``state.opt`` and ``exp_avg``."""
     inner, _, key = name.rpartition(".")
     return inner.partition("[state")[0].partition("[trainer")[0].partition("[param_groups")[0].partition(" [")[0], key
 
 
-def _moved_by_noise(states: Mapping[str, Any], scales: Mapping[str, float]) -> frozenset[str]:
-    """Weights whose first moment is nothing beside the largest one."""
+def _noisy_weights(states: Mapping[str, Any], scales: Mapping[str, float]) -> frozenset[str]:
+    """Return the weights whose first moment is negligible compared with the largest one."""
     found: set[str] = set()
     for name, state in states.items():
         if name.endswith(".exp_avg") and float(as_numbers(state).norm()) <= NOISE * scales[name]:
             place = name.removesuffix(".exp_avg")
-            optimizer, _ = _optimizer_and_key(name)  # it may have brackets of its own: ``state["opt"]``
+            optimizer, _ = _optimizer_and_key(name)  # its name may contain brackets: ``state["opt"]``
             found |= {place, place[len(optimizer) + 1 : place.rindex("]")]}
     return frozenset(found)
 
 
 class Recording:
-    """The snapshots of one loop, in a temporary folder: several steps of a large model fill no memory."""
+    """The snapshots of one loop, in a temporary folder so that a large model does not fill the memory."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="genlight-compare-")
@@ -357,14 +358,14 @@ class Recording:
     def __exit__(self, *_: object) -> None:
         self._folder.cleanup()
 
-    def add(self, reached: Snapshot) -> None:
-        """Keep the snapshot of the next step; that before the first step comes first."""
+    def add(self, state: Snapshot) -> None:
+        """Store the snapshot of the next step; the first one is the snapshot before the first step."""
         of_devices = (state for states in random_states().values() for state in states)
         tensors = [state.cpu().numpy().tobytes() for state in (torch.get_rng_state(), *of_devices)]
         states = [*tensors, repr(random.getstate()), repr(np.random.get_state())]
         self._first_states = self._first_states or states
         self.draws = self.draws or states != self._first_states
-        torch.save(dict(reached.values), self._file(self._count))
+        torch.save(dict(state.values), self._file(self._count))
         self._count += 1
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""The class under test, its data, and how it is run for a few steps under Lightning."""
+"""The class under test and its data; trains it for a few steps under Lightning."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from ..module.plugin_loading import load_trainer_plugin, on_sys_path
 from .isolation import quiet, seeded, turn_off_dropout
 from .snapshot import EVERYTHING, Snapshot, snapshot
 
-__all__ = ["Subject", "Watched"]
+__all__ = ["Subject", "Observer"]
 
 
-class Watched(Hook):
-    """A training as it is seen before its first step and after each, before a callback reports or saves that step.
+class Observer(Hook):
+    """Observes a training before its first step and after each step, before other callbacks report or save the step.
 
     Args:
-        at_step: Called with the completed steps and the module.
+        at_step: Called with the number of completed steps and the module.
         keep: Whether to take snapshots.
-        stop_after: Ends the training after so many steps, though the job asks for more: schedules go by its step limit.
-        dropout: Whether dropout layers drop anything: which numbers a rank draws is its own affair, and hides whether
-            all else agrees.
+        stop_after: End the training after this many steps. The step limit of the job stays larger, because schedules
+            use it.
+        dropout: Whether dropout is on. Ranks draw different numbers for it, and these would hide other
+            differences.
     """
 
     critical = True
@@ -52,11 +53,11 @@ class Watched(Hook):
     ) -> None:
         self.at_step, self.keep, self.stop_after, self.dropout = at_step, keep, stop_after, dropout
         self.rollouts = 0
-        """How many were begun."""
+        """Number of rollouts that began."""
         self.snapshots: dict[int, Snapshot] = {}
-        """Snapshots before the first step of this run and after each; only where they were asked for."""
+        """Snapshots before the first step of this run and after each step, by step; only with `keep`."""
         self.metrics: list[dict[str, float]] = []
-        """Of each of these steps."""
+        """Metrics of each step; only with `keep`."""
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -67,11 +68,11 @@ class Watched(Hook):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if self.keep:
-            self.snapshots[trainer.global_step] = self.reached()
+            self.snapshots[trainer.global_step] = self.take_snapshot()
         self.at_step(trainer.global_step, pl_module)
 
     def on_rollout_start(self, *_: Any) -> None:
-        """Count."""
+        """Count the rollout."""
         self.rollouts += 1
 
     @override
@@ -88,36 +89,36 @@ class Watched(Hook):
         assert self.module.discovered is not None
         return self.module.discovered
 
-    def reached(self, *kinds: str) -> Snapshot:
-        """A snapshot of the class now, of these kinds or of all; a collective where it is sharded."""
+    def take_snapshot(self, *kinds: str) -> Snapshot:
+        """Return a snapshot of the class, of these kinds or of all. Collective if the class is sharded."""
         module = self.module
-        return snapshot(module.contract_state, module.plugin, kinds=kinds or EVERYTHING, whole=True, host=module)
+        return snapshot(module.contract_state, module.plugin, kinds=kinds or EVERYTHING, gather=True, host=module)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A trainer class and what it is fed with."""
+    """A trainer class and its data."""
 
     import_path: str
     batches: tuple[Any, ...]
-    """Raw batches, one for each step; twice as many as `steps`. None has a class with ``rollout`` collect its own."""
+    """Raw batches, one for each step; twice as many as `steps`. Empty if the class collects its own by ``rollout``."""
     steps: int
-    """Half of a whole run: where it is interrupted."""
+    """Half of the steps of a run; the step of the interruption."""
     search_path: tuple[str, ...] = ()
     hyperparams: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     make_data: Callable[[], pl.LightningDataModule | None] | None = None
-    """Makes the job's own data, or None if the class has its own loader; None without a loader to check."""
+    """Makes the job's data, or returns None if the class has its own loader; None if there is no loader to check."""
     precision: str = "32-true"
-    """The job's."""
+    """Precision of the job."""
 
     def make(self) -> TrainerPlugin:
-        """A new trainer."""
+        """Return a new trainer."""
         return load_trainer_plugin(self.import_path, search_path=self.search_path)
 
     def train(
         self,
-        watched: Watched,
+        observer: Observer,
         *,
         batches: Sequence[Any] | None = None,
         at_update: Callable[[Optimizer], None] = lambda _: None,
@@ -125,24 +126,24 @@ class Subject:
         resume_from: Path | None = None,
         as_in_job: bool = False,
         **trainer_arguments: Any,
-    ) -> Watched:
-        """Train a new instance, from the same seed each time, on the CPU; returns `watched`.
+    ) -> Observer:
+        """Train a new instance on the CPU, always from the same seed; return `observer`.
 
         Args:
-            watched: Sees the training.
-            batches: Raw batches; None takes those of the subject. Without any the class collects its own.
-            at_update: Called with an optimizer after each of its steps; what it raises ends the training.
-            save_to: Folder for a checkpoint of the step at which the run is left.
+            observer: A callback of the training.
+            batches: Raw batches; None uses the batches of the subject. If there are none, the class collects its own.
+            at_update: Called with an optimizer after each of its steps; an exception ends the training.
+            save_to: Folder for a checkpoint of the step at which a run is interrupted.
             resume_from: Record of a checkpoint.
-            as_in_job: Whether the job's own loader feeds the training, with its workers and in epochs that end within
-                it, and in the job's precision; it is interrupted in the middle of an epoch.
+            as_in_job: Whether to use the job's own loader with its workers, and the job's precision. Epochs are shorter
+                than the run, and the interruption is in the middle of an epoch.
             trainer_arguments: For Lightning's trainer.
         """
         batches = self.batches if batches is None else batches
         max_steps = 2 * self.steps
         job = TrainingJobSpec(run_id="check", max_steps=max_steps, metric_every=0, hyperparams=dict(self.hyperparams))
         module = ContractModule(self.make(), job)
-        callbacks: list[pl.Callback] = [watched]
+        callbacks: list[pl.Callback] = [observer]
         epochs: dict[str, Any] = {"max_epochs": 1 if batches else -1}
         make_data = self.make_data if as_in_job else None
         if make_data is not None:
@@ -173,11 +174,11 @@ class Subject:
             if make_data is not None:
                 data = make_data()
             trainer.fit(module, datamodule=data, ckpt_path=None if resume_from is None else str(resume_from))
-        return watched
+        return observer
 
 
 def _plugin_of(precision: str) -> Precision:
-    """The plugin for a job's precision, on the CPU."""
+    """Return the plugin for a job's precision, on the CPU."""
     if precision in ("16-mixed", "bf16-mixed"):
         return MixedPrecision(precision, "cpu")  # type: ignore[arg-type]
     if precision in ("16-true", "bf16-true"):

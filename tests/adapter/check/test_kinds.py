@@ -1,4 +1,4 @@
-"""``genlight check`` with its defaults: what a resume easily loses is proved equal, or the difference is reported."""
+"""``genlight check`` with its defaults: state that a resume easily loses is equal, or the difference is reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.forked import Forked
 
 @pytest.fixture
 def check(tmp_path, monkeypatch, capsys):
-    """A function: the findings of a class of `support.check_kinds` in a job, as check, level and detail."""
+    """A function that checks a class of `support.check_kinds` in a job; returns check, level and detail of findings."""
 
     def start(folder, rank):
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -32,8 +32,8 @@ def check(tmp_path, monkeypatch, capsys):
             monkeypatch.setitem(CHECKS, "ranks", lambda _: iter(()))
         rows = [{"x": [[i / 9, j / 4] for j in range(4)], "y": [[i / 9 - j / 4] for j in range(4)]} for i in range(14)]
         data = {} if "data" in settings else {"mock_batches": rows}
-        described = {"run_id": "j", "trainer": f"check_kinds:{name}", "max_steps": 99, **data, **settings}
-        (tmp_path / "job.json").write_text(json.dumps(described))
+        job_dict = {"run_id": "j", "trainer": f"check_kinds:{name}", "max_steps": 99, **data, **settings}
+        (tmp_path / "job.json").write_text(json.dumps(job_dict))
         main(["check", str(tmp_path / "job.json"), "--json"])
         found = json.loads(capsys.readouterr().out)["findings"]
         return [(each["check"], each["level"], each["detail"]) for each in found]
@@ -46,13 +46,13 @@ def level_of(findings, check):
 
 
 @pytest.mark.parametrize("data", ["drawing", "persistent"])
-def test_a_resume_with_the_loader_and_workers_of_the_job_is_proved_across_an_epoch(check, data):
+def test_resume_with_the_loader_and_workers_of_the_job_is_checked_across_an_epoch(check, data):
     found = check("Plain", data=f"check_kinds:{data}")
 
     assert level_of(found, "resume") == "pass", found
 
 
-def test_a_loader_of_the_job_that_loses_its_place_is_reported(check):
+def test_loader_that_loses_its_place_is_reported(check):
     found = check("Plain", data="check_kinds:endless")
 
     assert level_of(found, "resume") == "fail", found
@@ -68,7 +68,7 @@ def test_a_loader_of_the_job_that_loses_its_place_is_reported(check):
         ("SumsAside", "16-mixed"),
     ],
 )
-def test_schedules_states_rates_and_scales_are_proved_in_the_precision_of_the_job(check, name, precision):
+def test_resume_is_checked_in_the_precision_of_the_job(check, name, precision):
     found = check(name, lightning={"precision": precision})
 
     assert level_of(found, "resume") == "pass", found
@@ -76,12 +76,12 @@ def test_schedules_states_rates_and_scales_are_proved_in_the_precision_of_the_jo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Window", "OddState", "WrappedRate", "Penalized"])
-def test_two_ranks_are_interrupted_within_a_window_and_resumed_under_each_strategy(check, name):
+def test_two_ranks_resume_within_a_window_under_each_strategy(check, name):
     found = check(name, ranks=True)
     resumed = {detail.split(" are ")[0]: level for name, level, detail in found if name == "resume on ranks"}
 
     assert level_of(found, "resume") == "pass", found
     expected = {"two processes under DDP": "pass"}
-    if name != "Window":  # a layer that a rank leaves out is refused
+    if name != "Window":  # a layer that a rank skips is refused
         expected["two processes under FSDP 2"] = "pass"
     assert resumed == expected, found

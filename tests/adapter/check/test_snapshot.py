@@ -1,4 +1,4 @@
-"""How far two values are apart, and which difference stands first."""
+"""Distances between values, and the order of differences."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from genlight.adapter.check.compare import Comparison
-from genlight.adapter.check.snapshot import KINDS, Recording, Snapshot, compare_snapshots, described, distance
+from genlight.adapter.check.snapshot import KINDS, Recording, Snapshot, compare_snapshots, describe, distance
 
 
-def reached(**kinds):
+def snapshot_of(**kinds):
     return Snapshot({kind: kinds.get(kind.replace(" ", "_"), {}) for kind in KINDS})
 
 
@@ -33,15 +33,15 @@ def test_a_distance_is_relative_and_infinite_where_values_cannot_be_compared(a, 
     assert distance(torch.tensor(a), torch.tensor(b)) == pytest.approx(expected)
 
 
-def test_a_value_that_one_side_lacks_is_infinitely_far():
-    found = compare_snapshots(reached(weight={"w": torch.ones(2)}), reached(weight={"v": torch.ones(2)}))
+def test_missing_value_is_infinitely_far():
+    distances = compare_snapshots(snapshot_of(weight={"w": torch.ones(2)}), snapshot_of(weight={"v": torch.ones(2)}))
 
-    assert found["weight"] == {"w": math.inf, "v": math.inf}
+    assert distances["weight"] == {"w": math.inf, "v": math.inf}
 
 
-def test_the_first_kind_that_differs_is_named_though_a_later_one_differs_more():
-    plain = reached(metric={"train/loss": torch.tensor(1.0)}, weight={"w": torch.tensor(1.0)})
-    hosted = reached(metric={"train/loss": torch.tensor(1.1)}, weight={"w": torch.tensor(9.0)})
+def test_first_kind_that_differs_is_reported_although_a_later_one_differs_more():
+    plain = snapshot_of(metric={"train/loss": torch.tensor(1.0)}, weight={"w": torch.tensor(1.0)})
+    hosted = snapshot_of(metric={"train/loss": torch.tensor(1.1)}, weight={"w": torch.tensor(9.0)})
 
     with Recording() as recording:
         comparison = Comparison(recording, rtol=1e-3)
@@ -49,10 +49,12 @@ def test_the_first_kind_that_differs_is_named_though_a_later_one_differs_more():
     assert (comparison.first.kind, comparison.first.name) == ("metric", "train/loss")
 
 
-def test_rounding_of_a_gradient_that_is_zero_is_no_difference_in_half_precision_and_is_one_in_fp32():
+def test_rounding_around_a_zero_gradient_is_a_difference_only_in_fp32():
     def state(noise):
         moments = {"state.opt[state.m.bias].exp_avg": noise, "state.opt[state.m.weight].exp_avg": torch.ones(3)}
-        return reached(optimizer_state=moments, weight={"state.m.bias": 1e6 * noise, "state.m.weight": torch.ones(3)})
+        return snapshot_of(
+            optimizer_state=moments, weight={"state.m.bias": 1e6 * noise, "state.m.weight": torch.ones(3)}
+        )
 
     plain, hosted = state(torch.tensor([1e-9])), state(torch.tensor([-1e-9]))
 
@@ -60,7 +62,7 @@ def test_rounding_of_a_gradient_that_is_zero_is_no_difference_in_half_precision_
     assert compare_snapshots(plain, hosted, exact=True)["weight"]["state.m.bias"] > 1e-5
 
 
-def test_tensors_are_told_by_shape_and_norm_and_numbers_as_they_are():
-    assert described(torch.tensor([[3.0, 4.0]])) == "1x2, norm 5"
-    assert described(torch.tensor(0.5)) == "0.5"
-    assert described(None) == "absent"
+def test_description_of_a_tensor_is_shape_and_norm_and_of_a_number_its_value():
+    assert describe(torch.tensor([[3.0, 4.0]])) == "1x2, norm 5"
+    assert describe(torch.tensor(0.5)) == "0.5"
+    assert describe(None) == "absent"

@@ -82,8 +82,8 @@ def test_half_precision_is_within_what_it_rounds_and_is_told_beyond_that(compare
 @pytest.mark.parametrize(
     ("name", "step", "kind", "value", "cause"),
     [
-        ("Remembers", 1, "metric", "train/loss", "drew others"),
-        ("BuildsAnother", 0, "weight", 'state["model"].', "builds another thing the second time"),
+        ("Remembers", 1, "metric", "train/loss", "a callback draw too"),
+        ("BuildsAnother", 0, "weight", 'state["model"].', "builds something else the second time"),
         ("AnotherOptimizer", 0, "weight", 'state["extra"].', "Only the plain loop has it"),
     ],
 )
@@ -107,19 +107,19 @@ def test_the_table_marks_the_steps_that_differ(compare):
 
 def test_a_job_that_is_shorter_says_so(compare):
     code, out, _ = compare("Plain", "--steps", "9", max_steps=2)
-    assert (code, "the job has 2 steps, of 9 that were asked for" in out) == (0, True)
+    assert (code, "the job has only 2 of the 9 requested steps" in out) == (0, True)
     code, out, _ = compare("Plain", "--steps", "9")
-    assert (code, f"the job has {compared.COUNT} steps" in out) == (0, True)
+    assert (code, f"the job has only {compared.COUNT} of" in out) == (0, True)
 
 
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
         ("Nowhere", [], "has no 'Nowhere'"),
-        ("Plain", TWO_RANKS, "has 2 ranks, and the two loops are compared in one process: --set lightning.devices=1"),
+        ("Plain", TWO_RANKS, "has 2 ranks, but both loops must run in one process: --set lightning.devices=1"),
         ("CollectsNothing", ROLLOUTS, "the rollout after step 0 gave no batches"),
         ("WrongSignature", [], "load_state_dict(self, state, payload) cannot be called as"),
-        ("LOCKED", [], "is one instance of HasALock and cannot be copied"),
+        ("LOCKED", [], "is an instance of HasALock and cannot be copied"),
         ("Plain", ["--set", "mock_batches=[]"], "0 mock batches"),
         ("Plain", ["--set", "mock_batches=null"], "The job names no data"),
         ("Plain", ["--set", "lightning.precision=17"], "The `lightning` block of the job cannot be used"),
@@ -136,8 +136,8 @@ def test_a_job_that_is_shorter_says_so(compare):
             ["--against", "support.compared:wants_more"],
             "missing a required argument: 'config_file'",
         ),
-        ("Plain", ["--against", "support.compared:never_steps"], "without one call of optimizer.step"),
-        ("NeverUpdates", ["--against", "support.compared:old_loop"], "The class calls no optimizer.step"),
+        ("Plain", ["--against", "support.compared:never_steps"], "returned without calling optimizer.step"),
+        ("NeverUpdates", ["--against", "support.compared:old_loop"], "The class never calls optimizer.step"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_with_the_reason(name, arguments, said, compare):
@@ -166,16 +166,16 @@ def test_an_old_function_is_compared_at_each_update(function, compare):
 @pytest.mark.parametrize(
     ("function", "kind", "value", "cause"),
     [
-        ("another_rate", "setting", "optimizer 0.param_groups[0].lr", "another setting"),
-        ("four_times", "gradient", 'state["model"].', "It is 0.25 times that of the function"),
-        ("another_start", "weight before", 'state["model"].', "seed both the same way"),
+        ("another_rate", "setting", "optimizer 0.param_groups[0].lr", "a different setting"),
+        ("four_times", "gradient", 'state["model"].', "It is 0.25 times the function's"),
+        ("another_start", "weight before", 'state["model"].', "Seed both in the same way"),
         (
             "other_rows",
             "gradient",
             'state["model"].',
-            "Seed both alike, right before the first step; or they have other rows",
+            "Seed both in the same way right before the first step. Otherwise rows",
         ),
-        ("other_model", "weight before", 'state["model"].0.weight', "another model"),
+        ("other_model", "weight before", 'state["model"].0.weight', "build different models"),
     ],
 )
 def test_what_an_old_function_does_otherwise_is_told(function, kind, value, cause, compare):
