@@ -1,6 +1,6 @@
-"""Fault injection at the level of system calls, and a model of what a disk holds after a power cut.
+"""Fault injection at the level of system calls, and a model of a disk after a power cut.
 
-`GENLIGHT_LONG_FAULTS=1` asks for the long versions, which ``make faults`` runs.
+`GENLIGHT_LONG_FAULTS=1` selects the long versions, as ``make faults`` does.
 """
 
 import errno
@@ -27,7 +27,7 @@ def is_long():
 
 @pytest.fixture
 def report(is_long, capsys):
-    """Show what a long run has counted, for the table of results."""
+    """Print the counts of a long run, for the table of results."""
 
     def show(line):
         if is_long:
@@ -38,7 +38,7 @@ def report(is_long, capsys):
 
 
 class Injector:
-    """Counts the mutating calls of the code under test and lets one of them, or all from one on, fail."""
+    """Counts the mutating calls of the code under test and fails one of them, or all of them from one on."""
 
     def __init__(self, monkeypatch, fail, at=None):
         self.calls, self.at, self.fail, self.names = 0, at, fail, []
@@ -76,7 +76,7 @@ def crash_after(injector, name, real, args, kwargs):
     if injector.is_first:
         done = real(*args, **kwargs)
         if name == "open":
-            os.close(done)  # as the end of the process does it
+            os.close(done)  # as the end of the process would
     raise Crash
 
 
@@ -98,7 +98,7 @@ def fail_once(code):
 
 
 def fail_growth_from_here(code):
-    """Like a full disk: nothing can be made or written any more, but removing and renaming work."""
+    """Like a full disk: creating and writing fail, removing and renaming work."""
 
     def fail(injector, name, real, args, kwargs):
         if name in ("open", "write", "fsync", "mkdir"):
@@ -110,7 +110,7 @@ def fail_growth_from_here(code):
 
 @pytest.fixture
 def inject():
-    """``inject(fail, at)`` as a context in which the at-th mutating call fails."""
+    """Return ``inject(fail, at)``, a context in which the at-th mutating call fails."""
 
     class Context:
         def __init__(self, fail=None, at=None):
@@ -156,7 +156,7 @@ def crash_type():
 
 
 class _File:
-    """Content as the process sees it, and as it is surely on the disk."""
+    """Content as the process sees it, and the content that is durable."""
 
     def __init__(self, data=b""):
         self.seen, self.durable = bytearray(data), bytes(data)
@@ -211,7 +211,7 @@ class RecordingDisk:
         return _File(path.read_bytes())
 
     def _locate(self, path, dir_fd=None):
-        """The folder that holds `path`, and the name within."""
+        """Return the folder that holds `path`, and the name in it."""
         path = os.fspath(path)
         if dir_fd is not None:
             path = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), path)
@@ -254,7 +254,7 @@ class RecordingDisk:
                 real[name](source, target)
                 (old_folder, old_name), (new_folder, new_name) = self._locate(source), self._locate(target)
                 node = old_folder.seen[old_name]
-                # Of two folders, each change may be lost by itself.
+                # The changes of the two folders may be lost separately.
                 new_folder.change(new_name, node)
                 old_folder.change(old_name, None)
                 self.after_call()
@@ -296,7 +296,7 @@ class RecordingDisk:
             patch.setattr(os, name, call)
 
     def materialise(self, target, chance):
-        """Write what a power cut now might leave; `chance` None means the least that is promised."""
+        """Write a tree that a power cut now could leave; if `chance` is None, only what is durable."""
         shutil.rmtree(target, ignore_errors=True)
         _write_tree(self.tree, Path(target), chance)
 
@@ -312,7 +312,7 @@ def _write_tree(node, path, chance):
 
 @pytest.fixture
 def memory(tmp_path):
-    """A folder on a file system in memory, where a sync costs nothing."""
+    """A folder on a file system in memory, on which a sync costs nothing."""
     if not os.access("/dev/shm", os.W_OK):
         yield tmp_path
         return

@@ -1,9 +1,9 @@
-"""Stands for a job that ``support/fork_server.py`` runs: ends as it ends; when this is killed, so is the job.
+"""Stand in for a job that ``support/fork_server.py`` runs: end as it ends, and end it if this process is killed.
 
     python forked_job.py SOCKET LOG JOB_SPEC FOLDER
 
-The job notes its processes in the folder, by files whose names are ``<rank>-<pid>``. The server's process runs this
-program too, so that Lightning starts the other ranks with this command line.
+The job makes a file ``<rank>-<pid>`` in the folder for each of its processes. The server's process runs this program
+too, so that Lightning starts the other ranks with this command line.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ RANK_ZERO_PROCESS = "GENLIGHT_RANK_ZERO_PID"
 
 
 def run():
-    """In the server's process, which has all of this loaded."""
+    """Run the job in the server's process, which has loaded all modules."""
     from genlight.adapter.run.run import RunOptions, run_job
 
     (Path(sys.argv[4]) / f"{os.environ.get('LOCAL_RANK', '0')}-{os.getpid()}").touch()
@@ -35,15 +35,17 @@ def run():
 
 def stand_in():
     environ = {**os.environ, IS_THE_JOB: "1"}
-    environ.pop(RANK_ZERO_PROCESS, None)  # a further rank would look for its parent, which is the server
-    wanted = {"program": os.path.abspath(__file__), "arguments": sys.argv[1:], "environ": environ}
-    wanted |= {"folder": os.getcwd(), "log": sys.argv[2], "output": sys.argv[2]}
+    environ.pop(
+        RANK_ZERO_PROCESS, None
+    )  # with it, another rank would check that its parent is rank 0, but the server is
+    request = {"program": os.path.abspath(__file__), "arguments": sys.argv[1:], "environ": environ}
+    request |= {"folder": os.getcwd(), "log": sys.argv[2], "output": sys.argv[2]}
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(sys.argv[1])
-        server.sendall(json.dumps(wanted).encode() + b"\n")
+        server.sendall(json.dumps(request).encode() + b"\n")
         answers = server.makefile()
         job = int(answers.readline())
-        signal.signal(signal.SIGTERM, lambda *_: tell_to_stop(job))
+        signal.signal(signal.SIGTERM, lambda *_: terminate(job))
         threading.Thread(target=watch_launcher, args=(job, os.getppid()), daemon=True).start()
         status = int(answers.readline())
     if status < 0:
@@ -52,13 +54,13 @@ def stand_in():
 
 
 def watch_launcher(job, launcher):
-    """The job would see for itself that it has another parent, were it not a child of the server."""
+    """Stop the job when the launcher ends; the job cannot notice it, because its parent is the server."""
     while os.getppid() == launcher:
         time.sleep(0.05)
-    tell_to_stop(job)
+    terminate(job)
 
 
-def tell_to_stop(job):
+def terminate(job):
     with contextlib.suppress(ProcessLookupError):
         os.kill(job, signal.SIGTERM)
 

@@ -1,4 +1,4 @@
-"""Damage of any kind is noticed before a tensor is used, and the checkpoint before it is taken."""
+"""Damage of any kind is detected before a tensor is used, and the previous checkpoint is used instead."""
 
 import os
 import random
@@ -60,7 +60,7 @@ def fill_with_zeros(path, chance, _):
 
 def take_from_the_other_checkpoint(path, chance, directory):
     if path.parent == directory:
-        flip_a_bit(path, chance, directory)  # A whole record in another's place describes itself, and is no damage.
+        flip_a_bit(path, chance, directory)  # A record under another name describes itself, so that is no damage.
         return
     other = directory / "step-00000001" / path.name
     if other.read_bytes() == path.read_bytes():
@@ -78,7 +78,7 @@ def swap_within_the_checkpoint(path, chance, directory):
 
 def remove(path, chance, directory):
     if path.parent == directory:
-        path.write_bytes(b"")  # Without its record there is no such checkpoint.
+        path.write_bytes(b"")  # Without a record there would be no checkpoint.
     else:
         path.unlink()
 
@@ -95,7 +95,7 @@ DAMAGES = [
 
 
 @pytest.mark.timeout(7200)  # The long run has 10,000 trials.
-def test_damage_is_noticed_and_the_checkpoint_before_is_taken(pristine, tmp_path, is_long):
+def test_damage_is_detected_and_the_previous_checkpoint_is_used(pristine, tmp_path, is_long):
     work = tmp_path / "c"
     good = load(pristine / "step-00000001")
     shutil.copytree(pristine, work)
@@ -130,7 +130,7 @@ def test_every_bit_of_a_small_record_matters(tmp_path):
                 verify(path)
 
 
-def test_a_missing_folder_is_noticed(pristine, tmp_path):
+def test_a_missing_folder_is_detected(pristine, tmp_path):
     shutil.copytree(pristine, tmp_path / "c")
     shutil.rmtree(tmp_path / "c" / "step-00000002")
     record, warnings = newest_valid(tmp_path / "c")
@@ -138,7 +138,7 @@ def test_a_missing_folder_is_noticed(pristine, tmp_path):
     assert "cannot be read: No such file or directory" in warnings[0]
 
 
-def test_when_all_are_broken_there_is_none_and_each_is_named(pristine, tmp_path):
+def test_if_all_are_broken_none_is_used_and_each_is_named(pristine, tmp_path):
     shutil.copytree(pristine, tmp_path / "c")
     for step in STEPS:
         os.truncate(tmp_path / "c" / f"step-{step:08d}" / "model.safetensors", 10)

@@ -1,4 +1,4 @@
-"""A save that dies at any system call leaves the previous checkpoint or the new one, whole."""
+"""A save that dies at any system call leaves the complete previous checkpoint or the complete new one."""
 
 import itertools
 import os
@@ -72,7 +72,7 @@ def next_with_files(directory):
 
 
 def next_in_parts(directory):
-    """A sharded run's save, by its only rank; other ranks' parts are written in the same way."""
+    """Save as a sharded run with one rank; other ranks write their parts in the same way."""
     parts = state(2)
     mesh = init_device_mesh("cpu", (1,))
     parts["state_dict"] = {k: distribute_tensor(v, mesh, [Shard(0)]) for k, v in parts["state_dict"].items()}
@@ -94,11 +94,11 @@ def sweep_and_save(directory):
 
 
 BASE = torch.randn(1200, generator=torch.Generator().manual_seed(0))
-"""What no step changes; large enough to be shared."""
+"""A weight that no step changes, large enough to be shared."""
 
 
 def share(directory, *steps, change_at=None):
-    """Steps of a run that trains the layers alone; at one of them half of what is frozen begins to change, too."""
+    """Save steps of a run with frozen weights; from step `change_at` on, half of them change."""
     store, base = CheckpointStore(), {"base.0": BASE.clone(), "base.1": BASE.clone()}
     directory.mkdir(exist_ok=True)
     store.begin(directory, Frozen(base))
@@ -125,7 +125,7 @@ def prepare_nothing(directory):
 
 
 def prepare_no_folder(directory):
-    """The save makes it, and its name has to be durable as well."""
+    """The save makes the folder, and its name has to be durable too."""
 
 
 def prepare_previous(directory):
@@ -149,7 +149,7 @@ def prepare_final(directory):
     save_final(directory, 1)
 
 
-def go_on_from_final(directory):
+def resume_from_final(directory):
     save_final(directory, 2)
 
 
@@ -175,7 +175,7 @@ SCENARIOS = {
     "replace-in-place": (prepare_last, replace_in_place, {1, 2}),
     "replace-twice": (prepare_last, replace_twice, {1, 2, 3}),
     "replace-a-link": (prepare_link, replace_a_link, {1, 2}),
-    "go-on-from-final": (prepare_final, go_on_from_final, {1, 2}),
+    "resume-from-final": (prepare_final, resume_from_final, {1, 2}),
     "share": (prepare_shared, share_and_retain, {1, 2, 3}),
     "sweep-and-save": (prepare_debris, sweep_and_save, {1, 2}),
 }
@@ -188,7 +188,7 @@ def scenario(request):
 
 @pytest.fixture(params=["memory", "disk"])
 def base(request, scenario, memory, tmp_path, is_long):
-    """A file system in memory for every scenario, and a disk for one of them; in the long run for all."""
+    """A folder in memory for every scenario, and on disk for one; in the long run, on disk for all."""
     if request.param == "disk" and not is_long and scenario is not SCENARIOS["first"]:
         pytest.skip("the long run does this on disk too")
     return (memory if request.param == "memory" else tmp_path) / "c"
@@ -199,7 +199,7 @@ pytestmark = pytest.mark.timeout(7200)  # On a busy disk the long run syncs for 
 
 @pytest.fixture(autouse=True)
 def process_group():
-    """For the sharded tensors of one scenario."""
+    """A process group for the sharded tensors of one scenario."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -207,7 +207,7 @@ def process_group():
 
 @pytest.fixture(autouse=True)
 def small_writes(monkeypatch):
-    """Many writes for few bytes, so that there are many points to crash at."""
+    """Write in small chunks, so that there are many points to crash at."""
     monkeypatch.setattr(storage, "_WRITE_CHUNK", 400)
     monkeypatch.setattr(storage, "_live", set())
 
@@ -216,8 +216,8 @@ def forget_this_process():
     storage._live.clear()
 
 
-def assert_whole(directory, allowed):
-    """The newest valid checkpoint is one of `allowed`, with exactly its values; returns its step."""
+def assert_complete(directory, allowed):
+    """Check that the newest valid checkpoint is one of `allowed` and has exactly its values; return its step."""
     record, _ = newest_valid(directory)
     step = None if record is None else record.step
     assert step in allowed
@@ -234,13 +234,13 @@ def assert_whole(directory, allowed):
 
 
 def assert_recovers(directory):
-    """The next run sweeps what is left, and saves again."""
+    """Check that the next run removes debris and can save again."""
     forget_this_process()
     sweep(directory)
     known = {path.name for path in directory.glob("*")}
     assert not any(name.startswith(".tmp-") for name in known)
     save_step(directory, 9)
-    assert assert_whole(directory, {9}) == 9
+    assert assert_complete(directory, {9}) == 9
     folders = {path.name for path in directory.iterdir() if path.is_dir()}
     records = [path for path in directory.iterdir() if path.suffix in (".json", ".ckpt") and not path.is_symlink()]
     assert len(folders) == len(records)
@@ -248,8 +248,8 @@ def assert_recovers(directory):
         verify(path)
 
 
-def test_a_killed_save_leaves_a_whole_checkpoint(base, scenario, crash, crash_type, inject):
-    """At every call: the process dies before it, after it, or in the middle of a write."""
+def test_a_killed_save_leaves_a_complete_checkpoint(base, scenario, crash, crash_type, inject):
+    """The process dies before or after every call, or in the middle of a write."""
     prepare, act, allowed = scenario
     for point in itertools.count(1):
         shutil.rmtree(base, ignore_errors=True)
@@ -262,14 +262,14 @@ def test_a_killed_save_leaves_a_whole_checkpoint(base, scenario, crash, crash_ty
                 pass
             else:
                 break
-        assert_whole(base, allowed)
+        assert_complete(base, allowed)
         assert_recovers(base)
-    assert assert_whole(base, allowed) == max(step for step in allowed if step)
+    assert assert_complete(base, allowed) == max(step for step in allowed if step)
     assert injector.calls >= 20
 
 
-def test_a_power_cut_leaves_a_whole_checkpoint(memory, scenario, recording_disk, seeded, is_long):
-    """After every call: writes and names that were not synced are lost, torn, zeroed or kept, in any combination."""
+def test_a_power_cut_leaves_a_complete_checkpoint(memory, scenario, recording_disk, seeded, is_long):
+    """Unsynced writes and names are lost, torn, zeroed or kept after every call, in any combination."""
     prepare, act, allowed = scenario
     prepare(memory / "c")
     after = memory / "after"
@@ -281,7 +281,7 @@ def test_a_power_cut_leaves_a_whole_checkpoint(memory, scenario, recording_disk,
         for seed in range(40 if is_long else 3):
             undo.undo()
             disk.materialise(after, None if seed == 0 else seeded(cuts * 1000 + seed))
-            assert_whole(after / "c" if (after / "c").exists() else after, allowed | base_allowed)
+            assert_complete(after / "c" if (after / "c").exists() else after, allowed | base_allowed)
             disk.install(undo)
 
     base_allowed = {None} if None in allowed else set()
@@ -294,12 +294,12 @@ def test_a_power_cut_leaves_a_whole_checkpoint(memory, scenario, recording_disk,
         undo.undo()
     for seed in range(20):
         disk.materialise(after, None if seed == 0 else seeded(seed))
-        assert assert_whole(after / "c", allowed) == max(step for step in allowed if step)
+        assert assert_complete(after / "c", allowed) == max(step for step in allowed if step)
     assert cuts >= 20
 
 
 def test_a_power_cut_leaves_the_folders_of_a_run(memory, recording_disk):
-    """Everything that a run acknowledges lies below them."""
+    """These folders contain everything that a run acknowledges."""
     undo, disk = pytest.MonkeyPatch(), recording_disk(memory, lambda: None)
     disk.install(undo)
     try:
@@ -328,7 +328,7 @@ def test_a_failing_call_fails_the_save_and_loses_nothing(memory, scenario, injec
                 assert error.errno == error_code  # noqa: PT017 - the call may also succeed
         if injector.calls < point:
             break
-        assert_whole(directory, allowed)
+        assert_complete(directory, allowed)
         assert_recovers(directory)
 
 
@@ -344,15 +344,15 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(memory, inject
                 assert error.errno == error_code  # noqa: PT017 - the call may also succeed
             else:
                 break
-        step = assert_whole(directory, {1, 2})
+        step = assert_complete(directory, {1, 2})
         names = ["step-00000001", "step-00000001.json"]
-        # Only when the very last sync fails is the new one there: nobody knows whether it would survive a power cut.
+        # Only if the very last sync fails, the new one exists: nobody knows whether it would survive a power cut.
         names += ["step-00000002", "step-00000002.json"] if step == 2 else []
         assert sorted(os.listdir(directory)) == names
         assert step == 1 or injector.names[-1] == "fsync"
 
 
-def test_a_file_that_reads_back_otherwise_is_never_committed(tmp_path, monkeypatch):
+def test_a_file_that_reads_back_differently_is_never_committed(tmp_path, monkeypatch):
     prepare_previous(tmp_path / "c")
     real = os.write
 

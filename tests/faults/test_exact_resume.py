@@ -1,6 +1,6 @@
 """A run that stops after any step and is resumed ends with the same bits.
 
-With everything that has a state: dropout, a scheduler, bf16-mixed precision, an accumulation window of four steps whose
+The run has every kind of state: dropout, a scheduler, bf16-mixed precision, an accumulation window of four steps whose
 gradients live in the parameters, shuffled data that crosses epochs, decoding workers, every source of random numbers.
 """
 
@@ -62,13 +62,13 @@ class Accumulating:
 
 
 def augment(raw):
-    """Draws from every source of random numbers, in the workers where there are any."""
+    """Draw from every source of random numbers, in the workers if there are any."""
     x = torch.tensor(raw["x"].to_pylist())
     return x + 0.1 * torch.randn_like(x) + random.random() + np.random.random(), raw["id"].to_pylist()
 
 
 class StopAfter(StopRequests):
-    """Asks for a stop as soon as a step is done."""
+    """Requests a stop after a step."""
 
     def __init__(self, step):
         super().__init__()
@@ -89,7 +89,7 @@ def table(tmp_path_factory):
 
 
 def run(table, directory, *, steps=STEPS, stop_after=STEPS, workers=0, resume_from=None, seed=1):
-    """Train up to `steps`, or be stopped before; returns all that has to be equal in the end."""
+    """Train up to `steps`, or until the stop; return everything that has to be equal in the end."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -112,7 +112,7 @@ def run(table, directory, *, steps=STEPS, stop_after=STEPS, workers=0, resume_fr
 
 
 def assert_equal(actual, expected):
-    assert actual[1] == expected[1], "other rows"
+    assert actual[1] == expected[1], "different rows"
     assert len(actual[0]) == len(expected[0])
     for one, other in zip(actual[0], expected[0], strict=True):
         assert torch.equal(one, other)
@@ -122,7 +122,7 @@ def assert_equal(actual, expected):
 @pytest.mark.timeout(7200)  # The long run stops after each of 100 steps.
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_stopped_after_any_step_and_resumed_ends_with_the_same_bits(table, tmp_path, workers, is_long, report):
-    """At every place of an accumulation window, at the end of an epoch and in later ones; the long run: every step."""
+    """Stops are at every place of an accumulation window and in each epoch; in the long run, after every step."""
     expected = run(table, tmp_path / "whole", workers=workers)
     steps = range(1, STEPS) if is_long else (11, 13, 38, 40, 90)
     for step in steps:
@@ -134,8 +134,8 @@ def test_a_run_stopped_after_any_step_and_resumed_ends_with_the_same_bits(table,
 
 
 @pytest.mark.parametrize("end", [38, 50])
-def test_a_run_that_goes_on_from_its_end_ends_as_one_that_was_longer(table, tmp_path, end):
-    """From the end of an epoch, and from within one and within an accumulation window."""
+def test_a_run_continued_from_its_end_equals_a_longer_run(table, tmp_path, end):
+    """The first run ends between epochs, or within an epoch and an accumulation window."""
     expected = run(table, tmp_path / "whole")
     run(table, tmp_path / "c", steps=end)
     resumed = run(table, tmp_path / "unused", resume_from=tmp_path / "c" / "final.json", seed=9)

@@ -1,6 +1,6 @@
-"""The digits job, killed at random times and resumed until it is done, leaves the bytes of an undisturbed run.
+"""The digits job, killed at random times and resumed until it completes, leaves the bytes of an uninterrupted run.
 
-On one process, and on two that Lightning's launcher starts, of which a kill hits one or both.
+It runs on one process, and on two that Lightning's launcher starts; a kill hits one of them or both.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from support.forked import fork_server
 HERE = Path(__file__).parent
 STEPS, CADENCE = 40, 2
 LIMIT_S = 180
-"""More than a job that hangs takes to say where."""
+"""Longer than a hanging job takes to write its stacks."""
 
 
 @dataclass
@@ -49,13 +49,13 @@ class Run:
         return subprocess.Popen(command, env=environ)
 
     def ranks(self):
-        """Process ids of the ranks that have started."""
+        """Return the process ids of the ranks that have started."""
         named = dict(map(int, note.name.split("-")) for note in self.processes.iterdir())
         self.started_pids |= set(named.values())
         return named
 
     def kill(self, chance):
-        """A random rank, or all; of one process, that one. Returns which were hit."""
+        """Kill a random rank or all ranks; return the ranks that were killed."""
         victims = self.ranks()
         if chance.random() < 0.7:
             victims = dict(chance.sample(sorted(victims.items()), min(1, len(victims))))
@@ -65,10 +65,10 @@ class Run:
         return set(victims)
 
     def attempt(self, chance=None, reference=None):
-        """Start the job, and kill it at a random moment, if asked; returns whether it was done before.
+        """Start the job, kill it at a random moment if there is a `chance`; return whether it completed.
 
-        One kill in four comes while the job starts, the others while it trains: moments are told by how far the
-        reference was then, because a busy machine is slower.
+        One kill in four comes while the job starts, the others while it trains. The size of the event log sets the
+        moment, because a busy machine is slower.
         """
         job, victims = self.start(), set()
         if chance is not None:
@@ -80,7 +80,7 @@ class Run:
         self.ranks()
         if status == 0:
             return True
-        # A rank that is killed alone is reported by rank zero, which then ends by itself.
+        # If only the other rank is killed, rank zero reports it and then ends by itself.
         assert victims, self.log.read_text()
         assert status == (-signal.SIGKILL if 0 in victims else 1), self.log.read_text()
         return False
@@ -93,14 +93,14 @@ class Run:
         return self.events.stat().st_size if self.events.exists() else 0
 
     def wait_for_growth(self, job, growth):
-        """Return when the event log is so many bytes longer, or the job has ended."""
+        """Wait until the event log has grown by `growth` bytes, or the job has ended."""
         size, end = self.log_size(), time.monotonic() + LIMIT_S
         while self.log_size() < size + growth and job.poll() is None:
             assert time.monotonic() < end, self.log.read_text()
             time.sleep(0.002)
 
     def steps_lost(self):
-        """Steps that an attempt did again after the one before it had; for each resume that came so far."""
+        """Return, for each resume, how many steps of the previous attempt were trained again."""
         attempts = []
         for event in read_events(self.events):
             if event["event"] == "started":
@@ -115,7 +115,7 @@ class Run:
 
 @pytest.fixture
 def kills(is_long):
-    """How many; so that a long run can be made as long as there is time for."""
+    """Number of kills; `GENLIGHT_KILLS` makes a run as long as there is time for."""
     return int(os.environ.get("GENLIGHT_KILLS", 1000 if is_long else 8))
 
 
@@ -131,13 +131,13 @@ def spec(ranks, tmp_path):
 
 
 def assert_nothing_is_left(run):
-    """Whole checkpoints and a sound event log; no temporary file, and no process."""
+    """Check that only complete checkpoints and a valid event log remain: no temporary file, and no process."""
     assert validate_events(run.events) == []
     checkpoints = run.artifacts / "checkpoints"
     kept = [listed.path for listed in list_checkpoints(checkpoints)]
     for path in kept:
         verify(path)
-    # A kill between the commit of the last one and the removal of an old one leaves both: nothing is left to train.
+    # A kill after the last commit and before the removal of an old checkpoint leaves both; no step remains to train.
     assert [path.stem for path in kept][-3:] == [f"step-{STEPS - CADENCE:08d}", f"step-{STEPS:08d}", "final"]
     assert len(kept) <= 4
     assert sorted(os.listdir(checkpoints)) == sorted([*(p.stem for p in kept), *(p.name for p in kept)])
@@ -167,7 +167,7 @@ def test_the_digits_job_killed_again_and_again_ends_with_the_same_weights(ranks,
         assert digests_of_final(run.artifacts) == digests_of_final(reference.artifacts)
         assert_nothing_is_left(run)
         lost += run.steps_lost()
-        # A save waits for the one before it: at most one is in flight, and at most one more is due.
+        # A save waits for the previous one: at most one is in flight, and at most one more is due.
         assert max(lost, default=0) <= 2 * CADENCE
         report(
             f"{ranks} ranks: {done} kills, {runs} runs, {len(lost)} resumes, at most {max(lost, default=0)} steps lost"

@@ -1,6 +1,6 @@
-"""The digits job on two ranks of torchrun: ranks, the launcher and all at once are killed at random moments.
+"""The digits job on two ranks of torchrun: ranks, the launcher, or all of them are killed at random moments.
 
-However often that was, and whatever it hit, the run ends with the bytes of one that nobody killed.
+The run always ends with the bytes of an uninterrupted run.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 STEPS, CADENCE = 120, 2
 LIMIT_S = 200
 KINDS = ("rank", "rank", "launcher", "node")
-"""What is hit; a rank as often as both others together."""
+"""Targets of a kill; a rank is hit as often as the other two together."""
 
 
 class Run:
@@ -57,23 +57,23 @@ class Run:
             self.launcher = subprocess.Popen(list(map(str, command)), env=environ, stdout=log, stderr=log)
 
     def ranks(self):
-        """The ranks that live: a process id that was noted may be another process's by now."""
-        found = []
+        """Return the live ranks; the id of an ended rank may belong to another process by now."""
+        alive = []
         for note in self.processes.iterdir():
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(int(note.name.split("-")[1]))
                 if self.is_mine(process):
-                    found.append(process)
+                    alive.append(process)
                     continue
             note.unlink()
-        return found
+        return alive
 
     def is_mine(self, process):
-        """The fork server gives the ranks its own command line and environment, but this log."""
+        """Whether a process writes to this log; ranks share command line and environment with the fork server."""
         return any(Path(f"/proc/{process.pid}/fd/{number}").resolve() == self.log for number in (1, 2))
 
     def kill(self, kind, chance):
-        """Hit what there is of that kind; whether there was any."""
+        """Kill the processes of that kind; return whether there were any."""
         ranks = self.ranks()
         victims = {"rank": chance.sample(ranks, min(1, len(ranks))), "launcher": [], "node": ranks}[kind]
         if kind != "rank":
@@ -91,8 +91,8 @@ class Run:
     def size(self):
         return self.events.stat().st_size if self.events.exists() else 0
 
-    def until_it_grows(self, growth):
-        """Until the event log is so much longer; whether it did before the launcher ended."""
+    def wait_for_growth(self, growth):
+        """Wait until the event log has grown by `growth` bytes; return False if the launcher ended first."""
         size, end = self.size(), time.monotonic() + LIMIT_S
         while self.size() < size + growth:
             assert time.monotonic() < end, self.tail()
@@ -105,7 +105,7 @@ class Run:
         return self.log.read_text(errors="replace")[-8000:]
 
     def end(self):
-        """Nothing of it outlives the test."""
+        """Kill all processes of the run."""
         if self.launcher is not None and self.launcher.poll() is None:
             self.launcher.kill()
             self.launcher.wait()
@@ -136,7 +136,7 @@ def test_a_job_of_torchrun_killed_again_and_again_ends_with_the_same_weights(new
     reference = new_run("reference", max_restarts=0)
     reference.start()
     assert reference.launcher.wait(LIMIT_S) == 0, reference.tail()
-    whole = reference.size()
+    full_size = reference.size()
 
     done, runs = Counter(), 0
     began = time.monotonic()
@@ -146,8 +146,8 @@ def test_a_job_of_torchrun_killed_again_and_again_ends_with_the_same_weights(new
         run.start()
         while done.total() < kills:
             kind = chance.choice(KINDS)
-            # Three of four while it trains, the others while it starts or ends.
-            grows = run.until_it_grows(chance.uniform(0.02, 0.15) * whole if chance.random() < 0.75 else 1)
+            # Three kills of four come while it trains, the others while it starts or ends.
+            grows = run.wait_for_growth(chance.uniform(0.02, 0.15) * full_size if chance.random() < 0.75 else 1)
             time.sleep(chance.uniform(0, 0.1 if grows else 0))
             if run.launcher.poll() is not None:
                 break
@@ -163,7 +163,7 @@ def test_a_job_of_torchrun_killed_again_and_again_ends_with_the_same_weights(new
             if event["event"] in ("completed", "failed")
         )
         assert ends["completed"] >= 1
-        # No start failed by itself, as one does that meets what an earlier one has left.
+        # No start failed because of files that an earlier one had left.
         assert ends.keys() <= {"completed", "train-step", "preempted"}, run.tail()
         took_s = time.monotonic() - began
         report(

@@ -1,4 +1,4 @@
-"""A job of a few steps in a folder of its own, and a loopback server that answers as a test wants it."""
+"""A job of a few steps in its own folder, and a loopback server whose answers a test sets."""
 
 import json
 import os
@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 
 class Job:
-    """A job in a folder; runs in this process by `run`, in one of its own by `start`."""
+    """A job in a folder: `run` runs it in this process, `start` in a new one, `fork` in one of the fork server."""
 
     def __init__(self, folder, server):
         self.folder, self.server = folder, server
@@ -67,16 +67,16 @@ class Job:
             return subprocess.Popen(command, cwd=self.folder, env=self.process_environ(), stderr=log, stdout=log)
 
     def fork(self, *arguments, program="genlight.adapter.cli", **environ):
-        """A process of the fork server; what it says goes to the file ``stderr``."""
+        """Start a process of the fork server; its output goes to the file ``stderr``."""
         environ, log = self.process_environ(**environ), self.folder / "stderr"
         return Forked(program, *arguments, environ=environ, folder=self.folder, log=log)
 
     def reached(self, rank=0):
-        """Whether the trainer of this rank is at the place where it holds."""
+        """Whether the trainer of this rank has reached the place where it waits."""
         return (self.folder / f"reached-{rank}").exists()
 
     def go(self):
-        """Let the trainers that hold go on."""
+        """Release the trainers that wait."""
         (self.folder / "go").touch()
 
     def wait_until(self, condition, process=None, limit_s=120):
@@ -87,12 +87,12 @@ class Job:
             time.sleep(0.02)
 
     def events(self):
-        """The event log, after proving it sound."""
+        """Return the events, after validating the log."""
         assert validate_events(self.events_path) == []
         return list(read_events(self.events_path))
 
     def terminal_event(self):
-        """The last line of the attempt, the only terminal one of it."""
+        """Return the last event of the attempt, after checking that it is the only terminal one."""
         events = self.events()
         ends = [i for i, event in enumerate(events[:-1]) if event["event"] in ("completed", "failed")]
         attempt = events[max(ends, default=-1) + 1 :]
@@ -108,7 +108,7 @@ def server(tmp_path):
 
 @pytest.fixture
 def job(tmp_path, monkeypatch, server):
-    """The folder holds a sound Parquet file and two that are not."""
+    """A job in a folder with a valid Parquet file and two damaged ones."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(HERE)
     pq.write_table(pa.table({"x": list(range(20))}), tmp_path / "x.parquet", row_group_size=6)
@@ -122,7 +122,7 @@ def job(tmp_path, monkeypatch, server):
 
 @pytest.fixture
 def kill_after():
-    """Processes that must not outlive the test, nor those of their sessions."""
+    """Register a process that is killed, with its session, when the test ends."""
     started = []
     yield started.append
     for process in started:
@@ -135,7 +135,7 @@ def kill_after():
 
 @pytest.fixture
 def torchrun_environs():
-    """What torchrun gives to each of so many processes."""
+    """Return the environment variables that torchrun sets for each of `world` processes."""
 
     def environs(world):
         with socket.socket() as free:
@@ -151,7 +151,7 @@ def torchrun_environs():
 
 @pytest.fixture
 def fit(job, kill_after):
-    """Starts ``genlight fit`` with a data module, arguments of the Trainer, and variables."""
+    """Start ``genlight fit`` with a data module, arguments of the Trainer, and environment variables."""
 
     def started(data, *, at="train_step:3", rank=0, plan=None, environ=None, **trainer):
         checkpoint = {"class_path": "genlight.callbacks.Checkpoint", "init_args": {"dirpath": "checkpoints"}}

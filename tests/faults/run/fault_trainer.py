@@ -1,10 +1,10 @@
-"""A trainer that does what its hyperparameters tell it, at the place they name.
+"""A trainer that fails or waits as its hyperparameters say, at the place they name.
 
-``at`` is a hook, at any step or at one (``train_step:3``), ``raises`` an exception by name, ``text`` its text.
-``holds`` seconds are spent at that place, or less if the file ``go`` appears, after the file ``reached-<rank>`` was
-made in the working directory with the process's id, so that a test can send a signal meanwhile. ``accumulates`` makes
-a model that is updated every so many steps; ``cancels`` makes the file ``cancel`` in that step; threads that
-start later have stacks of ``stack_bytes``.
+``at`` is a hook, at any step or at one (``train_step:3``). There the trainer writes its process id to the file
+``reached-<rank>`` in the working directory and waits ``holds`` seconds, or until the file ``go`` appears, so that a
+test can send a signal meanwhile. Then it raises the exception that ``raises`` names, with the message ``text``.
+``accumulates`` builds a model that is updated every that many steps; ``cancels`` makes the file ``cancel`` in that
+step; ``stack_bytes`` is the stack size of threads that start after that place.
 """
 
 import atexit
@@ -20,7 +20,7 @@ from gen_worker.trainer import StepResult
 
 
 class OutOfMemoryError(RuntimeError):
-    """Has the name and the text of the one that torch raises on a device."""
+    """Has the name of the error that torch raises when a device is out of memory."""
 
 
 def make_error(plan):
@@ -137,7 +137,7 @@ class LoadsInWorkers(Faulty):
 
 
 class LosesWorkers(LoadsInWorkers):
-    """Its workers end on SIGTERM, whatever was set up for them before."""
+    """Its workers end on SIGTERM, because they restore the default handler."""
 
     def worker_init_fn(self, worker):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Holds while it is imported, before anything of a run is known but the rank."""
+"""Waits while it is imported, when only the rank of a run is known."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A data module whose loader is torch's own, with worker processes."""
+"""Data modules with a `DataLoader` of torch and worker processes."""
 
 import signal
 from pathlib import Path
@@ -9,11 +9,11 @@ from torch.utils.data import DataLoader
 
 
 class OwnLoader(pl.LightningDataModule):
-    """`gives_up`: its workers end on SIGTERM, whatever was set up for them before."""
+    """A loader of 4,000 items; with `gives_up`, its workers restore the default handler of SIGTERM and end on it."""
 
     def __init__(self, method: str = "fork", persistent: bool = False, gives_up: bool = False):
         super().__init__()
-        # One is enough where it costs seconds of imports.
+        # A spawned worker imports for seconds, so there is only one.
         self.options = {
             "num_workers": 2 if method == "fork" else 1,
             "multiprocessing_context": method,
@@ -30,7 +30,7 @@ def give_up(worker):
 
 
 class Prepared(OwnLoader):
-    """Holds while data is prepared."""
+    """Waits while data is prepared."""
 
     def prepare_data(self):
         trainer = Faulty()
@@ -38,8 +38,8 @@ class Prepared(OwnLoader):
         trainer.hold(60.0)
 
 
-class Told(OwnLoader):
-    """Tells when it is made, which is before ranks meet."""
+class MarksStart(OwnLoader):
+    """Makes the file ``reached-0`` in its constructor, before the ranks meet."""
 
     def __init__(self):
         super().__init__()

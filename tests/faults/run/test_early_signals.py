@@ -1,4 +1,4 @@
-"""A stop signal while a command imports its modules: reported like any other stop, whichever module it is."""
+"""A stop signal while a command imports any of its modules is reported like any other stop."""
 
 import signal
 import subprocess
@@ -36,7 +36,7 @@ def run(job, module, number, *words):
 @pytest.mark.parametrize(
     "module", ["genlight.adapter.cli.command_line", "genlight.adapter.run.run", "genlight.adapter.run.training"]
 )
-def test_a_signal_while_modules_are_imported_stops_a_run_before_it_trains(job, module, number):
+def test_a_signal_during_imports_stops_a_run_before_it_trains(job, module, number):
     job.write(uploads={})
     done = run(job, module, number, "run", str(job.spec))
 
@@ -49,7 +49,7 @@ def test_a_signal_while_modules_are_imported_stops_a_run_before_it_trains(job, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["genlight.adapter.cli.command_line", "lightning"])
-def test_a_signal_while_modules_are_imported_stops_a_fit_before_it_trains(job, module):
+def test_a_signal_during_imports_stops_a_fit_before_it_trains(job, module):
     (job.folder / "fit.yaml").write_text("model: {class_path: lightning.pytorch.demos.boring_classes.BoringModel}")
     done = run(job, module, signal.SIGTERM, "fit", "--config", "fit.yaml", "--trainer.logger", "false")
 

@@ -31,7 +31,7 @@ from genlight.adapter import StepResult
 
 
 class Counting:
-    """Writes down which rows each step trains, and waits from the step on that a test has set for so many ranks."""
+    """Writes the rows of each step to a file; waits at the step that a test has set for this number of ranks."""
 
     def setup(self, ctx):
         self.rows = Path(f"rows-{time.time_ns()}-{ctx.rank}.jsonl")
@@ -66,7 +66,7 @@ class Counting:
 
 
 class Nodes:
-    """Agents of torchrun, each with one rank, as if each were a machine."""
+    """Agents of torchrun with one rank each; every agent stands for a machine."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -90,7 +90,7 @@ class Nodes:
         notes.mkdir(exist_ok=True)
         log = self.folder / f"agent-{len(self.agents)}.log"
         job = [sys.executable, STAND_IN, fork_server(), log, "job.json", notes]
-        # Without this a node that joins later waits in vain for the address of rank zero (torch 2.13).
+        # Otherwise a node that joins later waits forever for the address of rank zero (torch 2.13).
         environ = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         command = [sys.executable, "-m", "torch.distributed.run", *options, *map(str, job)]
         with log.open("ab") as output:
@@ -99,7 +99,7 @@ class Nodes:
         return agent
 
     def limit(self, world_size, step):
-        """From which step on so many ranks wait; None lets them go on."""
+        """Let a job of `world_size` ranks wait at `step`; None releases it."""
         path = self.folder / f"limit-{world_size}"
         if step is None:
             path.unlink()
@@ -107,7 +107,7 @@ class Nodes:
             durable.write_bytes_durably(path, str(step).encode())
 
     def lose(self, agent):
-        """The whole node at once."""
+        """Kill all processes of a node."""
         for process in [*agent.children(recursive=True), agent]:
             process.kill()
         agent.wait()
@@ -122,7 +122,7 @@ class Nodes:
         return "\n".join(path.read_text()[-6000:] for path in sorted(self.folder.glob("agent-*.log")))
 
     def lines(self):
-        """What the ranks have written down, attempt by attempt."""
+        """Yield the lines that the ranks wrote, attempt by attempt."""
         for path in sorted(self.folder.glob("rows-*.jsonl"), key=lambda path: int(path.name.split("-")[1])):
             for line in path.read_text().splitlines(keepends=True):
                 if line.endswith("\n"):
@@ -138,14 +138,14 @@ def nodes(tmp_path):
             made.lose(agent)
 
 
-def test_a_run_goes_on_with_fewer_and_with_more_nodes_and_trains_each_row_once_per_epoch(nodes, tmp_path):
+def test_a_run_with_fewer_and_then_more_nodes_trains_each_row_once_per_epoch(nodes, tmp_path):
     (tmp_path / "counting.py").write_text(TRAINER)
     pq.write_table(pa.table({"id": range(ROWS)}), tmp_path / "rows.parquet", row_group_size=16)
     dataset = {"parquet_paths": ["rows.parquet"], "batch_size": BATCH, "shuffle": True, "epochs": EPOCHS}
     job = {"run_id": "elastic", "trainer": "counting:Counting", "max_steps": 1000, "checkpoint_every": 3}
     job |= {"resume_from_latest": True, "dataset": dataset, "lightning": {"accelerator": "cpu", "strategy": "ddp"}}
     (tmp_path / "job.json").write_text(json.dumps(job))
-    nodes.limit(1, 1)  # in case that the second comes late
+    nodes.limit(1, 1)  # in case the second node comes late
     nodes.limit(2, 8)
 
     first, second = nodes.start(), nodes.start()
@@ -153,7 +153,7 @@ def test_a_run_goes_on_with_fewer_and_with_more_nodes_and_trains_each_row_once_p
     nodes.limit(1, 14)
     nodes.lose(second)
     nodes.limit(2, None)
-    nodes.until(lambda: [14, 1, 0] in [line[:3] for line in nodes.lines()], "one node goes on")
+    nodes.until(lambda: [14, 1, 0] in [line[:3] for line in nodes.lines()], "one node continues")
     third = nodes.start()
     assert (first.wait(LIMIT_S), third.wait(LIMIT_S)) == (0, 0), nodes.logs()
 
@@ -163,7 +163,7 @@ def test_a_run_goes_on_with_fewer_and_with_more_nodes_and_trains_each_row_once_p
     assert [event.get("category") for event in ends][-3:] == ["train-step", "preempted", None]
     assert ends[-2]["step"] == resumed[-1] == 14
 
-    trained = defaultdict(dict)  # by step; what a later attempt trains replaces what an earlier one lost
+    trained = defaultdict(dict)  # by step; a later attempt replaces steps that an earlier one lost
     for step, world_size, rank, ids in nodes.lines():
         if any(world_size != size for size, _ in trained[step]):
             trained[step].clear()

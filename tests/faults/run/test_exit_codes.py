@@ -1,4 +1,4 @@
-"""Every process of a run on several ranks ends with the exit code of its outcome, however they were launched."""
+"""Every process of a run on several ranks ends with the run's exit code, however it was launched."""
 
 import signal
 import subprocess
@@ -18,7 +18,7 @@ def write(job, plan=None, **fields):
 
 @pytest.fixture
 def ranks(job, kill_after, torchrun_environs):
-    """Starts two ranks that another launcher numbered and that nobody watches, as pods and tasks of srun are."""
+    """Start two ranks that another launcher numbered and that nobody watches, like pods and tasks of srun."""
 
     def started():
         processes = [job.fork("run", str(job.spec), **environ) for environ in torchrun_environs(2)]
@@ -33,13 +33,13 @@ def codes(processes):
     return [process.wait(120) for process in processes]
 
 
-def test_a_run_that_completes_or_has_completed(job, ranks):
+def test_exit_code_of_a_run_that_completes_or_has_completed(job, ranks):
     write(job, max_steps=3)
     assert codes(ranks()) == [0, 0]
     assert codes(ranks()) == [0, 0]
 
 
-def test_uploads_that_fail_when_all_ranks_have_trained(job, ranks):
+def test_exit_code_if_uploads_fail_after_training(job, ranks):
     job.server.status["/terminal"] = 403
     write(job, max_steps=3)
 
@@ -47,8 +47,8 @@ def test_uploads_that_fail_when_all_ranks_have_trained(job, ranks):
     assert job.terminal_event()["category"] == "auth"
 
 
-def test_a_rank_zero_that_is_killed_while_it_settles_its_uploads(job, ranks):
-    """The other rank has trained to the end, but nothing has said that the run is whole."""
+def test_exit_code_if_rank_zero_is_killed_while_it_uploads(job, ranks):
+    """The other rank has trained to the end, but no event says that the run completed."""
     job.server.delay_s["/terminal"] = 600
     write(job, max_steps=3)
     both = ranks()
@@ -61,7 +61,7 @@ def test_a_rank_zero_that_is_killed_while_it_settles_its_uploads(job, ranks):
 
 REAPS = """
 import ctypes, os, subprocess, sys
-ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what outlives its parent becomes a child of this process
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: a process whose parent ends becomes a child of this one
 run = subprocess.Popen([sys.executable, "-m", "genlight.adapter.cli", "run", sys.argv[1]])
 codes = [run.wait()]
 try:
@@ -72,8 +72,8 @@ except ChildProcessError:
 """
 
 
-def test_a_rank_that_genlight_started_itself(job):
-    """Torchrun's ranks are in ``test_launchers.py``."""
+def test_exit_code_of_a_rank_that_genlight_started(job):
+    """Ranks of torchrun are tested in ``test_launchers.py``."""
     write(job, {"cancels": 8}, cancel_file_path="cancel")
     done = subprocess.run(
         [sys.executable, "-c", REAPS, str(job.spec)],

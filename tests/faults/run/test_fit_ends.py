@@ -1,4 +1,4 @@
-"""However ``genlight fit`` ends, its log has one terminal event and its receiver one message, which say the same."""
+"""However ``genlight fit`` ends, its log has one terminal event, and its receiver gets one message that agrees."""
 
 import json
 import signal
@@ -20,7 +20,7 @@ HANGS = {"class_path": "genlight.callbacks.WatchHangs", "init_args": {"floor_s":
 IN_FIVE_MINUTES = 300.0
 
 
-def said(job):
+def read_output(job):
     log = job.folder / "stderr"
     return log.read_text() if log.exists() else ""
 
@@ -31,7 +31,7 @@ def uploads(**arguments):
 
 @pytest.fixture
 def reported(job, fit):
-    """Starts a fit with a log and uploads; `ended` proves that its end was reported once, and returns how."""
+    """Start a fit with a log and uploads; `wait` checks that its end was reported once, and returns code and event."""
 
     class Reported:
         def start(self, *callbacks, critical=True, deadline_s=30.0, **arguments):
@@ -40,20 +40,20 @@ def reported(job, fit):
             together = [CHECKPOINTS, uploads(critical=critical), *callbacks]
             return fit(FEED, logger=EVENTS, callbacks=together, environ=environ, **arguments)
 
-        def ended(self, process, *, is_told=True):
-            code, said = process.wait(120), (job.folder / "stderr").read_text()
-            assert validate_events(job.folder / "events.jsonl") == [], said
+        def wait(self, process):
+            code, output = process.wait(120), read_output(job)
+            assert validate_events(job.folder / "events.jsonl") == [], output
             *before, last = read_events(job.folder / "events.jsonl")
-            assert [event["event"] for event in before if event["event"] in ("completed", "failed")] == [], said
-            told = [(each["status"], each["step"], each["error"]) for each in job.server.posted("/TERMINAL")]
-            assert told == ([(last["event"], last["step"], last.get("error", ""))] if is_told else []), said
+            assert [event["event"] for event in before if event["event"] in ("completed", "failed")] == [], output
+            messages = [(each["status"], each["step"], each["error"]) for each in job.server.posted("/TERMINAL")]
+            assert messages == [(last["event"], last["step"], last.get("error", ""))], output
             return code, last
 
     return Reported()
 
 
 def test_a_fit_that_completes_reports_it_once_its_checkpoints_have_arrived(job, reported):
-    code, last = reported.ended(reported.start(at="nowhere", max_steps=3))
+    code, last = reported.wait(reported.start(at="nowhere", max_steps=3))
     assert (code, last["event"], last["step"]) == (0, "completed", 3)
     assert last["final_checkpoint"] == str(job.folder / "checkpoints" / "final.json")
     assert [path for path, _ in job.server.posts] == ["/CHECKPOINT", "/TERMINAL"]
@@ -65,17 +65,17 @@ def test_a_fit_that_completes_reports_it_once_its_checkpoints_have_arrived(job, 
     [("ValueError", 1, "train-step:ValueError: injected"), ("SystemExit", 1, "train-step:SystemExit: injected")],
 )
 def test_an_exception_of_the_users_code_is_reported(reported, raises, code, error):
-    ended, last = reported.ended(reported.start(plan={"raises": raises}))
+    ended, last = reported.wait(reported.start(plan={"raises": raises}))
     assert (ended, last["event"], last["step"], last["error"]) == (code, "failed", 3, error)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_setting_that_lightning_refuses_once_the_fit_has_begun_is_reported(job, reported, ranks):
+def test_a_setting_that_lightning_refuses_during_the_fit_is_reported(job, reported, ranks):
     late = {"val_check_interval": 900, "limit_val_batches": 1, "max_epochs": 1}
-    code, last = reported.ended(reported.start(at="nowhere", **late, **(TWO if ranks > 1 else {})))
+    code, last = reported.wait(reported.start(at="nowhere", **late, **(TWO if ranks > 1 else {})))
     assert (code, last["event"], last["category"], last["step"]) == (2, "failed", "startup", 0)
     assert "`val_check_interval` (900) must be less than or equal" in last["error"]
-    assert "Traceback" not in said(job)
+    assert "Traceback" not in read_output(job)
 
 
 def test_a_stop_is_reported(job, reported):
@@ -83,32 +83,32 @@ def test_a_stop_is_reported(job, reported):
     job.wait_until(job.reached, process)
     process.send_signal(signal.SIGTERM)
     job.go()
-    code, last = reported.ended(process)
+    code, last = reported.wait(process)
     assert (code, last["error"], last["resumable"]) == (75, "preempted", True)
 
 
-def test_a_stop_while_a_fit_that_completed_waits_for_its_uploads_is_reported(job, reported):
+def test_a_stop_while_a_completed_fit_waits_for_its_uploads_is_reported(job, reported):
     job.server.status["/CHECKPOINT"] = 503
     process = reported.start(at="nowhere", max_steps=3, deadline_s=IN_FIVE_MINUTES)
-    job.wait_until(lambda: "uploads: 1 left" in said(job), process)
+    job.wait_until(lambda: "uploads: 1 left" in read_output(job), process)
     process.send_signal(signal.SIGTERM)
-    code, last = reported.ended(process)
+    code, last = reported.wait(process)
     assert (code, last["event"], last.get("error"), last.get("resumable")) == (75, "failed", "preempted", True)
 
 
 @pytest.mark.parametrize("critical", [True, False])
-def test_an_upload_that_does_not_arrive_fails_a_fit_where_it_is_critical(job, reported, critical):
+def test_an_undelivered_upload_fails_a_fit_if_it_is_critical(job, reported, critical):
     job.server.status["/CHECKPOINT"] = 503
-    code, last = reported.ended(reported.start(at="nowhere", max_steps=3, deadline_s=1.0, critical=critical))
+    code, last = reported.wait(reported.start(at="nowhere", max_steps=3, deadline_s=1.0, critical=critical))
     assert (code, last["event"]) == ((1, "failed") if critical else (0, "completed"))
     assert last.get("category") == ("upload" if critical else None)
 
 
-def test_a_second_signal_ends_a_fit_at_once_and_the_next_one_goes_on(job, reported):
+def test_a_second_signal_ends_a_fit_at_once(job, reported):
     process = reported.start()
     job.wait_until(job.reached, process)
     process.send_signal(signal.SIGTERM)
-    job.wait_until(lambda: "SIGTERM" in said(job), process)
+    job.wait_until(lambda: "SIGTERM" in read_output(job), process)
     process.send_signal(signal.SIGINT)
     assert process.wait(120) == 128 + signal.SIGINT
     assert {event["event"] for event in read_events(job.folder / "events.jsonl")} == {"started"}
@@ -116,21 +116,21 @@ def test_a_second_signal_ends_a_fit_at_once_and_the_next_one_goes_on(job, report
 
 
 def test_a_hang_is_reported(reported):
-    code, last = reported.ended(reported.start(HANGS, plan={"holds": IN_FIVE_MINUTES}))
+    code, last = reported.wait(reported.start(HANGS, plan={"holds": IN_FIVE_MINUTES}))
     assert (code, last["event"], last["category"]) == (1, "failed", "train-step")
     assert "no step was finished on rank 0" in last["error"]
 
 
 @pytest.mark.parametrize("plan", [{"raises": "ValueError"}, {"dies": True}], ids=["raises", "dies"])
 def test_a_rank_that_fails_is_reported_by_rank_zero(reported, plan):
-    code, last = reported.ended(reported.start(rank=1, plan=plan, **TWO))
+    code, last = reported.wait(reported.start(rank=1, plan=plan, **TWO))
     assert (code, last["event"], last["category"]) == (1, "failed", "train-step")
     assert "ValueError: injected (rank 1)" in last["error"] or "rank 1 ended with exit code 9" in last["error"]
 
 
 @pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
-def test_in_copies_of_the_process_logger_and_uploads_keep_their_own(job, strategy):
-    """The session stays in the process that started them; one that is spawned imports the program anew."""
+def test_logger_and_uploads_work_in_copies_of_the_process(job, strategy):
+    """The session stays in the process that starts the copies; a spawned copy imports the program again."""
     config = {
         "trainer": {
             "max_steps": 2,

@@ -1,4 +1,4 @@
-"""``genlight fit`` and stop signals: the exit code says that it may go on, whenever the signal comes."""
+"""``genlight fit`` and stop signals: the exit code says that the fit can be resumed, whenever the signal comes."""
 
 import signal
 import time
@@ -22,7 +22,7 @@ def test_a_signal_while_data_is_prepared_ends_a_fit_before_its_first_step(job, f
     process = fit({"class_path": "loader_data.Prepared"}, at="nowhere")
     job.wait_until(job.reached, process)
     process.send_signal(signal.SIGINT)
-    job.wait_until(lambda: "SIGINT: the run saves a checkpoint" in shown(job), process)  # it is answered at once
+    job.wait_until(lambda: "SIGINT: the run saves a checkpoint" in shown(job), process)  # acknowledged at once
     job.go()
 
     assert process.wait(120) == 75, shown(job)
@@ -30,7 +30,7 @@ def test_a_signal_while_data_is_prepared_ends_a_fit_before_its_first_step(job, f
     assert not list((job.folder / "checkpoints").glob("*.json"))
 
 
-def test_a_signal_while_a_fit_that_completed_ends_does_not_change_its_exit_code(job, fit):
+def test_a_signal_at_the_exit_of_a_completed_fit_does_not_change_its_exit_code(job, fit):
     process = fit(FEED, at="exit", max_steps=3)
     job.wait_until(job.reached, process)
     process.send_signal(signal.SIGTERM)
@@ -39,7 +39,7 @@ def test_a_signal_while_a_fit_that_completed_ends_does_not_change_its_exit_code(
     assert (job.folder / "checkpoints" / "final.json").exists()
 
 
-def test_all_ranks_of_a_fit_that_stops_end_alike(job, fit, torchrun_environs):
+def test_all_ranks_of_a_stopped_fit_end_with_the_same_code(job, fit, torchrun_environs):
     ranks = [fit(FEED, rank=1, environ=environ, **TWO) for environ in torchrun_environs(2)]
     job.wait_until(lambda: job.reached(1), ranks[1])
     ranks[1].send_signal(signal.SIGTERM)
@@ -50,8 +50,8 @@ def test_all_ranks_of_a_fit_that_stops_end_alike(job, fit, torchrun_environs):
     assert {path.name[:5] for path in (job.folder / "checkpoints").glob("*.json")} == {"step-"}
 
 
-def test_a_fit_that_is_told_to_stop_while_it_waits_for_a_rank_that_never_comes_ends(job, fit, torchrun_environs):
-    process = fit({"class_path": "loader_data.Told"}, environ=torchrun_environs(2)[0], **TWO)
+def test_a_signal_ends_a_fit_that_waits_for_a_rank_that_never_comes(job, fit, torchrun_environs):
+    process = fit({"class_path": "loader_data.MarksStart"}, environ=torchrun_environs(2)[0], **TWO)
     job.wait_until(job.reached, process)
     time.sleep(1)
     process.send_signal(signal.SIGTERM)
@@ -59,7 +59,7 @@ def test_a_fit_that_is_told_to_stop_while_it_waits_for_a_rank_that_never_comes_e
     assert process.wait(120) == 75, shown(job)
 
 
-def test_a_rank_of_a_fit_that_is_killed_is_named_and_ends_it_while_rank_zero_hangs_elsewhere(job, fit):
+def test_a_killed_rank_is_named_and_ends_a_fit_while_rank_zero_hangs(job, fit):
     events = {"class_path": "genlight.reporters.EventLogger", "init_args": {"path": "events.jsonl", "run_id": "fit"}}
     process = fit(FEED, at="train_step:12", plan={"holds": 600.0}, logger=events, **TWO)
     job.wait_until(job.reached, process)

@@ -1,6 +1,6 @@
-"""A file system that is really full: some writes fail, some are cut short, and the next start goes on from there.
+"""A file system that is really full: writes fail or are cut short, and the next start resumes.
 
-Each part of a run stands on a small file system of its own, which is filled while the trainer holds.
+Each part of a run gets its own small file system, and a thread fills it while the trainer waits.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ STEPS = 60
 
 @pytest.fixture
 def small_disk():
-    """Makes a folder that is a file system of 4 MB and 100 files."""
+    """Mount a file system of 4 MB and 100 files."""
     mounted = []
 
     def mount(folder):
@@ -46,7 +46,7 @@ def fill(folder):
 
 
 def fill_with_files(folder):
-    """Leaves much room, but for two files only."""
+    """Use up all inodes except two; most of the space stays free."""
     made = []
     with contextlib.suppress(OSError):
         while True:
@@ -63,9 +63,9 @@ def empty(folder):
 
 @pytest.fixture
 def run_until_full(job):
-    """Runs a job whose trainer holds at a place until the folder is full; returns the exit code.
+    """Run a job whose trainer waits at a place until the folder is full; return the exit code.
 
-    It is not filled before `after` is there, which is still being written when the trainer comes to the place.
+    The folder is filled when `after` exists: a background save may still write it while the trainer waits.
     """
 
     def run(folder, at="train_step:3", fill=fill, checkpoint_every=20, after=""):
@@ -94,8 +94,8 @@ def run_until_full(job):
     return run
 
 
-def assert_goes_on(job, folder):
-    """With room again, the same start completes the run and delivers what there is to deliver."""
+def assert_resumes(job, folder):
+    """Free the space; the same start completes the run and delivers everything."""
     empty(folder)
     assert job.run() == 0
     assert job.terminal_event()["event"] == "completed"
@@ -119,20 +119,20 @@ def test_checkpoints_on_a_full_disk(job, small_disk, run_until_full, fill, words
     record, warnings = newest_valid(checkpoints)
     assert (record.step, warnings) == (20, [])
     assert not [path for path in checkpoints.iterdir() if path.name.startswith(".tmp-")]
-    assert_goes_on(job, checkpoints)
+    assert_resumes(job, checkpoints)
 
 
 def test_the_event_log_on_a_full_disk(job, small_disk, run_until_full):
-    """A line that was cut short is not there."""
+    """A line that was cut short is removed."""
     metrics = small_disk(job.out / "metrics")
     assert run_until_full(metrics) == 1
 
-    told = job.server.posted("/terminal")[-1]
-    assert told["error"].startswith("train-step:")
-    assert os.strerror(errno.ENOSPC) in told["error"]
+    message = job.server.posted("/terminal")[-1]
+    assert message["error"].startswith("train-step:")
+    assert os.strerror(errno.ENOSPC) in message["error"]
     assert job.events_path.read_bytes().endswith(b"\n")
     assert job.events()[-1]["event"] not in ("completed", "failed")
-    assert_goes_on(job, metrics)
+    assert_resumes(job, metrics)
 
 
 def test_the_upload_queue_on_a_full_disk(job, small_disk, run_until_full):
@@ -143,4 +143,4 @@ def test_the_upload_queue_on_a_full_disk(job, small_disk, run_until_full):
     assert (failed["category"], failed["resumable"]) == ("upload", True)
     assert os.strerror(errno.ENOSPC) in failed["error"]
     assert job.server.posted("/terminal")[-1]["error"] == failed["error"]
-    assert_goes_on(job, queue)
+    assert_resumes(job, queue)

@@ -1,4 +1,4 @@
-"""A stop signal to the whole process group, as schedulers and terminals send it: data workers get it too."""
+"""A stop signal to the process group, as schedulers and terminals send it: data workers receive it too."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def own_loader(**arguments):
 
 @pytest.fixture
 def run(job, kill_after):
-    """Starts ``genlight run`` with a trainer whose rollouts are a loader's."""
+    """Start ``genlight run`` with a trainer whose rollouts come from a loader."""
 
     def started(trainer):
         plan = {"at": "train_step:3", "holds": 60.0}
@@ -46,7 +46,7 @@ def is_alive(pid):
 
 
 def signal_group(job, process, number=signal.SIGTERM, *, workers_stay=True):
-    """Signal the processes while a step runs, and let it end then; the exit code."""
+    """Signal the process group while a step runs, then let the step end; return the exit code."""
     job.wait_until(job.reached, process)
     workers = workers_of(process.pid)
     os.killpg(process.pid, number)
@@ -78,7 +78,7 @@ def test_data_workers_stay_until_the_step_is_done_and_saved(job, fit, data, numb
     assert "DataLoader worker" not in shown(job)
 
 
-def test_workers_of_a_loader_in_the_trainer_stay_as_well(job, run):
+def test_workers_of_a_loader_in_the_trainer_class_stay_too(job, run):
     assert signal_group(job, run("fault_trainer:LoadsInWorkers")) == 75, shown(job)
     failed = job.terminal_event()
     assert (failed["error"], failed["resumable"]) == ("preempted", True)
@@ -86,7 +86,7 @@ def test_workers_of_a_loader_in_the_trainer_stay_as_well(job, run):
     assert "data worker" not in shown(job)
 
 
-def test_workers_that_are_lost_to_the_signal_nevertheless_are_told_as_the_stop_of_a_run(job, run):
+def test_workers_that_the_signal_ended_do_not_hide_the_stop_of_a_run(job, run):
     assert signal_group(job, run("fault_trainer:LosesWorkers"), workers_stay=False) == 75, shown(job)
     failed = job.terminal_event()
     assert (failed["error"], failed["category"], failed["resumable"]) == ("preempted", "preempted", True)
@@ -95,7 +95,7 @@ def test_workers_that_are_lost_to_the_signal_nevertheless_are_told_as_the_stop_o
     assert "Traceback" not in shown(job)
 
 
-def test_workers_that_are_lost_to_the_signal_nevertheless_are_told_as_the_stop_of_a_fit(job, fit):
+def test_workers_that_the_signal_ended_do_not_hide_the_stop_of_a_fit(job, fit):
     assert signal_group(job, fit(own_loader(gives_up=True)), workers_stay=False) == 75, shown(job)
     assert "stopped: preempted" in shown(job)
     assert "Traceback" not in shown(job)

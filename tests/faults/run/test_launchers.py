@@ -1,4 +1,4 @@
-"""Ranks that torchrun or Slurm started: the first cause is what is reported, and no rank outlives it by long."""
+"""Ranks that torchrun or Slurm started: the first cause is reported, and the other ranks end soon after it."""
 
 import os
 import random
@@ -31,7 +31,7 @@ def write(job, plan, **fields):
 
 
 def environ_of(rank, job_id):
-    """What srun gives to a task."""
+    """Return the environment variables that srun sets for a task."""
     names = {"SLURM_JOB_ID": job_id, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0}
     names |= {"SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2, "SLURM_NNODES": 1, "SLURM_NODELIST": "localhost"}
     names |= {"SLURM_STEP_ID": 0, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_NUM_NODES": 1}
@@ -40,7 +40,7 @@ def environ_of(rank, job_id):
 
 @pytest.fixture
 def tasks(job, kill_after):
-    """Starts two tasks as srun does, but nobody ends the other when one ends."""
+    """Start two tasks as srun does, except that nobody ends the second one when the first ends."""
 
     def start():
         job_id = random.randrange(10**6, 10**7)
@@ -63,15 +63,15 @@ def test_one_task_fails_and_both_end_with_the_cause(job, tasks, fault, rank):
 
     assert codes[rank] == (9 if fault == "dies" else 1)
     assert codes[1 - rank] == 1
-    if (fault, rank) != ("dies", 0):  # it was the one that reports
+    if (fault, rank) != ("dies", 0):  # rank 0 died, and only it reports
         failed = job.terminal_event()
         assert (failed["category"], failed["resumable"]) == ("train-step", True)
         assert words in failed["error"]
         assert ("(rank 1)" in failed["error"]) == (fault == "raises" and rank == 1)
 
 
-def test_a_task_that_cannot_load_its_trainer_is_the_one_that_is_reported(job, tasks):
-    """The other one waits for it to come."""
+def test_a_task_that_cannot_load_its_trainer_is_reported(job, tasks):
+    """The other task waits for it to join."""
     write(job, {}, trainer="fails_on_rank_1:Trainer")
     (job.folder / "fails_on_rank_1.py").write_text(
         "import os\nfrom fault_trainer import Faulty as Trainer\n"
@@ -96,9 +96,9 @@ def test_tasks_that_are_cancelled_before_they_start_do_not_wait_for_each_other(j
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_task_that_is_told_to_stop_while_it_waits_for_one_that_never_comes_ends(job, kill_after, is_long, rank):
+def test_a_signal_ends_a_task_that_waits_for_one_that_never_comes(job, kill_after, is_long, rank):
     if rank == 1 and not is_long:
-        pytest.skip("it waits for 15 s to be heard; runs with GENLIGHT_LONG_FAULTS=1")
+        pytest.skip("it waits 15 s for an answer; runs with GENLIGHT_LONG_FAULTS=1")
     write(job, {}, trainer="holds_on_import:Faulty")
     job.go()
     process = job.fork("run", str(job.spec), **environ_of(rank, random.randrange(10**6, 10**7)))
@@ -146,15 +146,15 @@ STAND_IN = Path(__file__).parents[1] / "forked_job.py"
 
 @pytest.fixture
 def torchrun(job, kill_after):
-    """Starts two ranks by torchrun: copies of a process that has all loaded, or, `anew`, as users start them.
+    """Start two ranks with torchrun: as copies of a process that has loaded all modules, or `as_users` start them.
 
-    It waits so long for ranks that do not end when they are told to; by default for 30 s.
+    torchrun waits `waits_s` for ranks to end after a stop signal, by default 30 s.
     """
 
-    def start(*, anew=False, waits_s=30):
+    def start(*, as_users=False, waits_s=30):
         options = ["--standalone", "--nproc-per-node", "2"]
         log = job.folder / "stderr"
-        if anew:
+        if as_users:
             (job.folder / "main.py").write_text(NOTES_ITS_CODE)
             command = ["main.py", "run", str(job.spec)]
         else:
@@ -174,7 +174,7 @@ def torchrun(job, kill_after):
     return start
 
 
-def test_a_rank_of_torchrun_that_fails_is_the_one_that_is_reported(job, torchrun):
+def test_a_rank_of_torchrun_that_fails_is_reported(job, torchrun):
     write(job, {"at": "train_step:12", "rank": 1, "raises": "ValueError", "text": "bad row"})
 
     assert torchrun().wait(150) == 1
@@ -185,7 +185,7 @@ def test_a_rank_of_torchrun_that_fails_is_the_one_that_is_reported(job, torchrun
 
 def test_ranks_whose_torchrun_is_killed_save_and_end(job, torchrun):
     write(job, {"at": "train_step:6", "rank": 1, "holds": 60.0})
-    process = torchrun(anew=True)
+    process = torchrun(as_users=True)
     job.wait_until(lambda: job.reached(1), process)
     ranks = psutil.Process(process.pid).children()
     try:
@@ -204,14 +204,14 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(job, torchrun):
 def test_a_signal_to_torchrun_and_its_ranks_stops_all_ranks_at_one_step(job, torchrun):
     """Schedulers signal every process of a job, and torchrun forwards its own signal to the ranks once more."""
     write(job, {"at": "train_step:6", "rank": 1, "holds": 60.0})
-    process = torchrun(anew=True)
+    process = torchrun(as_users=True)
     job.wait_until(lambda: job.reached(1), process)
     for each in (*psutil.Process(process.pid).children(), process):
         each.send_signal(signal.SIGTERM)
     job.wait_until(lambda: "Sending process" in (job.folder / "stderr").read_text(), process)
     job.go()
 
-    assert process.wait(150) != 0  # torchrun's own word for it is 1
+    assert process.wait(150) != 0  # torchrun itself exits with 1
     assert [(job.folder / f"code-{rank}").read_text() for rank in range(2)] == ["75", "75"]
     failed = job.terminal_event()
     assert (failed["error"], failed["resumable"]) == ("preempted", True)
@@ -220,7 +220,7 @@ def test_a_signal_to_torchrun_and_its_ranks_stops_all_ranks_at_one_step(job, tor
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_of_torchrun_that_stays_paused_is_named_once_the_run_hangs(job, torchrun, rank):
-    """Where rank 0 is paused, nobody is left to write how the run ended; the next start finds it without an end."""
+    """If rank 0 is paused, nobody writes the terminal event; the next start sees an attempt without one."""
     hangs = {"WatchHangs": {"floor_s": 3.0, "end_run": True}}
     write(job, {"at": "train_step:6", "rank": rank, "holds": 60.0}, callbacks=hangs)
     process = torchrun(waits_s=2)
@@ -228,14 +228,14 @@ def test_a_rank_of_torchrun_that_stays_paused_is_named_once_the_run_hangs(job, t
     os.kill(int((job.folder / f"reached-{rank}").read_text()), signal.SIGSTOP)
 
     assert process.wait(200) == 1
-    said = f"rank {rank} wrote none: lost, paused, or not hanging"
-    assert said in (job.folder / "stderr").read_text()
+    expected = f"rank {rank} wrote none: lost, paused, or not hanging"
+    assert expected in (job.folder / "stderr").read_text()
     if rank == 1:
-        assert said in job.terminal_event()["error"]
+        assert expected in job.terminal_event()["error"]
 
 
 def test_a_rank_zero_of_torchrun_that_stays_paused_when_a_stop_comes_is_named(job, torchrun):
-    """Before torchrun, which waits for a while, kills them all; another rank is in ``test_paused_ranks.py``."""
+    """The error names it before torchrun kills all ranks; ``test_paused_ranks.py`` pauses another rank."""
     write(job, {"at": "train_step:6", "rank": 0, "holds": 60.0})
     process = torchrun(waits_s=25)
     job.wait_until(job.reached, process)
@@ -244,5 +244,5 @@ def test_a_rank_zero_of_torchrun_that_stays_paused_when_a_stop_comes_is_named(jo
     process.send_signal(signal.SIGTERM)
 
     assert process.wait(200) == 1
-    said = f"rank 0 (process {paused}) is paused and did not answer the stop within 15 s"
-    assert said in (job.folder / "stderr").read_text()
+    expected = f"rank 0 (process {paused}) is paused and did not answer the stop within 15 s"
+    assert expected in (job.folder / "stderr").read_text()

@@ -1,4 +1,4 @@
-"""A rank that is paused for a while, as a debugger or a suspended machine does it: the others wait for it."""
+"""A rank that is paused for a while, as by a debugger or on a suspended machine: the others wait for it."""
 
 import contextlib
 import os
@@ -11,12 +11,12 @@ import pytest
 pytestmark = pytest.mark.slow
 
 PAUSE_S = 3.0
-"""Longer than any of the run's own watches looks away."""
+"""Longer than the interval of any check of the run."""
 
 
 @pytest.fixture
 def two_ranks(job, kill_after, torchrun_environs):
-    """Starts two ranks as torchrun does it; rank 0 is the first."""
+    """Start two ranks as torchrun does; return their processes by rank."""
 
     def started(steps, **plan):
         job.write(
@@ -71,7 +71,7 @@ def test_a_signal_while_the_other_rank_is_paused_stops_both_at_one_step(job, two
 
 @pytest.fixture
 def launched_ranks(job, kill_after):
-    """Starts rank 0, which starts rank 1 itself; returns its process and the id of the other one, which is paused."""
+    """Start rank 0, let it start rank 1, and pause rank 1; return the process of rank 0 and the id of rank 1."""
 
     def started():
         job.write(

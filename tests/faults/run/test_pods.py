@@ -1,4 +1,4 @@
-"""The pods of `examples/kubernetes/job.yaml` as processes, and what its policy makes of their exit codes."""
+"""The pods of `examples/kubernetes/job.yaml` as processes, and the actions of its policy for their exit codes."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ MANIFEST = Path(__file__).parents[3] / "examples" / "kubernetes" / "job.yaml"
 
 @pytest.fixture
 def pods(job, kill_after):
-    """Starts what the manifest says, each pod a process; gives them, and the policy for their exit codes."""
+    """Start each pod of the manifest as a process; return the processes and the rules for their exit codes."""
 
     def started(ranks=1):
         (manifest,) = (each for each in yaml.safe_load_all(MANIFEST.read_text()) if each["kind"] == "Job")
@@ -45,7 +45,7 @@ def pods(job, kill_after):
 
 
 def mount(data, folder):
-    """The job spec, where the files of a ConfigMap are links, as the kubelet makes them."""
+    """Write the job spec as the kubelet mounts a ConfigMap: its files are symbolic links."""
     versions = folder / "..2026"
     versions.mkdir(parents=True, exist_ok=True)
     (versions / "job.json").write_text(data["job.json"])
@@ -63,7 +63,7 @@ def write(job, plan=None, **fields):
 
 
 def actions(processes, rules):
-    """What the Job's controller does about each pod, in the order of its rules."""
+    """Return the action of the Job's controller for each pod, by the first rule that matches."""
     codes = [process.wait(120) for process in processes]
 
     def action(code):
@@ -77,7 +77,7 @@ def final_weights(job):
     return (job.out / "checkpoints/final/model.safetensors").read_bytes()
 
 
-def test_a_pod_that_is_told_to_end_brings_all_back_without_counting_and_they_go_on_exactly(job, pods, tmp_path):
+def test_a_terminated_pod_restarts_all_pods_without_counting_and_the_run_resumes_exactly(job, pods, tmp_path):
     write(job)
     assert actions(*pods()) == ["Succeeded", "Succeeded"]
     expected = final_weights(job)
@@ -107,14 +107,14 @@ from fault_trainer import Faulty
 
 class Trainer(Faulty):
     def setup(self, ctx):
-        told = [ctx.rank, int(os.environ.get("LOCAL_RANK", 0)), int(os.environ["NODE_RANK"]), ctx.world_size]
-        Path(f"place-{ctx.rank}").write_text(json.dumps(told))
+        place = [ctx.rank, int(os.environ.get("LOCAL_RANK", 0)), int(os.environ["NODE_RANK"]), ctx.world_size]
+        Path(f"place-{ctx.rank}").write_text(json.dumps(place))
         super().setup(ctx)
 """
 
 
-def test_a_rank_that_is_killed_on_a_further_node_ends_all_pods_which_counts(job, pods):
-    """Its own node's first process is the one to see it; a pod that ends takes the rest of its processes along."""
+def test_a_killed_rank_on_the_second_node_ends_all_pods_and_counts(job, pods):
+    """The first process of its node notices it; when a pod ends, its other processes end too."""
     (job.folder / "places.py").write_text(PLACES)
     write(job, {"at": "train_step:20", "rank": 3, "holds": 60.0}, trainer="places:Trainer")
     processes, rules = pods(ranks=2)

@@ -1,4 +1,4 @@
-"""Whatever goes wrong with a run: its category, whether a restart helps, its exit code, and one terminal event.
+"""Every kind of failure of a run: its category, whether a restart helps, the exit code, and one terminal event.
 
 The event log ends with the one terminal event of the attempt, and the terminal message holds the same text.
 """
@@ -16,7 +16,7 @@ from genlight.reporters.uploads import QUEUE_DIRECTORY, Uploader
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done to the job, and what must be told."""
+    """A change of the job, and the expected report."""
 
     category: str
     words: str
@@ -27,7 +27,7 @@ class Fault:
     plan: dict = field(default_factory=dict)
     environ: dict = field(default_factory=dict)
     after: dict | None = None
-    """Fields of a run that goes before, in the same directory."""
+    """Fields of an earlier run in the same directory."""
     allow_changed: bool = False
 
 
@@ -132,7 +132,7 @@ FAULTS = {
     "step raises GeneratorExit": Fault(
         "train-step", "GeneratorExit", step=2, plan=raises("GeneratorExit", "train_step:2")
     ),
-    "step recurses for ever": Fault(
+    "step recurses without end": Fault(
         "train-step", "RecursionError", step=1, plan=raises("RecursionError", "train_step:1")
     ),
     "step fails with words of another category": Fault(
@@ -201,7 +201,7 @@ FAULTS = {
 
 
 def prepare(job):
-    """What the faults refer to."""
+    """Make the files and answers that the faults refer to."""
     (job.folder / "breaks_on_import.py").write_text("1 / 0\n")
     (job.folder / "exits_on_import.py").write_text("raise SystemExit(5)\n")
     (job.folder / "broken.json").write_text('{"step": 3')
@@ -212,13 +212,13 @@ def prepare(job):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """Retries of a download follow each other at once."""
+    """Retry downloads without a delay."""
     monkeypatch.setattr("genlight.adapter.plumbing.retry.RetryPolicy.delay_s", lambda *_: 0.0)
 
 
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.usefixtures("impatient")
-def test_a_fault_is_told_by_its_category_and_ends_the_log(job, name):
+def test_a_fault_is_reported_with_its_category_and_ends_the_log(job, name):
     fault = FAULTS[name]
     prepare(job)
     if fault.after is not None:
@@ -236,16 +236,16 @@ def test_a_fault_is_told_by_its_category_and_ends_the_log(job, name):
     assert fault.step in (None, failed["step"])
     if fault.category not in ("canceled", "timeout"):
         assert failed["error"].startswith(f"{fault.category}:")
-    told = job.server.posted("/terminal")[-1]
-    assert (told["status"], told["error"], told["step"]) == ("failed", failed["error"], failed["step"])
+    message = job.server.posted("/terminal")[-1]
+    assert (message["status"], message["error"], message["step"]) == ("failed", failed["error"], failed["step"])
 
 
-# what needs a hand in the system
+# failures that need a patched system call or a prepared folder
 
 
 @pytest.fixture
 def disk_fails(monkeypatch):
-    """Lets writing fail with an error below a folder, once a condition holds."""
+    """Make writes below a folder fail with an error, once a condition holds."""
     real = os.write
 
     def start(part, code, when=lambda: True):
@@ -266,7 +266,7 @@ DISK_ERRORS = pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=err
 
 @DISK_ERRORS
 def test_a_disk_that_fails_while_a_checkpoint_is_written(job, disk_fails, caplog, code):
-    """The run ends as a failed step and says of what; the event log is written all the same."""
+    """The run fails in the step and names the cause; the event log is still written."""
     disk_fails("/checkpoints/", code)
 
     assert job.run() == 1
@@ -282,14 +282,14 @@ def test_a_disk_that_fails_while_a_checkpoint_is_written(job, disk_fails, caplog
 
 @DISK_ERRORS
 def test_a_disk_that_fails_while_an_event_is_written(job, disk_fails, caplog, code):
-    """The orchestrator is told, the checkpoint before it is whole, and the next start goes on from that."""
+    """The orchestrator gets the failure, and the previous checkpoint is complete for the next start."""
     first = job.out / "checkpoints" / "step-00000002.json"
     disk_fails("/events.jsonl", code, when=first.exists)
 
     assert job.run() == 1
-    told = job.server.posted("/terminal")[-1]
-    assert (told["status"], told["error"].partition(":")[0]) == ("failed", "train-step")
-    assert os.strerror(code) in told["error"]
+    message = job.server.posted("/terminal")[-1]
+    assert (message["status"], message["error"].partition(":")[0]) == ("failed", "train-step")
+    assert os.strerror(code) in message["error"]
     assert "the failure could not be recorded" in caplog.text
     assert job.events()[-1]["event"] not in ("completed", "failed")
     assert newest_valid(first.parent)[0].step >= 2
@@ -307,7 +307,7 @@ def test_a_disk_that_fails_while_an_upload_is_queued(job, disk_fails, caplog, co
     assert (failed["category"], failed["resumable"]) == ("upload", True)
     assert os.strerror(code) in failed["error"]
     assert job.server.posted("/terminal")[-1]["error"] == failed["error"]
-    assert re.search("checkpoint of step [24], ", failed["error"])  # 2 where its turn comes after the record of 4
+    assert re.search("checkpoint of step [24], ", failed["error"])  # 2 if its turn comes after the record of 4
     sent = [body["step"] for body in job.server.posted("/checkpoint")]  # from memory, and once
     assert sent in ([2, 4], [2, 4, 5])
     assert newest_valid(job.out / "checkpoints")[0].step >= 4
@@ -322,7 +322,7 @@ def test_an_events_path_that_is_a_directory(job):
 
 
 def test_an_artifacts_directory_that_cannot_be_made(job):
-    (job.folder / "out").write_text("a file stands there")
+    (job.folder / "out").write_text("a file")
 
     assert job.run() == 2
     assert "startup.invalid_artifact_paths" in job.server.posted("/terminal")[-1]["error"]
@@ -355,7 +355,7 @@ class Removes(Faulty):
 @pytest.mark.parametrize(
     ("how", "name"), [("remove", "metrics/events.jsonl"), ("replace", "metrics/events.jsonl"), ("remove", "metrics")]
 )
-def test_a_log_that_is_removed_while_the_run_writes_it_is_no_completed_run(job, monkeypatch, caplog, how, name):
+def test_a_run_whose_log_is_removed_does_not_complete(job, monkeypatch, caplog, how, name):
     (job.folder / "removes.py").write_text(REMOVES)
     monkeypatch.syspath_prepend(job.folder)
     monkeypatch.setenv("REMOVES", f"{how}:{job.out / name}")
@@ -375,12 +375,12 @@ def test_no_spec_at_all(job, monkeypatch):
     environ = {"TRAINER_ARTIFACTS_DIR": str(job.out), "TRAINER_UPLOAD_TERMINAL_URL": f"{job.server.url}/terminal"}
 
     assert run_job(RunOptions(environ=environ)) == 2
-    told = job.server.posted("/terminal")[-1]["error"]
-    assert told == job.terminal_event()["error"]
-    assert "startup.missing_job_spec_path" in told
+    error = job.server.posted("/terminal")[-1]["error"]
+    assert error == job.terminal_event()["error"]
+    assert "startup.missing_job_spec_path" in error
 
 
-def test_a_terminal_endpoint_that_is_down_makes_a_good_run_a_failed_one(job):
+def test_a_terminal_endpoint_that_is_down_fails_a_completed_run(job):
     job.server.status["/terminal"] = 503
     job.environ = {"TRAINER_UPLOAD_DEADLINE_SECONDS": "0.3"}
 
@@ -394,7 +394,7 @@ def test_a_terminal_endpoint_that_is_down_makes_a_good_run_a_failed_one(job):
     assert [body["status"] for body in job.server.posted("/terminal")] == ["completed"]
 
 
-def test_a_terminal_endpoint_that_is_down_does_not_hide_what_failed(job):
+def test_a_terminal_endpoint_that_is_down_does_not_hide_the_failure(job):
     job.server.status["/terminal"] = 503
     job.environ = {"TRAINER_UPLOAD_DEADLINE_SECONDS": "0.2"}
     job.write(plan=raises("ValueError", "train_step:3", "bad row"))
@@ -405,8 +405,8 @@ def test_a_terminal_endpoint_that_is_down_does_not_hide_what_failed(job):
     assert "bad row" in failed["error"]
 
 
-def test_a_finished_run_sends_what_was_durable_and_never_queued(job):
-    """As a kill leaves it that comes between the last two saves and their queue."""
+def test_a_finished_run_sends_checkpoints_that_were_never_queued(job):
+    """A kill between the last two saves and their queueing leaves such checkpoints."""
     with_url, without = ({"uploads": {f"{kind}_url": f"SERVER/{kind}" for kind in kinds}} for kinds in
                          (("terminal", "checkpoint"), ("terminal",)))  # fmt: skip
     job.write(max_steps=2, resume_from_latest=True, **with_url)
@@ -419,20 +419,20 @@ def test_a_finished_run_sends_what_was_durable_and_never_queued(job):
     assert sent == [(2, False), (2, True), (4, False), (5, True)]
 
 
-def test_uploads_and_the_last_message_share_one_deadline_and_the_message_gets_a_try_in_any_case(job, monkeypatch):
+def test_uploads_and_the_last_message_share_a_deadline_and_the_message_is_always_tried(job, monkeypatch):
     waits = []
 
-    def noted(name):
+    def record(name):
         wait = getattr(Uploader, name)
 
-        def waited(uploader, *args, deadline_s=None, **kwargs):
+        def recorded(uploader, *args, deadline_s=None, **kwargs):
             waits.append((name, deadline_s))
             return wait(uploader, *args, deadline_s=deadline_s, **kwargs)
 
-        monkeypatch.setattr(Uploader, name, waited)
+        monkeypatch.setattr(Uploader, name, recorded)
 
-    noted("settle")
-    noted("deliver_terminal")
+    record("settle")
+    record("deliver_terminal")
     monkeypatch.setattr("genlight.adapter.run.session.LAST_TRY_S", 0.2)
     job.server.status["/checkpoint"] = 503
     job.environ = {"TRAINER_UPLOAD_DEADLINE_SECONDS": "0.5"}
@@ -446,11 +446,11 @@ def test_uploads_and_the_last_message_share_one_deadline_and_the_message_gets_a_
     assert job.terminal_event()["category"] == "upload"
 
 
-# a failure of a run that is being stopped
+# failures of a run that is being stopped
 
 
-def cancelled(job, *, plan=None, **fields):
-    """Cancel a run in its second step, and let it go on for as long as that takes to be seen."""
+def cancel(job, *, plan=None, **fields):
+    """Cancel a run in its second step; it trains on until it notices the request."""
     plan = {"cancels": 2, "step_s": 0.06, **(plan or {})}
     job.write(plan=plan, cancel_file_path="cancel", max_steps=100, mock_batches=list(range(100)), **fields)
     return job.run()
@@ -459,7 +459,7 @@ def cancelled(job, *, plan=None, **fields):
 def test_a_failure_after_the_checkpoint_of_a_stop_does_not_hide_the_stop(job, caplog):
     lightning = {"accelerator": "cpu", "callbacks": [{"class_path": "fault_trainer.RaisesWhenItEnds"}]}
 
-    assert cancelled(job, lightning=lightning) == 75
+    assert cancel(job, lightning=lightning) == 75
     failed = job.terminal_event()
     assert (failed["error"], failed["resumable"]) == ("canceled", True)
     assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists()
@@ -469,7 +469,7 @@ def test_a_failure_after_the_checkpoint_of_a_stop_does_not_hide_the_stop(job, ca
 def test_a_stop_whose_checkpoint_fails_is_a_failure(job):
     plan = raises("OSError", "save_checkpoint", "quota")
 
-    assert cancelled(job, plan=plan, checkpoint_every=0) == 1
+    assert cancel(job, plan=plan, checkpoint_every=0) == 1
     failed = job.terminal_event()
     assert (failed["category"], failed["resumable"]) == ("train-step", False)
     assert "quota" in failed["error"]
@@ -477,7 +477,7 @@ def test_a_stop_whose_checkpoint_fails_is_a_failure(job):
 
 
 @pytest.mark.parametrize("spec", ['{"max_steps": ', "[1]", "null", '{"max_steps": 1e400}', "{}"])
-def test_every_spec_leaves_one_failed_event_and_one_message(job, spec):
+def test_every_invalid_spec_leaves_one_failed_event_and_one_message(job, spec):
     job.spec.write_text(spec)
     job.environ = {"TRAINER_UPLOAD_TERMINAL_URL": f"{job.server.url}/terminal"}
 

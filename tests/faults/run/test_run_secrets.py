@@ -1,4 +1,4 @@
-"""No byte that a run leaves holds a secret: no log, event, checkpoint, sample, queue, stack, message, repr."""
+"""A run leaves no secret in a log, event, checkpoint, sample, queue, stack dump, message or repr."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ def url_with_secrets(job, path):
 
 
 def leaks(job, *texts, apart_from=()):
-    """Where a canary stands: in files of the run, or in the texts."""
+    """Return each file of the run, or text, that contains a canary, with its name."""
     found = []
     blobs = {str(path): path.read_bytes() for path in job.out.rglob("*") if path.is_file() and not path.is_symlink()}
     blobs |= {f"text {number}": text.encode() for number, text in enumerate(texts)}
@@ -36,10 +36,10 @@ def leaks(job, *texts, apart_from=()):
 
 
 def secret_job(job, *, plan=None, **fields):
-    """Every way in which a secret reaches a run."""
+    """Write a job that gets a secret in every possible way."""
     (job.folder / "x.parquet").touch()
     urls = {kind: url_with_secrets(job, f"/{kind}") for kind in ("metrics", "checkpoint", "sample", "terminal")}
-    wanted = {
+    secret_fields = {
         "capability_token": CANARIES["spec"],
         "owner": "me",
         "sample_every": 2,
@@ -49,7 +49,7 @@ def secret_job(job, *, plan=None, **fields):
         "inputs": {"dataset_parquet_urls": [url_with_secrets(job, "/files/x.parquet")]},
         **fields,
     }
-    job.write(plan=plan, **wanted)
+    job.write(plan=plan, **secret_fields)
 
 
 ENDINGS = {
@@ -66,7 +66,7 @@ ENDINGS = {
     ("ending", "token_of"), [*((ending, "environment") for ending in ENDINGS), ("exception in setup", "spec")]
 )
 def test_no_byte_of_a_run_holds_a_secret(job, caplog, capfd, ending, token_of):
-    """What a step says of its secrets is in ``security/test_secrets_of_a_run.py``."""
+    """Secrets in the output of a step are tested in ``security/test_secrets_of_a_run.py``."""
     caplog.set_level(logging.DEBUG)
     plan, answers, code = ENDINGS[ending]
     job.server.status.update(answers.get("status", {}))
@@ -108,7 +108,7 @@ def test_faults_of_a_spec_hold_no_secret(job, caplog):
 
 @pytest.mark.slow
 def test_neither_process_title_nor_stack_dump_nor_output_holds_a_secret(job, kill_after):
-    """While a run hangs with every secret at hand."""
+    """The run hangs while it holds every secret."""
     callbacks = [{"class_path": "genlight.callbacks.watch_hangs.WatchHangs", "init_args": {"floor_s": 0.5}}]
     secret_job(
         job,
@@ -127,15 +127,15 @@ def test_neither_process_title_nor_stack_dump_nor_output_holds_a_secret(job, kil
     assert leaks(job, title, (job.folder / "stderr").read_text()) == []
 
 
-def test_no_character_of_an_error_commands_the_terminal_of_a_run(job, kill_after):
-    """A row of foreign data may be in the message of an exception."""
+def test_no_character_of_an_error_controls_the_terminal(job, kill_after):
+    """The message of an exception may contain a row of untrusted data."""
     text = "\x1b]0;owned\x07 gnp\x9b31m"
     job.write(plan={"at": "train_step:2", "raises": "ValueError", "text": text})
     process = job.fork("run", str(job.spec))
     kill_after(process)
 
     assert process.wait(120) == 1
-    said = (job.folder / "stderr").read_text()
-    assert "ValueError: \\x1b]0;owned\\x07 gnp\\x9b31m" in said
-    assert not {"\x1b", "\x07", "\x9b"} & set(said)
-    assert text in job.terminal_event()["error"], "the log has it as it was"
+    output = (job.folder / "stderr").read_text()
+    assert "ValueError: \\x1b]0;owned\\x07 gnp\\x9b31m" in output
+    assert not {"\x1b", "\x07", "\x9b"} & set(output)
+    assert text in job.terminal_event()["error"], "the log keeps the original text"

@@ -1,4 +1,4 @@
-"""A signal in any phase of a run, processes that die, and ranks that do: no hang, one terminal event, the exit code."""
+"""Signals in any phase of a run, and ranks that die: no hang, one terminal event, the right exit code."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def start(job, kill_after):
-    """Starts ``genlight run`` for the job."""
+    """Start ``genlight run`` for the job."""
 
     def started():
         process = job.fork("run", str(job.spec))
@@ -23,12 +23,12 @@ def start(job, kill_after):
     return started
 
 
-def told(job):
+def posted_error(job):
     return job.server.posted("/terminal")[-1]["error"]
 
 
 def test_sigterm_while_uploads_settle(job, start):
-    """What is trained stays; the wait for an endpoint that is away ends, and the next start delivers."""
+    """The wait for an unreachable endpoint ends, and the next start delivers the checkpoints."""
     job.server.status["/checkpoint"] = 503
     urls = {kind: f"{job.server.url}/{kind.removesuffix('_url')}" for kind in ("checkpoint_url", "terminal_url")}
     job.write(uploads=urls, resume_from_latest=True)
@@ -37,7 +37,7 @@ def test_sigterm_while_uploads_settle(job, start):
     process.send_signal(signal.SIGTERM)
 
     assert process.wait(120) == 75
-    assert job.terminal_event()["error"] == told(job) == "preempted"
+    assert job.terminal_event()["error"] == posted_error(job) == "preempted"
     job.server.status.clear()
     assert job.run() == 0
     assert job.terminal_event()["event"] == "completed"
@@ -45,8 +45,7 @@ def test_sigterm_while_uploads_settle(job, start):
 
 
 @pytest.mark.parametrize(("trigger", "returns", "code"), [(signal.SIGTERM, "result", 0), (signal.SIGINT, "none", 1)])
-def test_a_signal_while_the_process_ends_changes_neither_event_nor_exit_code(job, start, trigger, returns, code):
-    """What was reported stays true."""
+def test_a_signal_at_the_exit_of_the_process_changes_neither_event_nor_exit_code(job, start, trigger, returns, code):
     job.write(plan={"at": "exit", "holds": 60.0, "returns": returns})
     process = start()
     job.wait_until(job.reached, process)
@@ -58,8 +57,8 @@ def test_a_signal_while_the_process_ends_changes_neither_event_nor_exit_code(job
     assert len(job.server.posted("/terminal")) == 1
 
 
-def test_a_signal_while_the_last_message_is_on_its_way_changes_nothing(job, start):
-    """It may have arrived, so it has to stay the only one."""
+def test_a_signal_while_the_last_message_is_sent_changes_nothing(job, start):
+    """The message may have arrived, so no second one may follow."""
     job.server.gates["/terminal"] = threading.Event()
     job.write()
     process = start()
@@ -73,7 +72,7 @@ def test_a_signal_while_the_last_message_is_on_its_way_changes_nothing(job, star
     assert [body["status"] for body in job.server.posted("/terminal")] == ["completed"]
 
 
-def test_a_second_signal_ends_the_process_at_once_and_the_next_start_goes_on(job, start):
+def test_a_second_signal_ends_the_process_at_once_and_the_next_start_resumes(job, start):
     job.write(plan={"at": "train_step:4", "holds": 60.0}, resume_from_latest=True)
     process = start()
     job.wait_until(job.reached, process)
@@ -101,8 +100,8 @@ def many(job, plan):
     job.write(plan=plan, lightning=TWO, max_steps=200, mock_batches=list(range(400)), checkpoint_every=5)
 
 
-def test_ranks_of_one_machine_listen_at_no_address_that_others_reach(job, start):
-    """Whoever reaches the store of the ranks may read and write what they agree on."""
+def test_ranks_of_one_machine_listen_on_loopback_only(job, start):
+    """A process that reaches the store of the ranks can change what they agree on."""
     many(job, {"at": "train_step:3", "holds": 60.0})
     process = start()
     job.wait_until(lambda: job.reached(0) and job.reached(1), process)
@@ -112,7 +111,7 @@ def test_ranks_of_one_machine_listen_at_no_address_that_others_reach(job, start)
 
 
 def test_a_rank_that_dies_ends_the_run_in_seconds(job, start):
-    """No word from it but its exit code."""
+    """Its exit code is all that it leaves."""
     many(job, {"at": "train_step:12", "rank": 1, "dies": True, "step_s": 0.02})
     process = start()
 
@@ -120,12 +119,12 @@ def test_a_rank_that_dies_ends_the_run_in_seconds(job, start):
     failed = job.terminal_event()
     assert failed["category"] == "train-step"
     assert "rank 1 ended with exit code 9" in failed["error"]
-    assert failed["error"] == told(job)
+    assert failed["error"] == posted_error(job)
 
 
 @pytest.mark.parametrize("lost", ["a rank", "the time"])
-def test_a_checkpoint_that_was_whole_before_is_reported_before_the_failure(job, start, lost):
-    """The training hangs in the next step, after which it would have reported it."""
+def test_a_complete_checkpoint_is_reported_before_a_later_failure(job, start, lost):
+    """The training hangs in the next step, so that the step cannot report the checkpoint."""
     job.write(
         plan={"at": "train_step:11", "holds": 600.0},
         lightning={**TWO, "callbacks": HANGS if lost == "the time" else []},
@@ -145,7 +144,7 @@ def test_a_checkpoint_that_was_whole_before_is_reported_before_the_failure(job, 
     assert [posted["step"] for posted in job.server.posted("/checkpoint")] == [5, 10]
 
 
-def test_a_rank_that_fails_is_the_one_that_is_reported(job, start):
+def test_a_rank_that_fails_is_reported(job, start):
     many(job, {"at": "train_step:12", "rank": 1, "raises": "ValueError", "text": "bad row", "step_s": 0.02})
     process = start()
 
@@ -153,7 +152,7 @@ def test_a_rank_that_fails_is_the_one_that_is_reported(job, start):
     failed = job.terminal_event()
     assert failed["category"] == "train-step"
     assert "ValueError: bad row (rank 1)" in failed["error"]
-    assert failed["error"] == told(job)
+    assert failed["error"] == posted_error(job)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -168,7 +167,7 @@ def test_a_hang_ends_the_run_if_asked_to(job, start, devices):
     failed = job.terminal_event()
     assert failed["category"] == "train-step"
     assert "no step was finished on rank" in failed["error"]
-    assert failed["error"] == told(job)
+    assert failed["error"] == posted_error(job)
     assert "in train_step" in (job.out / "hangs" / f"rank-{devices - 1}-1.txt").read_text()
     for rank in range(devices):
         assert f"/hangs/rank-{rank}-1.txt" in failed["error"]

@@ -1,4 +1,4 @@
-"""One call on the event log or the upload queue fails once: what it cost is said, and the run ends as it should.
+"""One call on the event log or the upload queue fails once: the loss is reported, and the run ends as it should.
 
 Each kind of call of a clean run fails in turn, at its first, a middle and its last occurrence.
 """
@@ -23,7 +23,7 @@ FOLDERS = {"events": "/metrics", "uploads": f"/{QUEUE_DIRECTORY}"}
 
 
 class Calls:
-    """Counts the calls that change something below a folder, by what they do to which file; one may fail."""
+    """Counts the changing calls below a folder, by call and file; one of them may fail."""
 
     def __init__(self, part, fails=None, code=errno.EIO):
         self.part, self.fails, self.code = part, fails, code
@@ -49,7 +49,7 @@ class Calls:
 
 @pytest.fixture
 def run(job, monkeypatch):
-    """Run the job anew with some calls watched; its exit code."""
+    """Run the job in a new folder while `calls` counts; return the exit code."""
 
     def started(name, calls):
         job.out = job.folder / name
@@ -64,11 +64,11 @@ def run(job, monkeypatch):
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EINVAL], ids=errno.errorcode.get)
 @pytest.mark.parametrize("area", FOLDERS)
-def test_what_it_costs_is_said_and_the_log_stays_sound(job, run, area, code, caplog, capfd):
+def test_a_loss_is_reported_and_the_log_stays_valid(job, run, area, code, caplog, capfd):
     clean = Calls(FOLDERS[area])
     assert run("clean", clean) == 0
-    whole = outcome(job)
-    assert whole.ends == whole.told == ["completed"]
+    expected = read_outcome(job)
+    assert expected.ends == expected.posted == ["completed"]
     assert clean.counts.total() > 10
 
     wrong = []
@@ -76,41 +76,41 @@ def test_what_it_costs_is_said_and_the_log_stays_sound(job, run, area, code, cap
         for nth in sorted({1, (count + 1) // 2, count}):
             caplog.clear()
             ended = run(f"{name}-{file}-{nth}", Calls(FOLDERS[area], (name, file, nth), code))
-            said, found = caplog.text + "".join(capfd.readouterr()), outcome(job)
-            is_said = os.strerror(code) in said
-            is_right = "Traceback" not in said and not found.faults
+            output, outcome = caplog.text + "".join(capfd.readouterr()), read_outcome(job)
+            is_reported = os.strerror(code) in output
+            is_right = "Traceback" not in output and not outcome.faults
             if ended == 0:
-                is_right &= found.ends == found.told == ["completed"] and found.sent == whole.sent
-                is_right &= found.metrics == whole.metrics or is_said
+                is_right &= outcome.ends == outcome.posted == ["completed"] and outcome.sent == expected.sent
+                is_right &= outcome.metrics == expected.metrics or is_reported
             elif ended == 2:
-                is_right &= is_said and "completed" not in found.told + found.ends
+                is_right &= is_reported and "completed" not in outcome.posted + outcome.ends
             else:
-                # A log that is whole may not be durable, which is said when it is closed, at the very end. And its last
-                # line is written after the server was told.
-                at_the_end = (whole, whole._replace(ends=[]))
-                is_right &= ended == 1 and is_said and (found.told == ["failed"] or found in at_the_end)
+                # A complete log may not be durable; closing it reports that, at the very end. And its last line is
+                # written after the message to the server.
+                at_the_end = (expected, expected._replace(ends=[]))
+                is_right &= ended == 1 and is_reported and (outcome.posted == ["failed"] or outcome in at_the_end)
             if not is_right:
-                wrong.append((name, file, nth, count, ended, found, said))
+                wrong.append((name, file, nth, count, ended, outcome, output))
     assert wrong == []
 
 
 class Outcome(NamedTuple):
-    """What a run has left in its event log and at the server."""
+    """Contents of the event log, and the messages that the server got."""
 
     faults: list
     ends: list
     metrics: set
-    told: list
+    posted: list
     sent: list
 
 
-def outcome(job):
+def read_outcome(job):
     path = job.events_path
     events = list(read_events(path)) if path.exists() else []
     return Outcome(
         faults=validate_events(path) if path.exists() else [],
         ends=[event["event"] for event in events if event["event"] in ("completed", "failed")],
         metrics={(event["name"], event["step"]) for event in events if event["event"] == "metric"},
-        told=[body["status"] for body in job.server.posted("/terminal")],
+        posted=[body["status"] for body in job.server.posted("/terminal")],
         sent=[body["step"] for body in job.server.posted("/checkpoint")],
     )

@@ -1,4 +1,4 @@
-"""Starts that cannot help a run: after a mistake, a completion, or a stop or a failure that would repeat."""
+"""Starts that cannot advance a run: after a mistake, a completion, or a stop or failure that would repeat."""
 
 import json
 import os
@@ -31,13 +31,13 @@ MISTAKES = {
     "a trainer that is not there": (["trainer=nowhere:Trainer", "resume_from_latest=true"], 2),
     "an unknown argument of Lightning": (["lightning.devicez=1", "resume_from_latest=true", "max_steps=9"], 2),
     "a changed job": (['hyperparams={"lr": 3}', "resume_from_latest=true"], 2),
-    "checkpoints that are in the way": ([], 2),
+    "existing checkpoints": ([], 2),
     "a checkpoint that is not there": (["resume_checkpoint_path=nowhere.json"], 1),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_the_command_leaves_a_run_that_completed_as_it_was(job, mistake, caplog):
+def test_a_mistake_in_the_command_does_not_change_a_completed_run(job, mistake, caplog):
     assert job.run() == 0
     before = contents(job.out)
     overrides, code = MISTAKES[mistake]
@@ -48,7 +48,7 @@ def test_a_mistake_in_the_command_leaves_a_run_that_completed_as_it_was(job, mis
     assert "failure:" in caplog.text
 
 
-def test_a_mistake_leaves_a_run_that_was_stopped_as_it_was(job):
+def test_a_mistake_does_not_change_a_stopped_run(job):
     job.write(plan={"at": "train_step:4", "raises": "KeyboardInterrupt"})
     assert job.run() == 75
     before = contents(job.out)
@@ -58,7 +58,7 @@ def test_a_mistake_leaves_a_run_that_was_stopped_as_it_was(job):
 
 
 @pytest.mark.parametrize("environ", [{}, {"TRAINER_ORCHESTRATED": "1", "TRAINER_CAPABILITY_TOKEN": "t"}])
-def test_an_orchestrator_gets_the_mistake(job, environ):
+def test_a_mistake_is_reported_to_the_orchestrator(job, environ):
     assert job.run() == 0
     job.write(max_stepz=3)
     assert deliver(job, **environ) == 2
@@ -66,13 +66,13 @@ def test_an_orchestrator_gets_the_mistake(job, environ):
     assert terminals(job) == ["completed", "failed"]
 
 
-def test_a_mistake_in_a_job_that_has_trained_nothing_is_in_its_log(job):
+def test_a_mistake_in_a_job_without_a_trained_step_is_logged(job):
     assert job.run("max_stepz=3") == 2
     assert job.run("max_stepz=3") == 2
     assert [event["event"] for event in job.events()] == ["failed", "failed"]
 
 
-# a job that has completed
+# completed jobs
 
 
 @pytest.mark.parametrize("environ", [{}, {"TRAINER_ORCHESTRATED": "1", "TRAINER_CAPABILITY_TOKEN": "t"}])
@@ -87,14 +87,14 @@ def test_a_completed_job_that_is_delivered_again_completes_and_posts_nothing(job
     [{"max_steps": 9}, {"hyperparams": {"lr": 3}}, {"run_id": "another"}],
     ids=lambda change: next(iter(change)),
 )
-def test_another_job_that_is_delivered_to_the_folder_is_refused(job, change):
+def test_another_job_for_the_same_folder_is_refused(job, change):
     assert deliver(job) == 0
     job.write(**change)
     assert deliver(job) == 2
     assert "startup.artifacts_in_use" in job.terminal_event()["error"]
 
 
-def test_a_command_refuses_a_completed_job_and_names_the_ways_out(job, caplog):
+def test_a_command_refuses_a_completed_job_and_names_the_options(job, caplog):
     assert job.run() == 0
     assert job.run() == 2
     assert "resume_from_latest=true" in caplog.text
@@ -135,7 +135,7 @@ def test_stops_before_the_first_step_count_from_one_checkpoint(job):
         return job.run(allow_changed=True)
 
     assert attempt() == 75
-    assert attempt(at=3) == 75  # which saves step 2
+    assert attempt(at=3) == 75  # the checkpoint is of step 2
     assert [attempt(), attempt(), attempt()] == [75, 1, 1]
     assert attempt(at=5) == 75
     assert attempt() == 75
@@ -147,7 +147,7 @@ def test_stops_before_the_first_step_count_from_one_checkpoint(job):
 # failures that repeat
 
 
-def test_a_way_on_is_not_offered_after_a_failure_that_repeats(job, caplog):
+def test_no_command_is_suggested_after_a_failure_that_repeats(job, caplog):
     job.write(resume_from_latest=True, plan={"at": "train_step:4", "raises": "ValueError", "text": "bad row"})
     assert job.run() == 1
     assert job.terminal_event()["resumable"]
@@ -172,13 +172,13 @@ def test_a_failure_elsewhere_does_not_repeat(job, caplog):
 # the log
 
 
-def test_attempts_are_told_apart_whether_or_not_they_started_or_ended(tmp_path):
+def test_attempts_are_separated_whether_or_not_they_started_or_ended(tmp_path):
     log = tmp_path / "events.jsonl"
     common = {"schema_version": "trainer_event.v1", "timestamp_ms": 1}
     stopped = {"event": "failed", "error": "timeout", "category": "timeout", "resumable": True}
     lines = [
         {"event": "started", "run_id": "r"},
-        {"event": "started", "run_id": "r"},  # the one before was killed
+        {"event": "started", "run_id": "r"},  # the previous attempt was killed
         {"event": "metric", "run_id": "r", "name": "trainer/resumed_from_step", "step": 7, "value": 7},
         {**stopped, "run_id": "r", "step": 7},
         {**stopped, "run_id": "other", "step": 3},

@@ -1,7 +1,7 @@
-"""What asks for a stop, on which rank, in which phase: every run ends, at one step, with its reason and a checkpoint.
+"""A stop of every kind, on every rank, in every phase: the run ends at one step, with its reason and a checkpoint.
 
-Each trigger of the matrix meets each phase here, with the processes in turn; ``GENLIGHT_LONG_FAULTS=1``, as ``make
-faults`` sets it, runs all cells.
+The short matrix tests each kind of trigger in each phase and takes turns with the processes;
+``GENLIGHT_LONG_FAULTS=1``, as set by ``make faults``, runs all cells.
 """
 
 import itertools
@@ -20,30 +20,30 @@ HERE = Path(__file__).parent
 PLANE = "/plane/runs/faulty"
 FILE = "/files/x.parquet"
 HELD_S = 60.0
-"""How long a trainer holds that nobody lets go on."""
+"""Longest time that a trainer waits to be released."""
 LIMIT_S = 150
-"""When a process that has not ended hangs."""
+"""A process that has not ended after this time hangs."""
 
 SIGNALS = {"SIGTERM": "preempted", "SIGUSR1": "preempted", "SIGINT": "canceled"}
 TRIGGERS = {**SIGNALS, "cancel file": "canceled", "limit": "timeout", "cancel": "canceled", "lease lost": "canceled"}
 KINDS = [tuple(SIGNALS), ("cancel file",), ("limit",), ("cancel", "lease lost")]
-"""Triggers that take the same way; the short matrix has one of each."""
+"""Triggers that are handled by the same code; the short matrix has one of each group."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Where the trainers hold when the trigger comes, or the request that the server does not answer."""
+    """The place where the trainers wait for the trigger, or the request that the server does not answer."""
 
     plan: dict = field(default_factory=dict)
     fields: dict = field(default_factory=dict)
     gate: str | None = None
     ranks: tuple = (0, 1)
-    """Those that come to this place."""
+    """Ranks that reach this place."""
     opens: bool = False
     """Whether the server answers after the trigger."""
     ends: tuple = ("failed", 75)
     resumes: bool = False
-    """Whether there is a checkpoint of step 4."""
+    """Whether the run resumes from a checkpoint of step 4."""
 
 
 def sampled(at):
@@ -55,7 +55,7 @@ EARLY = {
     "configure": Phase({"at": "configure"}),
     "resume": Phase({"at": "load_checkpoint"}, resumes=True),
 }
-"""Of these the short matrix has one cell each."""
+"""The short matrix has only one cell for each of these."""
 PHASES = {
     "inputs": Phase(
         fields={
@@ -83,48 +83,48 @@ PHASES = {
 
 @dataclass(frozen=True)
 class Processes:
-    """How many there are, who starts them, and which of them the trigger meets."""
+    """Number of processes, their launcher, and the ranks that the trigger hits."""
 
     world: int = 1
     launched: bool = False
-    """Lightning starts the second one; else both are started as torchrun does it."""
-    met: tuple = (0,)
+    """Lightning starts the second process; otherwise both are started as by torchrun."""
+    hit: tuple = (0,)
 
 
 PROCESSES = {
-    "alone": Processes(),
+    "one": Processes(),
     "two, first": Processes(2),
-    "two, second": Processes(2, met=(1,)),
-    "two, both": Processes(2, met=(0, 1)),
+    "two, second": Processes(2, hit=(1,)),
+    "two, both": Processes(2, hit=(0, 1)),
     "launched, first": Processes(2, launched=True),
-    "launched, second": Processes(2, launched=True, met=(1,)),
-    "launched, both": Processes(2, launched=True, met=(0, 1)),
+    "launched, second": Processes(2, launched=True, hit=(1,)),
+    "launched, both": Processes(2, launched=True, hit=(0, 1)),
 }
 
 
 def makes_sense(cell):
     trigger, processes, phase = cell
-    met = PROCESSES[processes].met
-    # Lightning starts the second one when the first has inputs and trainer; when uploads settle it has ended.
-    comes_late = PROCESSES[processes].launched and phase in ("inputs", "import") and 1 in met
-    if comes_late or (phase == "end" and met != (0,)):
+    hit = PROCESSES[processes].hit
+    # Lightning starts the second process after the first has its inputs and trainer; it ends before uploads do.
+    comes_late = PROCESSES[processes].launched and phase in ("inputs", "import") and 1 in hit
+    if comes_late or (phase == "end" and hit != (0,)):
         return False
-    # What only the first process does is met by the second one as a wait for it: only a signal goes to one of them.
-    return trigger in SIGNALS or met == (0,) or PHASES[phase].ranks != (0,)
+    # While only the first process works, the second waits for it: only a signal can hit just the second.
+    return trigger in SIGNALS or hit == (0,) or PHASES[phase].ranks != (0,)
 
 
 CELLS = [cell for cell in itertools.product(TRIGGERS, PROCESSES, PHASES) if makes_sense(cell)]
 
 
 def _short():
-    """For each kind of trigger and each phase one cell, with triggers of the kind and processes in turn."""
+    """Yield one cell for each kind of trigger and each phase; triggers and processes take turns."""
     for (k, kind), (p, phase) in itertools.product(
         enumerate(KINDS), enumerate(phase for phase in PHASES if phase not in EARLY)
     ):
         trigger = kind[p % len(kind)]
-        # Ones that Lightning launches take seconds to start, so there are few of them.
+        # Processes that Lightning launches take seconds to start, so there are few of them.
         launched = ("launched, first", "launched, second", "launched, both")[p % 3]
-        names = ("alone", "two, second", "two, first", "two, both", "alone", launched)
+        names = ("one", "two, second", "two, first", "two, both", "one", launched)
         turns = ((trigger, names[(k * 2 + p + turn) % len(names)], phase) for turn in range(len(names)))
         yield next(cell for cell in turns if cell in CELLS)
 
@@ -143,7 +143,7 @@ class Stop:
 
     @property
     def holding(self):
-        return [rank for rank in self.processes.met if rank in self.phase.ranks] or [0]
+        return [rank for rank in self.processes.hit if rank in self.phase.ranks] or [0]
 
     def write(self, limit_s, **fields):
         lightning = {"accelerator": "cpu", "devices": self.processes.world}
@@ -151,7 +151,7 @@ class Stop:
         if "at" in plan:
             plan["holds"] = HELD_S
             plan |= {"rank": self.holding[0]} if len(self.holding) == 1 else {}
-        wanted = {
+        job_fields = {
             "max_steps": 4000,
             "mock_batches": list(range(4000 * self.processes.world)),
             "cancel_file_path": "cancel",
@@ -162,16 +162,16 @@ class Stop:
             **self.phase.fields,
             **fields,
         }
-        self.job.write(plan=plan, **wanted)
+        self.job.write(plan=plan, **job_fields)
 
     def leave_checkpoint(self):
-        """What an earlier attempt leaves, when that is asked for."""
+        """Save a checkpoint as an earlier attempt, if the phase resumes from one."""
         if self.phase.resumes:
             self.write(0, max_steps=4, lightning={"accelerator": "cpu"})
             assert self.job.run() == 0
 
     def start(self):
-        """The processes, that of rank 0 first."""
+        """Start the run; return its processes, rank 0 first."""
         under_plane = self.trigger in ("cancel", "lease lost")
         program = str(HERE / "under_control_plane.py") if under_plane else "genlight.adapter.cli"
         self.job.server.answers[f"{PLANE}/claim"] = {"lease_id": "one"}
@@ -185,19 +185,19 @@ class Stop:
         return started
 
     def is_reached(self, started):
-        if self.phase.gate == FILE:  # the second process waits for the first one to fetch it
+        if self.phase.gate == FILE:  # the second process waits until the first has fetched it
             return FILE in self.job.server.at_gate and all(is_at_its_inputs(process.pid) for process in started)
         if self.phase.gate is not None:
             return self.phase.gate in self.job.server.at_gate
         return all(self.job.reached(rank) for rank in self.holding)
 
     def pull(self, started):
-        """Make the trigger happen."""
+        """Trigger the stop."""
         job = self.job
         if self.trigger in SIGNALS:
             children = children_of(started[0].pid)
             pids = [process.pid for process in started] + [pid for pid in children if self.processes.launched]
-            for rank in self.processes.met:
+            for rank in self.processes.hit:
                 os.kill(pids[rank], getattr(signal, self.trigger))
         elif self.trigger == "cancel file":
             (job.folder / "cancel").touch()
@@ -213,9 +213,9 @@ class Stop:
 
 
 def is_at_its_inputs(pid):
-    """Whether a process has what it takes right before them: the queue of uploads, or the lock of a further rank.
+    """Whether a process holds the lock that it takes just before its inputs: of the queue, or of its rank.
 
-    One that waits for another's download looks at its lock now and then, which nobody else can see.
+    Waiting for the download of another process is not visible from outside.
     """
     try:
         held = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
@@ -225,15 +225,15 @@ def is_at_its_inputs(pid):
 
 
 def children_of(pid):
-    found = []
+    children = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(fields[1]) == pid:
-            found.append(int(stat.parent.name))
-    return found
+            children.append(int(stat.parent.name))
+    return children
 
 
 CHOSEN = CELLS if os.environ.get("GENLIGHT_LONG_FAULTS") == "1" else [cell for cell in CELLS if cell in SHORT]
@@ -259,9 +259,9 @@ def test_a_stop_ends_the_run(job, kill_after, torchrun_environs, cell):
 
 
 def stop_it(stop):
-    """Start the run and stop it in its phase; the processes.
+    """Start the run and stop it in its phase; return the processes.
 
-    A limit counts from the start of a process. If that did not reach the phase within it, a longer one is tried.
+    A time limit counts from the start of a process. If the process does not reach the phase in time, try a longer one.
     """
     limit_s = 4.0
     stop.leave_checkpoint()
@@ -275,7 +275,7 @@ def stop_it(stop):
         for file in stop.job.folder.glob("reached-*"):
             file.unlink()
         stop.job.server.at_gate.clear()
-        stop.job.events_path.unlink(missing_ok=True)  # two stops before the first step would be reported otherwise
+        stop.job.events_path.unlink(missing_ok=True)  # a second stop before the first step is reported differently
         limit_s *= 2
     if stop.trigger == "limit":
         time.sleep(max(0.0, stop.began + limit_s + 0.5 - time.monotonic()))
@@ -287,7 +287,7 @@ def stop_it(stop):
 
 
 def run_into_phase(stop, limit_s):
-    """The processes, and whether they came to the phase."""
+    """Start the run; return the processes, and whether they reached the phase."""
     stop.write(limit_s)
     if stop.phase.gate is not None:
         stop.job.server.gates[stop.phase.gate] = threading.Event()
@@ -305,6 +305,6 @@ def run_into_phase(stop, limit_s):
 
 
 def has_ended(started):
-    """Whether a run is over; ranks but the first may leave before it, when all steps are done."""
+    """Whether a run is over; other ranks may end before rank 0, when all steps are done."""
     first, *others = [process.poll() for process in started]
     return first is not None or any(others)

@@ -1,4 +1,4 @@
-"""A limit on threads, as users and containers have: the end is reported, and what can go on without one does."""
+"""A limit on the number of threads, as for users and containers: failures are reported, optional threads omitted."""
 
 import pytest
 
@@ -10,8 +10,8 @@ WITHOUT_THREADS = str(SUPPORT / "thread_limit.py")
 
 
 @pytest.mark.parametrize("place", ["the start", "setup"])
-def test_a_run_that_needs_another_thread_is_reported_to_have_failed_of_that(job, kill_after, place):
-    """The terminal message goes out all the same, and the event log takes its last line."""
+def test_a_run_that_cannot_start_a_thread_reports_it(job, kill_after, place):
+    """The terminal message is sent, and the event log gets its last line."""
     plan = {} if place == "the start" else {"at": place, "stack_bytes": NO_ROOM_BYTES}
     job.write(plan=plan, uploads={f"{kind}_url": f"SERVER/{kind}" for kind in ("terminal", "metrics")})
     process = job.fork("run", job.spec, program=WITHOUT_THREADS if place == "the start" else "genlight.adapter.cli")
@@ -24,8 +24,8 @@ def test_a_run_that_needs_another_thread_is_reported_to_have_failed_of_that(job,
     assert "Traceback" not in (job.folder / "stderr").read_text()
 
 
-def test_checkpoints_are_written_and_a_run_completes_where_no_further_thread_can_be_started(job, kill_after):
-    """From a step on: what was started before is enough for the rest."""
+def test_a_run_saves_checkpoints_and_completes_if_no_more_threads_can_start(job, kill_after):
+    """The limit applies from the first step; threads that started before it suffice."""
     job.write(plan={"at": "train_step:1", "stack_bytes": NO_ROOM_BYTES, "accumulates": 1}, resume_from_latest=True)
     process = job.fork("run", job.spec)
     kill_after(process)

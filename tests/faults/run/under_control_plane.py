@@ -1,4 +1,4 @@
-"""A program that runs a job under a control plane, as one does whose orchestrator hands out leases."""
+"""Run a job under a control plane, as an orchestrator with leases does."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from genlight.adapter.run.run import RunOptions, run_job
 
 
 class Client:
-    """Speaks to the control plane in JSON; one that answers with an error status has taken the lease away."""
+    """Client of the control plane; an error status means that the lease was taken away."""
 
     def __init__(self, url):
         self.url = url
