@@ -90,7 +90,7 @@ _PLACES = (
     (
         re.compile(
             re.escape(os.path.realpath(tempfile.gettempdir()))
-            + r"/pytest-of-\w+/[\w./-]*?/?\w+?\d+(?=[/\s'\"`:;,.)]|$)"
+            + r"/pytest-of-\w+/pytest-\d+(?:/popen-gw\d+)?(?:/\w+?\d+(?=[/\s'\"`:;,.)]|$))?"
         ),
         "TMP",
     ),
@@ -99,6 +99,7 @@ _PLACES = (
     (re.compile(re.escape(sys.prefix)), "PREFIX"),
     (re.compile(r"(127\.0\.0\.1|localhost|\[::1\]):\d+"), r"\1:PORT"),
     (re.compile(r"\b(process|pid) \d+"), r"\1 N"),
+    (re.compile(r"[\d,.]+ MB free"), "N MB free"),
     (re.compile(rf"\b{re.escape(socket.gethostname())}\b"), "HOST"),
 )
 """Parts of a message that differ from run to run or from machine to machine, and the words that replace them."""
